@@ -1,0 +1,439 @@
+"""The run as data: what loads, what is refused and in which words, and that TensorFlow stays away."""
+
+import doctest
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tfpar import _toml, config
+from tfpar.config import Callbacks, Data, Feature, Model, Optimizer, Run, Strategy, Training
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+RICH_RUN = Run(
+    trainer="my.own.Trainer",
+    seed=7,
+    model=Model(name="MobileNetV2", l2=1e-4),
+    data=Data(
+        source="tfrecord",
+        directory='C:\\data "quoted"\nß',
+        validation_split=None,
+        features={"image": Feature(dtype="jpeg", shape=(8, 8, 3)), "label": Feature(dtype="int64")},
+        augmentation=("flip", "shift"),
+        num_classes=3,
+    ),
+    training=Training(steps_per_call=5, ema_momentum=0.9, ema_overwrite_frequency=10, checkpoint_seconds=0),
+    optimizer=Optimizer(name="sgd", settings={"momentum": 0.9, "nesterov": True, "count": 3, "name": "x", "one": 1.0}),
+    strategy=Strategy(kind="mirrored", devices=("GPU:0", "GPU:1"), all_reduce="nccl", pack_bytes=4 << 20),
+    callbacks=Callbacks(monitor="loss", early_stopping_patience=0, tensorboard=False),
+)
+
+
+def refusal(*overrides: str, path: str | Path | None = None) -> str:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the caller asserts the message
+        config.load(path, overrides)
+    return str(raised.value)
+
+
+# What loads
+
+
+def test_without_file_and_overrides_the_default_run_loads() -> None:
+    assert config.load(None) == Run()
+
+
+def test_digits_toml_spells_out_every_key_of_the_default_run() -> None:
+    path = CONFIGS[0].parent / "digits.toml"
+    assert config.load(path) == Run()
+    assert _toml.read(path) == tomllib.loads(config.dump(Run()))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_its_header_says_command_hardware_time_and_result(path: Path) -> None:
+    config.load(path)
+    header = [line for line in path.read_text().splitlines() if line.startswith("# ")]
+    for word in ("Hardware", "Time", "Result"):
+        assert any(line.startswith(f"# {word}: ") for line in header), f"{path.name} has no line '# {word}: '"
+    assert any(f"--config configs/{path.name}" in line for line in header), f"{path.name} has another file's command"
+
+
+@pytest.mark.parametrize("run", [Run(), RICH_RUN], ids=["default", "rich"])
+def test_what_dump_writes_loads_to_the_same_run(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(config.dump(run), encoding="utf-8")
+    loaded = config.load(path)
+    assert loaded == run
+    assert [type(value) for value in loaded.optimizer.settings.values()] == [
+        type(value) for value in run.optimizer.settings.values()
+    ], "1, 1.0 and true are equal in Python, so their types are compared too"
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("seed = 1\n[training]\nepochs = 2\nglobal_batch_size = 8\n")
+    run = config.load(path, ["training.epochs=3", "training.epochs=4", "seed=5"])
+    assert (run.seed, run.training.epochs, run.training.global_batch_size) == (5, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("optimizer.learning_rate=1e-2", "optimizer", "learning_rate", 0.01),
+        ("optimizer.learning_rate=1", "optimizer", "learning_rate", 1.0),
+        ("model.name=linear", "model", "name", "linear"),
+        ('model.name="linear"', "model", "name", "linear"),
+        (" data.train_split = train[:80%] ", "data", "train_split", "train[:80%]"),
+        ("data.directory=/data/a=b", "data", "directory", "/data/a=b"),
+        ("data.validation_split=none", "data", "validation_split", None),
+        ("data.augmentation=['flip']", "data", "augmentation", ("flip",)),
+        ("optimizer.settings.momentum=0.9", "optimizer", "settings", {"momentum": 0.9}),
+        ("training.steps_per_call=3", "training", "steps_per_call", 3),
+        ("callbacks.tensorboard=false", "callbacks", "tensorboard", False),
+    ],
+)
+def test_an_override_is_read_as_a_toml_value_or_a_bare_word(
+    override: str, section: str, key: str, value: object
+) -> None:
+    received = getattr(getattr(config.load(None, [override]), section), key)
+    assert received == value
+    assert type(received) is type(value)
+
+
+def test_a_run_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Run().training.epochs = 3  # type: ignore[misc]
+
+
+def test_schema_describes_every_key_and_knows_none_as_a_word() -> None:
+    schema = config.schema()
+    keys = [
+        (name, key, node) for name, section in schema["$defs"].items() for key, node in section["properties"].items()
+    ]
+    assert [(name, key) for name, key, node in keys if not node.get("description")] == []
+    assert '"null"' not in json.dumps(schema["$defs"]), "TOML has no null, the word is none"
+
+
+# What is refused: one key
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.epochs=ten", 'training.epochs = "ten" must be an integer of at least 1 (default 10).'),
+        ("training.epochs=2.5", "training.epochs = 2.5 must be an integer of at least 1 (default 10)."),
+        ("training.epochs=true", "training.epochs = true must be an integer of at least 1 (default 10)."),
+        ('training.epochs="10"', 'training.epochs = "10" must be an integer of at least 1 (default 10).'),
+        ("callbacks.tensorboard=1", "callbacks.tensorboard = 1 must be true or false (default true)."),
+        ("model.name=3", 'model.name = 3 must be a string of length at least 1 (default "cnn").'),
+        (
+            "training.steps_per_call=0",
+            'training.steps_per_call = 0 must be an integer of at least 1 or "auto" (default "auto").',
+        ),
+        (
+            "data.num_classes=1",
+            'data.num_classes = 1 must be an integer of at least 2 or "none" (default "none").',
+        ),
+        (
+            "data.normalization=unti",
+            'data.normalization = "unti" must be one of "none", "unit", "standard" (default "unit").',
+        ),
+        (
+            "data.features.image.dtype=jpg",
+            'data.features.image.dtype = "jpg" must be one of "float32", "float64", "int32", "int64", "string", '
+            '"jpeg", "png".',
+        ),
+        (
+            "data.features.image.shape=[2]",
+            'data.features.image.dtype is missing: set it to one of "float32", "float64", "int32", "int64", '
+            '"string", "jpeg", "png".',
+        ),
+        (
+            'data.augmentation=["flop"]',
+            'data.augmentation = ["flop"] must be a list, each one of "flip", "shift", "brightness" (default []).',
+        ),
+        (
+            'strategy.devices=["gpu:0"]',
+            'strategy.devices = ["gpu:0"] must be a list of length at least 1, each a string such as "GPU:0" or '
+            '"none" (default "none").',
+        ),
+        (
+            "optimizer.settings.betas=[0.9]",
+            "optimizer.settings.betas = [0.9] must be true or false or an integer or a finite number or a string.",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(override: str, message: str) -> None:
+    assert refusal(override) == message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=-1",
+        "seed=4294967296",
+        "trainer=Regression",
+        "model.l1=-0.1",
+        "model.dropout=1",
+        'model.name=""',
+        "data.num_examples=0",
+        "data.num_features=0",
+        "data.noise=-1",
+        "data.shuffle_buffer=-1",
+        "training.epochs=0",
+        "training.global_batch_size=0",
+        "training.gradient_accumulation_steps=0",
+        "training.clipnorm=0",
+        "training.global_clipnorm=-1",
+        "training.clipvalue=inf",
+        "training.ema_momentum=0",
+        "training.ema_momentum=1",
+        "training.validation_freq=0",
+        "training.checkpoint_seconds=-1",
+        "training.checkpoint_seconds=inf",
+        "training.keep_checkpoints=0",
+        "optimizer.learning_rate=0",
+        "optimizer.learning_rate=nan",
+        "optimizer.learning_rate=1e400",
+        "optimizer.settings.momentum=nan",
+        "optimizer.warmup_steps=-1",
+        "optimizer.base_batch_size=0",
+        "strategy.num_logical_cpus=0",
+        "strategy.devices=[]",
+        "strategy.pack_bytes=0",
+        "callbacks.early_stopping_patience=-1",
+        "callbacks.reduce_learning_rate_patience=-1",
+        "callbacks.check_replicas_every_steps=0",
+    ],
+)
+def test_a_number_or_text_out_of_range_is_refused_by_its_path(override: str) -> None:
+    message = refusal(override)
+    assert message.startswith(f"{override.partition('=')[0]} = ")
+    assert " must be " in message
+    assert "\n" not in message
+
+
+def test_an_unknown_key_names_the_closest_one_and_all_that_are_allowed() -> None:
+    message = refusal("training.global_batch_sise=64")
+    assert message.startswith(
+        "training.global_batch_sise = 64 is not a known key: did you mean training.global_batch_size? Allowed here: "
+    )
+    for key in Training.model_fields:
+        assert key in message
+
+
+@pytest.mark.parametrize(
+    ("override", "start"),
+    [
+        ("trainig.epochs=3", 'trainig = {"epochs": 3} is not a known key: did you mean training? Allowed here: '),
+        ("zzz=3", "zzz = 3 is not a known key: rename or remove it. Allowed here: "),
+    ],
+)
+def test_an_unknown_section_is_refused_with_the_known_ones(override: str, start: str) -> None:
+    message = refusal(override)
+    assert message.startswith(start)
+    assert "trainer, seed, model, data, training, optimizer, strategy, callbacks" in message
+
+
+def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "training = 3\n[model]\nnmae = 'cnn'\n[optimizer]\nlearning_rate = -1\n[data.features]\nimage = 1\n"
+    )
+    lines = refusal(path=path).splitlines()
+    assert [line.split(" ")[0] for line in lines] == [
+        "model.nmae",
+        "data.features.image",
+        "training",
+        "optimizer.learning_rate",
+    ]
+    assert lines[2] == "training = 3 must be a table."
+
+
+# What is refused: rules between fields
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start"),
+    [
+        (
+            ["training.global_batch_size=1", "strategy.kind=mirrored", "strategy.num_logical_cpus=2"],
+            "training.global_batch_size = 1 does not reach every replica: set it to at least 2",
+        ),
+        (
+            ["training.global_batch_size=2", 'strategy.devices=["GPU:0", "GPU:1", "GPU:2"]'],
+            "training.global_batch_size = 2 does not reach every replica: set it to at least 3",
+        ),
+        (
+            ["training.clipnorm=1.0", "training.clipvalue=0.5"],
+            "Only one way of clipping can apply, received training.clipnorm and training.clipvalue",
+        ),
+        (["training.ema_overwrite_frequency=5"], "training.ema_overwrite_frequency = 5 needs a moving average"),
+        (["strategy.num_logical_cpus=2"], 'strategy.num_logical_cpus = 2 needs strategy.kind = "mirrored"'),
+        (
+            ["strategy.kind=single_device", 'strategy.devices=["GPU:0", "GPU:1"]'],
+            'strategy.devices = ["GPU:0", "GPU:1"] is more than the one device',
+        ),
+        (['strategy.devices=["GPU:0", "GPU:0"]'], 'strategy.devices = ["GPU:0", "GPU:0"] names a device twice'),
+        (['strategy.devices=["CPU:1"]'], 'strategy.devices = ["CPU:1"] is beyond strategy.num_logical_cpus = 1'),
+        (['strategy.devices=["CPU:0", "GPU:0"]'], 'strategy.devices = ["CPU:0", "GPU:0"] with strategy.num_logical'),
+        (
+            ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.all_reduce=nccl"],
+            'strategy.all_reduce = "nccl" needs GPUs',
+        ),
+        (
+            ["strategy.kind=mirrored", 'strategy.devices=["CPU:0"]', "strategy.all_reduce=hierarchical_copy"],
+            'strategy.all_reduce = "hierarchical_copy" needs GPUs',
+        ),
+        (
+            ["strategy.kind=single_device", "strategy.all_reduce=nccl"],
+            'strategy.all_reduce = "nccl" has no use on a single device',
+        ),
+        (
+            ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.pack_bytes=4096"],
+            "strategy.pack_bytes = 4096 is read only when GPUs reduce",
+        ),
+        (
+            ["data.source=tfrecord", "data.features.image.dtype=float32", "data.features.label.dtype=int64"],
+            'data.source = "tfrecord" needs data.directory',
+        ),
+        (
+            ["data.source=tfrecord", "data.directory=/data", "data.features.image.dtype=float32"],
+            'data.label_key = "label" is not declared: add [data.features.label]',
+        ),
+        (
+            ["data.source=tfrecord", "data.directory=/data", "data.features.label.dtype=int64"],
+            'data.input_key = "image" is not declared: add [data.features.image]',
+        ),
+        (
+            [
+                "data.source=tfrecord",
+                "data.directory=/data",
+                "data.features.image={dtype = 'png', shape = [8, 8]}",
+                "data.features.label.dtype=int64",
+            ],
+            "data.features.image.shape = [8, 8] must be [height, width, channels] with 1 or 3 channels",
+        ),
+        (["data.num_examples=1000"], "data.num_examples = 1000 is read only from data.source generated"),
+        (
+            ["data.source=generated", "data.directory=/data"],
+            'data.directory = "/data" is read only from data.source tf',
+        ),
+        (["data.num_classes=3"], "data.num_classes = 3 is read only from data.source tfrecord"),
+        (
+            ["data.validation_split=none", "callbacks.early_stopping_patience=0"],
+            'callbacks.monitor = "val_loss" is not measured',
+        ),
+        (
+            ["optimizer.settings.learning_rate=0.1"],
+            "optimizer.settings.learning_rate = 0.1 has its own key: set optimizer.learning_rate.",
+        ),
+        (
+            ["optimizer.settings.clipnorm=1.0"],
+            "optimizer.settings.clipnorm = 1.0 has its own key: set training.clipnorm.",
+        ),
+    ],
+)
+def test_a_broken_rule_between_fields_is_refused_in_one_sentence(overrides: list[str], start: str) -> None:
+    message = refusal(*overrides)
+    assert message.startswith(start)
+    assert "\n" not in message, "only this rule is broken"
+
+
+def test_rules_between_fields_hold_for_runs_made_in_python_too() -> None:
+    with pytest.raises(ValueError, match=r"training\.clipnorm and training\.global_clipnorm"):
+        Run(training=Training(clipnorm=1.0, global_clipnorm=1.0))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.global_batch_size=2", "strategy.kind=mirrored", "strategy.num_logical_cpus=2"],
+        ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", 'strategy.devices=["CPU:0", "CPU:1"]'],
+        ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.all_reduce=reduction_to_one_device"],
+        ["strategy.kind=single_device", 'strategy.devices=["GPU:1"]'],
+        ["data.validation_split=none", "callbacks.early_stopping_patience=0", "callbacks.monitor=loss"],
+        ["training.clipnorm=1", "training.ema_momentum=0.9", "training.ema_overwrite_frequency=1"],
+    ],
+)
+def test_what_is_at_the_edge_of_a_rule_between_fields_is_allowed(overrides: list[str]) -> None:
+    config.load(None, overrides)
+
+
+# What is refused: files and overrides that cannot be read
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.epochs", 'An override must read section.key=value, received "training.epochs": write training.ep'),
+        ("=3", 'An override must read section.key=value, received "=3": write training.epochs=3.'),
+        ("training.=3", 'An override must read section.key=value, received "training.=3": write training.epochs=3.'),
+        ("training.epochs=", 'The override "training.epochs=" has no value: write training.epochs=value'),
+        ("training=3", 'The override "training=3" names the whole section training: set its keys'),
+        ("model.name='a", "The override \"model.name='a\" opens a TOML value that is not valid: check 'a."),
+    ],
+)
+def test_an_override_that_cannot_be_read_is_refused(override: str, message: str) -> None:
+    assert refusal(override).startswith(message)
+
+
+def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("seed = 1\n")
+    expected = 'The override "seed.x=3" goes below seed, which is a value: set seed itself.'
+    assert refusal("seed.x=3", path=path) == expected
+
+
+def test_a_missing_file_is_refused_and_the_closest_name_suggested(tmp_path: Path) -> None:
+    (tmp_path / "digits.toml").write_text("")
+    with pytest.raises(FileNotFoundError) as raised:
+        config.load(tmp_path / "digist.toml")
+    assert str(raised.value) == (
+        f'The configuration file "{tmp_path / "digist.toml"}" must exist, found nothing there: did you mean '
+        f'"{tmp_path / "digits.toml"}"?'
+    )
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="must exist, found a folder: check the path"):
+        config.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"seed = 1\n[training]\nepochs 3\n", "at line 3"),
+        (b"seed = 1\nname = [1,\n\n", "at line 3, the end of the file"),
+        (b"seed = 1\nname = '\xff'\n", "line 2, is not UTF-8 text: save the file as UTF-8."),
+        (b"seed = 1\nseed = 2\n", "at line 2"),
+    ],
+)
+def test_a_file_that_is_not_toml_is_refused_with_its_line(content: bytes, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    message = refusal(path=path)
+    assert message.startswith(f'"{path}"')
+    assert part in message
+    assert "\n" not in message
+
+
+# TensorFlow stays away, and what the documentation shows is true
+
+
+def test_importing_config_imports_no_tensorflow() -> None:
+    code = "import sys, tfpar.config; sys.exit(any(name in sys.modules for name in ('tensorflow', 'keras', 'numpy')))"
+    root = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    completed = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, check=False)
+    assert completed.returncode == 0, "tfpar.config must come without TensorFlow, Keras and NumPy"
+
+
+@pytest.mark.parametrize("module", [config, _toml], ids=["config", "_toml"])
+def test_examples_in_docstrings_hold(module: object) -> None:
+    results = doctest.testmod(module)  # type: ignore[arg-type]
+    assert results.attempted > 0
+    assert results.failed == 0

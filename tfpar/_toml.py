@@ -1,0 +1,214 @@
+"""TOML to plain tables and back, overrides, and pydantic's errors as sentences; knows nothing of what a run is.
+
+The words for what is allowed come from the JSON schema, so that no error text repeats a limit that may change.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import ErrorDetails, core_schema
+
+Tables = dict[str, Any]
+_TYPE_WORDS = {
+    "integer": "an integer",
+    "number": "a finite number",
+    "boolean": "true or false",
+    "string": "a string",
+    "array": "a list",
+    "object": "a table",
+}
+_LIMIT_WORDS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "of at most",
+    "exclusiveMaximum": "below",
+    "minLength": "of length at least",
+    "minItems": "of length at least",
+}
+
+
+class Schema(GenerateJsonSchema):
+    """JSON schema in which the word "none" stands where Python has None, as TOML has no null."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        """Replaces pydantic's `{"type": "null"}`."""
+        return {"anyOf": [self.generate_inner(schema["schema"]), {"const": "none"}]}
+
+
+def read(path: str | Path) -> Tables:
+    """Reads a TOML file.
+
+    Args:
+        path: the file, in UTF-8.
+
+    Returns:
+        Its tables, as `tomllib` makes them.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not valid TOML; the sentence names the line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "nothing there"
+        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
+        way_out = f'did you mean "{path.with_name(near[0])}"?' if near else "check the path."
+        raise FileNotFoundError(f'The configuration file "{path}" must exist, found {found}: {way_out}')
+    content = path.read_bytes()
+    try:
+        return tomllib.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise ValueError(f'"{path}", line {line}, is not UTF-8 text: save the file as UTF-8.') from None
+    except tomllib.TOMLDecodeError as error:
+        end = f"at line {len(content.splitlines())}, the end of the file"
+        problem = str(error).replace("at end of document", end)
+        raise ValueError(f'"{path}" is not valid TOML: {problem}. Correct that line.') from None
+
+
+def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
+    """Sets one value, given as `section.key=value`, in place.
+
+    Args:
+        tables: what to change.
+        text: the value is read as TOML; what is no TOML value is a string, so that names and paths need no quotes.
+        sections: the names that hold keys and are no keys themselves.
+
+    Raises:
+        ValueError: there is no "=", no key or no value, or the key is a whole section.
+
+    >>> tables = {"model": {"name": "cnn"}}
+    >>> override(tables, "model.name=linear", sections=["model"])
+    >>> tables
+    {'model': {'name': 'linear'}}
+    """
+    key, equals, value = (part.strip() for part in text.partition("="))
+    *parents, last = key.split(".")
+    if not equals or not all([*parents, last]):
+        raise ValueError(f'An override must read section.key=value, received "{text}": write training.epochs=3.')
+    if not value:
+        raise ValueError(f'The override "{text}" has no value: write {key}=value, or {key}=none to unset what can be.')
+    if key in sections:
+        raise ValueError(f'The override "{text}" names the whole section {key}: set its keys, {key}.key=value.')
+    table = tables
+    for part in parents:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ValueError(f'The override "{text}" goes below {part}, which is a value: set {part} itself.')
+    table[last] = _value(text, value)
+
+
+def _value(text: str, value: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        if value[0] in "\"'[{":
+            raise ValueError(f'The override "{text}" opens a TOML value that is not valid: check {value}.') from None
+        return value
+    return parsed["value"] if len(parsed) == 1 else value
+
+
+def write(tables: Mapping[str, Any]) -> str:
+    """Writes tables as TOML; None becomes the word "none".
+
+    >>> print(write({"model": {"name": "cnn", "size": None}}), end="")
+    [model]
+    name = "cnn"
+    size = "none"
+    """
+    return tomli_w.dumps(_without_none(tables))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(inner) for key, inner in value.items()}
+    return "none" if value is None else value
+
+
+def show(value: Any) -> str:
+    """A value as TOML writes it, shortened to one line of at most 80 characters.
+
+    >>> show(("GPU:0", True, 1.5))
+    '["GPU:0", true, 1.5]'
+    """
+    text = json.dumps("none" if value is None else value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def sentences(error: ValidationError, tables: Tables, schema: Mapping[str, Any]) -> list[str]:
+    """One sentence for each problem that pydantic found in `tables`.
+
+    Args:
+        error: what `model_validate(tables)` raised.
+        tables: what was validated.
+        schema: the JSON schema of the model, made with `Schema`.
+
+    Returns:
+        Sentences, each with the path of the key, the value received, what is allowed and the default.
+    """
+    # One problem of a union gives an error for each of its members: the same sentence, kept once.
+    return list(dict.fromkeys(line for detail in error.errors() for line in _lines(detail, tables, schema)))
+
+
+def _lines(detail: ErrorDetails, tables: Tables, schema: Mapping[str, Any]) -> Iterator[str]:
+    if detail["type"] == "value_error":
+        yield from str(detail["ctx"]["error"]).splitlines()
+        return
+    path, value, node, parent = _locate(detail["loc"], tables, schema)
+    name = ".".join(path)
+    if detail["type"] == "extra_forbidden":
+        allowed = list(parent.get("properties", {}))
+        near = difflib.get_close_matches(path[-1], allowed, n=1)
+        prefix = "".join(f"{part}." for part in path[:-1])
+        way_out = f"did you mean {prefix}{near[0]}?" if near else "rename or remove it."
+        yield f"{name} = {show(value)} is not a known key: {way_out} Allowed here: {', '.join(allowed)}."
+    elif detail["type"] == "missing":
+        yield f"{name} is missing: set it to {_allowed(node, schema)}."
+    else:
+        default = f" (default {show(node['default'])})" if not isinstance(node.get("default", {}), dict) else ""
+        yield f"{name} = {show(value)} must be {_allowed(node, schema)}{default}."
+
+
+def _locate(
+    loc: Sequence[str | int], tables: Tables, schema: Mapping[str, Any]
+) -> tuple[list[str], Any, Mapping[str, Any], Mapping[str, Any]]:
+    """Follows pydantic's location as far as keys go: behind them it names members of unions and items of lists."""
+    path: list[str] = []
+    value: Any = tables
+    node, parent = schema, schema
+    for part in loc:
+        table = _resolve(node, schema)
+        if "properties" not in table and "additionalProperties" not in table:
+            break
+        path.append(str(part))
+        value = value.get(part) if isinstance(value, dict) else value
+        parent = table
+        node = table.get("properties", {}).get(part) or table.get("additionalProperties") or {}
+    return path, value, node, parent
+
+
+def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def _allowed(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    """Words for what a part of the schema accepts."""
+    node = _resolve(node, schema)
+    if "anyOf" in node:
+        return " or ".join(_allowed(member, schema) for member in node["anyOf"])
+    if "enum" in node:
+        return f"one of {', '.join(show(value) for value in node['enum'])}"
+    if "const" in node:
+        return show(node["const"])
+    limits = " and ".join(f"{words} {node[key]}" for key, words in _LIMIT_WORDS.items() if key in node)
+    if "examples" in node:
+        limits = f"such as {show(node['examples'][0])}"
+    items = f", each {_allowed(node['items'], schema)}" if "items" in node else ""
+    return f"{_TYPE_WORDS[node['type']]} {limits}".rstrip() + items
