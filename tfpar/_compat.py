@@ -1,0 +1,141 @@
+"""Everything private of Keras and TensorFlow that tfpar touches, each with the version, the reason and the link.
+
+Written for Keras 3.15 and TensorFlow 2.21. Nothing else in tfpar imports from `keras.src` or `tensorflow.python`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.losses import loss as loss_module
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
+AddedLossReduction = Callable[[keras.Model, Any], tf.Tensor]
+
+# Keras as it is, for reductions that build on it.
+reduce_weighted_values = loss_module.reduce_weighted_values
+apply_mask = loss_module.apply_mask
+squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
+aggregate_added_loss = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
+
+
+@contextlib.contextmanager
+def loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduction) -> Iterator[None]:
+    """Let `reduce_loss` and `reduce_added_loss` do every division of a loss inside this context.
+
+    Keras 3.15 divides a loss in one function, `reduce_weighted_values`, by the count of the replica that calls it, and
+    then by the number of replicas: wrong for uneven batches and masks (keras-team/keras#19246 and the facts in the
+    README). Tracing is single-threaded (the threads of MirroredStrategy take turns), so a patch of the module's
+    attributes reaches every loss of the traced step and nothing else.
+    """
+
+    def reduce(values: Any, sample_weight: Any = None, mask: Any = None,
+               reduction: str | None = "sum_over_batch_size", dtype: Any = None) -> tf.Tensor:  # fmt: skip
+        return reduce_loss(values, sample_weight, mask, reduction, dtype)
+
+    with (
+        mock.patch.object(loss_module, "reduce_weighted_values", reduce),
+        mock.patch.object(loss_module, "unscale_loss_for_distribution", lambda value: value),
+        mock.patch.object(TensorFlowTrainer, "_aggregate_additional_loss", reduce_added_loss),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def collect_added_losses(collected: Callable[[], list[Any]]) -> Iterator[None]:
+    """Gather what layers add with `add_loss` in the list that `collected` returns, instead of in the layers.
+
+    Keras 3.15 keeps added losses in the layer objects. The replicas of a strategy share those and take turns wherever
+    they communicate, so one replica would read and clear the losses of another.
+    """
+
+    def add_loss(layer: keras.Layer, loss: Any) -> None:
+        collected().extend(keras.tree.flatten(loss))
+
+    losses = property(lambda layer: [*collected(), *layer._get_regularization_losses()])
+    with mock.patch.object(keras.Layer, "add_loss", add_loss), mock.patch.object(keras.Layer, "losses", losses):
+        yield
+
+
+@contextlib.contextmanager
+def one_device_optimizer() -> Iterator[None]:
+    """Let Keras optimizers run their one-device code inside this context.
+
+    Keras 3.15's TensorFlow optimizer reduces and updates across replicas itself, after clipping and inside
+    conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
+    `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right.
+    """
+    names = (
+        "_apply_weight_decay",
+        "_backend_increment_gradient_accumulators",
+        "_backend_update_step",
+        "_overwrite_model_variables_with_average_value",
+    )
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(TFOptimizer, name, getattr(BaseOptimizer, name)))
+        stack.enter_context(mock.patch.object(LossScaleOptimizer, "_tf_apply", LossScaleOptimizer._common_apply))
+        yield
+
+
+@contextlib.contextmanager
+def replica_seeds(replica_id: Callable[[], int]) -> Iterator[None]:
+    """Let every replica but the first draw random numbers of its own inside this context.
+
+    A Keras 3.15 `SeedGenerator` holds the same state on all replicas, so that Dropout would drop the same units for
+    the first example of each part, the second, and so on. The replica's number is mixed into the seed drawn.
+    """
+
+    def draw(generator: Any, ordered: bool = True) -> tf.Tensor:
+        seed = original(generator, ordered)
+        # The golden ratio's 32 bits: neighbouring seeds do not meet those of neighbouring replicas.
+        return seed + tf.cast([replica_id() * 2654435769 % 2**31, 0], seed.dtype)
+
+    original = keras.random.SeedGenerator.next
+    with mock.patch.object(keras.random.SeedGenerator, "next", draw):
+        yield
+
+
+def all_layers(model: keras.Model) -> list[keras.Layer]:
+    """Return the layers at every depth; `model.layers` holds the outermost only (Keras 3.15)."""
+    return list(model._flatten_layers())
+
+
+def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
+    """Call a model as Keras' own step does: `training` only where its `call` takes it (Keras 3.15)."""
+    return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+
+
+def compute_loss(model: keras.Model, inputs: Any, targets: Any, outputs: Any, weights: Any, training: bool) -> Any:
+    """Compute the loss as Keras' own step does, also where a subclass overrides `compute_loss` (Keras 3.15)."""
+    return model._compute_loss(x=inputs, y=targets, y_pred=outputs, sample_weight=weights, training=training)
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
+    """Return the metric behind the log entry `loss`; `model.metrics` holds it only at no fixed place (Keras 3.15)."""
+    return model._loss_tracker
+
+
+def symbolic_build(model: keras.Model, batch: Any) -> None:
+    """Create the weights, metrics and optimizer slots that the first batch calls for, as `fit` does (Keras 3.15)."""
+    model._symbolic_build(data_batch=batch)
+
+
+def overridden(model: keras.Model, method: str) -> bool:
+    """Say whether the user's model class replaces a method of Keras' own trainer."""
+    return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def flat_losses(model: keras.Model) -> list[Any]:
+    """Return the loss objects and functions of a compiled model (Keras 3.15 keeps them in `_compile_loss`)."""
+    compiled = model._compile_loss
+    return [] if compiled is None else [entry for entry in keras.tree.flatten(compiled._user_loss) if entry is not None]

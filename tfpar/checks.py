@@ -1,0 +1,95 @@
+"""What is checked of a model before the first step, and what the first batch lets us build."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfpar import _compat
+
+_STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict"}
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no compiled Keras model, or one whose own steps would never run.
+
+    Raises:
+        TypeError: If it is no compiled `keras.Model`.
+        ValueError: If its class overrides a step of Keras' trainer.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"The model function must return a compiled keras.Model, received {type(model).__name__}. "
+            "End it with `return model`."
+        )
+    if not model.compiled or model.optimizer is None:
+        raise TypeError(
+            f"The model function must return a compiled model, and {model.name!r} is not compiled. "
+            "Call model.compile(optimizer, loss) before returning it."
+        )
+    for step, method in _STEPS.items():
+        if _compat.overridden(model, step):
+            raise ValueError(
+                f"{type(model).__name__} overrides {step}, which a strategy replaces by its own. "
+                f"Put the difference into the layers or a loss, or train with keras' own {method}."
+            )
+
+
+def check_inputs(model: keras.Model, inputs: Any) -> None:
+    """Refuse inputs that do not fit the shapes with which a functional model was built.
+
+    Args:
+        model: Any model; one without declared inputs passes.
+        inputs: Tensors or specs `[batch, ...]`.
+
+    Raises:
+        ValueError: If the number of inputs or a shape differs.
+    """
+    declared = getattr(model, "inputs", None)
+    if not declared:
+        return
+    given = keras.tree.flatten(inputs)
+    shapes = [tuple(tensor.shape) for tensor in given]
+    wanted = [tuple(tensor.shape) for tensor in declared]
+    if len(given) != len(wanted) or not all(map(_fits, shapes, wanted)):
+        raise ValueError(
+            f"The data must have the shapes of the model's inputs (None stands for any size). {model.name!r} takes "
+            f"{_text(wanted)} and the dataset yields {_text(shapes)}. Change keras.Input or the data."
+        )
+
+
+def _fits(shape: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:
+    # Keras itself adds or drops a last axis of size one.
+    candidates = [shape, (*shape, 1)] + ([shape[:-1]] if shape[-1:] == (1,) else [])
+    return any(
+        len(candidate) == len(wanted)
+        and all(a is None or b is None or a == b for a, b in zip(candidate, wanted, strict=True))
+        for candidate in candidates
+    )
+
+
+def _text(shapes: list[tuple[int | None, ...]]) -> str:
+    return ", ".join(str(shape) for shape in shapes)
+
+
+def build(model: keras.Model, batch: Any, targets: bool = True) -> None:
+    """Create weights, metrics and optimizer slots as far as they wait for data; runs inside the strategy's scope.
+
+    Args:
+        model: A compiled model.
+        batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+        targets: Whether the batch has targets, so that metrics and losses can be built too.
+
+    Raises:
+        ValueError: If data and model do not fit together.
+    """
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    check_inputs(model, inputs)
+    if not targets:
+        if not model.built:
+            _compat.call_model(model, inputs, training=False)
+        return
+    _compat.symbolic_build(model, batch)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)

@@ -1,0 +1,118 @@
+"""The inner loop: many steps in one call of one compiled function, and how many.
+
+    outer loop (Python)   │ call, 240 steps          │ callbacks │ call, 251 steps          │ callbacks │ …
+    inner loop (compiled) │ step, step, step, … step │           │ step, step, step, … step │           │
+
+Python costs a fraction of a millisecond a call, TensorFlow's own loop a few microseconds a step. So the outer loop
+asks for as many steps as fit into about a tenth of a second, which keeps progress bars and Ctrl-C prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+SECONDS_PER_CALL = 0.1
+
+
+class CallResult(NamedTuple):
+    """What one call of a compiled loop gives back."""
+
+    upcoming: tf.experimental.Optional
+    num_steps: tf.Tensor
+    finite: tf.Tensor
+    num_examples: tf.Tensor
+    data_wait_seconds: tf.Tensor
+    logs: dict[str, tf.Tensor]
+
+
+def compile_loop(
+    step: Callable[[Any], tf.Tensor],
+    logs: Callable[[], dict[str, tf.Tensor]],
+    num_examples: Callable[[], tf.Tensor],
+    *,
+    jit_compile: bool = False,
+    run_eagerly: bool = False,
+) -> Callable[[tf.data.Iterator, tf.experimental.Optional, int], CallResult]:
+    """Compile a loop of steps over an iterator.
+
+    The next batch travels through the loop as an optional value, so the end of the data is a plain loop condition:
+    no exception leaves the loop, no step runs under a conditional, and the caller sees whether anything is left.
+    The loop also stops after a step whose loss is not finite, so that the step can be named.
+
+    Args:
+        step: Runs on one batch and returns the loss, a scalar.
+        logs: Reads the metrics; called once, after the last step.
+        num_examples: Reads a counter of examples; called before the first step and after the last.
+        jit_compile: Compile the step with XLA.
+        run_eagerly: Run Python step by step, for debugging.
+
+    Returns:
+        A function of the iterator, the upcoming batch (an optional), and the largest number of steps to run.
+    """
+
+    def loop(iterator: tf.data.Iterator, upcoming: tf.experimental.Optional, num_steps: tf.Tensor) -> CallResult:
+        def more(done: Any, finite: Any, waited: Any, upcoming: tf.experimental.Optional) -> tf.Tensor:
+            return (done < num_steps) & finite & upcoming.has_value()
+
+        def one(done: Any, finite: Any, waited: Any, upcoming: tf.experimental.Optional) -> tuple[Any, ...]:
+            # The next batch is fetched while the step runs; what is left to wait for after it is the data's share.
+            loss = step(upcoming.get_value())
+            following = iterator.get_next_as_optional()
+            with tf.control_dependencies([loss]):
+                step_ended = tf.timestamp()
+            with tf.control_dependencies([following.has_value()]):
+                data_arrived = tf.timestamp()
+            waited += tf.maximum(data_arrived - step_ended, 0.0)
+            return done + 1, tf.math.is_finite(loss), waited, following
+
+        begin = (tf.constant(0), tf.constant(True), tf.constant(0.0, tf.float64), upcoming)
+        examples_before = tf.identity(num_examples())
+        done, finite, waited, upcoming = tf.while_loop(more, one, begin)
+        return CallResult(upcoming, done, finite, num_examples() - examples_before, waited, logs())
+
+    if run_eagerly:
+        return lambda iterator, upcoming, num_steps: loop(iterator, upcoming, tf.constant(num_steps))
+    # The step is a function of its own, so that its end is the end of every update in it.
+    step = tf.function(step, autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
+    compiled = tf.function(loop, autograph=False, reduce_retracing=True)
+    return lambda iterator, upcoming, num_steps: compiled(iterator, upcoming, tf.constant(num_steps))
+
+
+class StepsPerCall:
+    """Choose how many steps the next call runs, so that a call takes about a tenth of a second.
+
+    The first call compiles and is not counted. The number grows at most tenfold from call to call, since a first
+    short measurement can be far off. It changes how often Python looks up, never the result.
+
+    Args:
+        fixed: A number of steps to keep to; None to choose by time.
+
+    Example:
+        >>> steps = StepsPerCall()
+        >>> steps.next()
+        1
+        >>> steps.record(num_steps=1, seconds=2.0)  # compilation
+        >>> steps.record(num_steps=1, seconds=0.001)
+        >>> steps.next()
+        10
+    """
+
+    def __init__(self, fixed: int | None = None) -> None:
+        self._fixed = fixed
+        self._num_steps = 1
+        self._compiled = False
+
+    def next(self) -> int:
+        """Return the number of steps for the next call."""
+        return self._fixed or self._num_steps
+
+    def record(self, num_steps: int, seconds: float) -> None:
+        """Take in how long a call of `num_steps` steps took."""
+        if not self._compiled:
+            self._compiled = True
+            return
+        wanted = int(SECONDS_PER_CALL * num_steps / max(seconds, 1e-9))
+        self._num_steps = max(1, min(wanted, 10 * self._num_steps))

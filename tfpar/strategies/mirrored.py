@@ -1,0 +1,222 @@
+"""Data parallelism on one machine: every device holds the model and takes its part of each global batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, cluster, data, reduction
+from tfpar.strategies.base import Strategy
+from tfpar.strategies.single_device import evaluate, forward_backward, update_metrics
+
+AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
+
+
+class Mirrored(Strategy):
+    """Train on several devices of this machine with `tf.distribute.MirroredStrategy`, equal to one device.
+
+        global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
+                    └──► part 1 ──► replica 1: forward, backward ──┴─ all-reduce ┴─► optimizer on replica 1
+
+    Each replica computes its part of the global loss (see `tfpar.reduction`), the gradients are summed, and then
+    every replica runs the optimizer on the same sums, so that clipping, accumulation and moving averages are those
+    of one device.
+
+    Args:
+        devices: Device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or, on a machine without one, all
+            logical CPUs (see `tfpar.use_logical_cpus`).
+        all_reduce: How gradients are summed. On GPUs `"nccl"`, `"hierarchical_copy"`, `"reduction_to_one_device"`,
+            or `"auto"` for TensorFlow's choice. On CPUs always `"reduction_to_one_device"`: TensorFlow's default
+            crashes there when one process trains a second model (README, table of facts).
+        pack_bytes: Gradients are sent in packs of about this many bytes; None leaves it to TensorFlow.
+
+    Raises:
+        ValueError: If a device does not exist or is named twice, or the all-reduce does not run on the devices.
+
+    Example:
+        >>> tfpar.use_logical_cpus(2)
+        >>> strategy = tfpar.Mirrored()
+        >>> strategy.num_replicas
+        2
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        all_reduce: AllReduce = "auto",
+        pack_bytes: int | None = None,
+    ) -> None:
+        self.devices = cluster.resolve_devices(devices)
+        if pack_bytes is not None and pack_bytes < 1:
+            raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
+        cross_device_ops = _cross_device_ops(all_reduce, self.devices, packs_itself=pack_bytes is not None)
+        self._setup(tf.distribute.MirroredStrategy(self.devices, cross_device_ops), pack_bytes)
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
+        """Wrap a `tf.distribute.MirroredStrategy` in whose scope a model was built."""
+        mirrored = cls.__new__(cls)
+        mirrored.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
+        mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in mirrored.devices]
+        mirrored._setup(strategy, None)
+        return mirrored
+
+    def _setup(self, strategy: tf.distribute.MirroredStrategy, pack_bytes: int | None) -> None:
+        self._strategy = strategy
+        self._pack_bytes = pack_bytes
+        self._added_losses: Sequence[reduction.AddedLoss] = ()
+        self._own_statistics: list[keras.Variable] = []
+        self.num_replicas = strategy.num_replicas_in_sync
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model and its optimizer are created."""
+        return self._strategy.scope()
+
+    def describe(self) -> str:
+        """Say in one line which devices hold a replica."""
+        return f"Mirrored over {self.num_replicas} replicas on {', '.join(self.devices)}"
+
+    def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Split every global batch into one part a replica, in TensorFlow's input threads, ahead of the step."""
+
+        def split(*batch: Any) -> Any:
+            return data.split_batch(batch if len(batch) > 1 else batch[0], self.num_replicas)
+
+        return dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
+
+    def global_batch(self, element: Any) -> Any:
+        """Return the global batch whose parts the element holds."""
+        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *element)
+
+    def prepare(self, model: keras.Model, batch: Any) -> None:
+        """Refuse what replicas would silently compute differently; find out how added losses divide.
+
+        Raises:
+            ValueError: If a loss, a loss added by a layer, or a BatchNormalization cannot be divided over replicas.
+        """
+        if self.num_replicas == 1:
+            return
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        reduction.check_divisible(model)
+        self._added_losses = reduction.classify_added_losses(model, inputs)
+        self._own_statistics = [
+            variable
+            for layer in _compat.all_layers(model)
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
+            for variable in (layer.moving_mean, layer.moving_variance)
+        ]
+        num_examples = int(tf.shape(keras.tree.flatten(inputs)[0])[0])
+        if self._own_statistics and num_examples < self.num_replicas:
+            raise ValueError(self._empty_replica())
+
+    def _empty_replica(self) -> str:
+        return (
+            f"A batch with fewer examples than the {self.num_replicas} replicas leaves one without any, and "
+            f"{self._own_statistics[0].path!r} is a statistic that each replica takes from its own examples. Use "
+            f"BatchNormalization(synchronized=True), drop_remainder=True, or fewer replicas."
+        )
+
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Do one optimizer update on the parts of a global batch; return the global loss, a scalar."""
+
+        def on_replica(parts: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
+            inputs, targets, weights = _own_part(parts)
+            loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+            update_metrics(model, loss, inputs, targets, outputs, weights)
+            return loss, reduction.all_reduce_gradients(gradients, self._pack_bytes)
+
+        if self._own_statistics:
+            tf.debugging.assert_positive(_num_examples(batch[-1]), self._empty_replica())
+        loss, gradients = self._run(on_replica, batch)
+        variables = model.trainable_variables
+        if variables:
+            # `update` calls the function once on each replica, where every variable stands for its local copy.
+            with _compat.one_device_optimizer():
+                self._strategy.extended.update(
+                    variables[0].value,
+                    lambda _, sums: tf.group(model.optimizer.apply(sums, variables) or ()),
+                    args=(gradients,),
+                    group=False,
+                )
+        return loss
+
+    def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
+        return self._run(lambda parts: evaluate(model, *_own_part(parts)), batch)
+
+    def predict_step(self, model: keras.Model, batch: Any) -> Any:
+        """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
+
+        def on_replica(parts: Sequence[Any]) -> Any:
+            return _compat.call_model(model, _own_part(parts)[0], training=False)
+
+        outputs = self._strategy.run(on_replica, args=(batch,))
+        return tf.nest.map_structure(
+            lambda output: tf.concat(self._strategy.experimental_local_results(output), 0), outputs
+        )
+
+    def end_call(self, model: keras.Model) -> None:
+        """Average the moving statistics that each replica kept by itself."""
+        for variable in self._own_statistics:
+            copies = self._strategy.experimental_local_results(variable.value)
+            mean = tf.add_n([copy.read_value() for copy in copies]) / tf.cast(len(copies), copies[0].dtype)
+            for copy in copies:
+                copy.assign(mean)
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights on every replica with their moving average where the optimizer keeps one."""
+        if model.trainable_variables:
+            with self.scope(), _compat.one_device_optimizer():
+                self._strategy.extended.update(
+                    model.trainable_variables[0].value,
+                    lambda _: model.optimizer.finalize_variable_values(model.trainable_variables),
+                    group=False,
+                )
+
+    def _run(self, on_replica: Any, parts: Sequence[Any]) -> Any:
+        """Run a function on every replica with all losses reduced globally; loss values come from replica 0."""
+        sizes = [_num_examples(part) for part in parts]
+        with reduction.over_replicas(sizes, self._added_losses), _compat.replica_seeds(_replica_id):
+            results = self._strategy.run(on_replica, args=(parts,))
+        loss, *rest = results if isinstance(results, tuple) else (results,)
+        loss = self._strategy.experimental_local_results(loss)[0]
+        return (loss, *rest) if rest else loss
+
+
+def _own_part(parts: Sequence[Any]) -> tuple[Any, Any, Any]:
+    return keras.utils.unpack_x_y_sample_weight(parts[_replica_id()])
+
+
+def _replica_id() -> int:
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
+def _num_examples(part: Any) -> tf.Tensor:
+    return tf.shape(keras.tree.flatten(part)[0])[0]
+
+
+def _cross_device_ops(
+    all_reduce: AllReduce, devices: Sequence[str], packs_itself: bool
+) -> tf.distribute.CrossDeviceOps | None:
+    if all_reduce not in ("auto", "nccl", "hierarchical_copy", "reduction_to_one_device"):
+        raise ValueError(
+            f"all_reduce must be 'auto', 'nccl', 'hierarchical_copy' or 'reduction_to_one_device', "
+            f"received {all_reduce!r}."
+        )
+    on_gpus = all(device.startswith("GPU") for device in devices)
+    if all_reduce in ("nccl", "hierarchical_copy") and not on_gpus:
+        raise ValueError(
+            f"all_reduce={all_reduce!r} needs GPUs, and the devices are {list(devices)}. Use 'auto' on CPUs."
+        )
+    num_packs = 0 if packs_itself else 1
+    if all_reduce == "nccl":
+        return tf.distribute.NcclAllReduce(num_packs)
+    if all_reduce == "hierarchical_copy":
+        return tf.distribute.HierarchicalCopyAllReduce(num_packs)
+    if all_reduce == "reduction_to_one_device" or not on_gpus:
+        return tf.distribute.ReductionToOneDevice()
+    return None

@@ -1,0 +1,123 @@
+"""One device, no communication: the baseline that every other strategy must equal."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat
+from tfpar.strategies.base import Strategy
+
+
+class SingleDevice(Strategy):
+    """Train on one device, without any `tf.distribute` strategy.
+
+    The steps are those of Keras' own `fit`, in tfpar's loop: the same weights, with less time spent between steps.
+
+    Args:
+        device: A device name such as `"GPU:1"`; None leaves the placement to TensorFlow.
+
+    Example:
+        >>> strategy = SingleDevice("CPU:0")
+        >>> strategy.num_replicas
+        1
+    """
+
+    num_replicas = 1
+
+    def __init__(self, device: str | None = None) -> None:
+        names = [item.name.removeprefix("/device:") for item in tf.config.list_logical_devices()]
+        if device is not None and device.removeprefix("/device:").removeprefix("/") not in names:
+            raise ValueError(f"device must name a device of this machine, received {device!r}. There are: {names}.")
+        self.device = device
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model and its optimizer are created."""
+        return contextlib.nullcontext() if self.device is None else tf.device(self.device)
+
+    def describe(self) -> str:
+        """Say in one line which device runs the model."""
+        if self.device is not None:
+            return f"SingleDevice on {self.device}"
+        gpus = tf.config.list_logical_devices("GPU")
+        return f"SingleDevice on {'GPU:0' if gpus else 'CPU:0'}"
+
+    def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Return the dataset as it is."""
+        return dataset
+
+    def global_batch(self, element: Any) -> Any:
+        """Return the element: it is the global batch."""
+        return element
+
+    def prepare(self, model: keras.Model, batch: Any) -> None:
+        """Accept every model: one device is what the others are measured by."""
+
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Do one optimizer update on a batch; return the loss, a scalar."""
+        with self.scope():
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+            loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+            if gradients:
+                with _compat.one_device_optimizer():
+                    model.optimizer.apply(gradients, model.trainable_variables)
+            update_metrics(model, loss, inputs, targets, outputs, weights)
+        return loss
+
+    def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Update the model's metrics from a batch; return the loss, a scalar."""
+        with self.scope():
+            return evaluate(model, *keras.utils.unpack_x_y_sample_weight(batch))
+
+    def predict_step(self, model: keras.Model, batch: Any) -> Any:
+        """Return the model's outputs, `[batch, ...]` each."""
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with self.scope():
+            return _compat.call_model(model, inputs, training=False)
+
+    def end_call(self, model: keras.Model) -> None:
+        """Do nothing: every step is complete by itself."""
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average where the optimizer keeps one."""
+        model.optimizer.finalize_variable_values(model.trainable_variables)
+
+
+def forward_backward(
+    model: keras.Model, inputs: Any, targets: Any, weights: Any
+) -> tuple[tf.Tensor, Any, list[Any]]:
+    """Compute the loss, the outputs and the gradient of each trainable variable (scaled as the optimizer asks).
+
+    Args:
+        model: A built and compiled model.
+        inputs: What the model takes, `[batch, ...]` each.
+        targets: What its losses take, `[batch, ...]` each, or None.
+        weights: Sample weights `[batch, ...]` or None.
+
+    Returns:
+        The loss (scalar), the outputs (`[batch, ...]` each) and the gradients, None for a variable without one.
+    """
+    with tf.GradientTape() as tape:
+        outputs = _compat.call_model(model, inputs, training=True)
+        loss = _compat.compute_loss(model, inputs, targets, outputs, weights, training=True)
+        scaled = model.optimizer.scale_loss(loss)
+    return loss, outputs, tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
+
+
+def evaluate(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tf.Tensor:
+    """Update the model's metrics from one replica's examples; return the loss, a scalar."""
+    outputs = _compat.call_model(model, inputs, training=False)
+    loss = _compat.compute_loss(model, inputs, targets, outputs, weights, training=False)
+    update_metrics(model, loss, inputs, targets, outputs, weights)
+    return loss
+
+
+def update_metrics(
+    model: keras.Model, loss: tf.Tensor, inputs: Any, targets: Any, outputs: Any, weights: Any
+) -> None:
+    """Add one replica's examples to the model's metrics, the loss weighted by their number."""
+    _compat.loss_tracker(model).update_state(loss, sample_weight=tf.shape(tf.nest.flatten(inputs)[0])[0])
+    model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
