@@ -1,0 +1,58 @@
+"""tfpar: train a Keras 3 model on many devices with TensorFlow, and get the weights of one device, sooner."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfpar.callbacks import LearningRateWarmup, MetricsFile, ReplicaCheck, Throughput
+    from tfpar.checkpoint import Checkpoints
+    from tfpar.cluster import use_logical_cpus
+    from tfpar.drop_in import fit
+    from tfpar.parity import check_parity
+    from tfpar.strategies import Mirrored, SingleDevice, Strategy
+    from tfpar.trainer import Trainer
+
+__version__ = "0.1.0"
+
+# Loaded on first use: `import tfpar.config` and the planning tools need no TensorFlow.
+_HOMES = {
+    "Checkpoints": "checkpoint",
+    "LearningRateWarmup": "callbacks",
+    "MetricsFile": "callbacks",
+    "Mirrored": "strategies",
+    "ReplicaCheck": "callbacks",
+    "SingleDevice": "strategies",
+    "Strategy": "strategies",
+    "Throughput": "callbacks",
+    "Trainer": "trainer",
+    "check_parity": "parity",
+    "fit": "drop_in",
+    "use_logical_cpus": "cluster",
+}
+
+__all__ = [
+    "Checkpoints",
+    "LearningRateWarmup",
+    "MetricsFile",
+    "Mirrored",
+    "ReplicaCheck",
+    "SingleDevice",
+    "Strategy",
+    "Throughput",
+    "Trainer",
+    "check_parity",
+    "fit",
+    "use_logical_cpus",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tfpar' has no attribute {name!r}. It has: {', '.join(__all__)}.")
+    return getattr(importlib.import_module(f"tfpar.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,276 @@
+"""Checkpoints: everything a run needs to go on, in one file that is either whole or absent.
+
+    checkpoints/step-00000240.npz     weights, optimizer, metrics and random state by name; position and callbacks as JSON
+    checkpoints/step-00000480.npz
+
+State has no layout: it is kept by the names of layers, never by device or replica, so a run resumes under another
+strategy. A file is written beside its place, flushed and renamed, so a crash never leaves half of one under a good
+name; a damaged one is passed over for the one before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from absl import logging
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run stands, in its epochs and in its data.
+
+    Args:
+        epoch: Completed epochs.
+        step: Completed steps of the epoch that has begun.
+        passes: Passes over the dataset that have begun before the current one.
+        batches: Batches taken from the current pass.
+        finished: Whether nothing is left to do.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    passes: int = 0
+    batches: int = 0
+    finished: bool = False
+
+
+class Checkpoints:
+    """Write and read the checkpoints of one run in a directory.
+
+    Args:
+        directory: The folder; made if absent.
+        every_seconds: The least time between two checkpoints; 0 writes one after every call of the inner loop.
+        keep: How many to keep, the newest.
+
+    Raises:
+        ValueError: If `keep` is below 1 or `every_seconds` negative.
+
+    Example:
+        >>> trainer.fit(dataset, epochs=5, checkpoints=tfpar.Checkpoints("runs/digits/checkpoints"))
+    """
+
+    def __init__(self, directory: str | Path, every_seconds: float = 60.0, keep: int = 3) -> None:
+        if keep < 1 or every_seconds < 0:
+            raise ValueError(
+                f"keep must be at least 1 and every_seconds at least 0, received keep={keep} and "
+                f"every_seconds={every_seconds}."
+            )
+        self.directory = Path(directory)
+        self._every_seconds = every_seconds
+        self._keep = keep
+        self._saved_at = time.monotonic()
+
+    def due(self) -> bool:
+        """Say whether the time for the next checkpoint has come."""
+        return time.monotonic() - self._saved_at >= self._every_seconds
+
+    def save(self, model: keras.Model, position: Position, callbacks: dict[str, Any]) -> Path | None:
+        """Write a checkpoint and remove the oldest beyond `keep`.
+
+        Args:
+            model: The model, with its optimizer and metrics.
+            position: Where the run stands.
+            callbacks: JSON values and arrays, as `callback_state` returns them.
+
+        Returns:
+            The file; None if a weight is not finite, since such a checkpoint would replace a good one.
+
+        Raises:
+            OSError: If the disk is full or the folder cannot be written; earlier checkpoints stay.
+        """
+        arrays = {name: _to_array(variable) for name, variable in state_variables(model).items()}
+        if not all(np.isfinite(array).all() for name, array in arrays.items() if name.startswith("weights/")):
+            return None
+        step = int(model.optimizer.iterations.numpy())
+        path = self.directory / f"step-{step:08d}.npz"
+        extracted: dict[str, np.ndarray] = {}
+        text = json.dumps({"position": dataclasses.asdict(position), "callbacks": _extract(callbacks, extracted)})
+        self._write(path, {**arrays, **extracted, "state.json": np.array(text)})
+        for old in self._paths()[: -self._keep]:
+            old.unlink()
+        self._saved_at = time.monotonic()
+        return path
+
+    def _write(self, path: Path, arrays: dict[str, np.ndarray]) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        try:
+            with unfinished.open("wb") as file:
+                np.savez(file, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+    def restore(self, model: keras.Model) -> tuple[Position, dict[str, Any]] | None:
+        """Load the newest readable checkpoint into the model.
+
+        Returns:
+            The position and the state of the callbacks; None if there is no checkpoint.
+
+        Raises:
+            ValueError: If the checkpoint is of another model, or every checkpoint is damaged.
+        """
+        paths = self._paths()
+        for path in reversed(paths):
+            try:
+                with np.load(path, allow_pickle=False) as file:
+                    arrays = {name: file[name] for name in file.files}
+                state = json.loads(str(arrays.pop("state.json")))
+            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+                logging.warning("Checkpoint %s is damaged (%s); trying the one before.", path, error)
+                continue
+            _assign(model, arrays, path)
+            return Position(**state["position"]), _insert(state["callbacks"], arrays)
+        if paths:
+            raise ValueError(
+                f"Every checkpoint in {self.directory} is damaged, the newest is {paths[-1].name}. "
+                "Restore the files, or delete the folder to begin anew."
+            )
+        return None
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.directory.glob("step-*.npz"))
+
+
+def state_variables(model: keras.Model) -> dict[str, Any]:
+    """Return every variable of a training run by name: weights and random state, optimizer, metrics.
+
+    The names are those of layers and slots, without the numbers that Keras gives to a name's second use in one
+    process, so that the same model function gives the same names. The order tells apart what is left equal.
+
+    Args:
+        model: A built and compiled model.
+    """
+    groups = {
+        "weights": model.variables,
+        "optimizer": model.optimizer.variables,
+        "metrics": [variable for metric in model.metrics for variable in metric.variables],
+    }
+    named: dict[str, Any] = {}
+    seen: set[int] = set()
+    for group, variables in groups.items():
+        for variable in variables:
+            if id(variable) in seen:
+                continue
+            seen.add(id(variable))
+            path = re.sub(r"_\d+(?=/|$)", "", variable.path)
+            name, count = f"{group}/{path}", 1
+            while name in named:
+                count += 1
+                name = f"{group}/{path}#{count}"
+            named[name] = variable
+    return named
+
+
+def _to_array(variable: Any) -> np.ndarray:
+    array = np.asarray(keras.ops.convert_to_numpy(variable.value))
+    # NumPy stores no bfloat16; every bfloat16 is exactly a float32.
+    return array.astype("float32") if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
+
+
+def _assign(model: keras.Model, arrays: dict[str, np.ndarray], path: Path) -> None:
+    variables = state_variables(model)
+    saved = {name: array.shape for name, array in arrays.items() if not name.startswith("callbacks/")}
+    wanted = {name: tuple(variable.shape) for name, variable in variables.items()}
+    if saved != wanted:
+        name = next(name for name in [*wanted, *saved] if saved.get(name) != wanted.get(name))
+        raise ValueError(
+            f"{path} is a checkpoint of another model: {name!r} has shape {saved.get(name, 'none')} there and "
+            f"{wanted.get(name, 'none')} in this model. Resume with the model that wrote it, or use another directory."
+        )
+    for name, variable in variables.items():
+        variable.assign(arrays[name])
+
+
+def callback_state(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, dict[str, Any]]:
+    """Return what callbacks remember, as far as it is numbers, text, arrays and lists or dicts of these.
+
+    Args:
+        callbacks: Any Keras callbacks.
+
+    Returns:
+        For each callback (by class name and place) its attributes by name.
+    """
+    state = {}
+    for index, callback in enumerate(callbacks):
+        if not isinstance(callback, keras.callbacks.ProgbarLogger):
+            attributes = {name: value for name, value in vars(callback).items() if name not in ("params", "_model")}
+            plain = {name: _copy(value) for name, value in attributes.items() if _is_plain(value)}
+            state[f"{index}.{type(callback).__name__}"] = plain
+    return state
+
+
+def changed(state: dict[str, dict[str, Any]], initial: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the attributes that differ from their initial values: what training changed, not what the user set."""
+    return {
+        key: {
+            name: value
+            for name, value in attributes.items()
+            if name not in initial[key] or not _equal(value, initial[key][name])
+        }
+        for key, attributes in state.items()
+    }
+
+
+def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], state: dict[str, dict[str, Any]]) -> None:
+    """Give callbacks of the same classes at the same places their saved attributes."""
+    for index, callback in enumerate(callbacks):
+        for name, value in state.get(f"{index}.{type(callback).__name__}", {}).items():
+            setattr(callback, name, value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, bool | int | float | str | np.ndarray | np.generic)
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_copy(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, np.ndarray) or isinstance(other, np.ndarray):
+        return value is other
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(_equal(a, b) for a, b in zip(value, other, strict=True))
+    return bool(value == other)
+
+
+def _extract(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """Replace arrays by the names under which they are put into `arrays`."""
+    if isinstance(value, np.ndarray):
+        name = f"callbacks/{len(arrays)}"
+        arrays[name] = value
+        return {"array": name}
+    if isinstance(value, dict):
+        return {key: _extract(item, arrays) for key, item in value.items()}
+    return [_extract(item, arrays) for item in value] if isinstance(value, list) else value
+
+
+def _insert(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    if isinstance(value, dict):
+        if set(value) == {"array"}:
+            return arrays[value["array"]]
+        return {key: _insert(item, arrays) for key, item in value.items()}
+    return [_insert(item, arrays) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,205 @@
+"""The check behind the promise: does this model, under this strategy, train as on one device?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import rich.console
+import rich.table
+import tensorflow as tf
+
+from tfpar.strategies import Strategy
+from tfpar.trainer import Trainer
+
+TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far one weight, or one entry of the logs, is from one device's, relative to its largest value.
+
+    Args:
+        name: Path of the weight, or name in the logs.
+        after_first_step: Relative difference after one step; not a number for logs.
+        after_last_step: Relative difference at the end.
+    """
+
+    name: str
+    after_first_step: float
+    after_last_step: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityReport:
+    """What `check_parity` found.
+
+    Args:
+        strategy: The strategy's description of itself.
+        num_steps: Steps trained.
+        tolerance: Largest relative difference that counts as equal.
+        weights: One entry a weight, in the order of the model.
+        logs: One entry for the loss and each metric.
+    """
+
+    strategy: str
+    num_steps: int
+    tolerance: float
+    weights: tuple[Difference, ...]
+    logs: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all weights and logs are within the tolerance."""
+        return all(entry.after_last_step <= self.tolerance for entry in (*self.weights, *self.logs))
+
+    @property
+    def first_difference(self) -> str | None:
+        """Path of the first weight that differs, after the first step where one does already; None if equal."""
+        for field in ("after_first_step", "after_last_step"):
+            for entry in self.weights:
+                if not getattr(entry, field) <= self.tolerance:
+                    return entry.name
+        return None
+
+    def table(self) -> rich.table.Table:
+        """Return the report as a table for `rich.print`."""
+        verdict = "equal to one device" if self.equal else f"differs first in {self.first_difference or 'the logs'}"
+        table = rich.table.Table(
+            title=f"{self.strategy}: {verdict}",
+            caption=f"relative differences after 1 and {self.num_steps} steps, tolerance {self.tolerance:g}",
+        )
+        for column in ("", "after 1 step", f"after {self.num_steps} steps", ""):
+            table.add_column(column, justify="left" if not column else "right")
+        for entry in (*self.weights, *self.logs):
+            first = "" if np.isnan(entry.after_first_step) else f"{entry.after_first_step:.1e}"
+            mark = "" if entry.after_last_step <= self.tolerance else "differs"
+            table.add_row(entry.name, first, f"{entry.after_last_step:.1e}", mark)
+        return table
+
+
+def check_parity(
+    build_model: Callable[[], keras.Model],
+    dataset: tf.data.Dataset,
+    strategy: Strategy,
+    *,
+    num_steps: int = 20,
+    seed: int = 0,
+    dtype: str = "float64",
+    verbose: int = 1,
+) -> ParityReport:
+    """Train a model with Keras' own `fit` on one device and under a strategy, and compare.
+
+    In float64 nothing hides in rounding, so a difference above 1e-9 is a real one: Dropout, whose masks differ by
+    nature, BatchNormalization without `synchronized=True`, or a layer that looks at the whole batch.
+
+    Args:
+        build_model: The model function, as for `tfpar.Trainer`.
+        dataset: Global batches; the first `num_steps` are used, twice in the same order.
+        strategy: The strategy to check.
+        num_steps: Steps to train, at least 1.
+        seed: Seed of the weights.
+        dtype: "float64", or "float32" to see the rounding of ordinary training.
+        verbose: 1 prints the table, 0 nothing.
+
+    Returns:
+        The differences, by weight and by entry of the logs.
+
+    Raises:
+        ValueError: If an argument is out of range, or the strategy cannot honour the model.
+
+    Example:
+        >>> report = tfpar.check_parity(build_model, dataset, tfpar.Mirrored())
+        >>> report.equal, report.first_difference
+        (True, None)
+    """
+    if dtype not in TOLERANCES or num_steps < 1:
+        raise ValueError(
+            f"dtype must be one of {list(TOLERANCES)} and num_steps at least 1, received dtype={dtype!r} and "
+            f"num_steps={num_steps}."
+        )
+    batches = list(dataset.take(num_steps))
+    if not batches:
+        raise ValueError("check_parity needs at least one batch, and the dataset is empty.")
+    with _floatx(dtype):
+        repeatable = functools.reduce(
+            tf.data.Dataset.concatenate, [tf.data.Dataset.from_tensors(_cast(batch, dtype)) for batch in batches]
+        )
+        keras.utils.set_random_seed(seed)
+        reference = build_model()
+        expected = _FirstStep()
+        expected_logs = reference.fit(repeatable, verbose=0, callbacks=[expected]).history
+        trainer = Trainer(build_model, strategy, seed)
+        actual = _FirstStep()
+        actual_logs = trainer.fit(repeatable, verbose=0, callbacks=[actual]).history
+    report = ParityReport(
+        strategy.describe(),
+        len(batches),
+        TOLERANCES[dtype],
+        tuple(
+            Difference(variable.path, relative_difference(*first), relative_difference(*last))
+            for variable, first, last in zip(
+                reference.weights,
+                zip(actual.weights, expected.weights, strict=True),
+                zip(trainer.model.get_weights(), reference.get_weights(), strict=True),
+                strict=True,
+            )
+        ),
+        tuple(
+            Difference(name, float("nan"), relative_difference(np.array(actual_logs[name]), np.array(values)))
+            for name, values in expected_logs.items()
+        ),
+    )
+    if verbose:
+        rich.console.Console().print(report.table())
+    return report
+
+
+def relative_difference(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference of two arrays, relative to the largest value expected.
+
+    Args:
+        actual: Array of any shape.
+        expected: Array of the same shape.
+
+    Example:
+        >>> relative_difference(np.array([1.0, 2.0]), np.array([1.0, 2.5]))
+        0.2
+    """
+    difference = np.abs(np.asarray(actual, "float64") - np.asarray(expected, "float64")).max(initial=0.0)
+    scale = np.abs(np.asarray(expected, "float64")).max(initial=0.0)
+    return float(difference / scale) if scale > 0 else float(difference)
+
+
+class _FirstStep(keras.callbacks.Callback):
+    """Keep the weights after the first step."""
+
+    single_batches = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 0:
+            self.weights = self.model.get_weights()
+            self.single_batches = False
+
+
+@contextlib.contextmanager
+def _floatx(dtype: str) -> Iterator[None]:
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before)
+        keras.config.set_dtype_policy(policy)
+
+
+def _cast(batch: Any, dtype: str) -> Any:
+    return tf.nest.map_structure(
+        lambda tensor: tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor, batch
+    )

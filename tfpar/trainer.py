@@ -1,0 +1,317 @@
+"""The trainer: a Keras model, a strategy, and Keras' own verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import _compat, checks, data, loop
+from tfpar.checkpoint import Checkpoints
+from tfpar.strategies import SingleDevice, Strategy
+from tfpar.stream import EMPTY, Stream
+from tfpar.training import Caller, Training, evaluate
+
+Verbose = int | str
+
+
+class Trainer:
+    """Train a Keras model under a strategy, with the results of one device and the manners of Keras.
+
+    Args:
+        build_model: Returns a compiled `keras.Model`; runs inside the strategy's scope.
+        strategy: Where and how a step runs; None for `SingleDevice()`.
+        seed: What `keras.utils.set_random_seed` gets before the model function runs, so that plain Keras with the
+            same seed has the same weights; it also orders arrays given to `fit`. None sets nothing.
+
+    Raises:
+        TypeError: If the model function returns something else than a compiled `keras.Model`.
+        ValueError: If the model overrides a step of Keras' own trainer, which would never run.
+
+    Example:
+        >>> trainer = tfpar.Trainer(build_model, tfpar.Mirrored(), seed=0)
+        >>> history = trainer.fit(dataset, epochs=5, validation_data=validation)
+        >>> trainer.save("model.keras")
+    """
+
+    def __init__(
+        self, build_model: Callable[[], keras.Model], strategy: Strategy | None = None, seed: int | None = 0
+    ) -> None:
+        self.strategy = SingleDevice() if strategy is None else strategy
+        self.seed = seed
+        if seed is not None:
+            keras.utils.set_random_seed(seed)
+        with self.strategy.scope():
+            self.model = build_model()
+        checks.check_model(self.model)
+        self.interrupted = False
+        self._compiled: dict[str, tuple[Any, Any]] = {}
+
+    def interrupt(self) -> None:
+        """Let `fit` stop after the steps that run now, write a checkpoint and return; meant for signal handlers."""
+        self.interrupted = True
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Verbose = "auto",
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        validation_data: Any = None,
+        shuffle: bool = True,
+        class_weight: dict[int, float] | None = None,
+        sample_weight: Any = None,
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        validation_batch_size: int | None = None,
+        validation_freq: int = 1,
+        *,
+        steps_per_call: int | None = None,
+        checkpoints: Checkpoints | None = None,
+    ) -> keras.callbacks.History:
+        """Train, as `keras.Model.fit` does.
+
+        Args:
+            x: A `tf.data.Dataset` of `(inputs, targets)` or `(inputs, targets, sample_weight)`, batched to the
+                global batch, or arrays `[examples, ...]`.
+            y: Targets `[examples, ...]` where `x` is arrays.
+            batch_size: Global batch of arrays; None for 32.
+            epochs: The epoch at whose end training stops.
+            verbose: 0 silent, 1 or "auto" a progress bar, 2 a line an epoch.
+            callbacks: Keras callbacks. One that looks at batches makes every call run a single step.
+            validation_data: A dataset, or a tuple of arrays, evaluated after every `validation_freq` epochs.
+            shuffle: Whether arrays are shuffled, anew every epoch.
+            class_weight: Weight of each class's examples in the loss.
+            sample_weight: Weights `[examples, ...]` where `x` is arrays.
+            initial_epoch: Epoch at which to start.
+            steps_per_epoch: Steps an epoch; None for one pass over the dataset.
+            validation_steps: Steps a validation; None for all of its data.
+            validation_batch_size: Global batch of arrays in validation; None for `batch_size`.
+            validation_freq: Epochs from one validation to the next.
+            steps_per_call: Steps of one call of the inner loop; None for about a tenth of a second's worth.
+            checkpoints: Where to write checkpoints, and from which to resume if there are any.
+
+        Returns:
+            The history of logs, one entry an epoch.
+
+        Raises:
+            ValueError: If data and model do not fit together, or the strategy cannot honour the model exactly.
+            FloatingPointError: If the loss is no longer finite; the message names the step.
+        """
+        batch_size = batch_size or 32
+        dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=shuffle)
+        if class_weight is not None:
+            dataset = data.class_weights(dataset, class_weight)
+        stream = self._stream(dataset, steps_per_epoch)
+        self.strategy.prepare(self.model, self.strategy.global_batch(stream.peek()))
+        listeners = self._listeners(callbacks, verbose, epochs, stream, add_history=True)
+        self.interrupted = self.model.stop_training = False
+        training = Training(
+            Caller(self._loop("train"), self.model, stream, listeners, self._steps_per_call(steps_per_call)),
+            self._validation(
+                validation_data, validation_batch_size or batch_size, validation_steps, validation_freq, listeners
+            ),
+            checkpoints,
+            lambda: self.interrupted,
+        )
+        logs = training.run(initial_epoch, epochs)
+        if not self.interrupted:
+            self.strategy.finalize_weights(self.model)
+        listeners.on_train_end(logs)
+        return self.model.history
+
+    def evaluate(
+        self,
+        x: Any,
+        y: Any = None,
+        batch_size: int | None = None,
+        verbose: Verbose = "auto",
+        sample_weight: Any = None,
+        steps: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Compute loss and metrics, as `keras.Model.evaluate` does.
+
+        Args:
+            x: A dataset or arrays, as for `fit`.
+            y: Targets where `x` is arrays.
+            batch_size: Global batch of arrays; None for 32.
+            verbose: 0 silent, 1 or "auto" a progress bar, 2 a line.
+            sample_weight: Weights where `x` is arrays.
+            steps: Number of batches; None for all.
+            callbacks: Keras callbacks.
+            return_dict: Whether to return a dict by name instead of a list.
+
+        Returns:
+            The loss, or a list or dict of the loss and the metrics.
+
+        Raises:
+            ValueError: If the data are empty or do not fit the model.
+        """
+        stream = self._stream(self._dataset(x, y, sample_weight, batch_size or 32, shuffle=False), steps)
+        listeners = self._listeners(callbacks, verbose, 1, stream)
+        logs = evaluate(Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None)))
+        values = list(logs.values())
+        return logs if return_dict else values[0] if len(values) == 1 else values
+
+    def predict(
+        self,
+        x: Any,
+        batch_size: int | None = None,
+        verbose: Verbose = "auto",
+        steps: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+    ) -> Any:
+        """Return the model's outputs `[examples, ...]` as NumPy arrays, in the order of the inputs.
+
+        Args:
+            x: A dataset (targets are left aside) or arrays.
+            batch_size: Global batch of arrays; None for 32.
+            verbose: 0 silent, 1 or "auto" a progress bar, 2 a line.
+            steps: Number of batches; None for all.
+            callbacks: Keras callbacks.
+
+        Raises:
+            ValueError: If the data are empty or do not fit the model.
+        """
+        dataset = self._dataset(x, None, None, batch_size or 32, shuffle=False)
+        stream = self._stream(dataset if steps is None else dataset.take(steps), None, targets=False)
+        predict_batch = self._once("predict", self._compile_predict)
+        listeners = self._listeners(callbacks, verbose, 1, stream)
+        outputs: list[Any] = []
+        listeners.on_predict_begin()
+        while stream.has_more():
+            listeners.on_predict_batch_begin(len(outputs))
+            outputs.append(keras.tree.map_structure(np.asarray, predict_batch(stream.peek())))
+            stream.advance(stream.iterator.get_next_as_optional(), 1)
+            listeners.on_predict_batch_end(len(outputs) - 1, {"outputs": outputs[-1]})
+        listeners.on_predict_end()
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    def save(self, path: str | Path) -> None:
+        """Save the model as plain Keras, whole or not at all: it is written beside its place and renamed.
+
+        Args:
+            path: A `.keras` file, loaded with `keras.models.load_model`, without tfpar.
+
+        Raises:
+            ValueError: If the name does not end with `.keras`.
+            OSError: If the file cannot be written.
+        """
+        path = Path(path)
+        if path.suffix != ".keras":
+            raise ValueError(f"The path must end with .keras, received {str(path)!r}. Name it {path.stem}.keras.")
+        unfinished = path.with_name(f".{path.stem}.unfinished.keras")
+        try:
+            self.model.save(unfinished)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _dataset(self, x: Any, y: Any, sample_weight: Any, batch_size: int, *, shuffle: bool) -> tf.data.Dataset:
+        if not isinstance(x, tf.data.Dataset):
+            return data.from_arrays(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=self.seed or 0)
+        if y is not None or sample_weight is not None:
+            raise ValueError(
+                "A dataset brings its own targets and weights, received y or sample_weight beside it. "
+                "Let the dataset yield (inputs, targets, sample_weight)."
+            )
+        return x
+
+    def _stream(self, dataset: tf.data.Dataset, steps: int | None, targets: bool = True) -> Stream:
+        """Distribute a dataset, and create what the model only can with its first batch."""
+        stream = Stream(self.strategy.distribute(dataset), steps)
+        batch = self.strategy.global_batch(stream.peek())
+        with self.strategy.scope():
+            checks.build(self.model, batch, targets)
+        return stream
+
+    def _listeners(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback] | None,
+        verbose: Verbose,
+        epochs: int,
+        stream: Stream,
+        add_history: bool = False,
+    ) -> keras.callbacks.CallbackList:
+        return keras.callbacks.CallbackList(
+            callbacks,
+            add_history=add_history,
+            add_progbar=verbose != 0,
+            verbose=1 if verbose == "auto" else verbose,
+            epochs=epochs,
+            steps=stream.steps_per_epoch,
+            model=self.model,
+        )
+
+    def _validation(
+        self,
+        validation_data: Any,
+        batch_size: int,
+        steps: int | None,
+        frequency: int,
+        listeners: keras.callbacks.CallbackList,
+    ) -> Callable[[int], dict[str, float]]:
+        """Return what evaluates after an epoch and gives its logs, none where none is due."""
+        if validation_data is None:
+            return lambda epoch: {}
+        parts = (validation_data,) if isinstance(validation_data, tf.data.Dataset) else tuple(validation_data)
+        dataset = self._dataset(*parts, *[None] * (3 - len(parts)), batch_size, shuffle=False)
+        stream = self._stream(dataset if steps is None else dataset.take(steps), None)
+        caller = Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None))
+
+        def validate(epoch: int) -> dict[str, float]:
+            logs = {} if (epoch + 1) % frequency else evaluate(caller)
+            return {f"val_{name}": value for name, value in logs.items()}
+
+        return validate
+
+    def _steps_per_call(self, steps_per_call: int | None) -> int | None:
+        if steps_per_call is not None and steps_per_call < 1:
+            raise ValueError(f"steps_per_call must be at least 1, received {steps_per_call}. Leave it out for auto.")
+        compiled = self.model.steps_per_execution
+        return steps_per_call or (compiled if compiled > 1 else None) or (1 if self.model.run_eagerly else None)
+
+    def _loop(self, kind: str) -> Callable[..., loop.CallResult]:
+        model, strategy = self.model, self.strategy
+        step = strategy.train_step if kind == "train" else strategy.evaluate_step
+
+        def logs() -> dict[str, tf.Tensor]:
+            if kind == "train":
+                strategy.end_call(model)
+            return model.get_metrics_result()
+
+        def compile_loop() -> Callable[..., loop.CallResult]:
+            return loop.compile_loop(
+                lambda batch: step(model, batch),
+                logs,
+                lambda: _compat.loss_tracker(model).count.value,
+                jit_compile=model.jit_compile and strategy.num_replicas == 1,
+                run_eagerly=model.run_eagerly,
+            )
+
+        return self._once(kind, compile_loop)
+
+    def _compile_predict(self) -> Callable[[Any], Any]:
+        return tf.function(
+            lambda batch: self.strategy.predict_step(self.model, batch),
+            autograph=False,
+            reduce_retracing=True,
+            jit_compile=(self.model.jit_compile and self.strategy.num_replicas == 1) or None,
+        )
+
+    def _once(self, kind: str, compile_it: Callable[[], Any]) -> Any:
+        """Compile once, for as long as the model is not compiled anew and the same weights are trainable."""
+        model = self.model
+        key = (model.optimizer, model.loss, model.jit_compile, [id(weight) for weight in model.trainable_variables])
+        if kind not in self._compiled or self._compiled[kind][0] != key:
+            self._compiled[kind] = (key, compile_it())
+        return self._compiled[kind][1]

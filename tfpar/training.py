@@ -1,0 +1,195 @@
+"""One training and one evaluation: calls of the inner loop, callbacks, validation and checkpoints in order.
+
+    epoch ─┬─ call of the inner loop ─ callbacks ─ checkpoint if due ─┐  until the epoch's steps are done
+           │      ▲                                                   │
+           │      └───────────────────────────────────────────────────┘
+           └─ validation ─ callbacks ─ next epoch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfpar.callbacks import wants_single_batches
+from tfpar.checkpoint import Checkpoints, Position, callback_state, changed, restore_callbacks
+from tfpar.loop import CallResult, StepsPerCall
+from tfpar.stream import Stream
+
+RunSteps = Callable[[Any, Any, int], CallResult]
+
+
+@dataclasses.dataclass
+class Caller:
+    """Call an inner loop on a stream, as many steps at a time as is right.
+
+    Args:
+        run_steps: The compiled loop.
+        model: The model, whose metrics are the logs.
+        stream: Where the batches come from.
+        callbacks: They may ask for single batches, and are told how many examples a call took.
+        steps_per_call: A number of steps to keep to; None to choose by time.
+    """
+
+    run_steps: RunSteps
+    model: keras.Model
+    stream: Stream
+    callbacks: keras.callbacks.CallbackList
+    steps_per_call: int | None = None
+
+    def __post_init__(self) -> None:
+        """Begin with a single step: the first call compiles."""
+        self._steps = StepsPerCall(self.steps_per_call)
+
+    def call(self, num_steps_left: int | None) -> tuple[int, bool, dict[str, float]]:
+        """Run the next steps.
+
+        Args:
+            num_steps_left: The most steps to run; None for no limit but the data's.
+
+        Returns:
+            The steps done, whether their losses were finite, and the logs.
+        """
+        single = self.steps_per_call is None and any(map(wants_single_batches, self.callbacks.callbacks))
+        num_steps = 1 if single else self._steps.next()
+        num_steps = num_steps if num_steps_left is None else min(num_steps, num_steps_left)
+        began = time.perf_counter()
+        result = self.run_steps(self.stream.iterator, self.stream.upcoming, num_steps)
+        done = int(result.num_steps)
+        self._steps.record(done, time.perf_counter() - began)
+        self.stream.advance(result.upcoming, done)
+        figures = {
+            "num_examples": float(result.num_examples),
+            "data_wait_seconds": float(result.data_wait_seconds),
+        }
+        for callback in self.callbacks.callbacks:
+            if callback.params is not None:  # Keras' ProgbarLogger keeps none
+                callback.params.update(figures)
+        return done, bool(result.finite), to_python(result.logs)
+
+
+class Training:
+    """One call of `fit`, from its position to its end.
+
+    Args:
+        caller: Calls the train loop.
+        validate: Evaluates after an epoch and returns its logs; None without validation data.
+        checkpoints: Where to write checkpoints; None for nowhere.
+        interrupted: Says whether to stop after the current call.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        validate: Callable[[int], dict[str, float]],
+        checkpoints: Checkpoints | None,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self._caller = caller
+        self._model = caller.model
+        self._stream = caller.stream
+        self._callbacks = caller.callbacks
+        self._validate = validate
+        self._checkpoints = checkpoints
+        self._interrupted = interrupted
+        self._position = Position()
+        self._initial_callbacks: dict[str, Any] = {}
+
+    def run(self, initial_epoch: int, epochs: int) -> dict[str, float]:
+        """Train until `epochs`, a callback's stop or an interruption.
+
+        Returns:
+            The logs of the last epoch.
+        """
+        self._callbacks.on_train_begin()
+        self._resume(initial_epoch)
+        logs: dict[str, float] = {}
+        while self._position.epoch < epochs and not self._position.finished:
+            epoch = self._position.epoch
+            logs = self._epoch(epoch)
+            if self._interrupted():
+                self._save()
+                break
+            logs.update(self._validate(epoch))
+            self._callbacks.on_epoch_end(epoch, logs)
+            self._end_epoch(finished=self._model.stop_training or epoch + 1 == epochs)
+        return logs
+
+    def _resume(self, initial_epoch: int) -> None:
+        self._initial_callbacks = callback_state(self._callbacks.callbacks)
+        self._position = Position(epoch=initial_epoch)
+        restored = None if self._checkpoints is None else self._checkpoints.restore(self._model)
+        if restored is not None:
+            self._position, callbacks = restored
+            restore_callbacks(self._callbacks.callbacks, callbacks)
+            self._stream.seek(self._position.passes, self._position.batches)
+
+    def _epoch(self, epoch: int) -> dict[str, float]:
+        """Run the steps of an epoch that are left; return the logs at its end."""
+        step = self._position.step
+        if step == 0:
+            self._model.reset_metrics()
+            self._stream.begin_epoch()
+        self._callbacks.on_epoch_begin(epoch)
+        logs: dict[str, float] = {}
+        num_steps = self._stream.steps_per_epoch
+        while self._stream.has_more() and (num_steps is None or step < num_steps):
+            self._callbacks.on_train_batch_begin(step)
+            done, finite, logs = self._caller.call(None if num_steps is None else num_steps - step)
+            step += done
+            self._callbacks.on_train_batch_end(step - 1, logs)
+            if not finite and not self._model.stop_training:
+                raise _not_finite(self._model, epoch, step)
+            self._position = Position(epoch, step, self._stream.passes, self._stream.batches)
+            if self._model.stop_training or self._interrupted():
+                break
+            if self._checkpoints is not None and finite and self._checkpoints.due():
+                self._save()
+        return logs or to_python(self._model.get_metrics_result())
+
+    def _end_epoch(self, finished: bool) -> None:
+        self._position = Position(self._position.epoch + 1, 0, *self._stream.next_epoch(), finished)
+        if self._checkpoints is not None and (finished or self._checkpoints.due()):
+            self._save()
+
+    def _save(self) -> None:
+        if self._checkpoints is not None:
+            state = changed(callback_state(self._callbacks.callbacks), self._initial_callbacks)
+            self._checkpoints.save(self._model, self._position, state)
+
+
+def evaluate(caller: Caller) -> dict[str, float]:
+    """Run one evaluation over a fresh stream and return its logs."""
+    callbacks, stream, model = caller.callbacks, caller.stream, caller.model
+    callbacks.on_test_begin()
+    model.reset_metrics()
+    stream.begin_epoch()
+    logs: dict[str, float] = {}
+    step, num_steps = 0, stream.steps_per_epoch
+    while stream.has_more() and (num_steps is None or step < num_steps):
+        callbacks.on_test_batch_begin(step)
+        done, finite, logs = caller.call(None if num_steps is None else num_steps - step)
+        step += done
+        callbacks.on_test_batch_end(step - 1, logs)
+    callbacks.on_test_end(logs)
+    return logs
+
+
+def to_python(logs: dict[str, Any]) -> dict[str, Any]:
+    """Turn metric results into Python numbers; one of several values stays an array."""
+    arrays = {name: np.asarray(value) for name, value in logs.items()}
+    return {name: float(array) if array.size == 1 else array for name, array in arrays.items()}
+
+
+def _not_finite(model: keras.Model, epoch: int, step: int) -> FloatingPointError:
+    update = int(model.optimizer.iterations.numpy())
+    return FloatingPointError(
+        f"The loss must stay finite, and it did not at step {update} (step {step} of epoch {epoch + 1}). "
+        "Lower the learning rate, clip the gradients (global_clipnorm) or look at that batch; checkpoints written "
+        "before this step are good."
+    )
