@@ -1,0 +1,18 @@
+"""Three logical CPUs for the whole session: a strategy takes as many of them as its test asks for."""
+
+import os
+import pathlib
+import sys
+
+import pytest
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+@pytest.fixture(scope="session")
+def logical_cpus() -> list[str]:
+    """Names of the session's devices; TensorFlow starts with the first test that asks for them."""
+    import tfpar
+
+    tfpar.use_logical_cpus(3)
+    return ["CPU:0", "CPU:1", "CPU:2"]

@@ -1,0 +1,218 @@
+"""The cases of the parity table: each a model, its data and how it is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+NUM_FEATURES, NUM_CLASSES = 5, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the table; trained for `epochs` passes over about 20 steps in all."""
+
+    build: Callable[[], keras.Model]
+    data: Callable[[], tf.data.Dataset]
+    epochs: int = 2
+    fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    steps_per_call: int | None = None
+    validates: bool = False
+
+
+def _rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def inputs(num_examples: int) -> np.ndarray:
+    return _rng(1).normal(size=(num_examples, NUM_FEATURES)).astype(keras.config.floatx())
+
+
+def labels(num_examples: int) -> np.ndarray:
+    return _rng(2).integers(0, NUM_CLASSES, size=num_examples)
+
+
+def batches(num_examples: int, batch_size: int, *more: np.ndarray, drop_remainder: bool = False) -> tf.data.Dataset:
+    arrays = (inputs(num_examples), labels(num_examples), *more)
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size, drop_remainder=drop_remainder)
+
+
+def classifier(
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    loss: Any = None,
+    layers: Callable[[], list[Any]] = list,
+    **compiled: Any,
+) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [keras.Input((NUM_FEATURES,)), keras.layers.Dense(8, "tanh"), *layers(), keras.layers.Dense(NUM_CLASSES)]
+        )
+        default = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer(), loss() if loss else default, **{"metrics": ["accuracy"], **compiled})
+        return model
+
+    return build
+
+
+def sequence_model() -> keras.Model:
+    """A masked sequence: padded tokens count neither in the loss nor in its divisor."""
+    tokens = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(11, 4, mask_zero=True)(tokens)
+    hidden = keras.layers.GRU(5, return_sequences=True)(hidden)
+    model = keras.Model(tokens, keras.layers.Dense(2)(hidden))
+    model.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
+    return model
+
+
+def sequence_data() -> tf.data.Dataset:
+    lengths = _rng(3).integers(1, 7, size=40)
+    tokens = np.where(np.arange(6) < lengths[:, None], _rng(4).integers(1, 11, size=(40, 6)), 0)
+    targets = _rng(5).normal(size=(40, 6, 2)).astype(keras.config.floatx())
+    return tf.data.Dataset.from_tensor_slices((tokens, targets)).batch(7)
+
+
+def two_outputs(as_dict: bool) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        features = keras.Input((NUM_FEATURES,))
+        hidden = keras.layers.Dense(8, "tanh")(features)
+        kind = keras.layers.Dense(NUM_CLASSES, name="kind")(hidden)
+        size = keras.layers.Dense(1, name="size")(hidden)
+        outputs = {"kind": kind, "size": size} if as_dict else [kind, size]
+        model = keras.Model(features, outputs)
+        losses = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
+        weights, metrics = [0.3, 2.0], [["accuracy"], ["mae"]]
+        names = ("kind", "size")
+        model.compile(
+            keras.optimizers.Adam(0.01),
+            dict(zip(names, losses, strict=True)) if as_dict else losses,
+            loss_weights=dict(zip(names, weights, strict=True)) if as_dict else weights,
+            metrics=dict(zip(names, metrics, strict=True)) if as_dict else metrics,
+        )
+        return model
+
+    return build
+
+
+def two_outputs_data(as_dict: bool) -> Callable[[], tf.data.Dataset]:
+    def data() -> tf.data.Dataset:
+        sizes = _rng(6).normal(size=(67, 1)).astype(keras.config.floatx())
+        targets = {"kind": labels(67), "size": sizes} if as_dict else (labels(67), sizes)
+        return tf.data.Dataset.from_tensor_slices((inputs(67), targets)).batch(7)
+
+    return data
+
+
+class AddsLoss(keras.layers.Layer):
+    """Adds a mean and a sum over the batch to the loss."""
+
+    def call(self, features: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(features)))
+        self.add_loss(0.01 * keras.ops.sum(keras.ops.abs(features)))
+        return features
+
+
+def binary(**compiled: Any) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((NUM_FEATURES,)), keras.layers.Dense(1, "sigmoid")])
+        model.compile(keras.optimizers.Adam(0.05), "binary_crossentropy", **compiled)
+        return model
+
+    return build
+
+
+def binary_data() -> tf.data.Dataset:
+    targets = (labels(67) > 0).astype(keras.config.floatx())[:, None]
+    return tf.data.Dataset.from_tensor_slices((inputs(67), targets)).batch(7)
+
+
+def optimizer(name: str, **settings: Any) -> Callable[[], keras.Model]:
+    return classifier(lambda: getattr(keras.optimizers, name)(**settings))
+
+
+def weighted(num_examples: int, batch_size: int) -> tf.data.Dataset:
+    return batches(num_examples, batch_size, _rng(7).uniform(0.1, 2.0, size=num_examples))
+
+
+def _l1_l2() -> list[Any]:
+    return [keras.layers.Dense(6, kernel_regularizer=keras.regularizers.L1L2(0.01, 0.02), activity_regularizer="l2")]
+
+
+FULL = lambda: batches(80, 8)  # noqa: E731
+ODD = lambda: batches(70, 7)  # noqa: E731
+RAGGED = lambda: batches(73, 8)  # noqa: E731 - ten batches, the last of 1
+TINY = lambda: batches(20, 1)  # noqa: E731
+
+CASES: dict[str, Case] = {
+    "full batches": Case(classifier(), FULL),
+    "global batch odd": Case(classifier(), ODD),
+    "last batch of 1": Case(classifier(), RAGGED),
+    "fewer examples than replicas": Case(classifier(), TINY, epochs=1),
+    "static batch shape": Case(classifier(), lambda: batches(77, 7, drop_remainder=True)),
+    "sample weights": Case(classifier(weighted_metrics=["accuracy"]), lambda: weighted(73, 8)),
+    "sample weights, mean by weight": Case(
+        classifier(
+            loss=lambda: keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction="mean_with_sample_weight"
+            )
+        ),
+        lambda: weighted(73, 8),
+    ),
+    "loss summed": Case(
+        classifier(
+            lambda: keras.optimizers.SGD(0.01),
+            lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum"),
+        ),
+        RAGGED,
+    ),
+    "class weights": Case(classifier(), ODD, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 3.0}}),
+    "masked sequence": Case(sequence_model, sequence_data, epochs=4),
+    "outputs as dict": Case(two_outputs(True), two_outputs_data(True)),
+    "outputs as list": Case(two_outputs(False), two_outputs_data(False)),
+    "L1, L2 and activity": Case(classifier(layers=_l1_l2), RAGGED),
+    "add_loss": Case(classifier(layers=lambda: [AddsLoss()]), RAGGED),
+    "clipnorm": Case(optimizer("SGD", learning_rate=0.5, clipnorm=0.05), RAGGED),
+    "global_clipnorm": Case(optimizer("SGD", learning_rate=0.5, global_clipnorm=0.05), RAGGED),
+    "clipvalue": Case(optimizer("SGD", learning_rate=0.5, clipvalue=0.01), RAGGED),
+    "accumulation 2": Case(optimizer("Adam", learning_rate=0.01, gradient_accumulation_steps=2), FULL),
+    "accumulation 4, ragged end, clipped": Case(
+        optimizer("SGD", learning_rate=0.1, momentum=0.9, gradient_accumulation_steps=4, global_clipnorm=0.1), RAGGED
+    ),
+    "EMA": Case(optimizer("Adam", learning_rate=0.01, use_ema=True, ema_momentum=0.8), RAGGED),
+    "EMA with overwrite": Case(
+        optimizer("SGD", learning_rate=0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3), RAGGED
+    ),
+    "Adam": Case(optimizer("Adam", learning_rate=0.01), ODD),
+    "AdamW": Case(optimizer("AdamW", learning_rate=0.01, weight_decay=0.1), ODD),
+    "RMSprop, learning rate schedule": Case(
+        classifier(lambda: keras.optimizers.RMSprop(keras.optimizers.schedules.CosineDecay(0.01, 30))), ODD
+    ),
+    "loss scale": Case(classifier(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))), RAGGED),
+    "BatchNormalization, synchronized": Case(
+        classifier(layers=lambda: [keras.layers.BatchNormalization(synchronized=True)]), RAGGED
+    ),
+    "1 step a call": Case(classifier(), ODD, steps_per_call=1),
+    "3 steps a call": Case(classifier(), ODD, steps_per_call=3),
+    "more steps a call than the epoch holds": Case(classifier(), ODD, steps_per_call=1000),
+    "validation data": Case(classifier(), RAGGED, validates=True),
+    "AUC, precision, recall": Case(binary(metrics=["AUC", "Precision", "Recall"]), binary_data, validates=True),
+    "embedding, sparse gradients": Case(
+        lambda: _embedding(), lambda: _tokens(), epochs=2
+    ),
+}
+
+
+def _embedding() -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((4,), dtype="int32"), keras.layers.Embedding(20, 5), keras.layers.Flatten(), keras.layers.Dense(3)]
+    )
+    model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def _tokens() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((_rng(8).integers(0, 20, size=(67, 4)), labels(67))).batch(7)
