@@ -1,0 +1,149 @@
+"""What is done to finished batches: class weights, and the cut of one global batch into parts for the replicas."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def class_weights(dataset: tf.data.Dataset, class_weight: Mapping[int, float]) -> tf.data.Dataset:
+    """Weighs each example by the class of its label, as `keras.Model.fit(class_weight=...)` does.
+
+    Labels of rank 2 and more are one-hot over the last axis, unless that axis is 1 long. Classes that are not listed
+    weigh 1. A sample weight that is already there is multiplied (Keras refuses the two together).
+
+    Args:
+        dataset: Batches `(x, y)` or `(x, y, sample_weight)`; `y` is one tensor: classes `[batch]` or `[batch, 1]`, or
+            one-hot `[batch, classes]`.
+        class_weight: Weight of each class.
+
+    Returns:
+        Batches `(x, y, sample_weight)` with weights `[batch]` in Keras' float type.
+
+    Raises:
+        ValueError: No class, a negative class or weight, batches without labels or with several outputs.
+
+    >>> dataset = tf.data.Dataset.from_tensors((tf.zeros([3, 2]), tf.constant([0, 1, 1])))
+    >>> [weights.numpy().tolist() for _, _, weights in class_weights(dataset, {1: 2.5})]
+    [[1.0, 2.5, 2.5]]
+    """
+    table = _weight_table(class_weight)
+    spec = dataset.element_spec
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        raise ValueError(f"class_weight needs batches (x, y) or (x, y, sample_weight), but a batch is {spec}.")
+    if isinstance(spec[1], (dict, list, tuple)):
+        raise ValueError("class_weight needs a model with one output, but y is a structure: pass sample_weight.")
+
+    def weigh(x: Any, y: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        weights = _look_up(table, _classes(y))
+        if sample_weight is not None:
+            weights = _multiply(weights, tf.cast(sample_weight, weights.dtype))
+        return x, y, weights
+
+    return dataset.map(weigh)
+
+
+def _weight_table(class_weight: Mapping[int, float]) -> Any:
+    if not class_weight:
+        raise ValueError("class_weight must name at least one class, but is empty.")
+    for label, weight in class_weight.items():
+        if int(label) != label or label < 0 or not 0 <= weight < np.inf:
+            raise ValueError(
+                f"class_weight maps classes (0, 1, 2, ...) to weights of at least 0, but has {label!r}: {weight!r}."
+            )
+    table = np.ones(max(int(label) for label in class_weight) + 1, dtype=keras.config.floatx())
+    for label, weight in class_weight.items():
+        table[int(label)] = weight
+    return table
+
+
+def _classes(y: tf.Tensor) -> tf.Tensor:
+    if y.shape.rank is not None and y.shape.rank >= 2:
+        if y.shape[-1] != 1:
+            return tf.argmax(y, axis=-1, output_type=tf.int32)
+        y = tf.squeeze(y, axis=-1)
+    return tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int32)
+
+
+def _look_up(table: Any, classes: tf.Tensor) -> tf.Tensor:
+    listed = (classes >= 0) & (classes < len(table))
+    weights = tf.gather(tf.constant(table), tf.where(listed, classes, 0))
+    return tf.where(listed, weights, tf.ones_like(weights))
+
+
+def _multiply(weights: tf.Tensor, sample_weight: tf.Tensor) -> tf.Tensor:
+    """Multiplies per-example weights `[batch]` with weights `[batch, ...]`, along their first axis."""
+    missing_axes = sample_weight.shape.rank - weights.shape.rank
+    if missing_axes > 0:
+        weights = tf.reshape(weights, tf.concat([tf.shape(weights), tf.ones([missing_axes], tf.int32)], axis=0))
+    return weights * sample_weight
+
+
+def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
+    """Cuts every tensor of a batch along its first axis into consecutive parts, one for each replica.
+
+    Part i starts at row `ceil(i * rows / num_parts)`, so sizes differ by at most one, the first part is a largest one,
+    and parts are empty where there are fewer rows than parts. The rule nests: a cut into workers and then into replicas
+    gives the parts of one cut into all replicas at the same worker boundaries.
+
+        7 rows, 2 parts:  0 1 2 3 | 4 5 6          6 rows, 4 parts:  0 1 | 2 | 3 4 | 5
+
+    For use inside `dataset.map`. Where the number of rows is static, so are the parts' shapes.
+
+    Args:
+        batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
+        num_parts: How many parts.
+
+    Returns:
+        `num_parts` structures like `batch`. None stays None in each.
+
+    Raises:
+        ValueError: `num_parts` below 1, a scalar, or tensors with unequal numbers of rows.
+
+    >>> [part["a"].numpy().tolist() for part in split_batch({"a": tf.range(5)}, 3)]
+    [[0, 1], [2, 3], [4]]
+    """
+    if num_parts < 1:
+        raise ValueError(f"num_parts must be at least 1, but is {num_parts}.")
+    leaves = tf.nest.flatten(batch)
+    _check_rows(leaves)
+    parts = [_split_leaf(leaf, num_parts) for leaf in leaves]
+    return tuple(tf.nest.pack_sequence_as(batch, [part[i] for part in parts]) for i in range(num_parts))
+
+
+def _check_rows(leaves: Sequence[Any]) -> None:
+    shapes = [leaf.shape for leaf in leaves if leaf is not None]
+    if any(shape.rank == 0 for shape in shapes):
+        raise ValueError("Every tensor of a batch must have a first axis over its examples, but one is a scalar.")
+    static_rows = {shape[0] for shape in shapes if shape.rank is not None and shape[0] is not None}
+    if len(static_rows) > 1:
+        raise ValueError(f"All tensors of a batch must have the same number of rows, but have {sorted(static_rows)}.")
+
+
+def _split_leaf(leaf: Any, num_parts: int) -> list[Any]:
+    if leaf is None:
+        return [None] * num_parts
+    rows: Any = leaf.shape[0]
+    if rows is None:
+        rows = _dynamic_rows(leaf)
+    starts = [(i * rows + num_parts - 1) // num_parts for i in range(num_parts + 1)]
+    return [_rows_between(leaf, start, stop) for start, stop in itertools.pairwise(starts)]
+
+
+def _dynamic_rows(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows()
+    return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def _rows_between(leaf: Any, start: Any, stop: Any) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:stop]
+    first = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(leaf.dense_shape[1:])], axis=0)
+    size = tf.concat([[tf.cast(stop - start, tf.int64)], leaf.dense_shape[1:]], axis=0)
+    return tf.sparse.slice(leaf, first, size)

@@ -1,0 +1,52 @@
+"""From TensorFlow's error in the middle of a data pipeline to one sentence that says what to do."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import tensorflow as tf
+
+from tfpar import config
+from tfpar.data import catalog, records
+
+SENTENCE = re.compile(r"assertion failed: \[(.*?)\](?:\s|$)", re.DOTALL)
+GONE = re.compile(r"(/\S+); No such file or directory")
+
+
+def explain(error: BaseException, settings: config.Data) -> str | None:
+    """One sentence about an error that reading the data brought up, or None if the error is about something else.
+
+    TensorFlow does not say in which file a corrupt record lies, so the files are read once more to find it.
+
+    Args:
+        error: What iterating over a data set of `load` raised, directly or from within a compiled step.
+        settings: The settings that `load` got.
+
+    Returns:
+        The sentence, for a label out of range, an image of the wrong shape, a record that does not match the declared
+        features, or a corrupt file; otherwise None.
+
+    >>> explain(KeyError("x"), config.Data()) is None
+    True
+    """
+    if isinstance(error, tf.errors.DataLossError):
+        return _corrupt(settings)
+    if isinstance(error, tf.errors.NotFoundError) and (gone := GONE.search(error.message)):
+        return f"The data file {gone.group(1)} is gone: bring it back, or prepare the data again."
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        found = SENTENCE.search(error.message)
+        return found.group(1) if found else records.mismatch(error.message)
+    return None
+
+
+def _corrupt(settings: config.Data) -> str:
+    if settings.source == "generated":
+        return "Data were lost while reading, but generated data have no files."
+    splits = [split for split in (settings.train_split, settings.validation_split) if split is not None]
+    find = records.files if settings.source == "tfrecord" else catalog.files
+    paths: Iterable[Path] = (path for split in splits for path in find(settings, split))
+    for path in paths:
+        sentence = records.corruption(path)
+        if sentence:
+            return sentence
+    return "A record was corrupt while it was read, but all files are whole now: start again to resume."

@@ -1,0 +1,198 @@
+"""From the data settings of a run to its batches: `load`, one pipeline for all stored examples.
+
+    read -> cache -> shuffle -> decode -> augment hook -> batch -> augment -> check labels -> normalise -> prefetch
+
+What is the same for every image of a batch, or cheaper for all of them at once, stands after `batch`.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfpar import config
+from tfpar.data import catalog, examples, generated, images, records
+from tfpar.data.explain import explain
+
+Augment = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+
+VALIDATION_SHARE = 10  # generated: one row of validation for each ten of training
+MAX_VALIDATION_ROWS = 100_000
+
+
+class Loaded(NamedTuple):
+    """The data of a run: batches `(inputs, labels)` of the global batch size, and what a model must know of them."""
+
+    train: tf.data.Dataset
+    validation: tf.data.Dataset | None
+    num_train_examples: int | None  # None: unknown before the first epoch ends (TFRecord files carry no count)
+    num_classes: int | None  # None: regression
+    input_shape: tuple[int, ...]  # of one example
+
+
+def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: Augment | None = None) -> Loaded:
+    """The training and validation batches that the settings describe; what cannot be read is refused here.
+
+    Everything is fixed by `seed` (and by tf.data's global seed, `tf.random.set_seed`, where one is set), so that
+    `seek` brings back any position. Training data are shuffled and augmented, validation data are neither.
+
+    Args:
+        settings: The `data` section of a run.
+        global_batch_size: Examples in one batch over all replicas; the last batch of an epoch may be smaller.
+        seed: Fixes order, augmentation and generated rows.
+        augment: `(image, seed)` -> image of the same shape and type, for each training image before the settings'
+            own augmentation; `seed` is an int64 tensor `[2]` for `tf.image.stateless_*`.
+
+    Returns:
+        The batches and what a model must know of them.
+
+    Raises:
+        ValueError: Settings that do not fit the data, or data that cannot be used; the message says which.
+        FileNotFoundError: No such folder or files.
+        OSError: A folder that cannot be written, a data set that cannot be downloaded (ConnectionError).
+
+    >>> settings = config.Data(source="generated", num_examples=100, num_features=3)
+    >>> load(settings, global_batch_size=32, seed=0).input_shape
+    (3,)
+    """
+    if global_batch_size < 1:
+        raise ValueError(f"global_batch_size must be at least 1, but is {global_batch_size}.")
+    if settings.source == "generated":
+        return _generated(settings, global_batch_size, seed, augment)
+    try:
+        return _stored(settings, global_batch_size, seed, augment)
+    except tf.errors.OpError as error:
+        if sentence := explain(error, settings):
+            raise ValueError(sentence) from error
+        raise
+
+
+def _stored(settings: config.Data, global_batch_size: int, seed: int, augment: Augment | None) -> Loaded:
+    read = catalog.read if settings.source == "tfds" else records.read
+    train = read(settings, settings.train_split)
+    _check_inputs(settings, train, examples.first_input(train), augment)
+    finish = _finish(settings, train)
+    batches = _training_batches(train, settings, global_batch_size, seed, augment)
+    validation = None
+    if settings.validation_split is not None:
+        split = read(settings, settings.validation_split)
+        examples.first_input(split)
+        stored = split.decoded().cache() if settings.cache else split.decoded()
+        validation = _ready(stored.batch(global_batch_size), finish)
+    return Loaded(
+        _ready(batches, finish),
+        validation,
+        train.num_examples,
+        train.num_classes,
+        tuple(train.decoded().element_spec[0].shape),
+    )
+
+
+def _training_batches(
+    split: examples.Split, settings: config.Data, global_batch_size: int, seed: int, augment: Augment | None
+) -> tf.data.Dataset:
+    # Cached examples are decoded ones, that is what makes a cache worth its memory; a shuffle buffer alone holds
+    # them as stored, which is smaller.
+    dataset = split.decoded().cache() if settings.cache else split.stored
+    buffer_size = min(settings.shuffle_buffer, split.num_examples or settings.shuffle_buffer)
+    if buffer_size:
+        dataset = dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
+    if not settings.cache:
+        dataset = dataset.map(split.decode, num_parallel_calls=tf.data.AUTOTUNE)
+    if augment is not None:
+        dataset = _map_with_seeds(dataset, augment, seed + 1)
+    dataset = dataset.batch(global_batch_size)
+    if settings.augmentation:
+        change = lambda batch, seeds: images.augment(batch, seeds, settings.augmentation)  # noqa: E731
+        dataset = _map_with_seeds(dataset, change, seed + 2)
+    return dataset
+
+
+def _map_with_seeds(dataset: tf.data.Dataset, change: Augment, seed: int) -> tf.data.Dataset:
+    """Changes the inputs, each element with a seed of its own; the seeds are drawn anew, and replayably, each epoch."""
+    seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).batch(2, drop_remainder=True)
+
+    def apply(element: tuple[tf.Tensor, tf.Tensor], seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        inputs, labels = element
+        changed = tf.ensure_shape(change(inputs, seeds), inputs.shape)
+        return changed, labels
+
+    return tf.data.Dataset.zip((dataset, seeds)).map(apply, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _finish(
+    settings: config.Data, train: examples.Split
+) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+    """The last map over batches: labels checked, inputs normalised."""
+    normalise: Callable[[tf.Tensor], tf.Tensor] = tf.identity
+    if settings.normalization == "unit":
+        normalise = images.unit
+    elif settings.normalization == "standard":
+        statistics = images.measure(train.decoded().map(lambda inputs, label: inputs))
+        normalise = lambda inputs: images.standard(inputs, statistics)  # noqa: E731
+
+    def finish(inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if train.num_classes is not None:
+            labels = examples.check_labels(labels, train.num_classes)
+        return normalise(inputs), labels
+
+    return finish
+
+
+def _ready(
+    batches: tf.data.Dataset, finish: Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
+) -> tf.data.Dataset:
+    options = tf.data.Options()
+    options.deterministic = True
+    dataset = batches.map(finish, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+    return dataset.with_options(options)
+
+
+def _check_inputs(settings: config.Data, train: examples.Split, inputs: tf.Tensor, augment: Augment | None) -> None:
+    _, labels = train.decoded().element_spec
+    if (settings.augmentation or augment) and inputs.shape.rank != 3:
+        raise ValueError(
+            f"Augmentation changes images [height, width, channels], but the inputs have shape {inputs.shape}: "
+            "remove data.augmentation."
+        )
+    allowed = inputs.dtype.is_floating or inputs.dtype in (tf.uint8, tf.uint16)
+    if settings.normalization == "unit" and not allowed:
+        raise ValueError(
+            f'data.normalization "unit" is for images of type uint8, uint16 or float, but the inputs are '
+            f'{inputs.dtype.name}: set it to "none".'
+        )
+    if settings.normalization == "unit" and inputs.shape.rank == 3 and inputs.dtype.is_floating:
+        lowest, highest = float(tf.reduce_min(inputs)), float(tf.reduce_max(inputs))
+        if lowest < 0 or highest > 1:
+            raise ValueError(
+                f'data.normalization "unit" leaves float images as they are, but the first one runs from {lowest:g} to '
+                f'{highest:g}: set it to "standard" or "none".'
+            )
+    if settings.normalization == "standard" and not (allowed or inputs.dtype.is_integer):
+        raise ValueError(f'data.normalization "standard" is for numbers, but the inputs are {inputs.dtype.name}.')
+    if train.num_classes is not None and not (labels.dtype.is_integer and labels.shape.rank == 0):
+        raise ValueError(
+            f"Labels of {train.num_classes} classes must be single integers, but are {labels.dtype.name} of shape "
+            f"{labels.shape}: correct data.label_key, or leave data.num_classes out."
+        )
+
+
+def _generated(settings: config.Data, global_batch_size: int, seed: int, augment: Augment | None) -> Loaded:
+    if settings.augmentation or augment:
+        raise ValueError("Augmentation changes images, but generated rows are none: remove data.augmentation.")
+    num_validation = min(max(1, settings.num_examples // VALIDATION_SHARE), MAX_VALIDATION_ROWS)
+
+    def rows(num_examples: int, first_row: int, shuffle: bool) -> tf.data.Dataset:
+        return generated.regression(
+            num_examples,
+            num_features=settings.num_features,
+            noise=settings.noise,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            first_row=first_row,
+            shuffle=shuffle,
+        )
+
+    train = rows(settings.num_examples, 0, settings.shuffle_buffer > 0)
+    validation = None if settings.validation_split is None else rows(num_validation, settings.num_examples, False)
+    return Loaded(train, validation, settings.num_examples, None, (settings.num_features,))

@@ -1,0 +1,166 @@
+"""One run from its configuration to its files: what the train command does once TensorFlow may start."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import rich.console
+import rich.table
+import tensorflow as tf
+
+import tfpar
+from tfpar import callbacks, config, data, strategies
+from tfpar.checkpoint import Checkpoints
+from tfpar.run_directory import RunDirectory
+from tfpar.trainer import Trainer
+
+
+def train(run: config.Run, directory: RunDirectory) -> bool:
+    """Train a run in its directory, from its newest checkpoint if there is one, and say what came of it.
+
+    Args:
+        run: The resolved run.
+        directory: Its folder, claimed.
+
+    Returns:
+        Whether the run is trained to its end; False if it was interrupted, with a checkpoint to resume from.
+
+    Raises:
+        ValueError: If run, data and model do not fit together.
+        FloatingPointError: If the loss is no longer finite.
+        OSError: If data cannot be had or files not be written.
+    """
+    try:
+        return _train(run, directory)
+    except tf.errors.OpError as error:
+        sentence = data.explain(error, run.data)
+        raise ValueError(sentence or error.message.splitlines()[0]) from error
+
+
+def _train(run: config.Run, directory: RunDirectory) -> bool:
+    strategy = strategies.from_settings(run.strategy)
+    trainer = _trainer_class(run.trainer)(run, strategy)
+    _print_plan(run, directory, trainer)
+    checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
+    throughput = callbacks.Throughput()
+    on_terminal = sys.stdout.isatty()
+    with _interruptible(trainer):
+        trainer.fit(
+            trainer.train_data,
+            epochs=run.training.epochs,
+            verbose=1 if on_terminal else 2,
+            callbacks=[throughput, *_callbacks(run, directory)],
+            validation_data=trainer.validation_data,
+            validation_freq=run.training.validation_freq,
+            steps_per_call=None if run.training.steps_per_call == "auto" else run.training.steps_per_call,
+            checkpoints=checkpoints,
+        )
+    if trainer.interrupted:
+        print(f"\nStopped after step {int(trainer.model.optimizer.iterations.numpy())}; a checkpoint is written.")
+        return False
+    trainer.save(directory.model)
+    _print_summary(directory, throughput)
+    return True
+
+
+def _trainer_class(path: str) -> Any:
+    module_name, _, name = path.rpartition(".")
+    # The command may run from any folder; a trainer class of the user's own lies in the current one.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        trainer_class = getattr(importlib.import_module(module_name), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(
+            f"trainer must be the import path of a class, received {path!r}: {error}. "
+            "trainers.image_classification.ImageClassification is one."
+        ) from error
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise ValueError(f"trainer must name a subclass of tfpar.Trainer, and {path!r} is none.")
+    return trainer_class
+
+
+@contextlib.contextmanager
+def _interruptible(trainer: Trainer) -> Iterator[None]:
+    """Let the first Ctrl-C or SIGTERM end the training after its step; the next one ends it at once."""
+
+    def stop(number: int, frame: Any) -> None:
+        print("\nStopping after this step; once more stops at once.", file=sys.stderr)
+        signal.signal(number, signal.default_int_handler)
+        trainer.interrupt()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _callbacks(run: config.Run, directory: RunDirectory) -> list[keras.callbacks.Callback]:
+    wanted: list[keras.callbacks.Callback] = [callbacks.MetricsFile(directory.metrics)]
+    settings, optimizer = run.callbacks, run.optimizer
+    if settings.tensorboard:
+        wanted.append(keras.callbacks.TensorBoard(str(directory.tensorboard), write_graph=False))
+    if optimizer.warmup_steps or optimizer.base_batch_size:
+        wanted.append(
+            callbacks.LearningRateWarmup(
+                optimizer.warmup_steps, run.training.global_batch_size, optimizer.base_batch_size
+            )
+        )
+    if settings.early_stopping_patience is not None:
+        wanted.append(
+            keras.callbacks.EarlyStopping(
+                settings.monitor, patience=settings.early_stopping_patience, restore_best_weights=True
+            )
+        )
+    if settings.reduce_learning_rate_patience is not None:
+        wanted.append(
+            keras.callbacks.ReduceLROnPlateau(settings.monitor, patience=settings.reduce_learning_rate_patience)
+        )
+    if settings.check_replicas_every_steps is not None:
+        wanted.append(callbacks.ReplicaCheck(settings.check_replicas_every_steps))
+    return wanted
+
+
+def _print_plan(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
+    devices = ", ".join(device.name.removeprefix("/device:") for device in tf.config.list_logical_devices())
+    batch, replicas = run.training.global_batch_size, trainer.strategy.num_replicas
+    steps = int(trainer.train_data.cardinality())
+    share = f"{batch // replicas}" if batch % replicas == 0 else f"{batch // replicas} to {-(-batch // replicas)}"
+    lines = {
+        "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
+        "devices": f"{devices} ({os.cpu_count()} cores)",
+        "strategy": trainer.strategy.describe(),
+        "model": f"{trainer.model.name}, {trainer.model.count_params():,} parameters, {run.training.precision}",
+        "batch": f"{batch} examples = {replicas} replica{'s' * (replicas > 1)} x {share}",
+        "epochs": f"{run.training.epochs} of {f'{steps:,}' if steps >= 0 else 'as many'} steps"
+        + (f" ({trainer.num_train_examples:,} examples)" if trainer.num_train_examples else ""),
+    }
+    for name, text in lines.items():
+        print(f"{name:10}{text}")
+    print(flush=True)
+
+
+def _print_summary(directory: RunDirectory, throughput: callbacks.Throughput) -> None:
+    table = rich.table.Table(show_header=False, title="trained")
+    entries = callbacks.read_metrics(directory.metrics)
+    last = entries[-1] if entries else {}
+    table.add_row("epochs, steps", f"{last.get('epoch', 0)}, {last.get('step', 0)}")
+    for name, value in last.items():
+        if name not in ("epoch", "step", "step_milliseconds", "data_wait_share", "examples_per_second"):
+            table.add_row(name, f"{value:.4g}")
+    figures = throughput.summary or {key: last[key] for key in ("examples_per_second",) if key in last}
+    for name, value in figures.items():
+        table.add_row(name.replace("_", " "), f"{value:,.0f}" if value >= 100 else f"{value:.3g}")
+    table.add_row("model", str(directory.model))
+    table.add_row("logs", f"{directory.metrics}, {directory.tensorboard}")
+    table.add_row("checkpoints", str(directory.checkpoints))
+    rich.console.Console().print(table)

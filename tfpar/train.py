@@ -1,0 +1,87 @@
+"""`python -m tfpar.train`: train a run from its configuration, resume it, and say what came of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from absl import app, flags
+
+from tfpar import config
+from tfpar.run_directory import RunDirectory
+
+_CONFIG = flags.DEFINE_string("config", None, "TOML file of the run; without it, the default run.")
+_SET = flags.DEFINE_multi_string("set", [], "Override, as section.key=value; may be repeated.")
+_DIRECTORY = flags.DEFINE_string("directory", None, "Folder of the run; by default runs/<name of the config>.")
+_PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved run and exit, without TensorFlow.")
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def main(argv: list[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: What absl left of the command line; flags are taken out of it.
+
+    Returns:
+        The exit code: 0 when trained, 1 on an error, 130 when interrupted (with a checkpoint to resume from).
+    """
+    try:
+        if len(argv) > 1:
+            raise ValueError(f"There are flags only, received {argv[1]!r}. See python -m tfpar.train --help.")
+        run = config.load(_CONFIG.value, _SET.value)
+        if _PRINT_CONFIG.value:
+            print(config.dump(run), end="")
+            return 0
+        directory = RunDirectory(_DIRECTORY.value or Path("runs") / Path(_CONFIG.value or "default").stem)
+        directory.claim(run)
+        return _train(run, directory)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        sentence = _sentence(error)
+        if sentence is None:
+            raise
+        print(f"error: {sentence}", file=sys.stderr)
+        return 1
+
+
+def _train(run: config.Run, directory: RunDirectory) -> int:
+    from tfpar import cluster
+
+    with cluster.native_messages_to(directory.native_log):
+        from tfpar import session
+
+        trained = session.train(run, directory)
+    if not trained:
+        command = shlex.join(["python", "-m", "tfpar.train", *sys.argv[1:]])
+        print(f"Resume with the same command:\n  {command}")
+    return 0 if trained else INTERRUPTED
+
+
+def _sentence(error: Exception) -> str | None:
+    """Return what to tell the user of an error; None for one that is ours and needs its traceback."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+        return (
+            f"The disk must have room for the run, and {error.filename or 'it'} could not be written: "
+            f"{os.strerror(error.errno)}. Free some space and repeat the command: it resumes from the last checkpoint."
+        )
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return f"{error.filename}: {os.strerror(error.errno)}. Choose a --directory that can be written."
+    if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ImportError):
+        return str(error)
+    return None
+
+
+def run() -> None:
+    """Entry point of the console script `tfpar-train`."""
+    app.run(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,121 @@
+"""Image classification: a small CNN or any `keras.applications` network, on digits, MNIST, CIFAR-10 or your images."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+
+import tfpar
+from tfpar import config, data
+from trainers import recipe
+
+
+class ImageClassification(tfpar.Trainer):
+    """Train a classifier on the images that a run's `data` section names.
+
+    Args:
+        run: The run.
+        strategy: Where and how a step runs.
+
+    Raises:
+        ValueError: If the data carry no classes, or there is no such network, or it does not take such images.
+
+    Example:
+        >>> trainer = ImageClassification(config.load("configs/digits.toml"), tfpar.SingleDevice())
+        >>> trainer.fit(trainer.train_data, epochs=10, validation_data=trainer.validation_data)
+    """
+
+    def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
+        loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
+        if loaded.num_classes is None:
+            raise ValueError(
+                f"Image classification needs labels of a known number of classes, and data.name={run.data.name!r} "
+                "names none. Set data.num_classes, or use trainers.regression.Regression."
+            )
+        self.train_data, self.validation_data = loaded.train, loaded.validation
+        self.num_train_examples = loaded.num_train_examples
+        recipe.set_precision(run.training.precision)
+        super().__init__(
+            functools.partial(build_model, run, loaded.input_shape, loaded.num_classes), strategy, run.seed
+        )
+
+
+def build_model(run: config.Run, image_shape: tuple[int, ...], num_classes: int) -> keras.Model:
+    """Build and compile the network of a run.
+
+    Args:
+        run: The run; its `model`, `optimizer` and `training` sections are read.
+        image_shape: Height, width and channels of one image.
+        num_classes: Number of classes.
+
+    Returns:
+        A compiled model from `[batch, *image_shape]` to logits `[batch, num_classes]`.
+
+    Raises:
+        ValueError: If there is no such network, or it does not take such images.
+    """
+    features, images = _features(run.model, image_shape)
+    if run.model.dropout:
+        features = keras.layers.Dropout(run.model.dropout)(features)
+    # Logits in full precision: a softmax over half-precision numbers loses the small ones.
+    dtype = "float32" if run.training.precision.startswith("mixed_") else None
+    penalty = recipe.build_penalty(run.model)
+    logits = keras.layers.Dense(num_classes, kernel_regularizer=penalty, dtype=dtype, name="logits")(features)
+    model = keras.Model(images, logits, name=run.model.name.lower())
+    model.compile(
+        recipe.build_optimizer(run),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        jit_compile=run.training.jit_compile,
+    )
+    return model
+
+
+def _features(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return features `[batch, features]` and the images they come from."""
+    return _cnn(settings, image_shape) if settings.name == "cnn" else _application(settings, image_shape)
+
+
+def _cnn(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Two convolutions, pooling, one dense layer: the network of Keras' and PyTorch's MNIST examples."""
+    penalty = recipe.build_penalty(settings)
+    images = keras.Input(image_shape, name="image")
+    features = images
+    for filters in (32, 64):
+        features = keras.layers.Conv2D(
+            filters, 3, padding="same", activation="relu", kernel_regularizer=penalty
+        )(features)  # fmt: skip
+    features = keras.layers.Flatten()(keras.layers.MaxPooling2D()(features))
+    return keras.layers.Dense(128, activation="relu", kernel_regularizer=penalty)(features), images
+
+
+def _application(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A network of `keras.applications` from random weights, its normalizations over the global batch."""
+    build = getattr(keras.applications, settings.name, None)
+    if not callable(build):
+        names = [name for name in dir(keras.applications) if name[0].isupper()]
+        raise ValueError(
+            f'model.name must be "cnn" or a network of keras.applications, received {settings.name!r}. '
+            f"There are: {', '.join(names)}."
+        )
+    try:
+        backbone = build(weights=None, include_top=False, input_shape=image_shape, pooling="avg")
+    except ValueError as error:
+        raise ValueError(
+            f"model.name={settings.name!r} does not take images of shape {image_shape}: "
+            f"{str(error).splitlines()[0]} Use larger images, or model.name=\"cnn\"."
+        ) from error
+    penalty = recipe.build_penalty(settings)
+
+    def with_settings(layer: keras.Layer) -> keras.Layer:
+        layer_config = layer.get_config()
+        if penalty is not None and "kernel_regularizer" in layer_config:
+            layer_config["kernel_regularizer"] = penalty
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer_config["synchronized"] = True
+        return type(layer).from_config(layer_config)
+
+    backbone = keras.models.clone_model(backbone, clone_function=with_settings)
+    return backbone.output, backbone.input

@@ -1,0 +1,62 @@
+"""Regression: a linear model on generated rows, streamed from random numbers and never held in memory."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+
+import tfpar
+from tfpar import config, data
+from trainers import recipe
+
+
+class Regression(tfpar.Trainer):
+    """Fit a linear model to the rows that a run's `data` section describes.
+
+    Args:
+        run: The run.
+        strategy: Where and how a step runs.
+
+    Raises:
+        ValueError: If the run asks for another model than "linear".
+
+    Example:
+        >>> trainer = Regression(config.load("configs/regression_small.toml"), tfpar.SingleDevice())
+        >>> trainer.fit(trainer.train_data, epochs=1)
+    """
+
+    def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
+        if run.model.name != "linear":
+            raise ValueError(
+                f'trainers.regression.Regression builds model.name = "linear" only, received {run.model.name!r}. '
+                'Set model.name = "linear".'
+            )
+        loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
+        self.train_data, self.validation_data = loaded.train, loaded.validation
+        self.num_train_examples = loaded.num_train_examples
+        recipe.set_precision(run.training.precision)
+        super().__init__(functools.partial(build_model, run, loaded.input_shape), strategy, run.seed)
+
+
+def build_model(run: config.Run, row_shape: tuple[int, ...]) -> keras.Model:
+    """Build and compile y = x w + b under a squared loss.
+
+    Args:
+        run: The run; its `model`, `optimizer` and `training` sections are read.
+        row_shape: `(features,)` of one row.
+
+    Returns:
+        A compiled model from `[batch, features]` to `[batch, 1]`.
+    """
+    rows = keras.Input(row_shape, name="row")
+    features = keras.layers.Dropout(run.model.dropout)(rows) if run.model.dropout else rows
+    dtype = "float32" if run.training.precision.startswith("mixed_") else None
+    outputs = keras.layers.Dense(1, kernel_regularizer=recipe.build_penalty(run.model), dtype=dtype, name="linear")(
+        features
+    )
+    model = keras.Model(rows, outputs, name="linear")
+    model.compile(
+        recipe.build_optimizer(run), "mse", metrics=["mae"], jit_compile=run.training.jit_compile
+    )
+    return model
