@@ -1,8 +1,6 @@
 """Three logical CPUs for the whole session: a strategy takes as many of them as its test asks for."""
 
 import os
-import pathlib
-import sys
 
 import pytest
 

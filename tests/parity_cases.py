@@ -200,9 +200,7 @@ CASES: dict[str, Case] = {
     "more steps a call than the epoch holds": Case(classifier(), ODD, steps_per_call=1000),
     "validation data": Case(classifier(), RAGGED, validates=True),
     "AUC, precision, recall": Case(binary(metrics=["AUC", "Precision", "Recall"]), binary_data, validates=True),
-    "embedding, sparse gradients": Case(
-        lambda: _embedding(), lambda: _tokens(), epochs=2
-    ),
+    "embedding, sparse gradients": Case(lambda: _embedding(), lambda: _tokens(), epochs=2),
 }
 
 

@@ -293,8 +293,8 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             'strategy.all_reduce = "nccl" has no use on a single device',
         ),
         (
-            ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.pack_bytes=4096"],
-            "strategy.pack_bytes = 4096 is read only when GPUs reduce",
+            ["strategy.kind=single_device", "strategy.pack_bytes=4096"],
+            "strategy.pack_bytes = 4096 has no use on a single device",
         ),
         (
             ["data.source=tfrecord", "data.features.image.dtype=float32", "data.features.label.dtype=int64"],

@@ -51,6 +51,33 @@ def loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduc
 
 
 @contextlib.contextmanager
+def local_losses() -> Iterator[None]:
+    """Let every loss inside this context be that of the calling replica's examples alone.
+
+    Keras 3.15 divides losses by the number of replicas wherever a strategy is in force.
+    """
+    aggregate = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
+    with (
+        mock.patch.object(loss_module, "scale_loss_for_distribution", lambda value: value),
+        mock.patch.object(loss_module, "unscale_loss_for_distribution", lambda value: value),
+        mock.patch.object(TensorFlowTrainer, "_aggregate_additional_loss", aggregate),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def compute_loss_then(reduce_loss: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """Pass what `compute_loss` returns through `reduce_loss`; Keras 3.15's step calls it as `_compute_loss`."""
+    original = keras.Model._compute_loss
+
+    def compute(model: keras.Model, *args: Any, **kwargs: Any) -> tf.Tensor:
+        return reduce_loss(original(model, *args, **kwargs))
+
+    with mock.patch.object(keras.Model, "_compute_loss", compute):
+        yield
+
+
+@contextlib.contextmanager
 def collect_added_losses(collected: Callable[[], list[Any]]) -> Iterator[None]:
     """Gather what layers add with `add_loss` in the list that `collected` returns, instead of in the layers.
 

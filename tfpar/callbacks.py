@@ -117,11 +117,11 @@ class LearningRateWarmup(keras.callbacks.Callback):
     `global_batch_size / base_batch_size`, and reached after `warmup_steps` steps, from rate / warmup_steps on.
     (Goyal et al. 2017, "Accurate, Large Minibatch SGD", arXiv 1706.02677, section 2.)
 
-        rate      peak ┌──────────
-                 ╱
-               ╱
-             ╱
-            0     warmup_steps
+        rate      peak      ┌──────────
+                        ┌───┘
+                    ┌───┘
+                ────┘
+                0        warmup_steps
 
     Args:
         warmup_steps: Number of steps, at least 0; 0 only scales.
@@ -240,7 +240,9 @@ class MetricsFile(keras.callbacks.Callback):
         entries = read_metrics(self.path)
         kept = [entry for entry in entries if entry["epoch"] <= epoch]
         with self.path.open("a" if len(kept) == len(entries) else "w") as file:
-            file.writelines(json.dumps(entry) + "\n" for entry in [*kept, line][0 if len(kept) < len(entries) else -1 :])
+            file.writelines(
+                json.dumps(entry) + "\n" for entry in [*kept, line][0 if len(kept) < len(entries) else -1 :]
+            )
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -1,7 +1,7 @@
 """Checkpoints: everything a run needs to go on, in one file that is either whole or absent.
 
-    checkpoints/step-00000240.npz     weights, optimizer, metrics and random state by name; position and callbacks as JSON
-    checkpoints/step-00000480.npz
+    checkpoints/step-00000240.npz     weights, optimizer, metrics and random state by name;
+    checkpoints/step-00000480.npz     position in epochs and data, and what callbacks remember, as JSON
 
 State has no layout: it is kept by the names of layers, never by device or replica, so a run resumes under another
 strategy. A file is written beside its place, flushed and renamed, so a crash never leaves half of one under a good
@@ -23,7 +23,6 @@ from typing import Any
 import keras
 import numpy as np
 from absl import logging
-
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Checkpoints:
         unfinished = path.with_suffix(".unfinished")
         try:
             with unfinished.open("wb") as file:
-                np.savez(file, **arrays)
+                np.savez(file, allow_pickle=False, **arrays)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)

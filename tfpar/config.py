@@ -115,7 +115,9 @@ class Training(Section):
     ema_momentum: OrNone[Momentum] = Field(None, description="Moving average of the weights with this momentum.")
     ema_overwrite_frequency: OrNone[Count] = Field(None, description="Updates before it replaces the weights.")
     validation_freq: int = Field(1, ge=1, description="Epochs between two validations.")
-    checkpoint_seconds: float = Field(60.0, ge=0, description="Time between two checkpoints; 0: at epoch ends only.")
+    checkpoint_seconds: float = Field(
+        60.0, ge=0, description="Least time between two checkpoints; one more at the end."
+    )
     keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints that stay on disk.")
 
 
@@ -310,11 +312,8 @@ def _strategy_problems(strategy: Strategy) -> Iterator[str]:
         yield f'{reduce} needs GPUs, but the replicas are CPU devices: set "auto" or "reduction_to_one_device".'
     if kind == "single_device" and strategy.all_reduce != "auto":
         yield f'strategy.all_reduce = "{strategy.all_reduce}" has no use on a single device: leave it out.'
-    if strategy.pack_bytes and (on_cpus or kind == "single_device" or strategy.all_reduce == "reduction_to_one_device"):
-        yield (
-            f"strategy.pack_bytes = {strategy.pack_bytes} is read only when GPUs reduce with nccl or "
-            "hierarchical_copy: leave it out."
-        )
+    if strategy.pack_bytes and kind == "single_device":
+        yield f"strategy.pack_bytes = {strategy.pack_bytes} has no use on a single device: leave it out."
 
 
 def _data_problems(data: Data) -> Iterator[str]:

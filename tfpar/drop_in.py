@@ -9,6 +9,7 @@ import keras
 from tfpar import strategies
 from tfpar.trainer import Trainer
 
+
 def fit(model: keras.Model, x: Any, y: Any = None, **arguments: Any) -> keras.callbacks.History:
     """Train a model under the strategy in whose scope it was built; the drop-in for `model.fit(x, y, …)`.
 

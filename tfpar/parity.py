@@ -200,6 +200,4 @@ def _floatx(dtype: str) -> Iterator[None]:
 
 
 def _cast(batch: Any, dtype: str) -> Any:
-    return tf.nest.map_structure(
-        lambda tensor: tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor, batch
-    )
+    return tf.nest.map_structure(lambda tensor: tf.cast(tensor, dtype) if tensor.dtype.is_floating else tensor, batch)

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfpar import _compat
 
-AddedLoss = Literal["mean", "sum"]
+Kind = Literal["mean", "sum"]
 
 
 def global_mean(total: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
@@ -95,42 +95,80 @@ def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
     return tf.reduce_sum(mask) * values_per_entry
 
 
-@contextlib.contextmanager
-def over_replicas(num_examples: Sequence[tf.Tensor], added_losses: Sequence[AddedLoss]) -> Iterator[None]:
-    """Reduce every loss that Keras computes inside this context over all replicas.
+class Division:
+    """How the losses of one model divide over replicas; found out before the first step.
+
+    Keras' own losses are divided by their true weights, summed over the replicas. What a layer adds with `add_loss`,
+    and what an overridden `compute_loss` returns, says nothing about how it was averaged, and on one device it makes
+    no difference. So those are computed on two parts of a batch and on both together: a sum adds up, a mean averages,
+    anything else cannot be divided.
 
     Args:
-        num_examples: The number of examples of each local replica, int scalars.
-        added_losses: For each loss that the model's layers add, in the order of the calls, whether it is a mean or a
-            sum over the batch (see `classify_added_losses`).
+        model: A built and compiled model.
+        batch: Its first global batch, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
+
+    Raises:
+        ValueError: If a loss cannot be divided over replicas.
     """
-    added: dict[int, list[Any]] = collections.defaultdict(list)
 
-    def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
-        replica = _replica_id()
-        value = _compat.aggregate_added_loss(model, loss)
-        position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
-        if position is not None and added_losses[position] == "sum":
-            return global_sum(value)
-        # A mean, or the same on every replica (a weight's penalty): weighted with the examples of the replica, so
-        # that a replica without examples, whose mean is not a number, has no part in it.
-        examples = tf.cast(num_examples[replica], value.dtype)
-        return global_mean(tf.where(examples > 0, value * examples, tf.zeros_like(value)), examples)
+    def __init__(self, model: keras.Model, batch: Any) -> None:
+        check_divisible(model)
+        self._own_loss: Kind | None = None
+        self._added_losses: list[Kind] = []
+        first, rest, both = _parts(batch)
+        if _compat.overridden(model, "compute_loss"):
+            losses = [[_own_loss(model, part)] for part in (first, rest, both)]
+            (self._own_loss,) = _kinds(losses, _num_examples(rest), f"What {type(model).__name__}.compute_loss returns")
+        elif _added_losses(model, first):
+            losses = [_added_losses(model, part) for part in (first, rest, both)]
+            self._added_losses = _kinds(losses, _num_examples(rest), f"A loss added with add_loss to {model.name!r}")
 
-    with (
-        _compat.loss_reduction(reduce_loss, reduce_added_loss),
-        _compat.collect_added_losses(lambda: added[_replica_id()]),
-    ):
-        yield
+    @contextlib.contextmanager
+    def over_replicas(self, num_examples: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Reduce every loss that Keras computes inside this context over all replicas.
+
+        Args:
+            num_examples: The number of examples of each local replica, int scalars.
+        """
+        added: dict[int, list[Any]] = collections.defaultdict(list)
+
+        def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
+            replica = _replica_id()
+            value = _compat.aggregate_added_loss(model, loss)
+            position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
+            # A weight's penalty is not in the list: it is the same on every replica, and so a mean.
+            kind = "mean" if position is None else self._added_losses[position]
+            return _reduce_kind(kind, value, num_examples[replica])
+
+        def reduce_own_loss(loss: tf.Tensor) -> tf.Tensor:
+            return _reduce_kind(self._own_loss, loss, num_examples[_replica_id()])
+
+        with _compat.collect_added_losses(lambda: added[_replica_id()]):
+            if self._own_loss is None:
+                with _compat.loss_reduction(reduce_loss, reduce_added_loss):
+                    yield
+            else:
+                with _compat.local_losses(), _compat.compute_loss_then(reduce_own_loss):
+                    yield
+
+
+def _reduce_kind(kind: Kind | None, value: tf.Tensor, num_examples: tf.Tensor) -> tf.Tensor:
+    if kind == "sum":
+        return global_sum(value)
+    # Weighted with the examples of the replica: one without examples, whose mean is not a number, has no part in it.
+    examples = tf.cast(num_examples, value.dtype)
+    return global_mean(tf.where(examples > 0, value * examples, tf.zeros_like(value)), examples)
 
 
 def check_divisible(model: keras.Model) -> None:
     """Refuse losses whose part over some examples cannot be told from outside.
 
     Raises:
-        ValueError: If a loss object reduces in a `__call__` of its own, or compares the examples of a batch.
+        ValueError: If a loss object reduces in a `__call__` of its own, or compares the examples of a batch, or if
+            `compute_loss` is overridden with several losses.
     """
-    for loss in _compat.flat_losses(model):
+    losses = _compat.flat_losses(model)
+    for loss in losses:
         if isinstance(loss, keras.losses.Circle):
             raise ValueError(
                 "keras.losses.Circle compares all examples of a batch, and a replica sees only its part. "
@@ -141,61 +179,60 @@ def check_divisible(model: keras.Model) -> None:
                 f"Under several replicas a loss must leave the average over the batch to Keras, and "
                 f"{type(loss).__name__} has a __call__ of its own. Override `call` and return one value per example."
             )
+    if _compat.overridden(model, "compute_loss") and len(losses) > 1:
+        raise ValueError(
+            f"Under several replicas a model that overrides compute_loss can be compiled with one loss, and "
+            f"{type(model).__name__} has {len(losses)}. Leave compute_loss to Keras, or train on SingleDevice()."
+        )
 
 
-def classify_added_losses(model: keras.Model, inputs: Any) -> list[AddedLoss]:
-    """Find out whether each loss that layers add with `add_loss` is a mean or a sum over the batch.
-
-    Keras does not say which, and on one device it makes no difference. Over replicas it does, so the model is called
-    on two parts of a batch and on both together: a sum adds up, a mean averages, anything else cannot be divided.
-
-    Args:
-        model: A built model.
-        inputs: Its inputs, `[batch, ...]` each, at least one example.
-
-    Returns:
-        One entry for each added loss, in the order of the calls.
-
-    Raises:
-        ValueError: If a loss is neither.
-    """
-    first = tf.nest.map_structure(lambda tensor: tensor[:1], inputs)
-    if not _added_losses(model, first):
-        return []
-    rest = tf.nest.map_structure(lambda tensor: tf.concat([tensor[1:3], tensor[:1]], 0), inputs)
-    both = tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), first, rest)
-    num_rest = float(tf.shape(tf.nest.flatten(rest)[0])[0])
-    kinds: list[AddedLoss] = []
-    for index, (one, other, whole) in enumerate(
-        zip(*(_added_losses(model, part) for part in (first, rest, both)), strict=True)
-    ):
-        if _close((one + num_rest * other) / (1 + num_rest), whole):
-            kinds.append("mean")
-        elif _close(one + other, whole):
-            kinds.append("sum")
-        else:
-            raise ValueError(
-                f"A loss added with add_loss must be a sum or a mean over the batch to be divided over replicas; "
-                f"number {index} of {model.name!r} is {one:.6g} and {other:.6g} on two parts of a batch and "
-                f"{whole:.6g} on both. Add its sum or mean over the examples, or train on SingleDevice()."
-            )
-    return kinds
+def _parts(batch: Any) -> tuple[Any, Any, Any]:
+    """Return one example, up to three others (the same if there are none), and all of them."""
+    first = tf.nest.map_structure(lambda tensor: tensor[:1], batch)
+    rest = tf.nest.map_structure(lambda tensor: tf.concat([tensor[1:3], tensor[:1]], 0), batch)
+    return first, rest, tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), first, rest)
 
 
-def _added_losses(model: keras.Model, inputs: Any) -> list[float]:
+def _num_examples(batch: Any) -> float:
+    return float(tf.shape(keras.tree.flatten(batch)[0])[0])
+
+
+def _added_losses(model: keras.Model, batch: Any) -> list[float]:
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     added: list[Any] = []
     with _compat.collect_added_losses(lambda: added):
         _compat.call_model(model, inputs, training=False)
     return [float(tf.reduce_sum(loss)) for loss in added]
 
 
+def _own_loss(model: keras.Model, batch: Any) -> float:
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    outputs = _compat.call_model(model, inputs, training=False)
+    return float(_compat.compute_loss(model, inputs, targets, outputs, weights, training=False))
+
+
+def _kinds(losses: list[list[float]], num_rest: float, what: str) -> list[Kind]:
+    """Classify each loss by its values on one example, on `num_rest` examples, and on both together."""
+    kinds: list[Kind] = []
+    for one, others, both in zip(*losses, strict=True):
+        if _close((one + num_rest * others) / (1 + num_rest), both):
+            kinds.append("mean")
+        elif _close(one + others, both):
+            kinds.append("sum")
+        else:
+            raise ValueError(
+                f"{what} must be a sum or a mean over the batch to be divided over replicas, received {one:.6g} and "
+                f"{others:.6g} on two parts of a batch and {both:.6g} on both. Let it sum or average over the "
+                f"examples, or train on SingleDevice()."
+            )
+    return kinds
+
+
 def _close(value: float, expected: float) -> bool:
     return abs(value - expected) <= 1e-3 * max(abs(value), abs(expected), 1e-12)
 
 
-def all_reduce_gradients(
-    gradients: Sequence[Any], pack_bytes: int | None = None
-) -> list[Any]:
+def all_reduce_gradients(gradients: Sequence[Any], pack_bytes: int | None = None) -> list[Any]:
     """Sum each gradient over all replicas; a `None` stays one.
 
     Args:
@@ -233,16 +270,17 @@ def _packs(gradients: Sequence[Any], present: Sequence[int], pack_bytes: int | N
     used_bytes, dtype = 0, None
     for index in present:
         gradient = gradients[index]
-        elements = None if isinstance(gradient, tf.IndexedSlices) else gradient.shape.num_elements()
-        size_bytes = None if elements is None else elements * gradient.dtype.size
-        fits = pack_bytes is not None and size_bytes is not None and used_bytes + size_bytes <= pack_bytes
-        if packs and fits and gradient.dtype == dtype:
+        if pack_bytes is None or isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined():
+            packs.append([index])
+            dtype = None  # travels alone: nothing may join its pack
+            continue
+        size_bytes = gradient.shape.num_elements() * gradient.dtype.size
+        if gradient.dtype == dtype and used_bytes + size_bytes <= pack_bytes:
             packs[-1].append(index)
             used_bytes += size_bytes
         else:
             packs.append([index])
-            # A gradient that is no dense tensor of known shape travels alone: nothing may join its pack.
-            used_bytes, dtype = (size_bytes, gradient.dtype) if size_bytes is not None else (0, None)
+            used_bytes, dtype = size_bytes, gradient.dtype
     return packs
 
 

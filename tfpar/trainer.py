@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfpar import _compat, checks, data, loop
 from tfpar.checkpoint import Checkpoints
 from tfpar.strategies import SingleDevice, Strategy
-from tfpar.stream import EMPTY, Stream
+from tfpar.stream import Stream
 from tfpar.training import Caller, Training, evaluate
 
 Verbose = int | str
@@ -110,7 +110,6 @@ class Trainer:
         if class_weight is not None:
             dataset = data.class_weights(dataset, class_weight)
         stream = self._stream(dataset, steps_per_epoch)
-        self.strategy.prepare(self.model, self.strategy.global_batch(stream.peek()))
         listeners = self._listeners(callbacks, verbose, epochs, stream, add_history=True)
         self.interrupted = self.model.stop_training = False
         training = Training(
@@ -232,6 +231,8 @@ class Trainer:
         batch = self.strategy.global_batch(stream.peek())
         with self.strategy.scope():
             checks.build(self.model, batch, targets)
+        if targets:
+            self._once("prepare", lambda: self.strategy.prepare(self.model, batch))
         return stream
 
     def _listeners(
@@ -263,8 +264,8 @@ class Trainer:
         """Return what evaluates after an epoch and gives its logs, none where none is due."""
         if validation_data is None:
             return lambda epoch: {}
-        parts = (validation_data,) if isinstance(validation_data, tf.data.Dataset) else tuple(validation_data)
-        dataset = self._dataset(*parts, *[None] * (3 - len(parts)), batch_size, shuffle=False)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+        dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=False)
         stream = self._stream(dataset if steps is None else dataset.take(steps), None)
         caller = Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None))
 
@@ -287,7 +288,8 @@ class Trainer:
         def logs() -> dict[str, tf.Tensor]:
             if kind == "train":
                 strategy.end_call(model)
-            return model.get_metrics_result()
+            results: dict[str, tf.Tensor] = model.get_metrics_result()
+            return results
 
         def compile_loop() -> Callable[..., loop.CallResult]:
             return loop.compile_loop(
@@ -298,15 +300,17 @@ class Trainer:
                 run_eagerly=model.run_eagerly,
             )
 
-        return self._once(kind, compile_loop)
+        compiled: Callable[..., loop.CallResult] = self._once(kind, compile_loop)
+        return compiled
 
     def _compile_predict(self) -> Callable[[Any], Any]:
-        return tf.function(
+        predict_batch: Callable[[Any], Any] = tf.function(
             lambda batch: self.strategy.predict_step(self.model, batch),
             autograph=False,
             reduce_retracing=True,
             jit_compile=(self.model.jit_compile and self.strategy.num_replicas == 1) or None,
         )
+        return predict_batch
 
     def _once(self, kind: str, compile_it: Callable[[], Any]) -> Any:
         """Compile once, for as long as the model is not compiled anew and the same weights are trainable."""

@@ -1,9 +1,9 @@
 """One training and one evaluation: calls of the inner loop, callbacks, validation and checkpoints in order.
 
-    epoch ─┬─ call of the inner loop ─ callbacks ─ checkpoint if due ─┐  until the epoch's steps are done
-           │      ▲                                                   │
-           │      └───────────────────────────────────────────────────┘
-           └─ validation ─ callbacks ─ next epoch
+epoch ─┬─ call of the inner loop ─ callbacks ─ checkpoint if due ─┐  until the epoch's steps are done
+       │      ▲                                                   │
+       │      └───────────────────────────────────────────────────┘
+       └─ validation ─ callbacks ─ next epoch
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def evaluate(caller: Caller) -> dict[str, float]:
     step, num_steps = 0, stream.steps_per_epoch
     while stream.has_more() and (num_steps is None or step < num_steps):
         callbacks.on_test_batch_begin(step)
-        done, finite, logs = caller.call(None if num_steps is None else num_steps - step)
+        done, _, logs = caller.call(None if num_steps is None else num_steps - step)
         step += done
         callbacks.on_test_batch_end(step - 1, logs)
     callbacks.on_test_end(logs)

@@ -105,7 +105,7 @@ def _application(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[
     except ValueError as error:
         raise ValueError(
             f"model.name={settings.name!r} does not take images of shape {image_shape}: "
-            f"{str(error).splitlines()[0]} Use larger images, or model.name=\"cnn\"."
+            f'{str(error).splitlines()[0]} Use larger images, or model.name="cnn".'
         ) from error
     penalty = recipe.build_penalty(settings)
 

@@ -56,7 +56,5 @@ def build_model(run: config.Run, row_shape: tuple[int, ...]) -> keras.Model:
         features
     )
     model = keras.Model(rows, outputs, name="linear")
-    model.compile(
-        recipe.build_optimizer(run), "mse", metrics=["mae"], jit_compile=run.training.jit_compile
-    )
+    model.compile(recipe.build_optimizer(run), "mse", metrics=["mae"], jit_compile=run.training.jit_compile)
     return model

@@ -60,7 +60,11 @@ def test_the_seed_fixes_all_epochs_and_epochs_differ() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"x": np.zeros(4), "y": np.zeros(3)}, ValueError, r"same number of examples, but their first axes are \[4, 3\]"),
+        (
+            {"x": np.zeros(4), "y": np.zeros(3)},
+            ValueError,
+            r"same number of examples, but their first axes are \[4, 3\]",
+        ),
         ({"x": np.zeros([0, 3])}, ValueError, "no examples"),
         ({"x": []}, ValueError, "no examples"),
         ({"x": np.zeros(4), "batch_size": 0}, ValueError, "batch_size must be at least 1, but is 0"),

@@ -34,7 +34,9 @@ def test_weights_equal_those_of_keras_fit(labels: Any) -> None:
 def test_a_sample_weight_is_multiplied(shape: list[int]) -> None:
     dataset = tf.data.Dataset.from_tensors((tf.zeros([3]), tf.constant([0, 1, 1]), tf.fill(shape, 2.0)))
     (_, _, weights), *_ = class_weights(dataset, {0: 1.0, 1: 5.0})
-    np.testing.assert_array_equal(weights, np.broadcast_to(np.array([2, 10, 10]).reshape([3] + [1] * (len(shape) - 1)), shape))
+    np.testing.assert_array_equal(
+        weights, np.broadcast_to(np.array([2, 10, 10]).reshape([3] + [1] * (len(shape) - 1)), shape)
+    )
 
 
 @pytest.mark.parametrize(

@@ -64,5 +64,5 @@ def test_no_validation_and_no_shuffle_can_be_asked_for() -> None:
 
 
 def test_augmentation_of_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="remove data.augmentation"):
+    with pytest.raises(ValueError, match=r"remove data\.augmentation"):
         load(config.Data(source="generated", augmentation=("flip",)), global_batch_size=4, seed=1)

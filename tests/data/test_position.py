@@ -26,7 +26,10 @@ def build(request: pytest.FixtureRequest) -> Build:
     elif request.param == "tfrecord":
         settings, augment = request.getfixturevalue("folder"), None
     else:
-        changes = {"digits cached": {"cache": True}, "digits augmented": {"augmentation": ("flip", "shift", "brightness")}}
+        changes = {
+            "digits cached": {"cache": True},
+            "digits augmented": {"augmentation": ("flip", "shift", "brightness")},
+        }
         settings = request.getfixturevalue("digits").model_copy(
             update={"train_split": "train[:20%]", **changes.get(request.param, {})}
         )

@@ -114,7 +114,7 @@ def test_settings_that_do_not_fit_get_one_sentence(
 
 def test_an_empty_data_set_gets_one_sentence(folder: config.Data) -> None:
     write(Path(folder.directory) / "nothing.tfrecord", [])
-    with pytest.raises(ValueError, match='split "nothing" in .* holds no examples'):
+    with pytest.raises(ValueError, match=r'split "nothing" in .* holds no examples'):
         load(changed(folder, train_split="nothing"), global_batch_size=7, seed=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -60,21 +61,21 @@ class Mirrored(Strategy):
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
         """Wrap a `tf.distribute.MirroredStrategy` in whose scope a model was built."""
         mirrored = cls.__new__(cls)
-        mirrored.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
-        mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in mirrored.devices]
+        devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
+        mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in devices]
         mirrored._setup(strategy, None)
         return mirrored
 
     def _setup(self, strategy: tf.distribute.MirroredStrategy, pack_bytes: int | None) -> None:
         self._strategy = strategy
         self._pack_bytes = pack_bytes
-        self._added_losses: Sequence[reduction.AddedLoss] = ()
-        self._own_statistics: list[keras.Variable] = []
+        self._divisions: weakref.WeakKeyDictionary[keras.Model, reduction.Division] = weakref.WeakKeyDictionary()
         self.num_replicas = strategy.num_replicas_in_sync
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
-        return self._strategy.scope()
+        scope: contextlib.AbstractContextManager[Any] = self._strategy.scope()
+        return scope
 
     def describe(self) -> str:
         """Say in one line which devices hold a replica."""
@@ -100,25 +101,21 @@ class Mirrored(Strategy):
         """
         if self.num_replicas == 1:
             return
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        reduction.check_divisible(model)
-        self._added_losses = reduction.classify_added_losses(model, inputs)
-        self._own_statistics = [
-            variable
-            for layer in _compat.all_layers(model)
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
-            for variable in (layer.moving_mean, layer.moving_variance)
-        ]
-        num_examples = int(tf.shape(keras.tree.flatten(inputs)[0])[0])
-        if self._own_statistics and num_examples < self.num_replicas:
-            raise ValueError(self._empty_replica())
+        self._divisions[model] = reduction.Division(model, batch)
+        self._check_statistics(model, int(_num_examples(batch)) >= self.num_replicas)
 
-    def _empty_replica(self) -> str:
-        return (
-            f"A batch with fewer examples than the {self.num_replicas} replicas leaves one without any, and "
-            f"{self._own_statistics[0].path!r} is a statistic that each replica takes from its own examples. Use "
-            f"BatchNormalization(synchronized=True), drop_remainder=True, or fewer replicas."
-        )
+    def _check_statistics(self, model: keras.Model, every_replica_has_examples: bool | tf.Tensor) -> None:
+        """Refuse a batch that leaves a replica empty, where a layer takes its statistics from each replica alone."""
+        statistics = _own_statistics(model)
+        if statistics:
+            message = (
+                f"A batch with fewer examples than the {self.num_replicas} replicas leaves one without any, and "
+                f"{statistics[0].path!r} is a statistic that each replica takes from its own examples. Use "
+                f"BatchNormalization(synchronized=True), drop_remainder=True, or fewer replicas."
+            )
+            if every_replica_has_examples is False:
+                raise ValueError(message)
+            tf.debugging.Assert(every_replica_has_examples, [message])
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on the parts of a global batch; return the global loss, a scalar."""
@@ -129,16 +126,16 @@ class Mirrored(Strategy):
             update_metrics(model, loss, inputs, targets, outputs, weights)
             return loss, reduction.all_reduce_gradients(gradients, self._pack_bytes)
 
-        if self._own_statistics:
-            tf.debugging.assert_positive(_num_examples(batch[-1]), self._empty_replica())
-        loss, gradients = self._run(on_replica, batch)
+        if self.num_replicas > 1:
+            self._check_statistics(model, _num_examples(batch[-1]) > 0)
+        loss, gradients = self._run(model, on_replica, batch)
         variables = model.trainable_variables
         if variables:
             # `update` calls the function once on each replica, where every variable stands for its local copy.
             with _compat.one_device_optimizer():
                 self._strategy.extended.update(
                     variables[0].value,
-                    lambda _, sums: tf.group(model.optimizer.apply(sums, variables) or ()),
+                    lambda _, sums: model.optimizer.apply(sums, variables),
                     args=(gradients,),
                     group=False,
                 )
@@ -146,7 +143,7 @@ class Mirrored(Strategy):
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
-        return self._run(lambda parts: evaluate(model, *_own_part(parts)), batch)
+        return self._run(model, lambda parts: evaluate(model, *_own_part(parts)), batch)
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
@@ -161,7 +158,7 @@ class Mirrored(Strategy):
 
     def end_call(self, model: keras.Model) -> None:
         """Average the moving statistics that each replica kept by itself."""
-        for variable in self._own_statistics:
+        for variable in _own_statistics(model) if self.num_replicas > 1 else []:
             copies = self._strategy.experimental_local_results(variable.value)
             mean = tf.add_n([copy.read_value() for copy in copies]) / tf.cast(len(copies), copies[0].dtype)
             for copy in copies:
@@ -177,10 +174,16 @@ class Mirrored(Strategy):
                     group=False,
                 )
 
-    def _run(self, on_replica: Any, parts: Sequence[Any]) -> Any:
+    def _run(self, model: keras.Model, on_replica: Any, parts: Sequence[Any]) -> Any:
         """Run a function on every replica with all losses reduced globally; loss values come from replica 0."""
         sizes = [_num_examples(part) for part in parts]
-        with reduction.over_replicas(sizes, self._added_losses), _compat.replica_seeds(_replica_id):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_compat.replica_seeds(_replica_id))
+            if model in self._divisions:
+                stack.enter_context(self._divisions[model].over_replicas(sizes))
+            if model.jit_compile:
+                # Compiles clusters of operations: XLA has no way through the communication between them.
+                stack.enter_context(tf.xla.experimental.jit_scope())
             results = self._strategy.run(on_replica, args=(parts,))
         loss, *rest = results if isinstance(results, tuple) else (results,)
         loss = self._strategy.experimental_local_results(loss)[0]
@@ -188,7 +191,18 @@ class Mirrored(Strategy):
 
 
 def _own_part(parts: Sequence[Any]) -> tuple[Any, Any, Any]:
-    return keras.utils.unpack_x_y_sample_weight(parts[_replica_id()])
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[_replica_id()])
+    return inputs, targets, weights
+
+
+def _own_statistics(model: keras.Model) -> list[keras.Variable]:
+    """Return the moving statistics that each replica keeps from its own examples."""
+    return [
+        variable
+        for layer in _compat.all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
+        for variable in (layer.moving_mean, layer.moving_variance)
+    ]
 
 
 def _replica_id() -> int:

@@ -86,9 +86,7 @@ class SingleDevice(Strategy):
         model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
-def forward_backward(
-    model: keras.Model, inputs: Any, targets: Any, weights: Any
-) -> tuple[tf.Tensor, Any, list[Any]]:
+def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any, list[Any]]:
     """Compute the loss, the outputs and the gradient of each trainable variable (scaled as the optimizer asks).
 
     Args:
@@ -115,9 +113,7 @@ def evaluate(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tf.
     return loss
 
 
-def update_metrics(
-    model: keras.Model, loss: tf.Tensor, inputs: Any, targets: Any, outputs: Any, weights: Any
-) -> None:
+def update_metrics(model: keras.Model, loss: tf.Tensor, inputs: Any, targets: Any, outputs: Any, weights: Any) -> None:
     """Add one replica's examples to the model's metrics, the loss weighted by their number."""
     _compat.loss_tracker(model).update_state(loss, sample_weight=tf.shape(tf.nest.flatten(inputs)[0])[0])
     model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
