@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+FIGURES = ("examples_per_second", "step_milliseconds", "data_wait_share")
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
@@ -102,12 +103,8 @@ def _figures(sums: np.ndarray) -> dict[str, float]:
     seconds, steps, examples, wait_seconds = (float(value) for value in sums)
     if steps == 0:
         return {}
-    figures = {
-        "examples_per_second": examples / seconds,
-        "step_milliseconds": 1e3 * seconds / steps,
-        "data_wait_share": wait_seconds / seconds,
-    }
-    return {name: value for name, value in figures.items() if np.isfinite(value)}
+    values = (round(examples / seconds, 1), round(1e3 * seconds / steps, 4), round(wait_seconds / seconds, 4))
+    return {name: value for name, value in zip(FIGURES, values, strict=True) if np.isfinite(value)}
 
 
 class LearningRateWarmup(keras.callbacks.Callback):

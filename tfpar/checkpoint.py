@@ -123,17 +123,32 @@ class Checkpoints:
         Raises:
             ValueError: If the checkpoint is of another model, or every checkpoint is damaged.
         """
+        found = self._newest()
+        if found is None:
+            return None
+        path, arrays, state = found
+        _assign(model, arrays, path)
+        return Position(**state["position"]), _insert(state["callbacks"], arrays)
+
+    def position(self) -> Position | None:
+        """Return where the newest readable checkpoint stands; None if there is no checkpoint.
+
+        Raises:
+            ValueError: If every checkpoint is damaged.
+        """
+        found = self._newest()
+        return None if found is None else Position(**found[2]["position"])
+
+    def _newest(self) -> tuple[Path, dict[str, np.ndarray], dict[str, Any]] | None:
+        """Read the newest checkpoint that is whole: its file, its arrays, its JSON."""
         paths = self._paths()
         for path in reversed(paths):
             try:
                 with np.load(path, allow_pickle=False) as file:
                     arrays = {name: file[name] for name in file.files}
-                state = json.loads(str(arrays.pop("state.json")))
+                return path, arrays, json.loads(str(arrays.pop("state.json")))
             except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-                logging.warning("Checkpoint %s is damaged (%s); trying the one before.", path, error)
-                continue
-            _assign(model, arrays, path)
-            return Position(**state["position"]), _insert(state["callbacks"], arrays)
+                logging.warning("Checkpoint %s is damaged (%s); using the one before.", path, error)
         if paths:
             raise ValueError(
                 f"Every checkpoint in {self.directory} is damaged, the newest is {paths[-1].name}. "

@@ -17,6 +17,7 @@ class RunDirectory:
         tensorboard/     logs for `tensorboard --logdir`
         checkpoints/     the newest few
         model.keras      the trained model
+        results.json     its metrics and the speed of its training
         tensorflow.log   what TensorFlow's native code wrote
 
     Args:
@@ -35,6 +36,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model.keras"
+        self.results = self.path / "results.json"
         self.native_log = self.path / "tensorflow.log"
         self._lock: IO[str] | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import signal
 import sys
@@ -45,17 +46,23 @@ def train(run: config.Run, directory: RunDirectory) -> bool:
 
 
 def _train(run: config.Run, directory: RunDirectory) -> bool:
+    checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
+    position = checkpoints.position()
+    if position is not None and position.finished and directory.results.exists():
+        print(f"{directory.path} is trained to its end already. To train another run, choose another --directory.")
+        _print_summary(directory)
+        return True
     strategy = strategies.from_settings(run.strategy)
     trainer = _trainer_class(run.trainer)(run, strategy)
     _print_plan(run, directory, trainer)
-    checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
+    if position is not None:
+        print(f"Resuming after epoch {position.epoch} and {position.step} steps of the next.\n", flush=True)
     throughput = callbacks.Throughput()
-    on_terminal = sys.stdout.isatty()
     with _interruptible(trainer):
         trainer.fit(
             trainer.train_data,
             epochs=run.training.epochs,
-            verbose=1 if on_terminal else 2,
+            verbose=1 if sys.stdout.isatty() else 2,
             callbacks=[throughput, *_callbacks(run, directory)],
             validation_data=trainer.validation_data,
             validation_freq=run.training.validation_freq,
@@ -63,10 +70,11 @@ def _train(run: config.Run, directory: RunDirectory) -> bool:
             checkpoints=checkpoints,
         )
     if trainer.interrupted:
-        print(f"\nStopped after step {int(trainer.model.optimizer.iterations.numpy())}; a checkpoint is written.")
+        print(f"\nStopped after step {_num_updates(trainer)}; a checkpoint is written.")
         return False
     trainer.save(directory.model)
-    _print_summary(directory, throughput)
+    _write_results(directory, trainer, throughput)
+    _print_summary(directory)
     return True
 
 
@@ -149,17 +157,27 @@ def _print_plan(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
     print(flush=True)
 
 
-def _print_summary(directory: RunDirectory, throughput: callbacks.Throughput) -> None:
+def _num_updates(trainer: Trainer) -> int:
+    return int(trainer.model.optimizer.iterations.numpy())
+
+
+def _write_results(directory: RunDirectory, trainer: Any, throughput: callbacks.Throughput) -> None:
+    """Write the metrics of the model as it is saved: the last epoch's are of other weights after an early stop."""
+    last = callbacks.read_metrics(directory.metrics)[-1]
+    speed = {name: last.pop(name) for name in callbacks.FIGURES if name in last}
+    results = {"epochs": last.pop("epoch"), "steps": _num_updates(trainer)}
+    results |= {name: value for name, value in last.items() if name != "step" and not name.startswith("val_")}
+    if trainer.validation_data is not None:
+        logs = trainer.evaluate(trainer.validation_data, verbose=0, return_dict=True)
+        results |= {f"val_{name}": value for name, value in logs.items()}
+    directory.results.write_text(json.dumps(results | speed | throughput.summary, indent=2) + "\n")
+
+
+def _print_summary(directory: RunDirectory) -> None:
     table = rich.table.Table(show_header=False, title="trained")
-    entries = callbacks.read_metrics(directory.metrics)
-    last = entries[-1] if entries else {}
-    table.add_row("epochs, steps", f"{last.get('epoch', 0)}, {last.get('step', 0)}")
-    for name, value in last.items():
-        if name not in ("epoch", "step", "step_milliseconds", "data_wait_share", "examples_per_second"):
-            table.add_row(name, f"{value:.4g}")
-    figures = throughput.summary or {key: last[key] for key in ("examples_per_second",) if key in last}
-    for name, value in figures.items():
-        table.add_row(name.replace("_", " "), f"{value:,.0f}" if value >= 100 else f"{value:.3g}")
+    for name, value in json.loads(directory.results.read_text()).items():
+        text = f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.4g}"
+        table.add_row(name.replace("_", " "), text)
     table.add_row("model", str(directory.model))
     table.add_row("logs", f"{directory.metrics}, {directory.tensorboard}")
     table.add_row("checkpoints", str(directory.checkpoints))
