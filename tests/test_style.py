@@ -14,10 +14,11 @@ MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
     ["_toml"],
-    ["config"],
-    ["cluster", "data", "reduction", "_compat"],
-    ["strategies", "checkpoint"],
-    ["callbacks", "loop", "trainer", "parity"],
+    ["config", "_compat"],
+    ["run_directory", "cluster", "data", "reduction", "checks", "loop"],
+    ["strategies", "checkpoint", "stream"],
+    ["callbacks", "training", "trainer", "drop_in", "parity"],
+    ["session"],
     ["train"],
 ]
 RUNG = {module: rung for rung, modules in enumerate(LADDER) for module in modules}
