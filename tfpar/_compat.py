@@ -162,6 +162,11 @@ def overridden(model: keras.Model, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
+def restored_epoch(model: keras.Model) -> int:
+    """Return the epoch that `keras.callbacks.BackupAndRestore` wants to go on with, 0 for none (Keras 3.15)."""
+    return int(model._initial_epoch or 0)
+
+
 def flat_losses(model: keras.Model) -> list[Any]:
     """Return the loss objects and functions of a compiled model (Keras 3.15 keeps them in `_compile_loss`)."""
     compiled = model._compile_loss

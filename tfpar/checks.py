@@ -50,8 +50,9 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
     if not declared:
         return
     given = keras.tree.flatten(inputs)
-    shapes = [tuple(tensor.shape) for tensor in given]
-    wanted = [tuple(tensor.shape) for tensor in declared]
+    # The batch may have any size: a model without keras.Input declares that of the first batch it saw.
+    shapes = [(None, *tensor.shape[1:]) for tensor in given]
+    wanted = [(None, *tensor.shape[1:]) for tensor in declared]
     if len(given) != len(wanted) or not all(map(_fits, shapes, wanted)):
         raise ValueError(
             f"The data must have the shapes of the model's inputs (None stands for any size). {model.name!r} takes "

@@ -63,6 +63,7 @@ class Trainer:
         epochs: int = 1,
         verbose: Verbose = "auto",
         callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
         class_weight: dict[int, float] | None = None,
@@ -71,7 +72,7 @@ class Trainer:
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: int = 1,
+        validation_freq: int | Sequence[int] = 1,
         *,
         steps_per_call: int | None = None,
         checkpoints: Checkpoints | None = None,
@@ -86,6 +87,7 @@ class Trainer:
             epochs: The epoch at whose end training stops.
             verbose: 0 silent, 1 or "auto" a progress bar, 2 a line an epoch.
             callbacks: Keras callbacks. One that looks at batches makes every call run a single step.
+            validation_split: Share of the arrays' last rows to validate on instead of training on them.
             validation_data: A dataset, or a tuple of arrays, evaluated after every `validation_freq` epochs.
             shuffle: Whether arrays are shuffled, anew every epoch.
             class_weight: Weight of each class's examples in the loss.
@@ -94,7 +96,7 @@ class Trainer:
             steps_per_epoch: Steps an epoch; None for one pass over the dataset.
             validation_steps: Steps a validation; None for all of its data.
             validation_batch_size: Global batch of arrays in validation; None for `batch_size`.
-            validation_freq: Epochs from one validation to the next.
+            validation_freq: Epochs from one validation to the next, or the epochs to validate after.
             steps_per_call: Steps of one call of the inner loop; None for about a tenth of a second's worth.
             checkpoints: Where to write checkpoints, and from which to resume if there are any.
 
@@ -106,6 +108,8 @@ class Trainer:
             FloatingPointError: If the loss is no longer finite; the message names the step.
         """
         batch_size = batch_size or 32
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
         dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=shuffle)
         if class_weight is not None:
             dataset = data.class_weights(dataset, class_weight)
@@ -258,7 +262,7 @@ class Trainer:
         validation_data: Any,
         batch_size: int,
         steps: int | None,
-        frequency: int,
+        frequency: int | Sequence[int],
         listeners: keras.callbacks.CallbackList,
     ) -> Callable[[int], dict[str, float]]:
         """Return what evaluates after an epoch and gives its logs, none where none is due."""
@@ -270,8 +274,8 @@ class Trainer:
         caller = Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None))
 
         def validate(epoch: int) -> dict[str, float]:
-            logs = {} if (epoch + 1) % frequency else evaluate(caller)
-            return {f"val_{name}": value for name, value in logs.items()}
+            due = (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency
+            return {f"val_{name}": value for name, value in evaluate(caller).items()} if due else {}
 
         return validate
 

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfpar import _compat
 from tfpar.callbacks import wants_single_batches
 from tfpar.checkpoint import Checkpoints, Position, callback_state, changed, restore_callbacks
 from tfpar.loop import CallResult, StepsPerCall
@@ -122,7 +123,7 @@ class Training:
 
     def _resume(self, initial_epoch: int) -> None:
         self._initial_callbacks = callback_state(self._callbacks.callbacks)
-        self._position = Position(epoch=initial_epoch)
+        self._position = Position(epoch=_compat.restored_epoch(self._model) or initial_epoch)
         restored = None if self._checkpoints is None else self._checkpoints.restore(self._model)
         if restored is not None:
             self._position, callbacks = restored

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -71,6 +72,36 @@ def from_arrays(
     num_batches = -(-num_rows // batch_size)
     dataset = epoch_seeds.flat_map(permuted).apply(tf.data.experimental.assert_cardinality(num_batches))
     return blocks.as_built(dataset)
+
+
+def hold_out(arrays: Any, share: float) -> tuple[Any, Any]:
+    """Splits the last rows off for validation, as `keras.Model.fit(validation_split=...)` does.
+
+    Args:
+        arrays: `(x, y, sample_weight)` as for `from_arrays`, None where there is none.
+        share: Part of the rows to split off, above 0 and below 1.
+
+    Returns:
+        The same structure twice: the rows to train on, and the rows held out.
+
+    Raises:
+        ValueError: A share that leaves one side empty, or a data set instead of arrays.
+
+    >>> (x, _, _), (held_out, _, _) = hold_out((np.arange(5), None, None), 0.4)
+    >>> x.tolist(), held_out.tolist()
+    ([0, 1, 2], [3, 4])
+    """
+    if isinstance(arrays[0], tf.data.Dataset):
+        raise ValueError("validation_split takes rows off arrays, but x is a data set: use take and skip on it.")
+    num_rows = len(keras.tree.flatten(arrays)[0])
+    first = int(num_rows * (1 - share)) if 0 < share < 1 else 0
+    if not 0 < first < num_rows:
+        raise ValueError(
+            f"validation_split must leave rows on both sides, but is {share} of {num_rows}: use one above 0, below 1."
+        )
+    taken = keras.tree.map_structure(lambda array: None if array is None else array[:first], arrays)
+    held_out = keras.tree.map_structure(lambda array: None if array is None else array[first:], arrays)
+    return taken, held_out
 
 
 def _window(array: tf.Tensor, first_row: tf.Tensor, num_rows: int) -> tuple[Any, list[int]]:
