@@ -191,7 +191,7 @@ def state_variables(model: keras.Model) -> dict[str, Any]:
 
 
 def _to_array(variable: Any) -> np.ndarray:
-    array = np.asarray(keras.ops.convert_to_numpy(variable.value))
+    array = np.asarray(variable.numpy())
     # NumPy stores no bfloat16; every bfloat16 is exactly a float32.
     return array.astype("float32") if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
 

@@ -1,0 +1,52 @@
+"""One test for each past bug, with what broke."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfpar
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+def linear(*layers: Any) -> keras.Model:
+    model = keras.Sequential([*layers, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def rows(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(num_rows, 3)).astype("float32"), rng.normal(size=(num_rows, 1)).astype("float32")
+
+
+def test_one_replica_never_reads_what_a_layer_added_for_another() -> None:
+    # Keras keeps added losses in the layers, which replicas share: while replica 0 waited for the loss weights of
+    # replica 1, that one cleared the list and put its own loss there, and replica 0 then used it.
+    def build() -> keras.Model:
+        return linear(keras.Input((3,)), keras.layers.Dense(2, activity_regularizer="l2"))
+
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.from_tensor_slices(rows(14)).batch(7)
+    report = tfpar.check_parity(build, dataset, tfpar.Mirrored(["CPU:0", "CPU:1"]), verbose=0)
+    assert report.equal, report.first_difference
+
+
+def test_a_model_without_declared_input_takes_a_last_batch_of_another_size() -> None:
+    # Such a model takes the shape of its first batch, batch size included, as the shape of its inputs.
+    trainer = tfpar.Trainer(linear)
+    trainer.fit(*rows(10), batch_size=8, verbose=0)
+    assert trainer.predict(rows(3)[0], verbose=0).shape == (3, 1)
+
+
+def test_a_checkpoint_is_written_under_several_replicas(tmp_path: Path) -> None:
+    # numpy.array of a mirrored Keras variable is an array of Python objects.
+    trainer = tfpar.Trainer(lambda: linear(keras.Input((3,))), tfpar.Mirrored(["CPU:0", "CPU:1"]))
+    trainer.fit(*rows(8), checkpoints=tfpar.Checkpoints(tmp_path), verbose=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.npz"]
