@@ -86,8 +86,9 @@ def test_every_name_of_tfpar_in_the_readme_exists() -> None:
 
 
 def test_every_file_in_the_documents_exists() -> None:
+    pattern = r"`((?:tests|configs|trainers|tfpar|benchmarks)/[\w./]*)`"
     for document in ("README.md", "CONTRIBUTING.md"):
-        for name in re.findall(r"`((?:tests|configs|trainers|tfpar|benchmarks)/[\w./]*)`", (ROOT / document).read_text()):
+        for name in re.findall(pattern, (ROOT / document).read_text()):
             assert (ROOT / name).exists(), f"{document} names {name}"
 
 

@@ -15,7 +15,7 @@ MAX_LINES = 350
 LADDER = [
     ["_toml"],
     ["config", "_compat"],
-    ["run_directory", "cluster", "data", "reduction", "checks", "loop"],
+    ["callback_state", "run_directory", "cluster", "data", "reduction", "checks", "loop"],
     ["strategies", "checkpoint", "stream"],
     ["callbacks", "training", "trainer", "drop_in", "parity"],
     ["session"],

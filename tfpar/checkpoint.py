@@ -16,13 +16,14 @@ import os
 import re
 import time
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 from absl import logging
+
+from tfpar.callback_state import extract_arrays, insert_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Checkpoints:
         Args:
             model: The model, with its optimizer and metrics.
             position: Where the run stands.
-            callbacks: JSON values and arrays, as `callback_state` returns them.
+            callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
 
         Returns:
             The file; None if a weight is not finite, since such a checkpoint would replace a good one.
@@ -94,7 +95,7 @@ class Checkpoints:
         step = int(model.optimizer.iterations.numpy())
         path = self.directory / f"step-{step:08d}.npz"
         extracted: dict[str, np.ndarray] = {}
-        text = json.dumps({"position": dataclasses.asdict(position), "callbacks": _extract(callbacks, extracted)})
+        text = json.dumps({"position": dataclasses.asdict(position), "callbacks": extract_arrays(callbacks, extracted)})
         self._write(path, {**arrays, **extracted, "state.json": np.array(text)})
         for old in self._paths()[: -self._keep]:
             old.unlink()
@@ -128,7 +129,7 @@ class Checkpoints:
             return None
         path, arrays, state = found
         _assign(model, arrays, path)
-        return Position(**state["position"]), _insert(state["callbacks"], arrays)
+        return Position(**state["position"]), insert_arrays(state["callbacks"], arrays)
 
     def position(self) -> Position | None:
         """Return where the newest readable checkpoint stands; None if there is no checkpoint.
@@ -208,83 +209,3 @@ def _assign(model: keras.Model, arrays: dict[str, np.ndarray], path: Path) -> No
         )
     for name, variable in variables.items():
         variable.assign(arrays[name])
-
-
-def callback_state(callbacks: Sequence[keras.callbacks.Callback]) -> dict[str, dict[str, Any]]:
-    """Return what callbacks remember, as far as it is numbers, text, arrays and lists or dicts of these.
-
-    Args:
-        callbacks: Any Keras callbacks.
-
-    Returns:
-        For each callback (by class name and place) its attributes by name.
-    """
-    state = {}
-    for index, callback in enumerate(callbacks):
-        if not isinstance(callback, keras.callbacks.ProgbarLogger):
-            attributes = {name: value for name, value in vars(callback).items() if name not in ("params", "_model")}
-            plain = {name: _copy(value) for name, value in attributes.items() if _is_plain(value)}
-            state[f"{index}.{type(callback).__name__}"] = plain
-    return state
-
-
-def changed(state: dict[str, dict[str, Any]], initial: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the attributes that differ from their initial values: what training changed, not what the user set."""
-    return {
-        key: {
-            name: value
-            for name, value in attributes.items()
-            if name not in initial[key] or not _equal(value, initial[key][name])
-        }
-        for key, attributes in state.items()
-    }
-
-
-def restore_callbacks(callbacks: Sequence[keras.callbacks.Callback], state: dict[str, dict[str, Any]]) -> None:
-    """Give callbacks of the same classes at the same places their saved attributes."""
-    for index, callback in enumerate(callbacks):
-        for name, value in state.get(f"{index}.{type(callback).__name__}", {}).items():
-            setattr(callback, name, value)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return value is None or isinstance(value, bool | int | float | str | np.ndarray | np.generic)
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_copy(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _equal(value: Any, other: Any) -> bool:
-    if isinstance(value, np.ndarray) or isinstance(other, np.ndarray):
-        return value is other
-    if isinstance(value, list) and isinstance(other, list):
-        return len(value) == len(other) and all(_equal(a, b) for a, b in zip(value, other, strict=True))
-    return bool(value == other)
-
-
-def _extract(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Replace arrays by the names under which they are put into `arrays`."""
-    if isinstance(value, np.ndarray):
-        name = f"callbacks/{len(arrays)}"
-        arrays[name] = value
-        return {"array": name}
-    if isinstance(value, dict):
-        return {key: _extract(item, arrays) for key, item in value.items()}
-    return [_extract(item, arrays) for item in value] if isinstance(value, list) else value
-
-
-def _insert(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    if isinstance(value, dict):
-        if set(value) == {"array"}:
-            return arrays[value["array"]]
-        return {key: _insert(item, arrays) for key, item in value.items()}
-    return [_insert(item, arrays) for item in value] if isinstance(value, list) else value

@@ -16,9 +16,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpar import _compat
+from tfpar import _compat, callback_state
 from tfpar.callbacks import wants_single_batches
-from tfpar.checkpoint import Checkpoints, Position, callback_state, changed, restore_callbacks
+from tfpar.checkpoint import Checkpoints, Position
 from tfpar.loop import CallResult, StepsPerCall
 from tfpar.stream import Stream
 
@@ -122,12 +122,12 @@ class Training:
         return logs
 
     def _resume(self, initial_epoch: int) -> None:
-        self._initial_callbacks = callback_state(self._callbacks.callbacks)
+        self._initial_callbacks = callback_state.remembered(self._callbacks.callbacks)
         self._position = Position(epoch=_compat.restored_epoch(self._model) or initial_epoch)
         restored = None if self._checkpoints is None else self._checkpoints.restore(self._model)
         if restored is not None:
             self._position, callbacks = restored
-            restore_callbacks(self._callbacks.callbacks, callbacks)
+            callback_state.restore(self._callbacks.callbacks, callbacks)
             self._stream.seek(self._position.passes, self._position.batches)
 
     def _epoch(self, epoch: int) -> dict[str, float]:
@@ -160,7 +160,9 @@ class Training:
 
     def _save(self) -> None:
         if self._checkpoints is not None:
-            state = changed(callback_state(self._callbacks.callbacks), self._initial_callbacks)
+            state = callback_state.changed(
+                callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
+            )
             self._checkpoints.save(self._model, self._position, state)
 
 
