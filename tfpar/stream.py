@@ -31,7 +31,11 @@ class Stream:
     """
 
     def __init__(self, dataset: tf.data.Dataset, steps_per_epoch: int | None = None) -> None:
-        self._dataset = dataset
+        # TensorFlow 2.21's autotuning thread sleeps for up to seconds, and an iterator waits for it when it is dropped:
+        # once an epoch. Without it, AUTOTUNE stands for as many calls as there are cores, up to 16.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        self._dataset = dataset.with_options(options)
         self._continues = steps_per_epoch is not None
         cardinality = int(dataset.cardinality())
         self.steps_per_epoch = steps_per_epoch or (cardinality if cardinality >= 0 else None)

@@ -1,0 +1,75 @@
+"""The speed experiments as data: who trains what, under which thread settings, and the ratios to reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.harness import Experiment, Measurement, Target
+
+_HOST_BOUND = Measurement("host_bound", "tfpar", batch_size=32, num_steps=10_000, num_warm_up_steps=640)
+
+HOST_BOUND = Experiment(
+    name="host_bound",
+    summary="Two Dense layers, batch 32, 10,000 steps: how much of a step is Python?",
+    figure="steps_per_second",
+    contenders={
+        "tfpar": _HOST_BOUND,
+        "Keras fit": replace(_HOST_BOUND, trainer="keras"),
+        "Keras fit, steps_per_execution=32": replace(_HOST_BOUND, trainer="keras", steps_per_execution=32),
+    },
+    targets=(
+        Target(("tfpar",), ("Keras fit",), 6.0),
+        Target(("tfpar",), ("Keras fit, steps_per_execution=32",), 1.0),
+    ),
+)
+
+_CNN = Measurement("cnn", "tfpar", batch_size=64, num_steps=100, num_warm_up_steps=20)
+# One core with two inter-op threads is what a job gets that is pinned after TensorFlow has counted the cores.
+_CNN_SETTINGS = {
+    "1 core, 1 intra, 1 inter": replace(_CNN, cores=1, intra_op_threads=1, inter_op_threads=1),
+    "1 core, 1 intra, 2 inter": replace(_CNN, cores=1, intra_op_threads=1, inter_op_threads=2),
+    "2 cores, default threads": replace(_CNN, cores=2),
+}
+
+CNN = Experiment(
+    name="cnn",
+    summary="Convolutions of 32 and 64 filters, batch 64, one device: does the loop cost anything?",
+    figure="examples_per_second",
+    contenders={
+        name: contender
+        for setting, measurement in _CNN_SETTINGS.items()
+        for name, contender in (
+            (f"tfpar, {setting}", measurement),
+            (f"Keras fit, {setting}", replace(measurement, trainer="keras")),
+        )
+    },
+    targets=(
+        *(Target((f"tfpar, {setting}",), (f"Keras fit, {setting}",), 1.0) for setting in _CNN_SETTINGS),
+        Target(
+            tuple(f"tfpar, {setting}" for setting in _CNN_SETTINGS),
+            tuple(f"Keras fit, {setting}" for setting in _CNN_SETTINGS),
+            1.0,
+        ),
+    ),
+)
+
+_ONE_CORE = _CNN_SETTINGS["1 core, 1 intra, 1 inter"]
+# One intra-op thread, so that each of the two logical CPUs behaves like one core.
+_TWO_CORES = replace(_CNN, batch_size=128, num_replicas=2, cores=2, intra_op_threads=1, inter_op_threads=2)
+
+MIRRORED = Experiment(
+    name="mirrored",
+    summary="The same CNN over two logical CPUs of one core each, batch 128, against one core, batch 64",
+    figure="examples_per_second",
+    contenders={
+        "tfpar.SingleDevice, 1 core": _ONE_CORE,
+        "tfpar.Mirrored, 2 logical CPUs": _TWO_CORES,
+        "Keras fit, MirroredStrategy, 2 logical CPUs": replace(_TWO_CORES, trainer="keras"),
+    },
+    targets=(
+        Target(("tfpar.Mirrored, 2 logical CPUs",), ("tfpar.SingleDevice, 1 core",), 1.6),
+        Target(("tfpar.Mirrored, 2 logical CPUs",), ("Keras fit, MirroredStrategy, 2 logical CPUs",), 1.0),
+    ),
+)
+
+EXPERIMENTS = (HOST_BOUND, CNN, MIRRORED)

@@ -1,0 +1,42 @@
+"""The machine and the versions that a figure belongs to."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import tfpar
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def describe_machine() -> dict[str, str | int | float]:
+    """Return what a reader must know to judge a figure: processor, cores, load before the start, versions.
+
+    The load says whether others used the machine: a figure taken beside a load of 1 on two cores is worth little.
+
+    Returns:
+        Names and values; versions are those of the installed packages.
+
+    Example:
+        >>> describe_machine()["cores"] >= 1
+        True
+    """
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_of_the_last_minute": round(os.getloadavg()[0], 2),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "tensorflow": metadata.version("tensorflow"),
+        "keras": metadata.version("keras"),
+        "tfpar": tfpar.__version__,
+    }
+
+
+def _processor() -> str:
+    lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
