@@ -162,6 +162,16 @@ def overridden(model: keras.Model, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
+def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> list[Any]:
+    """Return logs in the order in which Keras 3.15's `evaluate` lists them."""
+    return list(model._flatten_metrics_in_order(logs))
+
+
+def compilation(model: keras.Model) -> Any:
+    """Return an object that `compile` makes anew each time it is called (Keras 3.15)."""
+    return model._compile_config
+
+
 def restored_epoch(model: keras.Model) -> int:
     """Return the epoch that `keras.callbacks.BackupAndRestore` wants to go on with, 0 for none (Keras 3.15)."""
     return int(model._initial_epoch or 0)

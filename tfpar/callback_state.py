@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -11,22 +12,38 @@ import numpy as np
 State = dict[str, dict[str, Any]]
 
 
+# Keras 3.15's callbacks with a monitor turn the sign of `min_delta` when they begin to compare; a resumed one does so
+# by itself.
+_NOT_STATE = ("params", "_model", "min_delta")
+
+
 def remembered(callbacks: Sequence[keras.callbacks.Callback]) -> State:
     """Return what callbacks remember, as far as it is numbers, text, arrays and lists or dicts of these.
+
+    A callback with an attribute `forgets = True` begins anew in every process.
 
     Args:
         callbacks: Any Keras callbacks.
 
     Returns:
-        For each callback (by class name and place) its attributes by name.
+        For each callback its attributes by name.
     """
-    state = {}
-    for index, callback in enumerate(callbacks):
-        if not isinstance(callback, keras.callbacks.ProgbarLogger):
-            attributes = {name: value for name, value in vars(callback).items() if name not in ("params", "_model")}
-            plain = {name: _copy(value) for name, value in attributes.items() if _is_plain(value)}
-            state[f"{index}.{type(callback).__name__}"] = plain
-    return state
+    return {
+        key: {
+            name: _copy(value) for name, value in vars(callback).items() if name not in _NOT_STATE and _is_plain(value)
+        }
+        for key, callback in _by_key(callbacks)
+    }
+
+
+def _by_key(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
+    """Name each callback by its class and its place among those of its class."""
+    places: collections.Counter[str] = collections.Counter()
+    for callback in callbacks:
+        name = type(callback).__name__
+        if not isinstance(callback, keras.callbacks.ProgbarLogger) and not getattr(callback, "forgets", False):
+            yield f"{name}.{places[name]}", callback
+        places[name] += 1
 
 
 def changed(state: State, initial: State) -> State:
@@ -42,9 +59,9 @@ def changed(state: State, initial: State) -> State:
 
 
 def restore(callbacks: Sequence[keras.callbacks.Callback], state: State) -> None:
-    """Give callbacks of the same classes at the same places their saved attributes."""
-    for index, callback in enumerate(callbacks):
-        for name, value in state.get(f"{index}.{type(callback).__name__}", {}).items():
+    """Give callbacks of the same classes their saved attributes."""
+    for key, callback in _by_key(callbacks):
+        for name, value in state.get(key, {}).items():
             setattr(callback, name, value)
 
 

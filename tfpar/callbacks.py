@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import keras
 import numpy as np
 
 FIGURES = ("examples_per_second", "step_milliseconds", "data_wait_share")
-_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_TRAIN_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+_TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 
 
-def wants_single_batches(callback: keras.callbacks.Callback) -> bool:
+def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = False) -> bool:
     """Say whether a callback must be called after every single batch.
 
     A callback says so itself with an attribute `single_batches`. Of Keras' own, those want it whose frequency is
@@ -23,6 +23,7 @@ def wants_single_batches(callback: keras.callbacks.Callback) -> bool:
 
     Args:
         callback: Any Keras callback.
+        testing: Whether the batches are those of an evaluation.
 
     Example:
         >>> wants_single_batches(keras.callbacks.EarlyStopping())
@@ -33,17 +34,22 @@ def wants_single_batches(callback: keras.callbacks.Callback) -> bool:
     single_batches = getattr(callback, "single_batches", None)
     if single_batches is not None:
         return bool(single_batches)
-    frequencies = [getattr(callback, name, "epoch") for name in ("save_freq", "update_freq")]
-    if any(frequency not in ("epoch", None) for frequency in frequencies):
+    if not testing and _counts_batches(callback):
         return True
-    if isinstance(callback, keras.callbacks.TensorBoard):
-        return bool(callback._should_trace)
+    hooks = _TEST_HOOKS if testing else _TRAIN_HOOKS
     # LambdaCallback sets its hooks on the object; the other callbacks of Keras' own bear several batches a call.
-    if any(name in vars(callback) for name in _BATCH_HOOKS):
+    if any(name in vars(callback) for name in hooks):
         return True
     if type(callback).__module__.startswith("keras."):
         return False
-    return any(getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in _BATCH_HOOKS)
+    return any(getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in hooks)
+
+
+def _counts_batches(callback: keras.callbacks.Callback) -> bool:
+    frequencies = [getattr(callback, name, "epoch") for name in ("save_freq", "update_freq")]
+    if any(frequency not in ("epoch", None) for frequency in frequencies):
+        return True
+    return isinstance(callback, keras.callbacks.TensorBoard) and bool(callback._should_trace)
 
 
 class Throughput(keras.callbacks.Callback):
@@ -60,6 +66,7 @@ class Throughput(keras.callbacks.Callback):
     """
 
     single_batches = False
+    forgets = True  # another process, another machine perhaps: its speed is measured anew
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,20 +151,22 @@ class LearningRateWarmup(keras.callbacks.Callback):
         self.single_batches = True
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Take the optimizer's rate as the one for the base batch."""
+        """Refuse an optimizer whose rate cannot be set."""
         optimizer = self.model.optimizer
         if isinstance(optimizer.get_config().get("learning_rate"), dict):
             raise ValueError(
                 "LearningRateWarmup sets the learning rate at every step, and this optimizer's rate is a schedule. "
                 "Give the optimizer a number, or put the warm-up into the schedule."
             )
-        self._peak = float(optimizer.learning_rate) * self.scale
+        self._peak: float | None = None
         self.single_batches = True
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Set the rate of the next step; after the warm-up, leave it to others."""
         if not self.single_batches:
             return
+        if self._peak is None:  # not known from a checkpoint: the optimizer's rate is the one for the base batch
+            self._peak = float(self.model.optimizer.learning_rate.numpy()) * self.scale
         step = int(self.model.optimizer.iterations.numpy())
         if step <= self.warmup_steps:
             self.model.optimizer.learning_rate = self._peak * min(1.0, (step + 1) / max(1, self.warmup_steps))
@@ -233,7 +242,11 @@ class MetricsFile(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Write the epoch's line."""
         step = int(self.model.optimizer.iterations.numpy())
-        line = {"epoch": epoch + 1, "step": step, **{name: float(value) for name, value in (logs or {}).items()}}
+        line = {
+            "epoch": epoch + 1,
+            "step": step,
+            **{name: np.asarray(value).tolist() for name, value in (logs or {}).items()},
+        }
         entries = read_metrics(self.path)
         kept = [entry for entry in entries if entry["epoch"] <= epoch]
         with self.path.open("a" if len(kept) == len(entries) else "w") as file:
@@ -253,8 +266,3 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         except json.JSONDecodeError:
             break
     return entries
-
-
-def any_wants_single_batches(callbacks: Iterable[keras.callbacks.Callback]) -> bool:
-    """Say whether one of the callbacks must be called after every single batch."""
-    return any(wants_single_batches(callback) for callback in callbacks)

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import re
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -35,14 +36,14 @@ class Position:
         step: Completed steps of the epoch that has begun.
         passes: Passes over the dataset that have begun before the current one.
         batches: Batches taken from the current pass.
-        finished: Whether nothing is left to do.
+        stopped: Whether a callback has ended the training.
     """
 
     epoch: int = 0
     step: int = 0
     passes: int = 0
     batches: int = 0
-    finished: bool = False
+    stopped: bool = False
 
 
 class Checkpoints:
@@ -104,6 +105,8 @@ class Checkpoints:
 
     def _write(self, path: Path, arrays: dict[str, np.ndarray]) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        for left_by_a_crash in self.directory.glob("*.unfinished"):
+            left_by_a_crash.unlink()
         unfinished = path.with_suffix(".unfinished")
         try:
             with unfinished.open("wb") as file:
@@ -123,7 +126,11 @@ class Checkpoints:
 
         Raises:
             ValueError: If the checkpoint is of another model, or every checkpoint is damaged.
+            OSError: If the folder cannot be written: better now than at the first checkpoint.
         """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.directory):
+            pass
         found = self._newest()
         if found is None:
             return None
@@ -182,7 +189,7 @@ def state_variables(model: keras.Model) -> dict[str, Any]:
             if id(variable) in seen:
                 continue
             seen.add(id(variable))
-            path = re.sub(r"_\d+(?=/|$)", "", variable.path)
+            path = re.sub(r"_\d+(?=[_/]|$)", "", variable.path)
             name, count = f"{group}/{path}", 1
             while name in named:
                 count += 1

@@ -50,6 +50,11 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
     if not declared:
         return
     given = keras.tree.flatten(inputs)
+    if isinstance(inputs, dict):
+        # Keras takes from a dict what bears the name of an input.
+        if not all(tensor.name in inputs for tensor in declared):
+            return
+        given = [inputs[tensor.name] for tensor in declared]
     # The batch may have any size: a model without keras.Input declares that of the first batch it saw.
     shapes = [(None, *tensor.shape[1:]) for tensor in given]
     wanted = [(None, *tensor.shape[1:]) for tensor in declared]

@@ -75,7 +75,8 @@ def reduce_loss(values: Any, sample_weight: Any, mask: Any, reduction: str | Non
             "Under several replicas a loss needs a reduction, received reduction=None. Use 'sum_over_batch_size', "
             "'sum', 'mean' or 'mean_with_sample_weight'."
         )
-    total = _compat.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype)
+    # Keras leaves a loss of no examples as it is, an empty vector: its sum is zero.
+    total = tf.reduce_sum(_compat.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype))
     if reduction == "sum":
         return global_sum(total)
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):

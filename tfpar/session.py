@@ -48,7 +48,8 @@ def train(run: config.Run, directory: RunDirectory) -> bool:
 def _train(run: config.Run, directory: RunDirectory) -> bool:
     checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
     position = checkpoints.position()
-    if position is not None and position.finished and directory.results.exists():
+    trained = position is not None and (position.stopped or position.epoch >= run.training.epochs)
+    if trained and directory.results.exists():
         print(f"{directory.path} is trained to its end already. To train another run, choose another --directory.")
         _print_summary(directory)
         return True

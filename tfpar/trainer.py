@@ -48,6 +48,7 @@ class Trainer:
         with self.strategy.scope():
             self.model = build_model()
         checks.check_model(self.model)
+        self.strategy.check_scope(self.model)
         self.interrupted = False
         self._compiled: dict[str, tuple[Any, Any]] = {}
 
@@ -161,8 +162,8 @@ class Trainer:
         """
         stream = self._stream(self._dataset(x, y, sample_weight, batch_size or 32, shuffle=False), steps)
         listeners = self._listeners(callbacks, verbose, 1, stream)
-        logs = evaluate(Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None)))
-        values = list(logs.values())
+        logs = evaluate(Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None), True))
+        values = _compat.metrics_in_order(self.model, logs)
         return logs if return_dict else values[0] if len(values) == 1 else values
 
     def predict(
@@ -271,7 +272,7 @@ class Trainer:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=False)
         stream = self._stream(dataset if steps is None else dataset.take(steps), None)
-        caller = Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None))
+        caller = Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None), True)
 
         def validate(epoch: int) -> dict[str, float]:
             due = (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency
@@ -308,6 +309,8 @@ class Trainer:
         return compiled
 
     def _compile_predict(self) -> Callable[[Any], Any]:
+        if self.model.run_eagerly:
+            return lambda batch: self.strategy.predict_step(self.model, batch)
         predict_batch: Callable[[Any], Any] = tf.function(
             lambda batch: self.strategy.predict_step(self.model, batch),
             autograph=False,
@@ -319,7 +322,7 @@ class Trainer:
     def _once(self, kind: str, compile_it: Callable[[], Any]) -> Any:
         """Compile once, for as long as the model is not compiled anew and the same weights are trainable."""
         model = self.model
-        key = (model.optimizer, model.loss, model.jit_compile, [id(weight) for weight in model.trainable_variables])
+        key = (id(_compat.compilation(model)), [id(weight) for weight in model.trainable_variables])
         if kind not in self._compiled or self._compiled[kind][0] != key:
             self._compiled[kind] = (key, compile_it())
         return self._compiled[kind][1]

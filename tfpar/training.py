@@ -35,6 +35,7 @@ class Caller:
         stream: Where the batches come from.
         callbacks: They may ask for single batches, and are told how many examples a call took.
         steps_per_call: A number of steps to keep to; None to choose by time.
+        testing: Whether the loop evaluates.
     """
 
     run_steps: RunSteps
@@ -42,6 +43,7 @@ class Caller:
     stream: Stream
     callbacks: keras.callbacks.CallbackList
     steps_per_call: int | None = None
+    testing: bool = False
 
     def __post_init__(self) -> None:
         """Begin with a single step: the first call compiles."""
@@ -56,7 +58,9 @@ class Caller:
         Returns:
             The steps done, whether their losses were finite, and the logs.
         """
-        single = self.steps_per_call is None and any(map(wants_single_batches, self.callbacks.callbacks))
+        single = self.steps_per_call is None and any(
+            wants_single_batches(callback, self.testing) for callback in self.callbacks.callbacks
+        )
         num_steps = 1 if single else self._steps.next()
         num_steps = num_steps if num_steps_left is None else min(num_steps, num_steps_left)
         began = time.perf_counter()
@@ -110,7 +114,7 @@ class Training:
         self._callbacks.on_train_begin()
         self._resume(initial_epoch)
         logs: dict[str, float] = {}
-        while self._position.epoch < epochs and not self._position.finished:
+        while self._position.epoch < epochs and not self._position.stopped:
             epoch = self._position.epoch
             logs = self._epoch(epoch)
             if self._interrupted():
@@ -118,7 +122,7 @@ class Training:
                 break
             logs.update(self._validate(epoch))
             self._callbacks.on_epoch_end(epoch, logs)
-            self._end_epoch(finished=self._model.stop_training or epoch + 1 == epochs)
+            self._end_epoch(last=epoch + 1 == epochs)
         return logs
 
     def _resume(self, initial_epoch: int) -> None:
@@ -153,9 +157,10 @@ class Training:
                 self._save()
         return logs or to_python(self._model.get_metrics_result())
 
-    def _end_epoch(self, finished: bool) -> None:
-        self._position = Position(self._position.epoch + 1, 0, *self._stream.next_epoch(), finished)
-        if self._checkpoints is not None and (finished or self._checkpoints.due()):
+    def _end_epoch(self, last: bool) -> None:
+        stopped = bool(self._model.stop_training)
+        self._position = Position(self._position.epoch + 1, 0, *self._stream.next_epoch(), stopped)
+        if self._checkpoints is not None and (last or stopped or self._checkpoints.due()):
             self._save()
 
     def _save(self) -> None:

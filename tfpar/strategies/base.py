@@ -37,6 +37,14 @@ class Strategy(abc.ABC):
         """Return the global batch behind one element of the dataset that `distribute` returned."""
 
     @abc.abstractmethod
+    def check_scope(self, model: keras.Model) -> None:
+        """Refuse a model that was not built in this strategy's scope.
+
+        Raises:
+            ValueError: If it was not.
+        """
+
+    @abc.abstractmethod
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Check, before the first step, that this model can be trained here exactly.
 

@@ -84,14 +84,28 @@ class Mirrored(Strategy):
     def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Split every global batch into one part a replica, in TensorFlow's input threads, ahead of the step."""
 
+        in_tuples = isinstance(dataset.element_spec, tuple)
+
         def split(*batch: Any) -> Any:
-            return data.split_batch(batch if len(batch) > 1 else batch[0], self.num_replicas)
+            return data.split_batch(batch if in_tuples else batch[0], self.num_replicas)
 
         return dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
 
     def global_batch(self, element: Any) -> Any:
         """Return the global batch whose parts the element holds."""
         return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *element)
+
+    def check_scope(self, model: keras.Model) -> None:
+        """Refuse a model whose weights are not on every replica.
+
+        Raises:
+            ValueError: If it was built outside of this strategy's scope.
+        """
+        if model.distribute_strategy is not self._strategy:
+            raise ValueError(
+                f"{model.name!r} must be built inside the strategy's scope, and it was built outside. "
+                "Build it in the model function that tfpar.Trainer calls."
+            )
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Refuse what replicas would silently compute differently; find out how added losses divide.

@@ -56,6 +56,18 @@ class SingleDevice(Strategy):
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Accept every model: one device is what the others are measured by."""
 
+    def check_scope(self, model: keras.Model) -> None:
+        """Refuse a model that was built for several devices.
+
+        Raises:
+            ValueError: If it was built in the scope of a strategy for several.
+        """
+        if isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy):
+            raise ValueError(
+                f"{model.name!r} must be built for one device, and it was built in the scope of a MirroredStrategy. "
+                "Build it in the model function that tfpar.Trainer calls, or train it with tfpar.fit."
+            )
+
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
         with self.scope():
