@@ -7,13 +7,14 @@
 The value that a replica sees is the global loss, so everything that Keras does with it (loss weights, the sum over
 outputs, the trackers behind the logs) is what one device would do. The gradient that it sees is its own part, so the
 sum over replicas is the gradient of the global loss: no division by the number of replicas, no local mean, nothing
-that a ragged or empty part could tilt.
+that a ragged part could tilt.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -48,7 +49,9 @@ def global_sum(total: tf.Tensor) -> tf.Tensor:
     return total + (_all_reduce_sum(total) - tf.stop_gradient(total))
 
 
-def reduce_loss(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+def reduce_loss(
+    values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any, share: float | tf.Tensor = 1.0
+) -> tf.Tensor:
     """Reduce one loss over the global batch, with the meaning that Keras gives to `reduction` on one device.
 
     Args:
@@ -57,6 +60,7 @@ def reduce_loss(values: Any, sample_weight: Any, mask: Any, reduction: str | Non
         mask: `[batch, ...]` or None; what it leaves out counts in no divisor.
         reduction: A reduction of `keras.losses.Loss`.
         dtype: The dtype in which to compute.
+        share: What each of this replica's examples counts; less than 1 where other replicas have them too.
 
     Returns:
         Scalar loss over the global batch.
@@ -75,15 +79,15 @@ def reduce_loss(values: Any, sample_weight: Any, mask: Any, reduction: str | Non
             "Under several replicas a loss needs a reduction, received reduction=None. Use 'sum_over_batch_size', "
             "'sum', 'mean' or 'mean_with_sample_weight'."
         )
-    # Keras leaves a loss of no examples as it is, an empty vector: its sum is zero.
-    total = tf.reduce_sum(_compat.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype))
+    share = tf.cast(share, values.dtype)
+    total = share * _compat.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype)
     if reduction == "sum":
         return global_sum(total)
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         weights = _compat.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
         _, weights = _compat.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
-        return global_mean(total, tf.reduce_sum(weights))
-    return global_mean(total, _num_valid(values, mask))
+        return global_mean(total, share * tf.reduce_sum(weights))
+    return global_mean(total, share * _num_valid(values, mask))
 
 
 def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
@@ -125,11 +129,12 @@ class Division:
             self._added_losses = _kinds(losses, _num_examples(rest), f"A loss added with add_loss to {model.name!r}")
 
     @contextlib.contextmanager
-    def over_replicas(self, num_examples: Sequence[tf.Tensor]) -> Iterator[None]:
+    def over_replicas(self, num_examples: Sequence[tf.Tensor], share: tf.Tensor) -> Iterator[None]:
         """Reduce every loss that Keras computes inside this context over all replicas.
 
         Args:
-            num_examples: The number of examples of each local replica, int scalars.
+            num_examples: The number of examples of each local replica, int scalars, at least 1.
+            share: Scalar, what each of them counts: 1, or less where every replica has all examples.
         """
         added: dict[int, list[Any]] = collections.defaultdict(list)
 
@@ -139,26 +144,26 @@ class Division:
             position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
             # A weight's penalty is not in the list: it is the same on every replica, and so a mean.
             kind = "mean" if position is None else self._added_losses[position]
-            return _reduce_kind(kind, value, num_examples[replica])
+            return _reduce_kind(kind, value, num_examples[replica], share)
 
         def reduce_own_loss(loss: tf.Tensor) -> tf.Tensor:
-            return _reduce_kind(self._own_loss, loss, num_examples[_replica_id()])
+            return _reduce_kind(self._own_loss, loss, num_examples[_replica_id()], share)
 
         with _compat.collect_added_losses(lambda: added[_replica_id()]):
             if self._own_loss is None:
-                with _compat.loss_reduction(reduce_loss, reduce_added_loss):
+                with _compat.loss_reduction(functools.partial(reduce_loss, share=share), reduce_added_loss):
                     yield
             else:
                 with _compat.local_losses(), _compat.compute_loss_then(reduce_own_loss):
                     yield
 
 
-def _reduce_kind(kind: Kind | None, value: tf.Tensor, num_examples: tf.Tensor) -> tf.Tensor:
+def _reduce_kind(kind: Kind | None, value: tf.Tensor, num_examples: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+    share = tf.cast(share, value.dtype)
     if kind == "sum":
-        return global_sum(value)
-    # Weighted with the examples of the replica: one without examples, whose mean is not a number, has no part in it.
-    examples = tf.cast(num_examples, value.dtype)
-    return global_mean(tf.where(examples > 0, value * examples, tf.zeros_like(value)), examples)
+        return global_sum(share * value)
+    weight = share * tf.cast(num_examples, value.dtype)
+    return global_mean(weight * value, weight)
 
 
 def check_divisible(model: keras.Model) -> None:

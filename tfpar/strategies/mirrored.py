@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import keras
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfpar import _compat, cluster, data, reduction
 from tfpar.strategies.base import Strategy
-from tfpar.strategies.single_device import evaluate, forward_backward, update_metrics
+from tfpar.strategies.single_device import count_examples, forward, forward_backward, update_metrics
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
 
@@ -82,18 +82,35 @@ class Mirrored(Strategy):
         return f"Mirrored over {self.num_replicas} replicas on {', '.join(self.devices)}"
 
     def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Split every global batch into one part a replica, in TensorFlow's input threads, ahead of the step."""
+        """Split every global batch into one part a replica, in TensorFlow's input threads, ahead of the step.
 
+        A batch with fewer examples than replicas is not split: every replica gets all of it, and counts a share of
+        it. So no replica ever runs on nothing, which layers, and TensorFlow's fused convolutions, do not expect.
+
+        Args:
+            dataset: Global batches.
+
+        Returns:
+            Elements `(parts, num_examples)`: a tuple of one part a replica, and the size of the global batch.
+        """
         in_tuples = isinstance(dataset.element_spec, tuple)
 
-        def split(*batch: Any) -> Any:
-            return data.split_batch(batch if in_tuples else batch[0], self.num_replicas)
+        def split(*elements: Any) -> Any:
+            batch = elements if in_tuples else elements[0]
+            num_examples = count_examples(batch)
+            parts = tf.cond(
+                num_examples < self.num_replicas,
+                lambda: (batch,) * self.num_replicas,
+                lambda: data.split_batch(batch, self.num_replicas),
+            )
+            return parts, num_examples
 
         return dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
 
     def global_batch(self, element: Any) -> Any:
         """Return the global batch whose parts the element holds."""
-        return tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), *element)
+        parts, num_examples = element
+        return _whole(parts, num_examples)
 
     def check_scope(self, model: keras.Model) -> None:
         """Refuse a model whose weights are not on every replica.
@@ -111,37 +128,20 @@ class Mirrored(Strategy):
         """Refuse what replicas would silently compute differently; find out how added losses divide.
 
         Raises:
-            ValueError: If a loss, a loss added by a layer, or a BatchNormalization cannot be divided over replicas.
+            ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
         """
-        if self.num_replicas == 1:
-            return
-        self._divisions[model] = reduction.Division(model, batch)
-        self._check_statistics(model, int(_num_examples(batch)) >= self.num_replicas)
-
-    def _check_statistics(self, model: keras.Model, every_replica_has_examples: bool | tf.Tensor) -> None:
-        """Refuse a batch that leaves a replica empty, where a layer takes its statistics from each replica alone."""
-        statistics = _own_statistics(model)
-        if statistics:
-            message = (
-                f"A batch with fewer examples than the {self.num_replicas} replicas leaves one without any, and "
-                f"{statistics[0].path!r} is a statistic that each replica takes from its own examples. Use "
-                f"BatchNormalization(synchronized=True), drop_remainder=True, or fewer replicas."
-            )
-            if every_replica_has_examples is False:
-                raise ValueError(message)
-            tf.debugging.Assert(every_replica_has_examples, [message])
+        if self.num_replicas > 1:
+            self._divisions[model] = reduction.Division(model, batch)
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on the parts of a global batch; return the global loss, a scalar."""
 
-        def on_replica(parts: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
-            inputs, targets, weights = _own_part(parts)
+        def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
-            update_metrics(model, loss, inputs, targets, outputs, weights)
+            _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
             return loss, reduction.all_reduce_gradients(gradients, self._pack_bytes)
 
-        if self.num_replicas > 1:
-            self._check_statistics(model, _num_examples(batch[-1]) > 0)
         loss, gradients = self._run(model, on_replica, batch)
         variables = model.trainable_variables
         if variables:
@@ -157,18 +157,27 @@ class Mirrored(Strategy):
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
-        return self._run(model, lambda parts: evaluate(model, *_own_part(parts)), batch)
+
+        def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+            loss, outputs = forward(model, inputs, targets, weights)
+            _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
+            return (loss,)
+
+        (loss,) = self._run(model, on_replica, batch)
+        return loss
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
+        parts, num_examples = batch
 
         def on_replica(parts: Sequence[Any]) -> Any:
-            return _compat.call_model(model, _own_part(parts)[0], training=False)
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[_replica_id()])
+            return _compat.call_model(model, inputs, training=False)
 
-        outputs = self._strategy.run(on_replica, args=(batch,))
-        return tf.nest.map_structure(
-            lambda output: tf.concat(self._strategy.experimental_local_results(output), 0), outputs
-        )
+        outputs = self._strategy.run(on_replica, args=(parts,))
+        copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
+        return _whole([tf.nest.pack_sequence_as(outputs, copy) for copy in copies], num_examples)
 
     def end_call(self, model: keras.Model) -> None:
         """Average the moving statistics that each replica kept by itself."""
@@ -188,43 +197,51 @@ class Mirrored(Strategy):
                     group=False,
                 )
 
-    def _run(self, model: keras.Model, on_replica: Any, parts: Sequence[Any]) -> Any:
-        """Run a function on every replica with all losses reduced globally; loss values come from replica 0."""
-        sizes = [_num_examples(part) for part in parts]
+    def _run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any) -> Any:
+        """Run a function on every replica with all losses reduced globally.
+
+        Args:
+            model: The model.
+            on_replica: Takes the replica's part and how many of its examples count in metrics; returns a tuple that
+                begins with the loss.
+            batch: An element of the distributed dataset.
+
+        Returns:
+            What the function returned, the loss as replica 0 has it.
+        """
+        parts, num_examples = batch
+        on_all = num_examples < self.num_replicas
+        share = tf.where(on_all, tf.constant(1.0 / self.num_replicas, tf.float64), 1.0)
+        sizes = [count_examples(part) for part in parts]
+        counted = [tf.where(on_all, num_examples if index == 0 else 0, size) for index, size in enumerate(sizes)]
+
+        def on_own_part(parts: Sequence[Any]) -> Any:
+            return on_replica(parts[_replica_id()], counted[_replica_id()])
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(_compat.replica_seeds(_replica_id))
             if model in self._divisions:
-                stack.enter_context(self._divisions[model].over_replicas(sizes))
+                stack.enter_context(self._divisions[model].over_replicas(sizes, share))
             if model.jit_compile:
                 # Compiles clusters of operations: XLA has no way through the communication between them.
                 stack.enter_context(tf.xla.experimental.jit_scope())
-            results = self._strategy.run(on_replica, args=(parts,))
-        loss, *rest = results if isinstance(results, tuple) else (results,)
-        loss = self._strategy.experimental_local_results(loss)[0]
-        return (loss, *rest) if rest else loss
+            loss, *others = self._strategy.run(on_own_part, args=(parts,))
+        return self._strategy.experimental_local_results(loss)[0], *others
 
 
-def _own_part(parts: Sequence[Any]) -> tuple[Any, Any, Any]:
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[_replica_id()])
-    return inputs, targets, weights
+def _update_metrics(model: keras.Model, loss: tf.Tensor, counted: tf.Tensor, *batch: Any) -> None:
+    """Update the metrics with a replica's examples, unless another replica counts them."""
+
+    def update() -> tf.Tensor:
+        update_metrics(model, loss, counted, *batch)
+        return tf.constant(True)
+
+    tf.cond(counted > 0, update, lambda: tf.constant(False))
 
 
-def _own_statistics(model: keras.Model) -> list[keras.Variable]:
-    """Return the moving statistics that each replica keeps from its own examples."""
-    return [
-        variable
-        for layer in _compat.all_layers(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
-        for variable in (layer.moving_mean, layer.moving_variance)
-    ]
-
-
-def _replica_id() -> int:
-    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
-
-
-def _num_examples(part: Any) -> tf.Tensor:
-    return tf.shape(keras.tree.flatten(part)[0])[0]
+def _whole(parts: Sequence[Any], num_examples: tf.Tensor) -> Any:
+    """Put the parts together again; where every part is the whole, the first is enough."""
+    return tf.nest.map_structure(lambda *pieces: tf.concat(pieces, 0)[:num_examples], *parts)
 
 
 def _cross_device_ops(
@@ -248,3 +265,17 @@ def _cross_device_ops(
     if all_reduce == "reduction_to_one_device" or not on_gpus:
         return tf.distribute.ReductionToOneDevice()
     return None
+
+
+def _own_statistics(model: keras.Model) -> list[keras.Variable]:
+    """Return the moving statistics that each replica keeps from its own examples."""
+    return [
+        variable
+        for layer in _compat.all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
+        for variable in (layer.moving_mean, layer.moving_variance)
+    ]
+
+
+def _replica_id() -> int:
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))

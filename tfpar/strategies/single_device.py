@@ -76,13 +76,16 @@ class SingleDevice(Strategy):
             if gradients:
                 with _compat.one_device_optimizer():
                     model.optimizer.apply(gradients, model.trainable_variables)
-            update_metrics(model, loss, inputs, targets, outputs, weights)
+            update_metrics(model, loss, count_examples(inputs), inputs, targets, outputs, weights)
         return loss
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
         with self.scope():
-            return evaluate(model, *keras.utils.unpack_x_y_sample_weight(batch))
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+            loss, outputs = forward(model, inputs, targets, weights)
+            update_metrics(model, loss, count_examples(inputs), inputs, targets, outputs, weights)
+        return loss
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
@@ -117,15 +120,20 @@ def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any
     return loss, outputs, tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
 
 
-def evaluate(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tf.Tensor:
-    """Update the model's metrics from one replica's examples; return the loss, a scalar."""
+def forward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any]:
+    """Compute the loss (scalar) and the outputs (`[batch, ...]` each) without training."""
     outputs = _compat.call_model(model, inputs, training=False)
-    loss = _compat.compute_loss(model, inputs, targets, outputs, weights, training=False)
-    update_metrics(model, loss, inputs, targets, outputs, weights)
-    return loss
+    return _compat.compute_loss(model, inputs, targets, outputs, weights, training=False), outputs
 
 
-def update_metrics(model: keras.Model, loss: tf.Tensor, inputs: Any, targets: Any, outputs: Any, weights: Any) -> None:
-    """Add one replica's examples to the model's metrics, the loss weighted by their number."""
-    _compat.loss_tracker(model).update_state(loss, sample_weight=tf.shape(tf.nest.flatten(inputs)[0])[0])
+def update_metrics(
+    model: keras.Model, loss: tf.Tensor, num_examples: tf.Tensor, inputs: Any, targets: Any, outputs: Any, weights: Any
+) -> None:
+    """Add examples to the model's metrics, the loss weighted by their number."""
+    _compat.loss_tracker(model).update_state(loss, sample_weight=num_examples)
     model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+
+
+def count_examples(batch: Any) -> tf.Tensor:
+    """Return the number of examples of a batch, an int scalar."""
+    return tf.shape(keras.tree.flatten(batch)[0])[0]
