@@ -137,6 +137,11 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def layer_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Return the metrics that layers hold and update in their calls (Keras 3.15)."""
+    return [metric for layer in model._flatten_layers(include_self=False) for metric in layer._metrics]
+
+
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
     """Call a model as Keras' own step does: `training` only where its `call` takes it (Keras 3.15)."""
     return model(inputs, training=training) if model._call_has_training_arg else model(inputs)

@@ -249,10 +249,10 @@ class MetricsFile(keras.callbacks.Callback):
         }
         entries = read_metrics(self.path)
         kept = [entry for entry in entries if entry["epoch"] <= epoch]
-        with self.path.open("a" if len(kept) == len(entries) else "w") as file:
-            file.writelines(
-                json.dumps(entry) + "\n" for entry in [*kept, line][0 if len(kept) < len(entries) else -1 :]
-            )
+        # Rewritten as a whole and renamed: a crash leaves no half line to which the next would be appended.
+        unfinished = self.path.with_suffix(".unfinished")
+        unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in [*kept, line]))
+        unfinished.replace(self.path)
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import tempfile
 import time
 import zipfile
@@ -22,7 +23,6 @@ from typing import Any
 
 import keras
 import numpy as np
-from absl import logging
 
 from tfpar.callback_state import extract_arrays, insert_arrays
 
@@ -71,6 +71,7 @@ class Checkpoints:
         self._every_seconds = every_seconds
         self._keep = keep
         self._saved_at = time.monotonic()
+        self._damaged: set[Path] = set()
 
     def due(self) -> bool:
         """Say whether the time for the next checkpoint has come."""
@@ -156,13 +157,18 @@ class Checkpoints:
                     arrays = {name: file[name] for name in file.files}
                 return path, arrays, json.loads(str(arrays.pop("state.json")))
             except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-                logging.warning("Checkpoint %s is damaged (%s); using the one before.", path, error)
+                self._warn_once(path, error)
         if paths:
             raise ValueError(
                 f"Every checkpoint in {self.directory} is damaged, the newest is {paths[-1].name}. "
                 "Restore the files, or delete the folder to begin anew."
             )
         return None
+
+    def _warn_once(self, path: Path, error: Exception) -> None:
+        if path not in self._damaged:
+            self._damaged.add(path)
+            print(f"warning: {path} is damaged ({error}); using the checkpoint before it.", file=sys.stderr)
 
     def _paths(self) -> list[Path]:
         return sorted(self.directory.glob("step-*.npz"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 from typing import IO, Any
 
 from tfpar import config
+
+_NOT_SET = object()
 
 
 class RunDirectory:
@@ -28,6 +31,9 @@ class RunDirectory:
         >>> directory.model.name
         'model.keras'
     """
+
+    # What an earlier claim, cut short, can have left.
+    _OWN = frozenset({".lock", "config.unfinished", "tensorflow.log"})
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -51,15 +57,13 @@ class RunDirectory:
                 trains in it. Nothing in it is changed then.
             OSError: If it cannot be written.
         """
-        if self.config.exists():
-            self._refuse_other(run)
-        elif self.path.exists() and any(self.path.iterdir()):
+        if not self.config.exists() and self.path.exists() and not self._OWN.issuperset(os.listdir(self.path)):
             raise ValueError(
                 f"{self.path} must be empty or hold a run, and it holds files without a config.toml. "
                 "Choose another --directory."
             )
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
+        self._lock = (self.path / ".lock").open("a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -67,10 +71,18 @@ class RunDirectory:
                 f"Only one process can train in {self.path}, and another one does. "
                 "Wait for it, or choose another --directory."
             ) from None
-        if not self.config.exists():
-            unfinished = self.config.with_suffix(".unfinished")
-            unfinished.write_text(config.dump(run))
-            unfinished.replace(self.config)
+        # Until something is trained there is nothing to lose: a mistyped setting must not block its own correction.
+        begun = self.metrics.exists() or self.model.exists() or any(self.checkpoints.glob("*.npz"))
+        if self.config.exists() and begun:
+            self._refuse_other(run)
+        else:
+            try:
+                unfinished = self.config.with_suffix(".unfinished")
+                unfinished.write_text(config.dump(run))
+                unfinished.replace(self.config)
+            except OSError:
+                self._lock.close()
+                raise
 
     def _refuse_other(self, run: config.Run) -> None:
         try:
@@ -79,9 +91,9 @@ class RunDirectory:
             raise ValueError(f"{self.config} cannot be read: {error} Choose another --directory.") from error
         old, new = dict(_flat(there.model_dump())), dict(_flat(run.model_dump()))
         differing = [
-            f"{key} is {old.get(key, 'absent')!r} there and {new.get(key, 'absent')!r} now"
+            f"{key} is {old.get(key, 'not set')} there and {new.get(key, 'not set')} now"
             for key in {**old, **new}
-            if old.get(key, "absent") != new.get(key, "absent")
+            if old.get(key, _NOT_SET) != new.get(key, _NOT_SET)
         ]
         if there != run:
             raise ValueError(
@@ -94,7 +106,5 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return [
         pair
         for key, value in tree.items()
-        for pair in (
-            _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [(f"{prefix}{key}", value)]
-        )
+        for pair in (_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)])
     ]

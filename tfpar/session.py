@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -41,8 +43,15 @@ def train(run: config.Run, directory: RunDirectory) -> bool:
     try:
         return _train(run, directory)
     except tf.errors.OpError as error:
+        if full := re.search(r"(\S+); No space left on device", error.message):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), full[1]) from error
         sentence = data.explain(error, run.data)
-        raise ValueError(sentence or error.message.splitlines()[0]) from error
+        if sentence is None:
+            raise
+        raise ValueError(sentence) from error
+    finally:
+        if sys.stdout.isatty() and sys.exc_info()[0] is not None:
+            print()  # leave the line of the progress bar
 
 
 def _train(run: config.Run, directory: RunDirectory) -> bool:
@@ -54,7 +63,20 @@ def _train(run: config.Run, directory: RunDirectory) -> bool:
         _print_summary(directory)
         return True
     strategy = strategies.from_settings(run.strategy)
+    batch = run.training.global_batch_size
+    if batch < strategy.num_replicas:
+        raise ValueError(
+            f"training.global_batch_size = {batch} does not reach every one of {strategy.num_replicas} replicas: "
+            f"set it to at least {strategy.num_replicas}, or name fewer devices in strategy.devices."
+        )
     trainer = _trainer_class(run.trainer)(run, strategy)
+    for name in ("train_data", "validation_data", "num_train_examples"):
+        if not hasattr(trainer, name):
+            raise ValueError(
+                f"trainer must have train_data, validation_data and num_train_examples, and {run.trainer!r} lacks "
+                f"{name}: set it in __init__, None where there is none."
+            )
+    _check_monitor(run.callbacks, trainer)
     _print_plan(run, directory, trainer)
     if position is not None:
         print(f"Resuming after epoch {position.epoch} and {position.step} steps of the next.\n", flush=True)
@@ -91,8 +113,11 @@ def _trainer_class(path: str) -> Any:
             f"trainer must be the import path of a class, received {path!r}: {error}. "
             "trainers.image_classification.ImageClassification is one."
         ) from error
-    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
-        raise ValueError(f"trainer must name a subclass of tfpar.Trainer, and {path!r} is none.")
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer) and trainer_class is not Trainer):
+        raise ValueError(
+            f"trainer must name a subclass of tfpar.Trainer, and {path!r} is none. "
+            "trainers.image_classification.ImageClassification is one."
+        )
     return trainer_class
 
 
@@ -148,14 +173,39 @@ def _print_plan(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
         "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
         "devices": f"{devices} ({os.cpu_count()} cores)",
         "strategy": trainer.strategy.describe(),
-        "model": f"{trainer.model.name}, {trainer.model.count_params():,} parameters, {run.training.precision}",
+        "model": f"{trainer.model.name}, {_num_parameters(trainer.model)}, {run.training.precision}",
+        "data": _data_line(run.data, trainer),
         "batch": f"{batch} examples = {replicas} replica{'s' * (replicas > 1)} x {share}",
-        "epochs": f"{run.training.epochs} of {f'{steps:,}' if steps >= 0 else 'as many'} steps"
-        + (f" ({trainer.num_train_examples:,} examples)" if trainer.num_train_examples else ""),
+        "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
     }
     for name, text in lines.items():
         print(f"{name:10}{text}")
     print(flush=True)
+
+
+def _data_line(settings: config.Data, trainer: Any) -> str:
+    origin = {"tfds": settings.name, "tfrecord": f"TFRecord files in {settings.directory}", "generated": "generated"}
+    examples = f"{trainer.num_train_examples:,} examples" if trainer.num_train_examples else "examples not counted"
+    validated = "" if trainer.validation_data is None else f", validated on {settings.validation_split}"
+    return f"{origin[settings.source]}, {examples} to train{validated}"
+
+
+def _num_parameters(model: keras.Model) -> str:
+    return f"{model.count_params():,} parameters" if model.built else "parameters counted at the first batch"
+
+
+def _check_monitor(settings: config.Callbacks, trainer: Any) -> None:
+    """Refuse to watch a metric that the model does not have; Keras would notice after the first epoch."""
+    metrics = trainer.model.get_compile_config().get("metrics") or []
+    watches = settings.early_stopping_patience is not None or settings.reduce_learning_rate_patience is not None
+    if not watches or not all(isinstance(metric, str | dict) for metric in metrics) or isinstance(metrics, dict):
+        return  # several outputs have names of their own
+    names = ["loss", *(metric if isinstance(metric, str) else metric["config"]["name"] for metric in metrics)]
+    if settings.monitor.removeprefix("val_") not in names:
+        raise ValueError(
+            f'callbacks.monitor = "{settings.monitor}" is no metric of this model. There are: '
+            f"{', '.join(f'{name}, val_{name}' for name in names)}."
+        )
 
 
 def _num_updates(trainer: Trainer) -> int:
@@ -175,11 +225,12 @@ def _write_results(directory: RunDirectory, trainer: Any, throughput: callbacks.
 
 
 def _print_summary(directory: RunDirectory) -> None:
-    table = rich.table.Table(show_header=False, title="trained")
+    table = rich.table.Table(show_header=False, title=f"Trained: {directory.path}")
     for name, value in json.loads(directory.results.read_text()).items():
-        text = f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.4g}"
+        text = f"{value:,.0f}" if value >= 1000 or float(value).is_integer() else f"{value:.4f}"
         table.add_row(name.replace("_", " "), text)
     table.add_row("model", str(directory.model))
     table.add_row("logs", f"{directory.metrics}, {directory.tensorboard}")
     table.add_row("checkpoints", str(directory.checkpoints))
+    table.add_row("load it with", f'keras.models.load_model("{directory.model}")')
     rich.console.Console().print(table)

@@ -47,7 +47,8 @@ def main(argv: list[str]) -> int:
         sentence = _sentence(error)
         if sentence is None:
             raise
-        print(f"error: {sentence}", file=sys.stderr)
+        for line in sentence.splitlines():
+            print(f"error: {line}", file=sys.stderr)
         return 1
 
 
@@ -68,7 +69,7 @@ def _sentence(error: Exception) -> str | None:
     """Return what to tell the user of an error; None for one that is ours and needs its traceback."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return (
-            f"The disk must have room for the run, and {error.filename or 'it'} could not be written: "
+            f"The disk must have room for the run, and {error.filename or 'a file of the run'} could not be written: "
             f"{os.strerror(error.errno)}. Free some space and repeat the command: it resumes from the last checkpoint."
         )
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:

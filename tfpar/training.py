@@ -120,7 +120,10 @@ class Training:
             if self._interrupted():
                 self._save()
                 break
-            logs.update(self._validate(epoch))
+            validation = self._validate(epoch)
+            if not np.isfinite(validation.get("val_loss", 0.0)) and not self._model.stop_training:
+                raise _validation_not_finite(epoch, validation["val_loss"])
+            logs.update(validation)
             self._callbacks.on_epoch_end(epoch, logs)
             self._end_epoch(last=epoch + 1 == epochs)
         return logs
@@ -192,6 +195,13 @@ def to_python(logs: dict[str, Any]) -> dict[str, Any]:
     """Turn metric results into Python numbers; one of several values stays an array."""
     arrays = {name: np.asarray(value) for name, value in logs.items()}
     return {name: float(array) if array.size == 1 else array for name, array in arrays.items()}
+
+
+def _validation_not_finite(epoch: int, loss: float) -> FloatingPointError:
+    return FloatingPointError(
+        f"The validation's loss must stay finite, and val_loss is {loss} after epoch {epoch + 1}. Lower the learning "
+        "rate, clip the gradients (global_clipnorm) or look at the data; the model is not saved."
+    )
 
 
 def _not_finite(model: keras.Model, epoch: int, step: int) -> FloatingPointError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import keras
@@ -10,6 +11,12 @@ import keras
 import tfpar
 from tfpar import config, data
 from trainers import recipe
+
+_WAYS_TO_CLASSES = {
+    "tfds": "Choose a data set of classes.",
+    "tfrecord": "Set data.num_classes.",
+    "generated": "Read other data, or use trainers.regression.Regression.",
+}
 
 
 class ImageClassification(tfpar.Trainer):
@@ -28,11 +35,17 @@ class ImageClassification(tfpar.Trainer):
     """
 
     def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
+        keras.utils.set_random_seed(run.seed)
         loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
         if loaded.num_classes is None:
             raise ValueError(
-                f"Image classification needs labels of a known number of classes, and data.name={run.data.name!r} "
-                "names none. Set data.num_classes, or use trainers.regression.Regression."
+                "Image classification needs labels of a known number of classes, and data.source = "
+                f'"{run.data.source}" gives none. {_WAYS_TO_CLASSES[run.data.source]}'
+            )
+        if len(loaded.input_shape) != 3:
+            raise ValueError(
+                f"Image classification takes images [height, width, channels], received inputs of shape "
+                f"{loaded.input_shape}. Declare such a shape in data.features, or use another trainer."
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
         self.num_train_examples = loaded.num_train_examples
@@ -101,7 +114,10 @@ def _application(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[
             f"There are: {', '.join(names)}."
         )
     try:
-        backbone = build(weights=None, include_top=False, input_shape=image_shape, pooling="avg")
+        # The data are normalized already.
+        takes = inspect.signature(build).parameters
+        options = {"include_preprocessing": False} if "include_preprocessing" in takes else {}
+        backbone = build(weights=None, include_top=False, input_shape=image_shape, pooling="avg", **options)
     except ValueError as error:
         raise ValueError(
             f"model.name={settings.name!r} does not take images of shape {image_shape}: "
@@ -111,8 +127,11 @@ def _application(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[
 
     def with_settings(layer: keras.Layer) -> keras.Layer:
         layer_config = layer.get_config()
-        if penalty is not None and "kernel_regularizer" in layer_config:
-            layer_config["kernel_regularizer"] = penalty
+        for kind in ("kernel", "depthwise", "pointwise"):
+            if penalty is not None and f"{kind}_regularizer" in layer_config:
+                layer_config[f"{kind}_regularizer"] = penalty
+        if isinstance(layer, keras.layers.Rescaling):  # data.normalization has done it
+            layer_config |= {"scale": 1.0, "offset": 0.0}
         if isinstance(layer, keras.layers.BatchNormalization):
             layer_config["synchronized"] = True
         return type(layer).from_config(layer_config)

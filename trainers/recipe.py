@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
 import keras
 
 from tfpar import config
@@ -30,18 +34,24 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
         settings |= {"use_ema": True, "ema_momentum": training.ema_momentum}
         if training.ema_overwrite_frequency is not None:
             settings["ema_overwrite_frequency"] = training.ema_overwrite_frequency
+    # Not keras.optimizers.get: in Keras 3.15 it does not know Lamb.
+    classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
     try:
-        return keras.optimizers.get(
-            {
-                "class_name": run.optimizer.name,
-                "config": {"learning_rate": run.optimizer.learning_rate, **settings},
-            }
-        )
-    except (ValueError, TypeError) as error:
+        optimizer = classes[run.optimizer.name.lower()](learning_rate=run.optimizer.learning_rate, **settings)
+        _check_numbers(optimizer, run.optimizer.settings)
+        return optimizer
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"optimizer.name and optimizer.settings must be those of a Keras optimizer, received "
             f"{run.optimizer.name!r} with {settings}. Keras says: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _check_numbers(optimizer: keras.optimizers.Optimizer, settings: Mapping[str, Any]) -> None:
+    """Refuse words for numbers, which Keras notices in the middle of the first step only."""
+    for name, parameter in inspect.signature(type(optimizer)).parameters.items():
+        if isinstance(parameter.default, int | float) and isinstance(settings.get(name), str):
+            raise ValueError(f"{name} is a number such as {parameter.default}.")
 
 
 def build_penalty(settings: config.Model) -> keras.regularizers.Regularizer | None:

@@ -32,7 +32,13 @@ class Regression(tfpar.Trainer):
                 f'trainers.regression.Regression builds model.name = "linear" only, received {run.model.name!r}. '
                 'Set model.name = "linear".'
             )
+        keras.utils.set_random_seed(run.seed)
         loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
+        if len(loaded.input_shape) != 1:
+            raise ValueError(
+                f"Regression takes rows [features], received inputs of shape {loaded.input_shape}. "
+                'Set data.source = "generated", or use another trainer.'
+            )
         self.train_data, self.validation_data = loaded.train, loaded.validation
         self.num_train_examples = loaded.num_train_examples
         recipe.set_precision(run.training.precision)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -79,7 +79,8 @@ class Mirrored(Strategy):
 
     def describe(self) -> str:
         """Say in one line which devices hold a replica."""
-        return f"Mirrored over {self.num_replicas} replicas on {', '.join(self.devices)}"
+        replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
+        return f"Mirrored over {replicas} on {', '.join(self.devices)}"
 
     def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """Split every global batch into one part a replica, in TensorFlow's input threads, ahead of the step.
@@ -138,7 +139,8 @@ class Mirrored(Strategy):
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+            with _layer_metrics_counted(model, counted):
+                loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
             return loss, reduction.all_reduce_gradients(gradients, self._pack_bytes)
 
@@ -160,7 +162,8 @@ class Mirrored(Strategy):
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            loss, outputs = forward(model, inputs, targets, weights)
+            with _layer_metrics_counted(model, counted):
+                loss, outputs = forward(model, inputs, targets, weights)
             _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
             return (loss,)
 
@@ -227,6 +230,16 @@ class Mirrored(Strategy):
                 stack.enter_context(tf.xla.experimental.jit_scope())
             loss, *others = self._strategy.run(on_own_part, args=(parts,))
         return self._strategy.experimental_local_results(loss)[0], *others
+
+
+@contextlib.contextmanager
+def _layer_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None]:
+    """Take back what layers add to metrics of their own where another replica counts the examples."""
+    states = [variable for metric in _compat.layer_metrics(model) for variable in metric.variables]
+    before = [tf.identity(variable.value) for variable in states]
+    yield
+    for variable, value in zip(states, before, strict=True):
+        variable.assign(tf.where(counted > 0, variable.value, value))
 
 
 def _update_metrics(model: keras.Model, loss: tf.Tensor, counted: tf.Tensor, *batch: Any) -> None:

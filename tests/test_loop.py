@@ -1,0 +1,220 @@
+"""The inner loop: how many steps a call takes, where it stops, and what it leaves for the next call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfpar.loop import SECONDS_PER_CALL, CallResult, StepsPerCall, compile_loop
+from tfpar.stream import Stream
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+# --- how many steps a call --------------------------------------------------------------------------------------------
+
+
+def recorded(*calls: tuple[int, float], fixed: int | None = None) -> StepsPerCall:
+    steps = StepsPerCall(fixed)
+    for num_steps, seconds in calls:
+        steps.record(num_steps, seconds)
+    return steps
+
+
+def test_the_first_call_is_a_single_step() -> None:
+    assert StepsPerCall().next() == 1
+
+
+def test_the_first_call_is_not_measured_because_it_compiles() -> None:
+    assert recorded((1, 30.0), (1, SECONDS_PER_CALL / 5)).next() == 5
+    assert recorded((1, 1e-9)).next() == 1
+
+
+def test_a_call_takes_about_a_tenth_of_a_second() -> None:
+    assert SECONDS_PER_CALL == 0.1
+    assert recorded((1, 1.0), (1, 0.01), (10, 0.1)).next() == 10
+    assert recorded((1, 1.0), (1, 0.01), (10, 0.05)).next() == 20
+
+
+def test_the_number_grows_at_most_tenfold_a_call() -> None:
+    steps = recorded((1, 1.0))
+    for expected in (10, 100, 1000):
+        steps.record(steps.next(), 1e-7)
+        assert steps.next() == expected
+
+
+def test_the_number_falls_at_once_where_steps_become_slow() -> None:
+    steps = recorded((1, 1.0), (1, 1e-7), (10, 1e-7), (100, 10.0))
+    assert steps.next() == 1, "a step of a tenth of a second"
+
+
+def test_a_step_longer_than_the_aim_is_still_one_step() -> None:
+    assert recorded((1, 1.0), (1, 60.0)).next() == 1
+
+
+def test_no_time_at_all_is_no_division_by_zero() -> None:
+    assert recorded((1, 0.0), (1, 0.0)).next() == 10
+
+
+def test_a_fixed_number_is_kept_to() -> None:
+    assert recorded((1, 9.0), (1, 9.0), (1, 1e-9), fixed=7).next() == 7
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+class Adder:
+    """Adds batches to a total; its loss is the batch itself."""
+
+    def __init__(self, run_eagerly: bool = False) -> None:
+        self.total = tf.Variable(0.0)
+        self.count = tf.Variable(0.0)
+        self.run = compile_loop(
+            self._step, lambda: {"total": self.total.read_value()}, lambda: self.count, run_eagerly=run_eagerly
+        )
+
+    def _step(self, batch: tf.Tensor) -> tf.Tensor:
+        self.total.assign_add(tf.where(tf.math.is_finite(batch), batch, 0.0))
+        self.count.assign_add(3.0)
+        return batch
+
+    def call(self, stream: Stream, num_steps: int) -> CallResult:
+        result = self.run(stream.iterator, stream.upcoming, num_steps)
+        stream.advance(result.upcoming, int(result.num_steps))
+        return result
+
+
+@pytest.fixture(params=[False, True], ids=["compiled", "eager"])
+def adder(request: pytest.FixtureRequest) -> Adder:
+    return Adder(request.param)
+
+
+def stream(*values: float, **arguments: Any) -> Stream:
+    return Stream(tf.data.Dataset.from_tensor_slices([float(value) for value in values]), **arguments)
+
+
+def test_a_call_runs_the_steps_asked_for_and_leaves_the_next_batch(adder: Adder) -> None:
+    batches = stream(1, 2, 4, 8, 16)
+    result = adder.call(batches, 3)
+    assert int(result.num_steps) == 3
+    assert float(result.logs["total"]) == 7, "the logs are those after the last step"
+    assert float(result.num_examples) == 9
+    assert float(batches.peek()) == 8, "no batch is lost between calls"
+    assert batches.batches == 3
+
+
+def test_a_call_ends_with_the_data(adder: Adder) -> None:
+    batches = stream(1, 2, 4)
+    result = adder.call(batches, 1000)
+    assert int(result.num_steps) == 3
+    assert float(result.logs["total"]) == 7
+    assert not batches.has_more()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_call_stops_after_the_step_whose_loss_is_not_finite(adder: Adder, bad: float) -> None:
+    batches = stream(1, bad, 4, 8)
+    result = adder.call(batches, 4)
+    assert int(result.num_steps) == 2, "the bad step is the last one done"
+    assert not bool(result.finite)
+    assert float(batches.peek()) == 4
+
+
+def test_a_finite_call_says_so(adder: Adder) -> None:
+    assert bool(adder.call(stream(1, 2), 2).finite)
+
+
+def test_waiting_for_data_is_measured() -> None:
+    def slow(value: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([tf.py_function(lambda: __import__("time").sleep(0.03), [], [])]):
+            return tf.identity(value)
+
+    adder = Adder()
+    batches = Stream(tf.data.Dataset.from_tensor_slices([1.0] * 6).map(slow))
+    waited = float(adder.call(batches, 4).data_wait_seconds)
+    assert 0.08 < waited < 5, f"four batches of at least 0.03 s each, waited {waited:.3f} s"
+    assert float(Adder().call(stream(*[1] * 6), 4).data_wait_seconds) < waited
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+def drain(batches: Stream, num_steps: int | None = None) -> list[float]:
+    """Take what an epoch yields."""
+    batches.begin_epoch()
+    return rest(batches, num_steps)
+
+
+def rest(batches: Stream, num_steps: int | None = None) -> list[float]:
+    """Take what is left of an epoch."""
+    taken: list[float] = []
+    limit = batches.steps_per_epoch if num_steps is None else num_steps
+    while batches.has_more() and (limit is None or len(taken) < limit):
+        taken.append(float(batches.peek()))
+        batches.advance(batches.iterator.get_next_as_optional(), 1)
+    return taken
+
+
+def test_an_epoch_is_a_pass() -> None:
+    batches = stream(1, 2, 3)
+    assert batches.steps_per_epoch == 3
+    assert [drain(batches) for _ in range(3)] == [[1, 2, 3]] * 3
+
+
+def test_an_epoch_cut_short_is_followed_by_a_new_pass() -> None:
+    batches = stream(1, 2, 3)
+    assert drain(batches, 2) == [1, 2]
+    assert drain(batches) == [1, 2, 3]
+
+
+def test_epochs_of_given_length_follow_one_another_within_a_pass() -> None:
+    batches = stream(1, 2, 3, 4, 5, steps_per_epoch=2)
+    assert [drain(batches) for _ in range(4)] == [[1, 2], [3, 4], [5], [1, 2]]
+
+
+def test_a_dataset_of_unknown_length_is_taken_to_its_end() -> None:
+    batches = Stream(tf.data.Dataset.range(5).filter(lambda value: value % 2 == 0).map(lambda value: value))
+    assert batches.steps_per_epoch is None
+    assert [drain(batches) for _ in range(2)] == [[0, 2, 4]] * 2
+
+
+def shuffled(**arguments: Any) -> Stream:
+    return Stream(tf.data.Dataset.range(8).shuffle(8, seed=1, reshuffle_each_iteration=True), **arguments)
+
+
+def test_every_pass_has_the_order_in_which_the_dataset_iterates() -> None:
+    tf.random.set_seed(0)
+    dataset = tf.data.Dataset.range(8).shuffle(8, seed=1, reshuffle_each_iteration=True)
+    expected = [[float(value) for value in dataset] for _ in range(3)]
+    tf.random.set_seed(0)
+    batches = shuffled()
+    assert [drain(batches) for _ in range(3)] == expected
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("steps_per_epoch", [None, 3])
+@pytest.mark.parametrize("taken", [0, 1, 3, 8, 11, 16, 20])
+def test_seek_goes_on_where_another_process_stood(taken: int, steps_per_epoch: int | None) -> None:
+    def position_after(num_batches: int) -> tuple[Stream, tuple[int, int]]:
+        tf.random.set_seed(0)
+        batches = shuffled(steps_per_epoch=steps_per_epoch)
+        for _ in range(num_batches):
+            if not batches.has_more():
+                batches.begin_epoch()
+            batches.advance(batches.iterator.get_next_as_optional(), 1)
+        return batches, (batches.passes, batches.batches)
+
+    first, position = position_after(taken)
+    tf.random.set_seed(0)
+    second = shuffled(steps_per_epoch=steps_per_epoch)
+    second.seek(*position)
+    assert rest(second, 5) == rest(first, 5)
+    assert [drain(second, 5) for _ in range(2)] == [drain(first, 5) for _ in range(2)]
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match="A dataset must yield at least one batch, and this one is empty"):
+        Stream(tf.data.Dataset.range(0))
