@@ -360,7 +360,7 @@ def test_throughput_adds_its_figures_to_the_logs_of_every_epoch(pair: Pair) -> N
     for name in ("examples_per_second", "step_milliseconds", "data_wait_share"):
         assert len(history[name]) == 3, f"{name} misses an epoch: {history}"
         assert throughput.summary[name] >= 0
-    assert 0 < history["step_milliseconds"][-1]
+    assert history["step_milliseconds"][-1] > 0
     assert history["data_wait_share"][-1] <= 1
     # In a full epoch 73 examples go in 10 steps.
     examples_per_step = history["examples_per_second"][-1] * history["step_milliseconds"][-1] / 1e3

@@ -1,4 +1,4 @@
-"""Interrupted and resumed equals uninterrupted, exactly; and a damaged, foreign or unwritable checkpoint loses nothing."""
+"""Interrupted and resumed equals uninterrupted, exactly; a damaged, foreign or unwritable checkpoint loses nothing."""
 
 from __future__ import annotations
 

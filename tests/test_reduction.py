@@ -321,14 +321,18 @@ INDIVISIBLE = {
     "a loss with a __call__ of its own": (
         parity_cases.classifier(loss=SelfReducing), "SelfReducing has a __call__ of its own"
     ),
-    "a loss that spreads over the batch": (parity_cases.classifier(loss=lambda: compares_examples), "one value per example"),
+    "a loss that spreads over the batch": (
+        parity_cases.classifier(loss=lambda: compares_examples), "one value per example"
+    ),
     "Circle": (parity_cases.classifier(loss=keras.losses.Circle), "Circle compares all examples of a batch"),
     "neither mean nor sum": (
         adds(lambda: Adds(lambda features: keras.ops.max(features))),
         r"added with add_loss to 'sequential.*' must be a sum or a mean over the batch",
     ),
     "the square of a sum": (adds(lambda: Adds(lambda features: _sum(features) ** 2)), "must be a sum or a mean"),
-    "compute_loss beside two losses": (two_losses, "overrides compute_loss can be compiled with one loss, and Own has 2"),
+    "compute_loss beside two losses": (
+        two_losses, "overrides compute_loss can be compiled with one loss, and Own has 2"
+    ),
 }  # fmt: skip
 
 
@@ -384,16 +388,14 @@ LOSSES = (
     "CategoricalHinge", "CosineSimilarity", "Hinge", "Huber", "KLDivergence", "LogCosh", "MeanAbsoluteError",
     "MeanAbsolutePercentageError", "MeanSquaredError", "MeanSquaredLogarithmicError", "Poisson", "SquaredHinge",
 )  # fmt: skip
-METRICS = {
-    **dict.fromkeys(
-        (
-            "AUC", "BinaryAccuracy", "BinaryCrossentropy", "CategoricalAccuracy", "CategoricalCrossentropy",
-            "CategoricalHinge", "CosineSimilarity", "F1Score", "FalseNegatives", "FalsePositives", "KLDivergence",
-            "MeanAbsoluteError", "MeanSquaredError", "PearsonCorrelation", "Poisson", "Precision", "R2Score", "Recall",
-            "RootMeanSquaredError", "TopKCategoricalAccuracy", "TruePositives", "TrueNegatives",
-        ),
-        {},
-    ),
+PLAIN_METRICS = (
+    "AUC", "BinaryAccuracy", "BinaryCrossentropy", "CategoricalAccuracy", "CategoricalCrossentropy",
+    "CategoricalHinge", "CosineSimilarity", "F1Score", "FalseNegatives", "FalsePositives", "KLDivergence",
+    "MeanAbsoluteError", "MeanSquaredError", "PearsonCorrelation", "Poisson", "Precision", "R2Score", "Recall",
+    "RootMeanSquaredError", "TopKCategoricalAccuracy", "TruePositives", "TrueNegatives",
+)  # fmt: skip
+METRICS: dict[str, dict[str, Any]] = {
+    **{name: {} for name in PLAIN_METRICS},
     "OneHotMeanIoU": {"num_classes": 4},
     "PrecisionAtRecall": {"recall": 0.5},
     "SensitivityAtSpecificity": {"specificity": 0.5},

@@ -82,7 +82,8 @@ def test_the_plan_names_devices_strategy_and_batch_arithmetic(default_run: Outco
     plan = default_run.out.split("\n\n")[0]
     for part in ("runs/default", "CPU:0", "SingleDevice", "cnn", "float32", "64 examples = 1 replica x 64"):
         assert part in plan, f"{part!r} is not in\n{plan}"
-    assert re.search(r"10 of 24 steps \(1,497 examples\)", plan), plan
+    assert re.search(r"data +digits, 1,497 examples to train, validated", plan), plan
+    assert re.search(r"epochs +10, of 24 steps each", plan), plan
 
 
 @pytest.mark.slow_start
@@ -95,7 +96,7 @@ def test_each_epoch_is_one_line_where_no_terminal_is(default_run: Outcome) -> No
 
 @pytest.mark.slow_start
 def test_the_closing_table_says_metrics_speed_and_where_files_lie(default_run: Outcome) -> None:
-    table = default_run.out[default_run.out.index("trained") :]
+    table = default_run.out[default_run.out.index("Trained: runs/default") :]
     for part in ("val accuracy", "val loss", "examples per second", "runs/default/model.keras"):
         assert part in table, f"{part!r} is not in\n{table}"
     for part in ("metrics.jsonl", "tensorboard", "checkpoints"):

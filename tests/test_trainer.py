@@ -296,7 +296,8 @@ def test_a_saved_model_loads_with_plain_keras_where_tfpar_is_not_installed(
         import keras, numpy as np
         for name in sys.argv[1:]:
             model = keras.models.load_model(f"{name}.keras")
-            np.testing.assert_allclose(model.predict(np.load("inputs.npy"), verbose=0), np.load(f"{name}.npy"), rtol=1e-5)
+            predicted = model.predict(np.load("inputs.npy"), verbose=0)
+            np.testing.assert_allclose(predicted, np.load(f"{name}.npy"), rtol=1e-5)
             assert model.optimizer.iterations.numpy() == 10, "the optimizer is saved too"
             print(name, "is equal")
     """
@@ -569,7 +570,7 @@ def test_a_model_function_that_returns_nothing_is_refused() -> None:
 
 
 def test_a_model_function_that_returns_something_else_is_refused() -> None:
-    with pytest.raises(TypeError, match="must return a compiled keras.Model, received Dense"):
+    with pytest.raises(TypeError, match=r"must return a compiled keras\.Model, received Dense"):
         tfpar.Trainer(lambda: keras.layers.Dense(1))
 
 

@@ -186,8 +186,9 @@ def _print_plan(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
 def _data_line(settings: config.Data, trainer: Any) -> str:
     origin = {"tfds": settings.name, "tfrecord": f"TFRecord files in {settings.directory}", "generated": "generated"}
     examples = f"{trainer.num_train_examples:,} examples" if trainer.num_train_examples else "examples not counted"
-    validated = "" if trainer.validation_data is None else f", validated on {settings.validation_split}"
-    return f"{origin[settings.source]}, {examples} to train{validated}"
+    return f"{origin[settings.source]}, {examples} to train" + (
+        "" if trainer.validation_data is None else ", validated"
+    )
 
 
 def _num_parameters(model: keras.Model) -> str:
@@ -232,5 +233,5 @@ def _print_summary(directory: RunDirectory) -> None:
     table.add_row("model", str(directory.model))
     table.add_row("logs", f"{directory.metrics}, {directory.tensorboard}")
     table.add_row("checkpoints", str(directory.checkpoints))
-    table.add_row("load it with", f'keras.models.load_model("{directory.model}")')
     rich.console.Console().print(table)
+    print(f'Load the model with keras.models.load_model("{directory.model}").')
