@@ -83,7 +83,7 @@ def test_global_sum_has_the_sum_of_all_as_value_and_its_own_part_as_gradient() -
 
 # --- one loss ---------------------------------------------------------------------------------------------------------
 
-SIZES = {"even": (3, 3, 3), "ragged": (3, 2, 2), "one example": (1, 0, 0), "two examples": (1, 1, 0)}
+SIZES = {"even": (3, 3, 3), "ragged": (3, 2, 2)}
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -430,14 +430,12 @@ def test_every_loss_and_every_metric_of_keras_equals_one_device() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=weight.path)
 
 
-OPTIMIZERS = (
-    "Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "Nadam", "ScheduleFreeAdamW",
-)  # fmt: skip
+OPTIMIZERS = ("Adafactor", "Ftrl", "Lamb", "Lion", "Muon", "Nadam", "ScheduleFreeAdamW")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_keras_equals_one_device(name: str) -> None:
-    """Those of the parity table aside."""
+    """Those whose update is unlike the ones of the parity table."""
 
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])

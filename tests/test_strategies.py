@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +36,7 @@ def test_mirrored_takes_all_logical_cpus_where_there_is_no_gpu() -> None:
 
 @pytest.mark.parametrize("name", ["CPU:1", "/device:CPU:1", "/CPU:1", "cpu:1"])
 def test_a_device_may_be_written_as_tensorflow_does(name: str) -> None:
-    assert tfpar.Mirrored([name]).describe() == "Mirrored over 1 replicas on CPU:1"
+    assert tfpar.Mirrored([name]).describe() == "Mirrored over 1 replica on CPU:1"
     trainer = tfpar.Trainer(small.build_model, tfpar.SingleDevice(name))
     assert trainer.model.weights[0].value.device.endswith("device:CPU:1")
 
@@ -63,7 +60,7 @@ def test_mirrored_refuses_devices_that_do_not_exist_or_come_twice(devices: list[
 
 
 def test_single_device_refuses_a_device_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"device must name a device of this machine, received 'TPU:0'\. There are:"):
+    with pytest.raises(ValueError, match=r"devices of this machine, received \['TPU:0'\]\. There are:"):
         tfpar.SingleDevice("TPU:0")
 
 
@@ -169,7 +166,7 @@ def test_sparse_inputs_equal_one_device() -> None:
     small.assert_same_history(trainer.fit(dataset, verbose=0).history, expected)
 
 
-# --- order within a step ------------------------------------------------------------------------------------------------
+# --- order within a step ----------------------------------------------------------------------------------------------
 
 
 class AddsLinearLoss(keras.layers.Layer):
@@ -329,25 +326,3 @@ def test_evaluation_and_prediction_take_batches_of_any_size(normalizing: Callabl
     np.testing.assert_allclose(trainer.evaluate(one, verbose=0), model.evaluate(one, verbose=0), rtol=1e-5)
     np.testing.assert_allclose(trainer.predict(one, verbose=0), model.predict(one, verbose=0), rtol=1e-5)
     normalizing().fit(parity_cases.batches(8, 8), validation_data=parity_cases.batches(9, 8), verbose=0)
-
-
-# --- start ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow_start
-def test_logical_cpus_come_too_late_after_the_first_operation() -> None:
-    script = """
-        import tensorflow as tf
-        import tfpar
-        tf.constant(1)
-        try:
-            tfpar.use_logical_cpus(2)
-        except RuntimeError as error:
-            print("refused:", error)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (
-        "refused: use_logical_cpus(2) must come before TensorFlow's first operation, and TensorFlow already runs with 1"
-        in completed.stdout
-    ), completed.stderr

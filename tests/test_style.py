@@ -16,6 +16,7 @@ LADDER = [
     ["_toml"],
     ["config", "_compat"],
     ["callback_state", "run_directory", "cluster", "data", "reduction", "checks", "loop"],
+    ["division"],
     ["strategies", "checkpoint", "stream"],
     ["callbacks", "training", "trainer", "drop_in", "parity"],
     ["session"],

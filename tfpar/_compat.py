@@ -114,6 +114,15 @@ def one_device_optimizer() -> Iterator[None]:
         yield
 
 
+def reduce_on_one_device(strategy: tf.distribute.MirroredStrategy) -> None:
+    """Let a strategy over CPUs that somebody else made sum on one of them.
+
+    TensorFlow 2.21's default, collectives, crashes when one process trains a second model: instance keys are used
+    again ("Shape mismatch in the collective instance").
+    """
+    strategy.extended._cross_device_ops = tf.distribute.ReductionToOneDevice()
+
+
 @contextlib.contextmanager
 def replica_seeds(replica_id: Callable[[], int]) -> Iterator[None]:
     """Let every replica but the first draw random numbers of its own inside this context.
@@ -137,9 +146,15 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
-def layer_metrics(model: keras.Model) -> list[keras.Metric]:
-    """Return the metrics that layers hold and update in their calls (Keras 3.15)."""
-    return [metric for layer in model._flatten_layers(include_self=False) for metric in layer._metrics]
+def own_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Return the metrics that the model and its layers hold and update in their calls (Keras 3.15)."""
+    compiled = [
+        model._loss_tracker,
+        model._compile_metrics,
+        *(model._compile_loss.metrics if model._compile_loss else ()),
+    ]
+    held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
+    return [metric for metric in held if not any(metric is other for other in compiled)]
 
 
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
@@ -167,9 +182,9 @@ def overridden(model: keras.Model, method: str) -> bool:
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
-def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> list[Any]:
-    """Return logs in the order in which Keras 3.15's `evaluate` lists them."""
-    return list(model._flatten_metrics_in_order(logs))
+def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Return logs as Keras 3.15's `evaluate` does: a list in its order, or the loss alone."""
+    return model._flatten_metrics_in_order(logs)
 
 
 def compilation(model: keras.Model) -> Any:

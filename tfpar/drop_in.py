@@ -33,6 +33,8 @@ def fit(model: keras.Model, x: Any, y: Any = None, **arguments: Any) -> keras.ca
         >>> tfpar.fit(model, dataset, epochs=5)
     """
     # Kept on the model, and so for as long as it lives: a second call runs what the first one compiled.
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"tfpar.fit trains a compiled keras.Model, received {type(model).__name__}.")
     trainer = getattr(model, "_tfpar_trainer", None)
     if trainer is None:
         trainer = model._tfpar_trainer = Trainer(lambda: model, strategies.of(model), seed=None)

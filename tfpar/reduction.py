@@ -12,18 +12,15 @@ that a ragged part could tilt.
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfpar import _compat
 
-Kind = Literal["mean", "sum"]
+ONE_VALUE = "Under several replicas a loss must return one value per example"
+WAY_OUT = "Reduce over the last axis only, and let Keras average over the batch."
 
 
 def global_mean(total: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
@@ -70,10 +67,7 @@ def reduce_loss(
     """
     values = tf.convert_to_tensor(values, dtype=dtype)
     if values.shape.rank == 0:
-        raise ValueError(
-            "Under several replicas a loss must return one value per example, and this one returned a scalar: it "
-            "reduces over the batch itself. Reduce over the last axis only, and let Keras average over the batch."
-        )
+        raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
     if reduction in (None, "none"):
         raise ValueError(
             "Under several replicas a loss needs a reduction, received reduction=None. Use 'sum_over_batch_size', "
@@ -98,144 +92,6 @@ def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
     mask = tf.cast(mask, values.dtype)
     values_per_entry = tf.math.divide_no_nan(count, tf.cast(tf.size(mask), values.dtype))
     return tf.reduce_sum(mask) * values_per_entry
-
-
-class Division:
-    """How the losses of one model divide over replicas; found out before the first step.
-
-    Keras' own losses are divided by their true weights, summed over the replicas. What a layer adds with `add_loss`,
-    and what an overridden `compute_loss` returns, says nothing about how it was averaged, and on one device it makes
-    no difference. So those are computed on two parts of a batch and on both together: a sum adds up, a mean averages,
-    anything else cannot be divided.
-
-    Args:
-        model: A built and compiled model.
-        batch: Its first global batch, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
-
-    Raises:
-        ValueError: If a loss cannot be divided over replicas.
-    """
-
-    def __init__(self, model: keras.Model, batch: Any) -> None:
-        check_divisible(model)
-        self._own_loss: Kind | None = None
-        self._added_losses: list[Kind] = []
-        first, rest, both = _parts(batch)
-        if _compat.overridden(model, "compute_loss"):
-            losses = [[_own_loss(model, part)] for part in (first, rest, both)]
-            (self._own_loss,) = _kinds(losses, _num_examples(rest), f"What {type(model).__name__}.compute_loss returns")
-        elif _added_losses(model, first):
-            losses = [_added_losses(model, part) for part in (first, rest, both)]
-            self._added_losses = _kinds(losses, _num_examples(rest), f"A loss added with add_loss to {model.name!r}")
-
-    @contextlib.contextmanager
-    def over_replicas(self, num_examples: Sequence[tf.Tensor], share: tf.Tensor) -> Iterator[None]:
-        """Reduce every loss that Keras computes inside this context over all replicas.
-
-        Args:
-            num_examples: The number of examples of each local replica, int scalars, at least 1.
-            share: Scalar, what each of them counts: 1, or less where every replica has all examples.
-        """
-        added: dict[int, list[Any]] = collections.defaultdict(list)
-
-        def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
-            replica = _replica_id()
-            value = _compat.aggregate_added_loss(model, loss)
-            position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
-            # A weight's penalty is not in the list: it is the same on every replica, and so a mean.
-            kind = "mean" if position is None else self._added_losses[position]
-            return _reduce_kind(kind, value, num_examples[replica], share)
-
-        def reduce_own_loss(loss: tf.Tensor) -> tf.Tensor:
-            return _reduce_kind(self._own_loss, loss, num_examples[_replica_id()], share)
-
-        with _compat.collect_added_losses(lambda: added[_replica_id()]):
-            if self._own_loss is None:
-                with _compat.loss_reduction(functools.partial(reduce_loss, share=share), reduce_added_loss):
-                    yield
-            else:
-                with _compat.local_losses(), _compat.compute_loss_then(reduce_own_loss):
-                    yield
-
-
-def _reduce_kind(kind: Kind | None, value: tf.Tensor, num_examples: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-    share = tf.cast(share, value.dtype)
-    if kind == "sum":
-        return global_sum(share * value)
-    weight = share * tf.cast(num_examples, value.dtype)
-    return global_mean(weight * value, weight)
-
-
-def check_divisible(model: keras.Model) -> None:
-    """Refuse losses whose part over some examples cannot be told from outside.
-
-    Raises:
-        ValueError: If a loss object reduces in a `__call__` of its own, or compares the examples of a batch, or if
-            `compute_loss` is overridden with several losses.
-    """
-    losses = _compat.flat_losses(model)
-    for loss in losses:
-        if isinstance(loss, keras.losses.Circle):
-            raise ValueError(
-                "keras.losses.Circle compares all examples of a batch, and a replica sees only its part. "
-                "Train on SingleDevice()."
-            )
-        if isinstance(loss, keras.losses.Loss) and type(loss).__call__ is not keras.losses.Loss.__call__:
-            raise ValueError(
-                f"Under several replicas a loss must leave the average over the batch to Keras, and "
-                f"{type(loss).__name__} has a __call__ of its own. Override `call` and return one value per example."
-            )
-    if _compat.overridden(model, "compute_loss") and len(losses) > 1:
-        raise ValueError(
-            f"Under several replicas a model that overrides compute_loss can be compiled with one loss, and "
-            f"{type(model).__name__} has {len(losses)}. Leave compute_loss to Keras, or train on SingleDevice()."
-        )
-
-
-def _parts(batch: Any) -> tuple[Any, Any, Any]:
-    """Return one example, up to three others (the same if there are none), and all of them."""
-    first = tf.nest.map_structure(lambda tensor: tensor[:1], batch)
-    rest = tf.nest.map_structure(lambda tensor: tf.concat([tensor[1:3], tensor[:1]], 0), batch)
-    return first, rest, tf.nest.map_structure(lambda *parts: tf.concat(parts, 0), first, rest)
-
-
-def _num_examples(batch: Any) -> float:
-    return float(tf.shape(keras.tree.flatten(batch)[0])[0])
-
-
-def _added_losses(model: keras.Model, batch: Any) -> list[float]:
-    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    added: list[Any] = []
-    with _compat.collect_added_losses(lambda: added):
-        _compat.call_model(model, inputs, training=False)
-    return [float(tf.reduce_sum(loss)) for loss in added]
-
-
-def _own_loss(model: keras.Model, batch: Any) -> float:
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-    outputs = _compat.call_model(model, inputs, training=False)
-    return float(_compat.compute_loss(model, inputs, targets, outputs, weights, training=False))
-
-
-def _kinds(losses: list[list[float]], num_rest: float, what: str) -> list[Kind]:
-    """Classify each loss by its values on one example, on `num_rest` examples, and on both together."""
-    kinds: list[Kind] = []
-    for one, others, both in zip(*losses, strict=True):
-        if _close((one + num_rest * others) / (1 + num_rest), both):
-            kinds.append("mean")
-        elif _close(one + others, both):
-            kinds.append("sum")
-        else:
-            raise ValueError(
-                f"{what} must be a sum or a mean over the batch to be divided over replicas, received {one:.6g} and "
-                f"{others:.6g} on two parts of a batch and {both:.6g} on both. Let it sum or average over the "
-                f"examples, or train on SingleDevice()."
-            )
-    return kinds
-
-
-def _close(value: float, expected: float) -> bool:
-    return abs(value - expected) <= 1e-3 * max(abs(value), abs(expected), 1e-12)
 
 
 def all_reduce_gradients(gradients: Sequence[Any], pack_bytes: int | None = None) -> list[Any]:
@@ -295,5 +151,5 @@ def _all_reduce_sum(value: tf.Tensor) -> tf.Tensor:
     return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stop_gradient(value))
 
 
-def _replica_id() -> int:
+def replica_id() -> int:
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))

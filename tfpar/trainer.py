@@ -163,8 +163,7 @@ class Trainer:
         stream = self._stream(self._dataset(x, y, sample_weight, batch_size or 32, shuffle=False), steps)
         listeners = self._listeners(callbacks, verbose, 1, stream)
         logs = evaluate(Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None), True))
-        values = _compat.metrics_in_order(self.model, logs)
-        return logs if return_dict else values[0] if len(values) == 1 else values
+        return logs if return_dict else _compat.metrics_in_order(self.model, logs)
 
     def predict(
         self,

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfpar
 from tfpar import config
+
+# TensorFlow starts once a session, some tests here start it while they are collected, and other tests need devices.
+tfpar.use_logical_cpus(3)
 
 FEATURES = {
     "image": config.Feature(dtype="float32", shape=(3,)),

@@ -114,6 +114,38 @@ def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
     return tuple(tf.nest.pack_sequence_as(batch, [part[i] for part in parts]) for i in range(num_parts))
 
 
+def take_rows(batch: Any, start: Any, stop: Any) -> Any:
+    """Some consecutive rows of every tensor of a batch.
+
+    Args:
+        batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
+        start: The first row.
+        stop: The row after the last; there must be as many.
+
+    >>> take_rows({"a": tf.range(5)}, 1, 3)["a"].numpy().tolist()
+    [1, 2]
+    """
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else _rows_between(leaf, start, stop), batch)
+
+
+def join_batches(parts: Sequence[Any]) -> Any:
+    """One batch of the rows of several, in their order; the reverse of `split_batch`.
+
+    Args:
+        parts: Structures alike, `[rows, ...]` each.
+
+    >>> join_batches([tf.range(2), tf.range(1)]).numpy().tolist()
+    [0, 1, 0]
+    """
+
+    def join(*leaves: Any) -> Any:
+        if isinstance(leaves[0], tf.SparseTensor):
+            return tf.sparse.concat(0, list(leaves))
+        return None if leaves[0] is None else tf.concat(leaves, 0)
+
+    return tf.nest.map_structure(join, *parts)
+
+
 def _check_rows(leaves: Sequence[Any]) -> None:
     shapes = [leaf.shape for leaf in leaves if leaf is not None]
     if any(shape.rank == 0 for shape in shapes):

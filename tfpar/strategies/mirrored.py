@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import _compat, cluster, data, reduction
+from tfpar.division import Division
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.single_device import count_examples, forward, forward_backward, update_metrics
 
@@ -63,13 +64,15 @@ class Mirrored(Strategy):
         mirrored = cls.__new__(cls)
         devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in devices]
+        if all(device.startswith("CPU") for device in mirrored.devices):
+            _compat.reduce_on_one_device(strategy)
         mirrored._setup(strategy, None)
         return mirrored
 
     def _setup(self, strategy: tf.distribute.MirroredStrategy, pack_bytes: int | None) -> None:
         self._strategy = strategy
         self._pack_bytes = pack_bytes
-        self._divisions: weakref.WeakKeyDictionary[keras.Model, reduction.Division] = weakref.WeakKeyDictionary()
+        self._divisions: weakref.WeakKeyDictionary[keras.Model, Division] = weakref.WeakKeyDictionary()
         self.num_replicas = strategy.num_replicas_in_sync
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -132,19 +135,19 @@ class Mirrored(Strategy):
             ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
         """
         if self.num_replicas > 1:
-            self._divisions[model] = reduction.Division(model, batch)
+            self._divisions[model] = Division(model, batch)
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on the parts of a global batch; return the global loss, a scalar."""
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            with _layer_metrics_counted(model, counted):
+            with _own_metrics_counted(model, counted):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
             return loss, reduction.all_reduce_gradients(gradients, self._pack_bytes)
 
-        loss, gradients = self._run(model, on_replica, batch)
+        loss, gradients = self._run(model, on_replica, batch, training=True)
         variables = model.trainable_variables
         if variables:
             # `update` calls the function once on each replica, where every variable stands for its local copy.
@@ -162,12 +165,12 @@ class Mirrored(Strategy):
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            with _layer_metrics_counted(model, counted):
+            with _own_metrics_counted(model, counted):
                 loss, outputs = forward(model, inputs, targets, weights)
             _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
             return (loss,)
 
-        (loss,) = self._run(model, on_replica, batch)
+        (loss,) = self._run(model, on_replica, batch, training=False)
         return loss
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
@@ -200,7 +203,7 @@ class Mirrored(Strategy):
                     group=False,
                 )
 
-    def _run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any) -> Any:
+    def _run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any, training: bool) -> Any:
         """Run a function on every replica with all losses reduced globally.
 
         Args:
@@ -208,6 +211,7 @@ class Mirrored(Strategy):
             on_replica: Takes the replica's part and how many of its examples count in metrics; returns a tuple that
                 begins with the loss.
             batch: An element of the distributed dataset.
+            training: Whether the model trains.
 
         Returns:
             What the function returned, the loss as replica 0 has it.
@@ -224,7 +228,7 @@ class Mirrored(Strategy):
         with contextlib.ExitStack() as stack:
             stack.enter_context(_compat.replica_seeds(_replica_id))
             if model in self._divisions:
-                stack.enter_context(self._divisions[model].over_replicas(sizes, share))
+                stack.enter_context(self._divisions[model].over_replicas(training, sizes, share))
             if model.jit_compile:
                 # Compiles clusters of operations: XLA has no way through the communication between them.
                 stack.enter_context(tf.xla.experimental.jit_scope())
@@ -233,9 +237,9 @@ class Mirrored(Strategy):
 
 
 @contextlib.contextmanager
-def _layer_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None]:
-    """Take back what layers add to metrics of their own where another replica counts the examples."""
-    states = [variable for metric in _compat.layer_metrics(model) for variable in metric.variables]
+def _own_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None]:
+    """Take back what layers add to metrics of theirs where another replica counts the examples."""
+    states = [variable for metric in _compat.own_metrics(model) for variable in metric.variables]
     before = [tf.identity(variable.value) for variable in states]
     yield
     for variable, value in zip(states, before, strict=True):
@@ -254,7 +258,7 @@ def _update_metrics(model: keras.Model, loss: tf.Tensor, counted: tf.Tensor, *ba
 
 def _whole(parts: Sequence[Any], num_examples: tf.Tensor) -> Any:
     """Put the parts together again; where every part is the whole, the first is enough."""
-    return tf.nest.map_structure(lambda *pieces: tf.concat(pieces, 0)[:num_examples], *parts)
+    return data.take_rows(data.join_batches(parts), 0, num_examples)
 
 
 def _cross_device_ops(

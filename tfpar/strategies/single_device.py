@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat
+from tfpar import _compat, cluster
 from tfpar.strategies.base import Strategy
 
 
@@ -29,10 +29,7 @@ class SingleDevice(Strategy):
     num_replicas = 1
 
     def __init__(self, device: str | None = None) -> None:
-        names = [item.name.removeprefix("/device:") for item in tf.config.list_logical_devices()]
-        if device is not None and device.removeprefix("/device:").removeprefix("/") not in names:
-            raise ValueError(f"device must name a device of this machine, received {device!r}. There are: {names}.")
-        self.device = device
+        self.device = None if device is None else cluster.resolve_devices([device])[0]
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
@@ -117,7 +114,14 @@ def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any
         outputs = _compat.call_model(model, inputs, training=True)
         loss = _compat.compute_loss(model, inputs, targets, outputs, weights, training=True)
         scaled = model.optimizer.scale_loss(loss)
-    return loss, outputs, tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
+    gradients = tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
+    present = [gradient for gradient in gradients if gradient is not None]
+    # TensorFlow 2.21's graph optimizer can drop the edge that keeps a read before an update where the gradient does
+    # not need what was read; so the updates wait for all that the forward and backward passes give.
+    with tf.control_dependencies(tf.nest.flatten((loss, outputs, present), expand_composites=True)):
+        present = tf.nest.map_structure(tf.identity, present, expand_composites=True)
+    after = iter(present)
+    return loss, outputs, [None if gradient is None else next(after) for gradient in gradients]
 
 
 def forward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any]:

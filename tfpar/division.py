@@ -1,0 +1,211 @@
+"""How the losses of one model divide over replicas, found out before the first step."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import _compat, data
+from tfpar.reduction import ONE_VALUE, WAY_OUT, global_mean, global_sum, reduce_loss, replica_id
+
+Kind = Literal["mean", "sum"]
+Result = TypeVar("Result")
+
+
+class Division:
+    """How the losses of one model divide over replicas; found out before the first step.
+
+    Keras' own losses are divided by their true weights, summed over the replicas. What a layer adds with `add_loss`,
+    and what an overridden `compute_loss` returns, says nothing about how it was averaged, and on one device it makes
+    no difference. So those are computed on two parts of a batch and on both together: a sum adds up, a mean averages,
+    anything else cannot be divided.
+
+    Args:
+        model: A built and compiled model.
+        batch: Its first global batch, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
+
+    Raises:
+        ValueError: If a loss cannot be divided over replicas.
+    """
+
+    def __init__(self, model: keras.Model, batch: Any) -> None:
+        check_divisible(model)
+        self._own_loss: Kind | None = None
+        self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
+        parts = _parts(batch)
+        _tried(model, lambda: _check_shapes(model, parts[1:]))
+        if _compat.overridden(model, "compute_loss"):
+            (self._own_loss,) = _kinds(model, parts, _own_loss, f"What {type(model).__name__}.compute_loss returns")
+        else:
+            what = f"A loss added with add_loss to {model.name!r}"
+            evaluating = _kinds(model, parts, functools.partial(_added_losses, training=False), what)
+            num_training = len(_tried(model, lambda: _added_losses(model, parts[0], training=True)))
+            if num_training == len(evaluating):
+                training = evaluating  # found without the chance that training may bring into play
+            else:
+                training = _kinds(model, parts, functools.partial(_added_losses, training=True), what)
+            self._added_losses = {True: training, False: evaluating}
+
+    @contextlib.contextmanager
+    def over_replicas(self, training: bool, num_examples: Sequence[tf.Tensor], share: tf.Tensor) -> Iterator[None]:
+        """Reduce every loss that Keras computes inside this context over all replicas.
+
+        Args:
+            training: Whether the model trains or is evaluated.
+            num_examples: The number of examples of each local replica, int scalars, at least 1.
+            share: Scalar, what each of them counts: 1, or less where every replica has all examples.
+        """
+        added: dict[int, list[Any]] = collections.defaultdict(list)
+
+        def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
+            replica = replica_id()
+            value = _compat.aggregate_added_loss(model, loss)
+            position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
+            # A weight's penalty is not in the list: it is the same on every replica, and so a mean.
+            kind = "mean" if position is None else self._added_losses[training][position]
+            return _reduce_kind(kind, value, num_examples[replica], share)
+
+        def reduce_own_loss(loss: tf.Tensor) -> tf.Tensor:
+            return _reduce_kind(self._own_loss, loss, num_examples[replica_id()], share)
+
+        with _compat.collect_added_losses(lambda: added[replica_id()]):
+            if self._own_loss is None:
+                with _compat.loss_reduction(functools.partial(reduce_loss, share=share), reduce_added_loss):
+                    yield
+            else:
+                with _compat.local_losses(), _compat.compute_loss_then(reduce_own_loss):
+                    yield
+
+
+def _reduce_kind(kind: Kind | None, value: tf.Tensor, num_examples: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+    share = tf.cast(share, value.dtype)
+    if kind == "sum":
+        return global_sum(share * value)
+    weight = share * tf.cast(num_examples, value.dtype)
+    return global_mean(weight * value, weight)
+
+
+def check_divisible(model: keras.Model) -> None:
+    """Refuse losses whose part over some examples cannot be told from outside.
+
+    Raises:
+        ValueError: If a loss object reduces in a `__call__` of its own, or compares the examples of a batch, or if
+            `compute_loss` is overridden with several losses.
+    """
+    losses = _compat.flat_losses(model)
+    for loss in losses:
+        if isinstance(loss, keras.losses.Circle):
+            raise ValueError(
+                "keras.losses.Circle compares all examples of a batch, and a replica sees only its part. "
+                "Train on SingleDevice()."
+            )
+        if isinstance(loss, keras.losses.Loss) and type(loss).__call__ is not keras.losses.Loss.__call__:
+            raise ValueError(
+                f"Under several replicas a loss must leave the average over the batch to Keras, and "
+                f"{type(loss).__name__} has a __call__ of its own. Override `call` and return one value per example."
+            )
+    if _compat.overridden(model, "compute_loss") and len(losses) > 1:
+        raise ValueError(
+            f"Under several replicas a model that overrides compute_loss can be compiled with one loss, and "
+            f"{type(model).__name__} has {len(losses)}. Leave compute_loss to Keras, or train on SingleDevice()."
+        )
+
+
+def _parts(batch: Any) -> tuple[Any, Any, Any]:
+    """Return one example, up to three others (the same if there are none), and all of them."""
+    num_examples = int(_num_examples(batch))
+    first = data.take_rows(batch, 0, 1)
+    others = data.take_rows(batch, 1, min(4, num_examples)) if num_examples > 1 else first
+    return first, others, data.join_batches([first, others])
+
+
+def _num_examples(batch: Any) -> float:
+    return float(tf.shape(keras.tree.flatten(batch)[0])[0])
+
+
+def _added_losses(model: keras.Model, batch: Any, training: bool) -> list[float]:
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    added: list[Any] = []
+    with _compat.collect_added_losses(lambda: added):
+        _compat.call_model(model, inputs, training=training)
+    return [float(tf.reduce_sum(loss)) for loss in added]
+
+
+def _check_shapes(model: keras.Model, parts: Sequence[Any]) -> None:
+    """Refuse a loss whose values for one example depend in number on how many others there are."""
+    shapes: list[list[tuple[int, ...]]] = [[] for _ in parts]
+
+    for part, seen in zip(parts, shapes, strict=True):
+
+        def note(values: Any, *others: Any, seen: list[tuple[int, ...]] = seen) -> tf.Tensor:
+            seen.append(tuple(tf.convert_to_tensor(values).shape))
+            return tf.zeros((), tf.convert_to_tensor(values).dtype)
+
+        with _compat.loss_reduction(note, lambda model, loss: tf.zeros((), tf.convert_to_tensor(loss).dtype)):
+            _own_loss(model, part)
+    for of_few, of_all in zip(*shapes, strict=True):
+        if of_few[1:] != of_all[1:]:
+            raise ValueError(f"{ONE_VALUE}, and this one returned values of shapes {of_few} and {of_all}. {WAY_OUT}")
+
+
+def _own_loss(model: keras.Model, batch: Any) -> list[float]:
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    outputs = _compat.call_model(model, inputs, training=False)
+    return [float(_compat.compute_loss(model, inputs, targets, outputs, weights, training=False))]
+
+
+def _tried(model: keras.Model, call: Callable[[], Result], shake: bool = False) -> Result:
+    """Return what a call gives, and leave the model as it was; `shake` moves its weights for the time."""
+    before = [(variable, variable.numpy()) for variable in model.variables]
+    try:
+        if shake:
+            random = np.random.default_rng(0)
+            for variable in model.trainable_variables:
+                variable.assign_add(random.uniform(0.1, 0.3, variable.shape))
+        return call()
+    finally:
+        for variable, value in before:
+            if not np.array_equal(variable.numpy(), value, equal_nan=True):
+                variable.assign(value)
+
+
+def _kinds(
+    model: keras.Model, parts: Sequence[Any], losses_of: Callable[[keras.Model, Any], list[float]], what: str
+) -> list[Kind]:
+    """Classify each loss by its values on one example, on some others, and on all of them together."""
+
+    def measure() -> list[list[float]]:
+        return [losses_of(model, part) for part in parts]
+
+    num_others = _num_examples(parts[1])
+    kinds = [_kind(values, num_others, what) for values in zip(*_tried(model, measure), strict=True)]
+    if None in kinds:  # nothing to see with these weights: zero on every part
+        again = zip(*_tried(model, measure, shake=True), strict=True)
+        kinds = [kind or _kind(values, num_others, what) or "mean" for kind, values in zip(kinds, again, strict=True)]
+    return [kind for kind in kinds if kind is not None]
+
+
+def _kind(values: Sequence[float], num_others: float, what: str) -> Kind | None:
+    one, others, both = values
+    if one == others == both == 0:
+        return None
+    if _close((one + num_others * others) / (1 + num_others), both):
+        return "mean"
+    if _close(one + others, both):
+        return "sum"
+    raise ValueError(
+        f"{what} must be a sum or a mean over the batch to be divided over replicas, received {one:.6g} and "
+        f"{others:.6g} on two parts of a batch and {both:.6g} on both. Let it sum or average over the examples, or "
+        f"train on SingleDevice()."
+    )
+
+
+def _close(value: float, expected: float) -> bool:
+    return abs(value - expected) <= 1e-3 * max(abs(value), abs(expected), 1e-12)
