@@ -33,7 +33,7 @@ CASES = (
 # What parity means: tfpar.parity.TOLERANCES["float64"], which cannot be imported without TensorFlow.
 TOLERANCE = 1e-9
 TIMEOUT_SECONDS = 180.0
-NUM_WORDS_OF_ERROR = 9
+NUM_WORDS_OF_ERROR = 8
 
 # What TensorFlow and Keras write around the sentence that says what is wrong.
 _FRAME = re.compile(r"Graph execution error|Detected at node|File \"|\d+ root error|Exception encountered|in user code")

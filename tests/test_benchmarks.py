@@ -170,7 +170,7 @@ def test_the_parity_table_as_json_keeps_the_figures() -> None:
         (
             "Exception encountered when calling Cond.call().\n\n\x1b[1m`merge_call` called while defining a new graph "
             "or a tf.function. This can often happen",
-            "`merge_call` called while defining a new graph or a",
+            "`merge_call` called while defining a new graph or",
         ),
         ("{{function_node __wrapped__AddN}} Inputs must have the same size", "Inputs must have the same size"),
         ('in user code:\n\n  File "a.py", line 1\n    ValueError: No gradients', "No gradients"),

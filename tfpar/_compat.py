@@ -146,6 +146,11 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def recomputes(model: keras.Model) -> bool:
+    """Say whether a layer was built in a `keras.RematScope`, and so reads its weights in the backward pass too."""
+    return any(getattr(layer, "_remat_mode", None) is not None for layer in all_layers(model))
+
+
 def own_metrics(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics that the model and its layers hold and update in their calls (Keras 3.15)."""
     compiled = [

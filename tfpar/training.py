@@ -83,7 +83,7 @@ class Training:
 
     Args:
         caller: Calls the train loop.
-        validate: Evaluates after an epoch and returns its logs; None without validation data.
+        validate: Evaluates after an epoch and returns its logs; none where no validation is due.
         checkpoints: Where to write checkpoints; None for nowhere.
         interrupted: Says whether to stop after the current call.
     """

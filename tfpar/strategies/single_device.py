@@ -117,8 +117,10 @@ def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any
     gradients = tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
     present = [gradient for gradient in gradients if gradient is not None]
     # TensorFlow 2.21's graph optimizer can drop the edge that keeps a read before an update where the gradient does
-    # not need what was read; so the updates wait for all that the forward and backward passes give.
-    with tf.control_dependencies(tf.nest.flatten((loss, outputs, present), expand_composites=True)):
+    # not need what was read; so the updates wait for all that the forward pass gives. Where the backward pass reads
+    # again, they wait for all of that too; elsewhere it may overlap with updates, which two cores use.
+    reads = (loss, outputs, present if _compat.recomputes(model) else ())
+    with tf.control_dependencies(tf.nest.flatten(reads, expand_composites=True)):
         present = tf.nest.map_structure(tf.identity, present, expand_composites=True)
     after = iter(present)
     return loss, outputs, [None if gradient is None else next(after) for gradient in gradients]
