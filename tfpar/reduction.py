@@ -152,4 +152,5 @@ def _all_reduce_sum(value: tf.Tensor) -> tf.Tensor:
 
 
 def replica_id() -> int:
+    """Return the number of the replica whose function is being traced, from 0."""
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))

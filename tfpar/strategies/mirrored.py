@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfpar import _compat, cluster, data, reduction
 from tfpar.division import Division
+from tfpar.reduction import replica_id
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.single_device import count_examples, forward, forward_backward, update_metrics
 
@@ -178,7 +179,7 @@ class Mirrored(Strategy):
         parts, num_examples = batch
 
         def on_replica(parts: Sequence[Any]) -> Any:
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[_replica_id()])
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[replica_id()])
             return _compat.call_model(model, inputs, training=False)
 
         outputs = self._strategy.run(on_replica, args=(parts,))
@@ -223,10 +224,10 @@ class Mirrored(Strategy):
         counted = [tf.where(on_all, num_examples if index == 0 else 0, size) for index, size in enumerate(sizes)]
 
         def on_own_part(parts: Sequence[Any]) -> Any:
-            return on_replica(parts[_replica_id()], counted[_replica_id()])
+            return on_replica(parts[replica_id()], counted[replica_id()])
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_compat.replica_seeds(_replica_id))
+            stack.enter_context(_compat.replica_seeds(replica_id))
             if model in self._divisions:
                 stack.enter_context(self._divisions[model].over_replicas(training, sizes, share))
             if model.jit_compile:
@@ -292,7 +293,3 @@ def _own_statistics(model: keras.Model) -> list[keras.Variable]:
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
         for variable in (layer.moving_mean, layer.moving_variance)
     ]
-
-
-def _replica_id() -> int:
-    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
