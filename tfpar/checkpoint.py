@@ -3,28 +3,33 @@
     checkpoints/step-00000240.npz     weights, optimizer, metrics and random state by name;
     checkpoints/step-00000480.npz     position in epochs and data, and what callbacks remember, as JSON
 
-State has no layout: it is kept by the names of layers, never by device or replica, so a run resumes under another
-strategy. A file is written beside its place, flushed and renamed, so a crash never leaves half of one under a good
-name; a damaged one is passed over for the one before.
+State has no layout: a run resumes under another strategy or another number of workers. A damaged file is passed over
+for the one before.
+
+    training  ── snapshot ── steps ── steps ── steps ── snapshot ──      the state is copied out of the model,
+                    └── a thread: write, flush, rename ──────────┘       and a step never waits for the disk
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
-import re
 import sys
 import tempfile
 import time
-import zipfile
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfpar import checkpoint_file, model_state
+from tfpar.background import Background
 from tfpar.callback_state import extract_arrays, insert_arrays
+
+_STATE = "state.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Position:
         epoch: Completed epochs.
         step: Completed steps of the epoch that has begun.
         passes: Passes over the dataset that have begun before the current one.
-        batches: Batches taken from the current pass.
+        batches: Global batches taken from the current pass.
         stopped: Whether a callback has ended the training.
     """
 
@@ -46,13 +51,31 @@ class Position:
     stopped: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint in memory, apart from the model and the callbacks, which may go on.
+
+    Args:
+        step: Updates of the optimizer.
+        arrays: Everything by its name in the file.
+    """
+
+    step: int
+    arrays: dict[str, np.ndarray]
+
+
 class Checkpoints:
     """Write and read the checkpoints of one run in a directory.
 
+    Use it as a context around a training: at its end the last checkpoint is on the disk.
+
     Args:
         directory: The folder; made if absent.
-        every_seconds: The least time between two checkpoints; 0 writes one after every call of the inner loop.
+        every_seconds: The least time between two checkpoints; 0 writes one after every call of the inner loop, at the
+            disk's speed.
         keep: How many to keep, the newest.
+        asynchronous: Whether `save` returns when the state is copied and a thread writes it; otherwise when it is
+            written. At most one write is under way.
 
     Raises:
         ValueError: If `keep` is below 1 or `every_seconds` negative.
@@ -61,7 +84,9 @@ class Checkpoints:
         >>> trainer.fit(dataset, epochs=5, checkpoints=tfpar.Checkpoints("runs/digits/checkpoints"))
     """
 
-    def __init__(self, directory: str | Path, every_seconds: float = 60.0, keep: int = 3) -> None:
+    def __init__(
+        self, directory: str | Path, every_seconds: float = 60.0, keep: int = 3, asynchronous: bool = True
+    ) -> None:
         if keep < 1 or every_seconds < 0:
             raise ValueError(
                 f"keep must be at least 1 and every_seconds at least 0, received keep={keep} and "
@@ -70,15 +95,37 @@ class Checkpoints:
         self.directory = Path(directory)
         self._every_seconds = every_seconds
         self._keep = keep
+        self._asynchronous = asynchronous
+        self._background = Background("tfpar checkpoint")
         self._saved_at = time.monotonic()
         self._damaged: set[Path] = set()
 
+    def __enter__(self) -> Checkpoints:
+        """Begin a training."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Wait for the last write. Its error is raised, or told on standard error where another one leaves already."""
+        try:
+            self.wait()
+        except OSError as not_written:
+            if error is None:
+                raise
+            print(f"warning: the last checkpoint is not written: {not_written}.", file=sys.stderr)
+
     def due(self) -> bool:
-        """Say whether the time for the next checkpoint has come."""
+        """Say whether the time for the next checkpoint has come; not while one is being written.
+
+        Raises:
+            OSError: If the last one could not be written.
+        """
+        if self._every_seconds > 0 and self._background.busy():
+            return False
+        self.wait()
         return time.monotonic() - self._saved_at >= self._every_seconds
 
     def save(self, model: keras.Model, position: Position, callbacks: dict[str, Any]) -> Path | None:
-        """Write a checkpoint and remove the oldest beyond `keep`.
+        """Write a checkpoint and remove the oldest beyond `keep`; first wait for a write under way.
 
         Args:
             model: The model, with its optimizer and metrics.
@@ -86,38 +133,59 @@ class Checkpoints:
             callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
 
         Returns:
-            The file; None if a weight is not finite, since such a checkpoint would replace a good one.
+            The file, whole after `wait`; None if a weight is not finite, since such a checkpoint would replace a good
+            one.
 
         Raises:
-            OSError: If the disk is full or the folder cannot be written; earlier checkpoints stay.
+            OSError: If the disk is full or the folder cannot be written; earlier checkpoints stay. Of an asynchronous
+                write it comes from the next call of `save`, `due` or `wait`.
         """
-        arrays = {name: _to_array(variable) for name, variable in state_variables(model).items()}
+        self.wait()
+        snapshot = self.snapshot(model, position, callbacks)
+        self._saved_at = time.monotonic()
+        if snapshot is None:
+            return None
+        path = self._path(snapshot.step)
+        write_file = functools.partial(checkpoint_file.write, path, snapshot.arrays.items(), self._keep)
+        if self._asynchronous:
+            self._background.start(write_file)
+        else:
+            write_file()
+        return path
+
+    def snapshot(self, model: keras.Model, position: Position, callbacks: dict[str, Any]) -> Snapshot | None:
+        """Copy all that a checkpoint holds.
+
+        Args:
+            model: The model, with its optimizer and metrics.
+            position: Where the run stands.
+            callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
+
+        Returns:
+            The copy; None if a weight is not finite.
+        """
+        arrays = dict(model_state.read_arrays(model))
         if not all(np.isfinite(array).all() for name, array in arrays.items() if name.startswith("weights/")):
             return None
         step = int(model.optimizer.iterations.numpy())
-        path = self.directory / f"step-{step:08d}.npz"
         extracted: dict[str, np.ndarray] = {}
-        text = json.dumps({"position": dataclasses.asdict(position), "callbacks": extract_arrays(callbacks, extracted)})
-        self._write(path, {**arrays, **extracted, "state.json": np.array(text)})
-        for old in self._paths()[: -self._keep]:
-            old.unlink()
-        self._saved_at = time.monotonic()
-        return path
+        state = {
+            "step": step,
+            "position": dataclasses.asdict(position),
+            "callbacks": extract_arrays(callbacks, extracted),
+            "num_arrays": len(arrays) + len(extracted),
+        }
+        # A callback may change its arrays in place while they are written.
+        copies = {name: array.copy() for name, array in extracted.items()}
+        return Snapshot(step, {**arrays, **copies, _STATE: np.array(json.dumps(state))})
 
-    def _write(self, path: Path, arrays: dict[str, np.ndarray]) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for left_by_a_crash in self.directory.glob("*.unfinished"):
-            left_by_a_crash.unlink()
-        unfinished = path.with_suffix(".unfinished")
-        try:
-            with unfinished.open("wb") as file:
-                np.savez(file, allow_pickle=False, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on the disk.
+
+        Raises:
+            OSError: If it could not be written.
+        """
+        self._background.wait()
 
     def restore(self, model: keras.Model) -> tuple[Position, dict[str, Any]] | None:
         """Load the newest readable checkpoint into the model.
@@ -129,15 +197,41 @@ class Checkpoints:
             ValueError: If the checkpoint is of another model, or every checkpoint is damaged.
             OSError: If the folder cannot be written: better now than at the first checkpoint.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.directory):
-            pass
+        self._check_writable()
         found = self._newest()
-        if found is None:
-            return None
-        path, arrays, state = found
-        _assign(model, arrays, path)
-        return Position(**state["position"]), insert_arrays(state["callbacks"], arrays)
+        return None if found is None else self._assign(model, *found[1:])
+
+    def read(self) -> bytes | None:
+        """Return the newest readable checkpoint in one piece, to `load` it where there is no disk.
+
+        Returns:
+            The bytes; None if there is no checkpoint.
+
+        Raises:
+            ValueError: If every checkpoint is damaged.
+            OSError: If the folder cannot be written.
+        """
+        self._check_writable()
+        found = self._newest()
+        return None if found is None else found[0].read_bytes()
+
+    def load(
+        self, model: keras.Model, blob: bytes, assign: model_state.Assign = keras.Variable.assign
+    ) -> tuple[Position, dict[str, Any]]:
+        """Load into the model what `read` returned, here or on another worker.
+
+        Args:
+            model: The model, with its optimizer and metrics.
+            blob: A checkpoint in one piece.
+            assign: Sets a variable.
+
+        Returns:
+            The position and the state of the callbacks.
+
+        Raises:
+            ValueError: If the checkpoint is of another model, or damaged.
+        """
+        return self._assign(model, *_decode(blob), assign)
 
     def position(self) -> Position | None:
         """Return where the newest readable checkpoint stands; None if there is no checkpoint.
@@ -148,15 +242,19 @@ class Checkpoints:
         found = self._newest()
         return None if found is None else Position(**found[2]["position"])
 
+    def _check_writable(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.directory):
+            pass
+
     def _newest(self) -> tuple[Path, dict[str, np.ndarray], dict[str, Any]] | None:
         """Read the newest checkpoint that is whole: its file, its arrays, its JSON."""
-        paths = self._paths()
+        self.wait()
+        paths = checkpoint_file.paths(self.directory)
         for path in reversed(paths):
             try:
-                with np.load(path, allow_pickle=False) as file:
-                    arrays = {name: file[name] for name in file.files}
-                return path, arrays, json.loads(str(arrays.pop("state.json")))
-            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+                return path, *_decode(path)
+            except checkpoint_file.DamagedError as error:
                 self._warn_once(path, error)
         if paths:
             raise ValueError(
@@ -170,55 +268,29 @@ class Checkpoints:
             self._damaged.add(path)
             print(f"warning: {path} is damaged ({error}); using the checkpoint before it.", file=sys.stderr)
 
-    def _paths(self) -> list[Path]:
-        return sorted(self.directory.glob("step-*.npz"))
+    def _assign(
+        self,
+        model: keras.Model,
+        arrays: dict[str, np.ndarray],
+        state: dict[str, Any],
+        assign: model_state.Assign = keras.Variable.assign,
+    ) -> tuple[Position, dict[str, Any]]:
+        variables = {name: array for name, array in arrays.items() if not name.startswith("callbacks/")}
+        # Older files do not know their step.
+        origin = str(self._path(state["step"])) if "step" in state else f"The newest file in {self.directory}"
+        model_state.assign_arrays(model, variables, origin, assign)
+        return Position(**state["position"]), insert_arrays(state["callbacks"], arrays)
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}.npz"
 
 
-def state_variables(model: keras.Model) -> dict[str, Any]:
-    """Return every variable of a training run by name: weights and random state, optimizer, metrics.
-
-    The names are those of layers and slots, without the numbers that Keras gives to a name's second use in one
-    process, so that the same model function gives the same names. The order tells apart what is left equal.
-
-    Args:
-        model: A built and compiled model.
-    """
-    groups = {
-        "weights": model.variables,
-        "optimizer": model.optimizer.variables,
-        "metrics": [variable for metric in model.metrics for variable in metric.variables],
-    }
-    named: dict[str, Any] = {}
-    seen: set[int] = set()
-    for group, variables in groups.items():
-        for variable in variables:
-            if id(variable) in seen:
-                continue
-            seen.add(id(variable))
-            path = re.sub(r"_\d+(?=[_/]|$)", "", variable.path)
-            name, count = f"{group}/{path}", 1
-            while name in named:
-                count += 1
-                name = f"{group}/{path}#{count}"
-            named[name] = variable
-    return named
-
-
-def _to_array(variable: Any) -> np.ndarray:
-    array = np.asarray(variable.numpy())
-    # NumPy stores no bfloat16; every bfloat16 is exactly a float32.
-    return array.astype("float32") if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
-
-
-def _assign(model: keras.Model, arrays: dict[str, np.ndarray], path: Path) -> None:
-    variables = state_variables(model)
-    saved = {name: array.shape for name, array in arrays.items() if not name.startswith("callbacks/")}
-    wanted = {name: tuple(variable.shape) for name, variable in variables.items()}
-    if saved != wanted:
-        name = next(name for name in [*wanted, *saved] if saved.get(name) != wanted.get(name))
-        raise ValueError(
-            f"{path} is a checkpoint of another model: {name!r} has shape {saved.get(name, 'none')} there and "
-            f"{wanted.get(name, 'none')} in this model. Resume with the model that wrote it, or use another directory."
-        )
-    for name, variable in variables.items():
-        variable.assign(arrays[name])
+def _decode(source: Path | bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    arrays = checkpoint_file.decode(source)
+    if _STATE not in arrays:
+        raise checkpoint_file.DamagedError(f"it lacks {_STATE}")
+    state = json.loads(str(arrays.pop(_STATE)))
+    # One flipped bit in the zip's directory can hide members. Older files have no number.
+    if len(arrays) != state.get("num_arrays", len(arrays)):
+        raise checkpoint_file.DamagedError(f"it has {len(arrays)} of {state['num_arrays']} arrays")
+    return arrays, state
