@@ -1,0 +1,175 @@
+"""What is printed for batch systems: Slurm's options in bash that parses, and a TFJob that its own models accept."""
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tfpar import batch_systems
+
+COMMAND = ["python", "-m", "tfpar.train", "--set", "data.name=it's", '--directory=/runs/"a b"', "$(HOME) #é"]
+
+
+def test_the_slurm_script_asks_for_a_task_a_worker_and_cores_for_each() -> None:
+    options = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", batch_systems.slurm_script(3, COMMAND, 4), re.MULTILINE)
+    assert dict(options) == {
+        "job-name": "tfpar",
+        "ntasks": "3",
+        "cpus-per-task": "4",
+        "time": "24:00:00",
+        "signal": "TERM@120",
+        "requeue": "",
+        "output": "tfpar-%j.log",
+        "open-mode": "append",
+    }
+
+
+def test_all_options_of_the_slurm_script_stand_before_its_first_command() -> None:
+    lines = batch_systems.slurm_script(3, COMMAND, 4).splitlines()
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")], "sbatch would not read these"
+
+
+def test_bash_gets_the_command_word_by_word() -> None:
+    script = batch_systems.slurm_script(3, COMMAND, 4)
+    stand_ins = 'srun() { printf "%s\\0" "$@"; }\nscontrol() { echo unexpected; }\n'
+    completed = subprocess.run(["bash", "-c", stand_ins + script], capture_output=True, text=True, check=True)
+    words = completed.stdout.split("\0")[:-1]
+    assert words == ["--kill-on-bad-exit=1", "--distribution=block", "--cpus-per-task=4", "--label", *COMMAND]
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [(0, "", ""), (1, "", ""), (130, "", "requeue 7\n"), (130, "99", "requeue 7\n"), (130, "100", ""), (137, "", "")],
+)
+def test_only_workers_that_have_saved_go_back_into_the_queue(code: int, restarts: str, requeued: str) -> None:
+    script = batch_systems.slurm_script(2, COMMAND, 1)
+    variables = f"SLURM_JOB_ID=7\nSLURM_RESTART_COUNT={restarts}\n"
+    stand_ins = f'srun() {{ return {code}; }}\nscontrol() {{ echo "$@"; }}\n'
+    completed = subprocess.run(
+        ["bash", "-c", variables + stand_ins + script], capture_output=True, text=True, check=False
+    )
+    assert (completed.returncode, completed.stdout) == (code, requeued)
+
+
+def test_threads_of_a_slurm_task_are_its_cores() -> None:
+    script = batch_systems.slurm_script(2, COMMAND, 6)
+    assert [line for line in script.splitlines() if line.startswith("export")] == [
+        "export TF_NUM_INTRAOP_THREADS=6",
+        "export TF_NUM_INTEROP_THREADS=6",
+        "export OMP_NUM_THREADS=6",
+    ]
+
+
+@pytest.fixture
+def tfjob() -> dict[str, Any]:
+    """The manifest of three workers, as YAML reads it."""
+    yaml = pytest.importorskip("yaml", reason="reads the manifest; comes with kubeflow-training")
+    manifest: dict[str, Any] = yaml.safe_load(batch_systems.tfjob_manifest(3, COMMAND, 4))
+    return manifest
+
+
+def test_the_manifest_fits_the_models_of_kubeflow_and_kubernetes(tfjob: dict[str, Any]) -> None:
+    training = pytest.importorskip("kubeflow.training", reason="has the models of TFJob")
+    assert not list(problems(tfjob, "KubeflowOrgV1TFJob", training))
+
+
+def test_a_key_or_a_type_that_the_models_do_not_have_would_be_found(tfjob: dict[str, Any]) -> None:
+    training = pytest.importorskip("kubeflow.training", reason="has the models of TFJob")
+    worker = tfjob["spec"]["tfReplicaSpecs"]["Worker"]
+    worker["replica"] = 1
+    worker["template"]["spec"]["containers"][0]["command"] = "python"
+    worker["template"]["spec"]["containers"].append({"image": "without a name"})
+    assert list(problems(tfjob, "KubeflowOrgV1TFJob", training)) == [
+        ".spec.tfReplicaSpecs.Worker.replica: unknown to KubeflowOrgV1ReplicaSpec",
+        ".spec.tfReplicaSpecs.Worker.template.spec.containers.0.command: 'python' is no list[str]",
+        ".spec.tfReplicaSpecs.Worker.template.spec.containers.1: Invalid value for `name`, must not be `None`",
+    ]
+
+
+def problems(value: Any, kind: str, training: Any, path: str = "") -> Iterator[str]:
+    """What the generated models of Kubeflow and Kubernetes would not take; their own readers skip unknown keys."""
+    from kubernetes.client import models
+
+    if container := re.fullmatch(r"(list|dict)[\[(](?:str, )?(.+)[\])]", kind):
+        if type(value).__name__ != container[1]:
+            yield f"{path}: {value!r} is no {kind}"
+            return
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from problems(item, container[2], training, f"{path}.{key}")
+        return
+    model = getattr(training, kind, None) or getattr(models, kind, None)
+    if model is None:
+        if type(value).__name__ != kind:
+            yield f"{path}: {value!r} is no {kind}"
+        return
+    attributes = {key: attribute for attribute, key in model.attribute_map.items()}
+    for key, item in sorted(value.items()):
+        if key in attributes:
+            yield from problems(item, model.openapi_types[attributes[key]], training, f"{path}.{key}")
+        else:
+            yield f"{path}.{key}: unknown to {kind}"
+    try:
+        model(**{attributes[key]: item for key, item in value.items() if key in attributes})
+    except ValueError as error:
+        yield f"{path}: {error}"
+
+
+def test_the_operator_finds_its_container_and_a_policy_that_it_knows(tfjob: dict[str, Any]) -> None:
+    assert (tfjob["apiVersion"], tfjob["kind"]) == ("kubeflow.org/v1", "TFJob")
+    for replicas in tfjob["spec"]["tfReplicaSpecs"].values():
+        assert [container["name"] for container in replicas["template"]["spec"]["containers"]] == ["tensorflow"]
+        assert replicas["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+    assert tfjob["spec"]["runPolicy"]["cleanPodPolicy"] in ("Running", "All", "None")
+
+
+def test_one_replica_is_the_chief_and_it_alone_has_a_disk(tfjob: dict[str, Any]) -> None:
+    chief, worker = (tfjob["spec"]["tfReplicaSpecs"][name] for name in ("Chief", "Worker"))
+    assert (chief["replicas"], worker["replicas"]) == (1, 2)
+    pod = chief["template"]["spec"]
+    assert [mount["name"] for mount in pod["containers"][0]["volumeMounts"]] == [pod["volumes"][0]["name"]]
+    assert "volumes" not in worker["template"]["spec"]
+
+
+def test_every_pod_runs_the_same_command_with_its_cores_and_time_to_save(tfjob: dict[str, Any]) -> None:
+    for replicas in tfjob["spec"]["tfReplicaSpecs"].values():
+        pod = replicas["template"]["spec"]
+        container = pod["containers"][0]
+        assert [word.replace("$$(", "$(") for word in container["command"]] == COMMAND
+        assert {variable["value"] for variable in container["env"]} == {"4"}
+        assert container["resources"]["requests"]["cpu"] == container["resources"]["limits"]["cpu"] == "4"
+        assert pod["terminationGracePeriodSeconds"] == 120
+
+
+def test_kubernetes_puts_no_variable_into_the_command() -> None:
+    assert '- "$$(HOME) #é"\n' in batch_systems.tfjob_manifest(1, COMMAND, 1)
+
+
+def test_one_worker_is_a_chief_alone() -> None:
+    manifest = batch_systems.tfjob_manifest(1, COMMAND, 1)
+    assert "Chief:" in manifest
+    assert "Worker:" not in manifest
+
+
+@pytest.mark.parametrize("printer", [batch_systems.slurm_script, batch_systems.tfjob_manifest])
+@pytest.mark.parametrize(
+    ("num_workers", "command", "cores", "message"),
+    [
+        (0, ["python"], 1, "^num_workers must be at least 1, received 0. A job needs"),
+        (1, ["python"], -1, "^cores_per_worker must be at least 1, received -1. A job needs"),
+        (1, [], 1, "^command must have the words that run a worker, received none. Try"),
+    ],
+)
+def test_a_job_that_cannot_run_is_refused(
+    printer: Any, num_workers: int, command: list[str], cores: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        printer(num_workers, command, cores)
+
+
+def test_the_command_of_the_slurm_script_can_be_copied_to_a_shell() -> None:
+    line = next(line for line in batch_systems.slurm_script(2, COMMAND, 1).splitlines() if "tfpar.train" in line)
+    assert shlex.split(line) == COMMAND
