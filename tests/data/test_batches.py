@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfpar.data import class_weights, split_batch
+from tfpar.data import class_weights, num_rows, split_batch
 
 CLASSES = np.array([0, 2, 1, 2, 0, 1])
 
@@ -105,3 +105,13 @@ def test_structure_ragged_sparse_and_none_are_kept(rows: int) -> None:
 def test_what_cannot_be_cut_is_refused(batch: Any, num_parts: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_batch(batch, num_parts)
+
+
+def test_the_rows_of_a_batch_are_those_of_its_first_tensor() -> None:
+    ragged = tf.RaggedTensor.from_row_lengths(tf.range(3), tf.constant([2, 1], tf.int32))
+    sparse = tf.sparse.from_dense(tf.zeros([4, 5]))
+    batches = [(None, {"a": tf.zeros([3, 2])}), ragged, sparse, tf.zeros([0, 2])]
+    assert [int(num_rows(batch)) for batch in batches] == [3, 2, 4, 0]
+    assert {num_rows(batch).dtype for batch in batches} == {tf.int64}
+    with pytest.raises(ValueError, match=r"at least one tensor, but is \(None, None\)"):
+        num_rows((None, None))

@@ -140,10 +140,35 @@ def join_batches(parts: Sequence[Any]) -> Any:
 
     def join(*leaves: Any) -> Any:
         if isinstance(leaves[0], tf.SparseTensor):
-            return tf.sparse.concat(0, list(leaves))
+            return tf.sparse.concat(0, list(leaves), expand_nonconcat_dims=True)
         return None if leaves[0] is None else tf.concat(leaves, 0)
 
     return tf.nest.map_structure(join, *parts)
+
+
+def num_rows(batch: Any) -> tf.Tensor:
+    """How many examples a batch holds: the rows of its first tensor.
+
+    Args:
+        batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
+
+    Returns:
+        An int64 scalar.
+
+    Raises:
+        ValueError: No tensor at all.
+
+    >>> int(num_rows({"a": None, "b": tf.zeros([3, 2])}))
+    3
+    """
+    leaf = next((leaf for leaf in tf.nest.flatten(batch) if leaf is not None), None)
+    if leaf is None:
+        raise ValueError(f"A batch must hold at least one tensor, but is {batch!r}: leave out what is None.")
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int64)
+    return tf.shape(leaf, out_type=tf.int64)[0]
 
 
 def _check_rows(leaves: Sequence[Any]) -> None:
@@ -160,17 +185,9 @@ def _split_leaf(leaf: Any, num_parts: int) -> list[Any]:
         return [None] * num_parts
     rows: Any = leaf.shape[0]
     if rows is None:
-        rows = _dynamic_rows(leaf)
+        rows = num_rows(leaf)
     starts = [(i * rows + num_parts - 1) // num_parts for i in range(num_parts + 1)]
     return [_rows_between(leaf, start, stop) for start, stop in itertools.pairwise(starts)]
-
-
-def _dynamic_rows(leaf: Any) -> tf.Tensor:
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows()
-    return tf.shape(leaf, out_type=tf.int64)[0]
 
 
 def _rows_between(leaf: Any, start: Any, stop: Any) -> Any:

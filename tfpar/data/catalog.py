@@ -50,26 +50,41 @@ def read(settings: config.Data, split: str) -> Split:
         if key not in builder.info.features:
             raise ValueError(f'data.{field} is "{key}", but "{settings.name}" has: {", ".join(builder.info.features)}.')
     encoded = {key for key in keys if isinstance(builder.info.features[key], tfds.features.Image)}
-    stored = builder.as_dataset(
-        split=split,
-        shuffle_files=False,
-        decoders=tfds.decode.PartialDecoding(
-            dict.fromkeys(keys, True), decoders={key: tfds.decode.SkipDecoding() for key in encoded}
-        ),
-        read_config=tfds.ReadConfig(
-            interleave_cycle_length=FILES_AT_ONCE,
-            interleave_block_length=RECORDS_IN_A_ROW,
-            try_autocache=False,
-            skip_prefetch=True,
-        ),
-    )
+    instructions = split_info.file_instructions
+
+    def read_files(num_shards: int, shard: int) -> tf.data.Dataset:
+        stored = builder.as_dataset(
+            split=split,
+            shuffle_files=False,
+            decoders=tfds.decode.PartialDecoding(
+                dict.fromkeys(keys, True), decoders={key: tfds.decode.SkipDecoding() for key in encoded}
+            ),
+            read_config=tfds.ReadConfig(
+                interleave_cycle_length=FILES_AT_ONCE,
+                interleave_block_length=RECORDS_IN_A_ROW,
+                try_autocache=False,
+                skip_prefetch=True,
+                input_context=tf.distribute.InputContext(num_shards, shard) if num_shards > 1 else None,
+            ),
+        )
+        num_examples = sum(instruction.take for instruction in instructions[shard::num_shards])
+        return stored.apply(tf.data.experimental.assert_cardinality(num_examples))
 
     def decode(example: dict[str, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
         features = builder.info.features
         inputs, label = (features[key].decode_example(example[key]) if key in encoded else example[key] for key in keys)
         return inputs, label
 
-    return Split(stored, decode, split_info.num_examples, _num_classes(builder, settings), origin)
+    return Split(
+        stored=read_files(num_shards=1, shard=0),
+        decode=decode,
+        num_examples=split_info.num_examples,
+        num_classes=_num_classes(builder, settings),
+        origin=origin,
+        read_files=read_files,
+        num_files=len(instructions),
+        encoded=settings.input_key in encoded,
+    )
 
 
 def _num_classes(builder: Any, settings: config.Data) -> int | None:

@@ -1,7 +1,7 @@
 """The examples of one split as they are stored, and the checks that stop a run before its first step."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import tensorflow as tf
 
@@ -14,10 +14,24 @@ class Split(NamedTuple):
     num_examples: int | None
     num_classes: int | None
     origin: str  # for messages, such as 'split "train" of data set "mnist"'
+    read_files: Callable[[int, int], tf.data.Dataset]  # (num_shards, shard) -> stored examples of each such file
+    num_files: int
+    encoded: bool  # whether inputs are stored as encoded images
 
     def decoded(self) -> tf.data.Dataset:
         """Single `(input, label)` pairs in the order of storage."""
         return self.stored.map(self.decode, num_parallel_calls=tf.data.AUTOTUNE)
+
+    def shard(self, kind: Literal["file", "example", "batch"], num_shards: int, shard: int) -> "Split":
+        """One of several shards of the split: by files or by examples, each taken in turn before anything is decoded.
+
+        A split by "batch" is not divided.
+        """
+        if kind == "batch":
+            return self
+        stored = self.read_files(num_shards, shard) if kind == "file" else self.stored.shard(num_shards, shard)
+        num_examples = int(stored.cardinality())
+        return self._replace(stored=stored, num_examples=num_examples if num_examples >= 0 else None)
 
 
 def check(condition: tf.Tensor, sentence: tf.Tensor, value: tf.Tensor) -> tf.Tensor:

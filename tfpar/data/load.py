@@ -1,9 +1,4 @@
-"""From the data settings of a run to its batches: `load`, one pipeline for all stored examples.
-
-    read -> cache -> shuffle -> decode -> augment hook -> batch -> augment -> check labels -> normalise -> prefetch
-
-What is the same for every image of a batch, or cheaper for all of them at once, stands after `batch`.
-"""
+"""From the data settings of a run to its batches: `load`, and what it refuses."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,10 +6,11 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfpar import config
-from tfpar.data import catalog, examples, generated, images, records
+from tfpar.data import catalog, examples, generated, images, pipeline, records
+from tfpar.data.choice import ALL_READ, choose
 from tfpar.data.explain import explain
-
-Augment = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+from tfpar.data.pipeline import Augment, Finish
+from tfpar.data.shards import Sharded
 
 VALIDATION_SHARE = 10  # generated: one row of validation for each ten of training
 MAX_VALIDATION_ROWS = 100_000
@@ -23,18 +19,20 @@ MAX_VALIDATION_ROWS = 100_000
 class Loaded(NamedTuple):
     """The data of a run: batches `(inputs, labels)` of the global batch size, and what a model must know of them."""
 
-    train: tf.data.Dataset
+    train: tf.data.Dataset | Sharded  # Sharded where workers divide files or examples
     validation: tf.data.Dataset | None
     num_train_examples: int | None  # None: unknown before the first epoch ends (TFRecord files carry no count)
     num_classes: int | None  # None: regression
     input_shape: tuple[int, ...]  # of one example
+    division: str  # how workers divide the training examples and why, in a sentence
 
 
 def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: Augment | None = None) -> Loaded:
     """The training and validation batches that the settings describe; what cannot be read is refused here.
 
     Everything is fixed by `seed` (and by tf.data's global seed, `tf.random.set_seed`, where one is set), so that
-    `seek` brings back any position. Training data are shuffled and augmented, validation data are neither.
+    `seek` brings back any position. Training data are shuffled and augmented, validation data are neither. Where
+    `data.division` divides files or examples, the training batches come as `Sharded`; validation never does.
 
     Args:
         settings: The `data` section of a run.
@@ -72,57 +70,27 @@ def _stored(settings: config.Data, global_batch_size: int, seed: int, augment: A
     train = read(settings, settings.train_split)
     _check_inputs(settings, train, examples.first_input(train), augment)
     finish = _finish(settings, train)
-    batches = _training_batches(train, settings, global_batch_size, seed, augment)
+    choice = choose(settings, train, global_batch_size)
+    batches = pipeline.training(
+        train, settings, choice, global_batch_size=global_batch_size, seed=seed, augment=augment, finish=finish
+    )
     validation = None
     if settings.validation_split is not None:
         split = read(settings, settings.validation_split)
         examples.first_input(split)
         stored = split.decoded().cache() if settings.cache else split.decoded()
-        validation = _ready(stored.batch(global_batch_size), finish)
+        validation = pipeline.ready(stored.batch(global_batch_size), finish)
     return Loaded(
-        _ready(batches, finish),
+        batches,
         validation,
         train.num_examples,
         train.num_classes,
         tuple(train.decoded().element_spec[0].shape),
+        choice.sentence,
     )
 
 
-def _training_batches(
-    split: examples.Split, settings: config.Data, global_batch_size: int, seed: int, augment: Augment | None
-) -> tf.data.Dataset:
-    # Cached examples are decoded ones, that is what makes a cache worth its memory; a shuffle buffer alone holds
-    # them as stored, which is smaller.
-    dataset = split.decoded().cache() if settings.cache else split.stored
-    buffer_size = min(settings.shuffle_buffer, split.num_examples or settings.shuffle_buffer)
-    if buffer_size:
-        dataset = dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
-    if not settings.cache:
-        dataset = dataset.map(split.decode, num_parallel_calls=tf.data.AUTOTUNE)
-    if augment is not None:
-        dataset = _map_with_seeds(dataset, augment, seed + 1)
-    dataset = dataset.batch(global_batch_size)
-    if settings.augmentation:
-        change = lambda batch, seeds: images.augment(batch, seeds, settings.augmentation)  # noqa: E731
-        dataset = _map_with_seeds(dataset, change, seed + 2)
-    return dataset
-
-
-def _map_with_seeds(dataset: tf.data.Dataset, change: Augment, seed: int) -> tf.data.Dataset:
-    """Changes the inputs, each element with a seed of its own; the seeds are drawn anew, and replayably, each epoch."""
-    seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).batch(2, drop_remainder=True)
-
-    def apply(element: tuple[tf.Tensor, tf.Tensor], seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        inputs, labels = element
-        changed = tf.ensure_shape(change(inputs, seeds), inputs.shape)
-        return changed, labels
-
-    return tf.data.Dataset.zip((dataset, seeds)).map(apply, num_parallel_calls=tf.data.AUTOTUNE)
-
-
-def _finish(
-    settings: config.Data, train: examples.Split
-) -> Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]:
+def _finish(settings: config.Data, train: examples.Split) -> Finish:
     """The last map over batches: labels checked, inputs normalised."""
     normalise: Callable[[tf.Tensor], tf.Tensor] = tf.identity
     if settings.normalization == "unit":
@@ -137,15 +105,6 @@ def _finish(
         return normalise(inputs), labels
 
     return finish
-
-
-def _ready(
-    batches: tf.data.Dataset, finish: Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
-) -> tf.data.Dataset:
-    options = tf.data.Options()
-    options.deterministic = True
-    dataset = batches.map(finish, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
-    return dataset.with_options(options)
 
 
 def _check_inputs(settings: config.Data, train: examples.Split, inputs: tf.Tensor, augment: Augment | None) -> None:
@@ -195,4 +154,5 @@ def _generated(settings: config.Data, global_batch_size: int, seed: int, augment
 
     train = rows(settings.num_examples, 0, settings.shuffle_buffer > 0)
     validation = None if settings.validation_split is None else rows(num_validation, settings.num_examples, False)
-    return Loaded(train, validation, settings.num_examples, None, (settings.num_features,))
+    division = f"by batch, as rows are generated and not stored: {ALL_READ}"
+    return Loaded(train, validation, settings.num_examples, None, (settings.num_features,), division)

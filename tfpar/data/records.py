@@ -45,7 +45,16 @@ def read(settings: config.Data, split: str) -> Split:
         values = parse(record, settings.features)
         return values[settings.input_key], values[settings.label_key]
 
-    return Split(_records(paths), decode, None, settings.num_classes, f'split "{split}" in {settings.directory}')
+    return Split(
+        stored=_records(paths),
+        decode=decode,
+        num_examples=None,
+        num_classes=settings.num_classes,
+        origin=f'split "{split}" in {settings.directory}',
+        read_files=lambda num_shards, shard: _records(paths[shard::num_shards]),
+        num_files=len(paths),
+        encoded=settings.features[settings.input_key].dtype in _IMAGES,
+    )
 
 
 def files(settings: config.Data, split: str) -> list[Path]:

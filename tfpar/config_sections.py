@@ -1,0 +1,183 @@
+"""The sections of a run, each with its fields and what each field may hold; needs no TensorFlow."""
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+Value = TypeVar("Value")
+OrNone = Annotated[Value | None, BeforeValidator(lambda value: None if value == "none" else value)]
+Text = Annotated[str, Field(min_length=1)]
+ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)+$", examples=["trainers.regression.Regression"])]
+Device = Annotated[str, Field(pattern=r"^(CPU|GPU):[0-9]+$", examples=["GPU:0"])]
+Count = Annotated[int, Field(ge=1)]
+Patience = Annotated[int, Field(ge=0)]
+Limit = Annotated[float, Field(gt=0)]
+Momentum = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
+    """What all sections share: frozen, unknown keys refused, no conversion between types, finite numbers.
+
+    Mappings inside (`data.features`, `optimizer.settings`) are plain dicts: read them, never change them.
+    """
+
+
+class Model(Section):
+    """Which model the trainer class builds, and its regularization.
+
+    >>> Model(name="MobileNetV2", dropout=0.2).name
+    'MobileNetV2'
+    """
+
+    name: Text = Field("cnn", description="Read by the trainer class: cnn, linear, or a keras.applications name.")
+    l1: float = Field(0.0, ge=0, description="Factor of the L1 penalty on kernels.")
+    l2: float = Field(0.0, ge=0, description="Factor of the L2 penalty on kernels.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Share of units dropped before the last layer.")
+
+
+class Feature(Section):
+    """One declared feature of a TFRecord example.
+
+    >>> Feature(dtype="jpeg", shape=(224, 224, 3)).shape
+    (224, 224, 3)
+    """
+
+    dtype: Literal["float32", "float64", "int32", "int64", "string", "jpeg", "png"] = Field(
+        description="Type of the stored values; jpeg and png are encoded images, decoded to `shape`."
+    )
+    shape: tuple[Count, ...] = Field(
+        (), strict=False, description="Shape of one example, [] for a scalar; images: [height, width, channels]."
+    )
+
+
+class Data(Section):
+    """Where the examples come from and what happens to them before they reach the model.
+
+    >>> Data(name="mnist", augmentation=("shift",)).source
+    'tfds'
+    """
+
+    source: Literal["tfds", "tfrecord", "generated"] = Field(
+        "tfds", description="A TensorFlow Datasets name, a folder of TFRecord files, or generated rows."
+    )
+    name: Text = Field("digits", description="TensorFlow Datasets name; digits is embedded and needs no download.")
+    directory: OrNone[Text] = Field(None, description="tfds: its data_dir; tfrecord: the folder of the files.")
+    train_split: Text = Field("train", description="tfds: a split such as train[:80%]; tfrecord: sub-folder or prefix.")
+    validation_split: OrNone[Text] = Field("test", description="Like train_split; none trains without validation.")
+    features: dict[str, Feature] = Field({}, description="tfrecord: the features of one example, by their key.")
+    input_key: Text = Field("image", description="Feature that the model receives.")
+    label_key: Text = Field("label", description="Feature that the model predicts.")
+    num_classes: OrNone[Annotated[int, Field(ge=2)]] = Field(None, description="tfrecord classification: its classes.")
+    num_examples: int = Field(10_000_000, ge=1, description="generated: rows of the training split.")
+    num_features: int = Field(10, ge=1, description="generated: columns of one row.")
+    noise: float = Field(0.1, ge=0, description="generated: standard deviation of the noise on the labels.")
+    shuffle_buffer: int = Field(10_000, ge=0, description="Examples held to draw from at random; 0 keeps the order.")
+    augmentation: tuple[Literal["flip", "shift", "brightness"], ...] = Field(
+        (), strict=False, description="Random changes to training images, in this order."
+    )
+    normalization: Literal["none", "unit", "standard"] = Field(
+        "unit", description="unit: images to [0, 1]; standard: mean 0 and deviation 1, measured on the training split."
+    )
+    cache: bool = Field(False, description="Keep the examples in memory after the first epoch.")
+    division: Literal["auto", "file", "example", "batch"] = Field(
+        "auto", description="What a worker reads: its own files, its own examples, or all and its share of each batch."
+    )
+    num_shards: OrNone[Count] = Field(
+        None, description="Parts that files or examples are divided into; none: up to 8, a divisor of the global batch."
+    )
+
+
+class Training(Section):
+    """The loop: how long, how large a step, in which precision, and how the gradient is treated.
+
+    >>> Training(epochs=3, global_batch_size=128).precision
+    'float32'
+    """
+
+    epochs: int = Field(10, ge=1, description="Passes over the training split.")
+    global_batch_size: int = Field(64, ge=1, description="Examples in one step, over all replicas together.")
+    steps_per_call: Count | Literal["auto"] = Field(
+        "auto", description="Steps in one call of the compiled function; auto: about a tenth of a second's worth."
+    )
+    precision: Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"] = Field(
+        "float32", description="Keras dtype policy."
+    )
+    jit_compile: bool = Field(False, description="Compile the step with XLA; slower on CPU.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Steps whose gradients are averaged into one update.")
+    clipnorm: OrNone[Limit] = Field(None, description="Largest norm of each gradient.")
+    global_clipnorm: OrNone[Limit] = Field(None, description="Largest norm of all gradients.")
+    clipvalue: OrNone[Limit] = Field(None, description="Largest size of a gradient's element.")
+    ema_momentum: OrNone[Momentum] = Field(None, description="Moving average of the weights with this momentum.")
+    ema_overwrite_frequency: OrNone[Count] = Field(None, description="Updates before it replaces the weights.")
+    validation_freq: int = Field(1, ge=1, description="Epochs between two validations.")
+    checkpoint_seconds: float = Field(
+        60.0, ge=0, description="Least time between two checkpoints; one more at the end."
+    )
+    keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints that stay on disk.")
+
+
+class Optimizer(Section):
+    """Any Keras optimizer by name and settings, with warm-up and linear scaling of its learning rate.
+
+    Linear scaling and warm-up follow Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677), section 2.
+
+    >>> Optimizer(name="sgd", learning_rate=0.1, settings={"momentum": 0.9}).settings
+    {'momentum': 0.9}
+    """
+
+    name: Text = Field("adam", description="Any name that keras.optimizers.get accepts.")
+    learning_rate: float = Field(1e-3, gt=0, description="Learning rate, before scaling by base_batch_size.")
+    settings: dict[str, bool | int | float | str] = Field({}, description="Arguments for the Keras optimizer class.")
+    warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises to its value.")
+    base_batch_size: OrNone[Count] = Field(None, description="Scales learning_rate by global_batch_size over this.")
+
+
+class Strategy(Section):
+    """Where one step runs, and how gradients are reduced.
+
+    >>> Strategy(kind="mirrored", num_logical_cpus=2).all_reduce
+    'auto'
+    """
+
+    kind: Literal["auto", "single_device", "mirrored", "multi_worker"] = Field(
+        "auto",
+        description="auto: multi_worker in a job of several workers, mirrored over GPUs, else single_device.",
+    )
+    num_logical_cpus: int = Field(1, ge=1, description="Without GPUs: devices that a worker's CPU is split into.")
+    devices: OrNone[Annotated[tuple[Device, ...], Field(min_length=1, strict=False)]] = Field(
+        None, description='Only these devices, such as ["GPU:0", "GPU:1"].'
+    )
+    all_reduce: Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "ring"] = Field(
+        "auto", description="How replicas add their gradients; ring only over several workers."
+    )
+    pack_bytes: OrNone[Count] = Field(None, description="Gradient bytes reduced in one message.")
+    compression: OrNone[Literal["bfloat16"]] = Field(
+        None, description="multi_worker: round gradients to bfloat16 on their way, for half the bytes."
+    )
+    sync: Literal["step", "average"] = Field(
+        "step", description="multi_worker: add gradients every step, or train apart and average the weights."
+    )
+    average_every: Count = Field(1, description='sync = "average": steps between two averages.')
+    average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
+    form_seconds: float = Field(300.0, gt=0, description="multi_worker: how long to wait for all workers to appear.")
+    silence_seconds: float = Field(
+        30.0, ge=1, description="multi_worker: how long a worker may be silent before the others give it up."
+    )
+
+
+class Callbacks(Section):
+    """What watches the run.
+
+    >>> Callbacks(early_stopping_patience=3).monitor
+    'val_loss'
+    """
+
+    early_stopping_patience: OrNone[Patience] = Field(None, description="Epochs without improvement before a stop.")
+    reduce_learning_rate_patience: OrNone[Patience] = Field(
+        None, description="Reduce the learning rate after this many epochs without improvement."
+    )
+    monitor: Text = Field("val_loss", description="The log that decides about improvement.")
+    tensorboard: bool = Field(True, description="Write TensorBoard logs into the run directory.")
+    check_replicas_every_steps: OrNone[Count] = Field(
+        None, description="Steps between two checks that all replicas hold equal weights."
+    )
