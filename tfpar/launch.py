@@ -1,0 +1,146 @@
+"""`python -m tfpar.launch`: start the workers of a job on this machine, or print what starts them on a cluster.
+
+python -m tfpar.launch --num_workers 2 -- --config configs/digits.toml      arguments of tfpar.train
+python -m tfpar.launch --num_workers 2 -- script.py --epochs 3              a script of one's own
+python -m tfpar.launch --num_workers 2 -- -m package.module                 a module of one's own
+python -m tfpar.launch --num_workers 4 --print slurm -- --config configs/digits.toml
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+from tfpar import batch_systems
+from tfpar.launcher import Job, launch
+
+_NUM_WORKERS = flags.DEFINE_integer("num_workers", None, "How many workers; worker 0 is the chief.")
+_MAX_RESTARTS = flags.DEFINE_integer("max_restarts", 0, "How many times all start again after a failure.")
+_CORES_PER_WORKER = flags.DEFINE_integer(
+    "cores_per_worker", None, "Cores and threads of a worker; by default the cores of this machine, divided."
+)
+_GRACE_SECONDS = flags.DEFINE_float("grace_seconds", 30.0, "Seconds between the request to stop and SIGKILL.")
+_PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: The program's name, then what every worker gets.
+
+    Returns:
+        The exit code: 0 when all ended well, 1 on an error here, else that of the worker that failed first, or
+        128 + n when signal n stopped the job.
+    """
+    try:
+        num_workers, cores_per_worker = _num_workers(), _cores_per_worker()
+        words = worker_words(argv[1:])
+        if _PRINT.value is not None:
+            print(_submission(_PRINT.value, num_workers, ["python", *words], cores_per_worker), end="")
+            return 0
+        _refuse_other_job()
+        _at_least("max_restarts", _MAX_RESTARTS.value, 0)
+        _at_least("grace_seconds", _GRACE_SECONDS.value, 0)
+        command = [sys.executable, *words]
+        return launch(Job(command, num_workers, cores_per_worker, _MAX_RESTARTS.value, _GRACE_SECONDS.value))
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def worker_words(given: Sequence[str]) -> list[str]:
+    """Return what Python gets to run a worker.
+
+    Args:
+        given: What followed `--`: flags of `tfpar.train`, or `-m` and a module, or a `.py` file, and its arguments.
+
+    Raises:
+        ValueError: If it is none of these.
+
+    Example:
+        >>> worker_words(["--config", "configs/digits.toml"])
+        ['-m', 'tfpar.train', '--config', 'configs/digits.toml']
+    """
+    first = given[0] if given else "--"
+    if first == "-m" and len(given) > 1:
+        return list(given)
+    if first.endswith(".py") and not first.startswith("-"):
+        if not Path(first).is_file():
+            raise ValueError(f"{first}: there is no such file in {os.getcwd()}. Give the path of the script.")
+        return list(given)
+    if first.startswith("--"):
+        return ["-m", "tfpar.train", *given]
+    raise ValueError(
+        f"After -- comes a flag of tfpar.train such as --config, a script that ends in .py, or -m and a module, "
+        f"received {' '.join(given)!r}."
+    )
+
+
+def _num_workers() -> int:
+    if _NUM_WORKERS.value is None:
+        raise ValueError("--num_workers must say how many workers start, and it is not set. Try --num_workers 2.")
+    _at_least("num_workers", _NUM_WORKERS.value, 1)
+    return int(_NUM_WORKERS.value)
+
+
+def _cores_per_worker() -> int:
+    if _CORES_PER_WORKER.value is None:
+        return max(1, len(os.sched_getaffinity(0)) // _num_workers())
+    _at_least("cores_per_worker", _CORES_PER_WORKER.value, 1)
+    return int(_CORES_PER_WORKER.value)
+
+
+def _submission(kind: str, num_workers: int, command: Sequence[str], cores_per_worker: int) -> str:
+    printers = {"slurm": batch_systems.slurm_script, "tfjob": batch_systems.tfjob_manifest}
+    if kind not in printers:
+        raise ValueError(f"--print must be one of {', '.join(printers)}, received {kind!r}.")
+    return printers[kind](num_workers, command, cores_per_worker)
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    if not value >= least:
+        raise ValueError(f"--{name} must be at least {least}, received {value}.")
+
+
+def _refuse_other_job() -> None:
+    if os.environ.get("TF_CONFIG"):
+        raise ValueError(
+            "TF_CONFIG must not be set: this process belongs to a job already, and tfpar.launch makes a job of its "
+            "own. On every machine of a cluster run python -m tfpar.train; for a job on this machine, unset TF_CONFIG."
+        )
+
+
+def _parse(arguments: Sequence[str]) -> list[str]:
+    """Take the flags before `--`; what follows is the workers' own, even where it looks like one of ours."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    try:
+        _, *others = flags.FLAGS(arguments[:end])
+        if others:
+            raise flags.Error(f"{others[0]!r} is no flag")
+    except flags.Error as error:
+        print(
+            f"error: {error}. What the workers get follows after --, as in "
+            "python -m tfpar.launch --num_workers 2 -- --config configs/digits.toml",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    return [arguments[0], *arguments[end + 1 :]]
+
+
+def run() -> None:
+    """Entry point of the console script `tfpar-launch`."""
+    app.run(main, flags_parser=_parse)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,176 @@
+"""One worker: a process with its own cores, its place in the cluster, and no way to outlive its launcher."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from tfpar import tf_config
+from tfpar.launcher import guardian
+from tfpar.launcher.lines import Lines
+
+TAIL_LINES = 20
+# What TensorFlow and the libraries below it read. As many threads as cores in each pool: with two inter-op threads on
+# one core, Keras' fit took 1.7 times as long as with one.
+THREAD_SETTINGS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_READ_BYTES = 1 << 16
+
+
+def environment_of(
+    rank: int, addresses: Sequence[str], cores_per_worker: int, given: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment of a worker: its place in the cluster, and threads for the cores it has.
+
+    Args:
+        rank: Which worker, from 0, the chief.
+        addresses: `host:port` of every worker, in the order of ranks.
+        cores_per_worker: How many cores it has.
+        given: The launcher's own environment. Thread settings that stand there stay: the user chose them.
+
+    Example:
+        >>> environment_of(0, ["127.0.0.1:4000"], 2, {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"]
+        '1'
+    """
+    threads = dict.fromkeys(THREAD_SETTINGS, str(cores_per_worker))
+    return {**threads, **given, "TF_CONFIG": tf_config.to_tf_config(addresses, rank), "PYTHONUNBUFFERED": "1"}
+
+
+def cores_of(rank: int, num_workers: int, cores_per_worker: int, available: Sequence[int]) -> list[int]:
+    """Return the cores on which a worker may run: its own, or all where there are too few for everyone.
+
+    Args:
+        rank: Which worker, from 0.
+        num_workers: How many there are.
+        cores_per_worker: How many cores each shall have.
+        available: The cores that the launcher may use.
+
+    Example:
+        >>> cores_of(1, 2, 2, [0, 1, 2, 3])
+        [2, 3]
+    """
+    if num_workers * cores_per_worker > len(available):
+        return list(available)  # fixed to shared cores, some workers would be slower than others
+    return list(available[rank * cores_per_worker : (rank + 1) * cores_per_worker])
+
+
+class Stream:
+    """One of the two outputs of a worker, on its way to the launcher's own."""
+
+    def __init__(self, source: IO[bytes], is_error: bool) -> None:
+        self.is_error = is_error
+        self.is_open = True
+        self.descriptor = source.fileno()
+        self._source = source
+        self._lines = Lines()
+
+    def read(self) -> list[bytes]:
+        """Return the lines that came; call it when there is something to read."""
+        data = os.read(self.descriptor, _READ_BYTES)
+        return self._lines.feed(data) if data else self._close()
+
+    def read_rest(self) -> list[bytes]:
+        """Close it and return what the dead left in the pipe. Somebody else may hold it open: nothing is waited for."""
+        if not self.is_open:
+            return []
+        os.set_blocking(self.descriptor, False)
+        with contextlib.suppress(BlockingIOError):
+            left = self.read()  # a pipe holds no more than that
+            return left + (self._close() if self.is_open else [])
+        return self._close()
+
+    def _close(self) -> list[bytes]:
+        self.is_open = False
+        self._source.close()
+        return self._lines.rest()
+
+
+class Worker:
+    """A worker process from its start to its end.
+
+    It leads a session and a process group of its own: a Ctrl-C on the terminal reaches the launcher alone, and
+    whatever a worker started can be ended together with it.
+
+    Args:
+        rank: Which worker, from 0.
+        command: What to run.
+        environment: All of its environment.
+        cores: The cores on which it may run.
+        guarded: File descriptor that `guardian.started` gave.
+        keeps_terminal: Whether its standard output is the launcher's own, a terminal, where it can draw.
+
+    Raises:
+        OSError: If the process cannot be started.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cores: Sequence[int],
+        guarded: int,
+        keeps_terminal: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.is_running = True  # until its end is seen
+        self.code = 0  # as Python gives it, -n for signal n; of no meaning before the end
+        self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
+        self._guarded = guarded
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=None if keeps_terminal else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_before_command(cores, guarded),
+        )
+        # Readable once the process has ended, whoever else ends at that moment: so the order of ends is known.
+        self.end = os.pidfd_open(self._process.pid)
+        sources = ((self._process.stdout, False), (self._process.stderr, True))
+        self.streams = [Stream(source, is_error) for source, is_error in sources if source is not None]
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether a signal such as SIGSTOP, or a debugger, has stopped it."""
+        with open(f"/proc/{self._process.pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM, and let it go on if it stands still, or it would never hear of it."""
+        os.kill(self._process.pid, signal.SIGTERM)
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it and all that it started, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Take note of its end, and end all that it started. Waits until it has ended."""
+        os.waitid(os.P_PIDFD, self.end, os.WEXITED | os.WNOWAIT)
+        self.kill()  # before its number is free for others
+        self.code, self.is_running = self._process.wait(), False
+        os.close(self.end)
+        guardian.tell(self._guarded, -self._process.pid)
+
+
+def _before_command(cores: Sequence[int], guarded: int) -> Callable[[], None]:
+    """Return what a new worker does before its command: between fork and exec, in a process with one thread."""
+    libc, launcher = ctypes.CDLL(None), os.getpid()
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it was killed before the line above
+            os._exit(1)
+        guardian.tell(guarded, os.getpid())
+        os.sched_setaffinity(0, cores)
+
+    return prepare
