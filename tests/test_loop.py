@@ -71,14 +71,16 @@ class Adder:
 
     def __init__(self, run_eagerly: bool = False) -> None:
         self.total = tf.Variable(0.0)
-        self.count = tf.Variable(0.0)
         self.run = compile_loop(
-            self._step, lambda: {"total": self.total.read_value()}, lambda: self.count, run_eagerly=run_eagerly
+            self._step,
+            lambda: {"total": self.total.read_value()},
+            lambda batch: tf.constant(3, tf.int64),
+            lambda upcoming: upcoming.has_value(),
+            run_eagerly=run_eagerly,
         )
 
     def _step(self, batch: tf.Tensor) -> tf.Tensor:
         self.total.assign_add(tf.where(tf.math.is_finite(batch), batch, 0.0))
-        self.count.assign_add(3.0)
         return batch
 
     def call(self, stream: Stream, num_steps: int) -> CallResult:

@@ -13,14 +13,16 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
-    ["_toml"],
-    ["config", "_compat"],
-    ["callback_state", "run_directory", "cluster", "data", "reduction", "checks", "loop"],
-    ["division"],
+    ["_toml", "background", "checkpoint_file", "config_sections", "slurm"],
+    ["config", "_compat", "batch_systems", "tf_config"],
+    ["callback_state", "run_directory", "cluster", "collectives", "data", "launcher", "model_state", "reduction"],
+    ["checks", "division", "loop"],
     ["strategies", "checkpoint", "stream"],
-    ["callbacks", "training", "trainer", "drop_in", "parity"],
+    ["alike", "callbacks"],
+    ["training", "trainer", "drop_in", "parity"],
     ["session"],
-    ["train"],
+    ["evaluator"],
+    ["train", "launch"],
 ]
 RUNG = {module: rung for rung, modules in enumerate(LADDER) for module in modules}
 

@@ -6,6 +6,7 @@ Written for Keras 3.15 and TensorFlow 2.21. Nothing else in tfpar imports from `
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -17,6 +18,11 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
+from tensorflow.python.distribute.values import SyncOnReadVariable
+from tensorflow.python.eager import context
 
 LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
 AddedLossReduction = Callable[[keras.Model, Any], tf.Tensor]
@@ -206,3 +212,79 @@ def flat_losses(model: keras.Model) -> list[Any]:
     """Return the loss objects and functions of a compiled model (Keras 3.15 keeps them in `_compile_loss`)."""
     compiled = model._compile_loss
     return [] if compiled is None else [entry for entry in keras.tree.flatten(compiled._user_loss) if entry is not None]
+
+
+def form_cluster(
+    resolver: Any, devices: list[str], form_seconds: float, silence_seconds: float
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Make a `MultiWorkerMirroredStrategy` over given local devices, with time limits.
+
+    TensorFlow 2.21 takes all GPUs, or one CPU, and its time limits come from the coordination service alone, which a
+    private method of the context configures. Configured before, the strategy keeps it.
+
+    Args:
+        resolver: Names the cluster, of one job `worker`, and this task.
+        devices: Local names such as `CPU:1`.
+        form_seconds: How long to wait for all workers.
+        silence_seconds: How long a worker may be silent.
+    """
+
+    def local_devices(extended: Any, resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker_device}/device:{name}" for name in devices), devices[0].split(":")[0]
+
+    spec = resolver.cluster_spec()
+    if spec.jobs and context.context().coordination_service is None:
+        context.context().configure_coordination_service(
+            service_type="standalone",
+            service_leader="/job:worker/replica:0/task:0",
+            coordinated_jobs=[
+                coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=spec.num_tasks("worker"))
+            ],
+            cluster_register_timeout_in_ms=int(1000 * form_seconds),
+            heartbeat_timeout_in_ms=int(1000 * silence_seconds),
+        )
+    with mock.patch.object(CollectiveAllReduceExtended, "_initialize_local_devices", local_devices):
+        return tf.distribute.MultiWorkerMirroredStrategy(resolver)
+
+
+def communicate_through(
+    strategy: tf.distribute.MultiWorkerMirroredStrategy, all_reduce: Callable[[Any, int], Any]
+) -> None:
+    """Let a strategy communicate where tfpar says so, and nowhere else.
+
+    TensorFlow 2.21 communicates where a metric's variable is read and where a variable is made. A callback that saves
+    on the chief alone would wait for ever for workers that do not save, and so would a worker that builds another
+    model. Reads give the sum over this worker's replicas, and variables begin as this worker makes them: tfpar adds
+    up metrics itself, and sends the chief's state to all before the first step. Inside a step, `all_reduce` of a
+    replica goes through tfpar's collectives, which reduce in pieces while the backward pass goes on.
+
+    Args:
+        strategy: The strategy to change.
+        all_reduce: Sums a tensor or `tf.IndexedSlices` over all replicas; called in replica context, with the number
+            of the replica among those of this process.
+    """
+    extended = strategy.extended
+
+    def reduce_in_step(reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None) -> Any:
+        replica = tf.distribute.get_replica_context()._replica_id
+        totals = [all_reduce(tensor, replica) for tensor in value]
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            return [total / tf.cast(strategy.num_replicas_in_sync, total.dtype) for total in totals]
+        return totals
+
+    extended._replica_ctx_all_reduce = reduce_in_step
+    extended._use_merge_call = lambda: False
+    extended._cross_device_ops = extended._host_cross_device_ops = tf.distribute.ReductionToOneDevice()
+    extended._get_variable_creator_initial_value = functools.partial(
+        MirroredExtended._get_variable_creator_initial_value, extended
+    )
+
+
+def is_summed_on_read(variable: keras.Variable) -> bool:
+    """Say whether each replica holds a part of a variable, as with metrics (TensorFlow 2.21)."""
+    return isinstance(variable.value, SyncOnReadVariable)
+
+
+def ordinal(strategy: tf.distribute.Strategy) -> int:
+    """Return the rank of this worker among those of its strategy, from 0 (TensorFlow 2.21)."""
+    return int(getattr(strategy.extended, "_id_in_cluster", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,13 @@ import keras
 import numpy as np
 
 FIGURES = ("examples_per_second", "step_milliseconds", "data_wait_share")
+_WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
 _TRAIN_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 
@@ -43,6 +51,53 @@ def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = Fal
     if type(callback).__module__.startswith("keras."):
         return False
     return any(getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in hooks)
+
+
+def writes_files(callback: keras.callbacks.Callback) -> bool:
+    """Say whether a callback is for the chief alone, since it writes what all workers would write alike.
+
+    A callback says so itself with an attribute `chief_only`; of Keras' own, those that write files do. What decides
+    about the training, such as `EarlyStopping`, runs on every worker.
+
+    Args:
+        callback: Any Keras callback.
+
+    Example:
+        >>> writes_files(keras.callbacks.CSVLogger("log.csv"))
+        True
+    """
+    return bool(getattr(callback, "chief_only", isinstance(callback, _WRITERS)))
+
+
+def callback_list(
+    callbacks: Sequence[keras.callbacks.Callback] | None,
+    model: keras.Model,
+    is_chief: bool,
+    verbose: int | str,
+    epochs: int,
+    steps: int | None,
+    add_history: bool,
+) -> keras.callbacks.CallbackList:
+    """Put together what listens to a training, as Keras' `fit` does; the chief alone writes and shows progress.
+
+    Args:
+        callbacks: The user's; None for none.
+        model: The model.
+        is_chief: Whether this process writes files and shows progress.
+        verbose: 0 silent, 1 or "auto" a progress bar, 2 a line an epoch.
+        epochs: Epochs in all, for the progress bar.
+        steps: Steps an epoch, for the progress bar; None where unknown.
+        add_history: Whether to add a `History`.
+    """
+    return keras.callbacks.CallbackList(
+        [callback for callback in callbacks or () if is_chief or not writes_files(callback)],
+        add_history=add_history,
+        add_progbar=verbose != 0 and is_chief,
+        verbose=1 if verbose == "auto" else verbose,
+        epochs=epochs,
+        steps=steps,
+        model=model,
+    )
 
 
 def _counts_batches(callback: keras.callbacks.Callback) -> bool:
@@ -234,6 +289,8 @@ class MetricsFile(keras.callbacks.Callback):
     Example:
         >>> trainer.fit(dataset, callbacks=[MetricsFile("runs/digits/metrics.jsonl")])
     """
+
+    chief_only = True
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()

@@ -60,13 +60,16 @@ def resolve_devices(devices: Sequence[str] | None) -> list[str]:
         >>> resolve_devices(["/device:CPU:0"])
         ['CPU:0']
     """
-    existing = {_short_name(device): device for device in _logical_devices()}
+    return _chosen(devices, [_short_name(device) for device in _logical_devices()])
+
+
+def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]:
     if devices is None:
         gpus = [name for name in existing if name.startswith("GPU")]
         return gpus or [name for name in existing if name.startswith("CPU")]
     names = [name.removeprefix("/").removeprefix("device:").upper() for name in devices]
     for name in names:
-        if name not in existing or names.count(name) > 1 or not names:
+        if name not in existing or names.count(name) > 1:
             raise ValueError(
                 f"devices must name different devices of this machine, received {list(devices)}. "
                 f"There are: {list(existing)}. Without GPUs, tfpar.use_logical_cpus(n) makes n CPU devices."
@@ -74,6 +77,26 @@ def resolve_devices(devices: Sequence[str] | None) -> list[str]:
     if not names:
         raise ValueError(f"devices must name at least one device, received []. There are: {list(existing)}.")
     return names
+
+
+def configured_devices(devices: Sequence[str] | None) -> list[str]:
+    """Return the short names of the devices asked for, as `resolve_devices` does, without starting TensorFlow.
+
+    A cluster must be formed before TensorFlow starts, and it starts when somebody asks for its logical devices.
+
+    Args:
+        devices: Names such as `"GPU:0"` or `"/device:CPU:1"`; None for all GPUs, or else all logical CPUs.
+
+    Raises:
+        ValueError: If a device does not exist or is named twice, or none is named.
+    """
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    num_cpus = len(tf.config.get_logical_device_configuration(cpu) or [None])
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    existing = [f"CPU:{index}" for index in range(num_cpus)] + [f"GPU:{index}" for index in range(num_gpus)]
+    return _chosen(devices, existing)
 
 
 def _logical_devices() -> list[tf.config.LogicalDevice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import _compat, data
-from tfpar.reduction import ONE_VALUE, WAY_OUT, global_mean, global_sum, reduce_loss, replica_id
+from tfpar.reduction import ONE_VALUE, WAY_OUT, global_mean, global_sum, local_replica_id, reduce_loss
 
 Kind = Literal["mean", "sum"]
 Result = TypeVar("Result")
@@ -53,6 +54,14 @@ class Division:
                 training = _kinds(model, parts, functools.partial(_added_losses, training=True), what)
             self._added_losses = {True: training, False: evaluating}
 
+    def to_json(self) -> str:
+        """Return what was found out, for other workers."""
+        return json.dumps([self._own_loss, self._added_losses[True], self._added_losses[False]])
+
+    def take_over(self, text: str) -> None:
+        """Believe what another worker found out, from examples of its own."""
+        self._own_loss, self._added_losses[True], self._added_losses[False] = json.loads(text)
+
     @contextlib.contextmanager
     def over_replicas(self, training: bool, num_examples: Sequence[tf.Tensor], share: tf.Tensor) -> Iterator[None]:
         """Reduce every loss that Keras computes inside this context over all replicas.
@@ -65,7 +74,7 @@ class Division:
         added: dict[int, list[Any]] = collections.defaultdict(list)
 
         def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
-            replica = replica_id()
+            replica = local_replica_id()
             value = _compat.aggregate_added_loss(model, loss)
             position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
             # A weight's penalty is not in the list: it is the same on every replica, and so a mean.
@@ -73,9 +82,9 @@ class Division:
             return _reduce_kind(kind, value, num_examples[replica], share)
 
         def reduce_own_loss(loss: tf.Tensor) -> tf.Tensor:
-            return _reduce_kind(self._own_loss, loss, num_examples[replica_id()], share)
+            return _reduce_kind(self._own_loss, loss, num_examples[local_replica_id()], share)
 
-        with _compat.collect_added_losses(lambda: added[replica_id()]):
+        with _compat.collect_added_losses(lambda: added[local_replica_id()]):
             if self._own_loss is None:
                 with _compat.loss_reduction(functools.partial(reduce_loss, share=share), reduce_added_loss):
                     yield
@@ -120,14 +129,10 @@ def check_divisible(model: keras.Model) -> None:
 
 def _parts(batch: Any) -> tuple[Any, Any, Any]:
     """Return one example, up to three others (the same if there are none), and all of them."""
-    num_examples = int(_num_examples(batch))
+    num_examples = int(data.num_rows(batch))
     first = data.take_rows(batch, 0, 1)
     others = data.take_rows(batch, 1, min(4, num_examples)) if num_examples > 1 else first
     return first, others, data.join_batches([first, others])
-
-
-def _num_examples(batch: Any) -> float:
-    return float(tf.shape(keras.tree.flatten(batch)[0])[0])
 
 
 def _added_losses(model: keras.Model, batch: Any, training: bool) -> list[float]:
@@ -184,7 +189,7 @@ def _kinds(
     def measure() -> list[list[float]]:
         return [losses_of(model, part) for part in parts]
 
-    num_others = _num_examples(parts[1])
+    num_others = float(data.num_rows(parts[1]))
     kinds = [_kind(values, num_others, what) for values in zip(*_tried(model, measure), strict=True)]
     if None in kinds:  # nothing to see with these weights: zero on every part
         again = zip(*_tried(model, measure, shake=True), strict=True)

@@ -31,7 +31,8 @@ class CallResult(NamedTuple):
 def compile_loop(
     step: Callable[[Any], tf.Tensor],
     logs: Callable[[], dict[str, tf.Tensor]],
-    num_examples: Callable[[], tf.Tensor],
+    num_examples: Callable[[Any], tf.Tensor],
+    has_more: Callable[[tf.experimental.Optional], tf.Tensor],
     *,
     jit_compile: bool = False,
     run_eagerly: bool = False,
@@ -45,7 +46,8 @@ def compile_loop(
     Args:
         step: Runs on one batch and returns the loss, a scalar.
         logs: Reads the metrics; called once, after the last step.
-        num_examples: Reads a counter of examples; called before the first step and after the last.
+        num_examples: Returns the number of examples of a batch.
+        has_more: Says whether there is an upcoming batch to train on.
         jit_compile: Compile the step with XLA.
         run_eagerly: Run Python step by step, for debugging.
 
@@ -54,24 +56,26 @@ def compile_loop(
     """
 
     def loop(iterator: tf.data.Iterator, upcoming: tf.experimental.Optional, num_steps: tf.Tensor) -> CallResult:
-        def more(done: Any, finite: Any, waited: Any, upcoming: tf.experimental.Optional) -> tf.Tensor:
-            return (done < num_steps) & finite & upcoming.has_value()
+        def more(going: Any, done: Any, *others: Any) -> tf.Tensor:
+            return going & (done < num_steps)
 
-        def one(done: Any, finite: Any, waited: Any, upcoming: tf.experimental.Optional) -> tuple[Any, ...]:
+        def one(going: Any, done: Any, finite: Any, examples: Any, waited: Any, upcoming: Any) -> tuple[Any, ...]:
             # The next batch is fetched while the step runs; what is left to wait for after it is the data's share.
-            loss = step(upcoming.get_value())
+            batch = upcoming.get_value()
+            loss = step(batch)
             following = iterator.get_next_as_optional()
             with tf.control_dependencies([loss]):
                 step_ended = tf.timestamp()
             with tf.control_dependencies([following.has_value()]):
                 data_arrived = tf.timestamp()
             waited += tf.maximum(data_arrived - step_ended, 0.0)
-            return done + 1, tf.math.is_finite(loss), waited, following
+            finite = tf.math.is_finite(loss)
+            return has_more(following) & finite, done + 1, finite, examples + num_examples(batch), waited, following
 
-        begin = (tf.constant(0), tf.constant(True), tf.constant(0.0, tf.float64), upcoming)
-        examples_before = tf.identity(num_examples())
-        done, finite, waited, upcoming = tf.while_loop(more, one, begin)
-        return CallResult(upcoming, done, finite, num_examples() - examples_before, waited, logs())
+        zero = tf.constant(0, tf.int64)
+        begin = (has_more(upcoming), tf.constant(0), tf.constant(True), zero, tf.constant(0.0, tf.float64), upcoming)
+        _, done, finite, examples, waited, upcoming = tf.while_loop(more, one, begin)
+        return CallResult(upcoming, done, finite, examples, waited, logs())
 
     if run_eagerly:
         return lambda iterator, upcoming, num_steps: loop(iterator, upcoming, tf.constant(num_steps))

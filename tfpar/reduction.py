@@ -94,13 +94,16 @@ def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
     return tf.reduce_sum(mask) * values_per_entry
 
 
-def all_reduce_gradients(gradients: Sequence[Any], pack_bytes: int | None = None) -> list[Any]:
+def all_reduce_gradients(
+    gradients: Sequence[Any], pack_bytes: int | None = None, compression: str | None = None
+) -> list[Any]:
     """Sum each gradient over all replicas; a `None` stays one.
 
     Args:
         gradients: Tensors or `tf.IndexedSlices` of this replica, one a variable.
         pack_bytes: Dense gradients are concatenated until a pack holds this many bytes, so that few large messages
             travel; None sends each by itself.
+        compression: Type to which dense gradients are rounded for the journey; None keeps theirs.
 
     Returns:
         The sums, in the order of `gradients`.
@@ -115,7 +118,9 @@ def all_reduce_gradients(gradients: Sequence[Any], pack_bytes: int | None = None
         for pack in packs
     ]
     sums = list(gradients)
-    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, messages) if messages else []
+    sent = [_rounded(message, compression) for message in messages]
+    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, sent) if sent else []
+    reduced = [_rounded(total, message.dtype) for total, message in zip(reduced, messages, strict=True)]
     for pack, message in zip(packs, reduced, strict=True):
         if len(pack) == 1:
             sums[pack[0]] = message
@@ -124,6 +129,10 @@ def all_reduce_gradients(gradients: Sequence[Any], pack_bytes: int | None = None
         for i, piece in zip(pack, pieces, strict=True):
             sums[i] = tf.reshape(piece, gradients[i].shape)
     return sums
+
+
+def _rounded(message: Any, dtype: Any) -> Any:
+    return message if dtype is None or isinstance(message, tf.IndexedSlices) else tf.cast(message, dtype)
 
 
 def _packs(gradients: Sequence[Any], present: Sequence[int], pack_bytes: int | None) -> list[list[int]]:
@@ -154,3 +163,8 @@ def _all_reduce_sum(value: tf.Tensor) -> tf.Tensor:
 def replica_id() -> int:
     """Return the number of the replica whose function is being traced, from 0."""
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
+def local_replica_id() -> int:
+    """Return the number of that replica among those of this process, from 0."""
+    return replica_id() % len(tf.distribute.get_strategy().extended.worker_devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import inspect
 import json
 import os
 import re
@@ -28,9 +29,11 @@ from tfpar.trainer import Trainer
 def train(run: config.Run, directory: RunDirectory) -> bool:
     """Train a run in its directory, from its newest checkpoint if there is one, and say what came of it.
 
+    In a job of several workers every worker calls this; only the chief reads and writes the folder, and speaks.
+
     Args:
         run: The resolved run.
-        directory: Its folder, claimed.
+        directory: Its folder, claimed by the chief.
 
     Returns:
         Whether the run is trained to its end; False if it was interrupted, with a checkpoint to resume from.
@@ -46,30 +49,35 @@ def train(run: config.Run, directory: RunDirectory) -> bool:
         if full := re.search(r"(\S+); No space left on device", error.message):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), full[1]) from error
         sentence = data.explain(error, run.data)
-        if sentence is None:
-            raise
-        raise ValueError(sentence) from error
+        if sentence is not None:
+            raise ValueError(sentence) from error
+        if lost := strategies.lost_worker(error):
+            raise ConnectionError(lost) from error
+        raise
     finally:
         if sys.stdout.isatty() and sys.exc_info()[0] is not None:
             print()  # leave the line of the progress bar
 
 
 def _train(run: config.Run, directory: RunDirectory) -> bool:
-    checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
-    position = checkpoints.position()
-    trained = position is not None and (position.stopped or position.epoch >= run.training.epochs)
-    if trained and directory.results.exists():
-        print(f"{directory.path} is trained to its end already. To train another run, choose another --directory.")
-        _print_summary(directory)
-        return True
     strategy = strategies.from_settings(run.strategy)
+    strategy.require_equal({"configuration": config.dump(run), "trainer's code": _source(run.trainer)})
+    checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
+    position = checkpoints.position() if strategy.is_chief else None
+    trained = position is not None and (position.stopped or position.epoch >= run.training.epochs)
+    (ends_here,) = strategy.add_up([trained and directory.results.exists()])
+    if ends_here:
+        if strategy.is_chief:
+            print(f"{directory.path} is trained to its end already. To train another run, choose another --directory.")
+            _print_summary(directory)
+        return True
     batch = run.training.global_batch_size
     if batch < strategy.num_replicas:
         raise ValueError(
             f"training.global_batch_size = {batch} does not reach every one of {strategy.num_replicas} replicas: "
             f"set it to at least {strategy.num_replicas}, or name fewer devices in strategy.devices."
         )
-    trainer = _trainer_class(run.trainer)(run, strategy)
+    trainer = trainer_class(run.trainer)(run, strategy)
     for name in ("train_data", "validation_data", "num_train_examples"):
         if not hasattr(trainer, name):
             raise ValueError(
@@ -77,7 +85,8 @@ def _train(run: config.Run, directory: RunDirectory) -> bool:
                 f"{name}: set it in __init__, None where there is none."
             )
     _check_monitor(run.callbacks, trainer)
-    _print_plan(run, directory, trainer)
+    if strategy.is_chief:
+        _print_plan(run, directory, trainer)
     if position is not None:
         print(f"Resuming after epoch {position.epoch} and {position.step} steps of the next.\n", flush=True)
     throughput = callbacks.Throughput()
@@ -93,32 +102,57 @@ def _train(run: config.Run, directory: RunDirectory) -> bool:
             checkpoints=checkpoints,
         )
     if trainer.interrupted:
-        print(f"\nStopped after step {_num_updates(trainer)}; a checkpoint is written.")
+        _meet(strategy)
+        if strategy.is_chief:
+            print(f"\nStopped after step {_num_updates(trainer)}; a checkpoint is written.")
         return False
-    trainer.save(directory.model)
-    _write_results(directory, trainer, throughput)
-    _print_summary(directory)
+    results = _results(directory, trainer, throughput)
+    if strategy.is_chief:
+        trainer.save(directory.model)
+        directory.results.write_text(json.dumps(results, indent=2) + "\n")
+        _print_summary(directory)
+    _meet(strategy)
     return True
 
 
-def _trainer_class(path: str) -> Any:
+def _meet(strategy: strategies.Strategy) -> None:
+    """Wait until the chief has written everything: a worker that leaves first would be taken for a lost one."""
+    strategy.add_up([0.0])
+
+
+def _source(path: str) -> str:
+    """Return the source of the module that holds a trainer class; empty where there is none to read."""
+    with contextlib.suppress(ImportError, OSError, TypeError, ValueError):
+        return inspect.getsource(inspect.getmodule(trainer_class(path)) or sys)
+    return ""
+
+
+def trainer_class(path: str) -> Any:
+    """Import the class of trainers that a run names.
+
+    Args:
+        path: Its import path, such as `trainers.regression.Regression`.
+
+    Raises:
+        ValueError: If there is none under that path.
+    """
     module_name, _, name = path.rpartition(".")
     # The command may run from any folder; a trainer class of the user's own lies in the current one.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        trainer_class = getattr(importlib.import_module(module_name), name)
+        found = getattr(importlib.import_module(module_name), name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(
             f"trainer must be the import path of a class, received {path!r}: {error}. "
             "trainers.image_classification.ImageClassification is one."
         ) from error
-    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer) and trainer_class is not Trainer):
+    if not (isinstance(found, type) and issubclass(found, Trainer) and found is not Trainer):
         raise ValueError(
             f"trainer must name a subclass of tfpar.Trainer, and {path!r} is none. "
             "trainers.image_classification.ImageClassification is one."
         )
-    return trainer_class
+    return found
 
 
 @contextlib.contextmanager
@@ -213,16 +247,19 @@ def _num_updates(trainer: Trainer) -> int:
     return int(trainer.model.optimizer.iterations.numpy())
 
 
-def _write_results(directory: RunDirectory, trainer: Any, throughput: callbacks.Throughput) -> None:
-    """Write the metrics of the model as it is saved: the last epoch's are of other weights after an early stop."""
+def _results(directory: RunDirectory, trainer: Any, throughput: callbacks.Throughput) -> dict[str, float]:
+    """Return the metrics of the model as it is saved: the last epoch's are of other weights after an early stop."""
+    logs = {}
+    if trainer.validation_data is not None:  # on all workers
+        logs = trainer.evaluate(trainer.validation_data, verbose=0, return_dict=True)
+    if not trainer.strategy.is_chief:
+        return {}
     last = callbacks.read_metrics(directory.metrics)[-1]
     speed = {name: last.pop(name) for name in callbacks.FIGURES if name in last}
     results = {"epochs": last.pop("epoch"), "steps": _num_updates(trainer)}
     results |= {name: value for name, value in last.items() if name != "step" and not name.startswith("val_")}
-    if trainer.validation_data is not None:
-        logs = trainer.evaluate(trainer.validation_data, verbose=0, return_dict=True)
-        results |= {f"val_{name}": value for name, value in logs.items()}
-    directory.results.write_text(json.dumps(results | speed | throughput.summary, indent=2) + "\n")
+    results |= {f"val_{name}": value for name, value in logs.items()}
+    return results | speed | throughput.summary
 
 
 def _print_summary(directory: RunDirectory) -> None:

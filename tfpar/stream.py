@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -20,6 +21,7 @@ class Stream:
     Args:
         dataset: What `Strategy.distribute` returned.
         steps_per_epoch: Steps an epoch; None for a whole pass.
+        has_more: Says whether there is an upcoming element to train on; None asks the element itself.
 
     Raises:
         ValueError: If the dataset is empty.
@@ -30,12 +32,18 @@ class Stream:
         3
     """
 
-    def __init__(self, dataset: tf.data.Dataset, steps_per_epoch: int | None = None) -> None:
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        steps_per_epoch: int | None = None,
+        has_more: Callable[[tf.experimental.Optional], tf.Tensor] | None = None,
+    ) -> None:
         # TensorFlow 2.21's autotuning thread sleeps for up to seconds, and an iterator waits for it when it is dropped:
         # once an epoch. Without it, AUTOTUNE stands for as many calls as there are cores, up to 16.
         options = tf.data.Options()
         options.autotune.enabled = False
         self._dataset = dataset.with_options(options)
+        self._has_more = has_more or (lambda upcoming: upcoming.has_value())
         self._continues = steps_per_epoch is not None
         cardinality = int(dataset.cardinality())
         self.steps_per_epoch = steps_per_epoch or (cardinality if cardinality >= 0 else None)
@@ -57,7 +65,7 @@ class Stream:
 
     def has_more(self) -> bool:
         """Say whether the pass has another batch."""
-        return bool(self.upcoming.has_value())
+        return bool(self._has_more(self.upcoming))
 
     def peek(self) -> Any:
         """Return the upcoming element without taking it."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from tfpar import config
+from tfpar import config, tf_config
 from tfpar.run_directory import RunDirectory
 
 _CONFIG = flags.DEFINE_string("config", None, "TOML file of the run; without it, the default run.")
@@ -37,9 +37,16 @@ def main(argv: list[str]) -> int:
         if _PRINT_CONFIG.value:
             print(config.dump(run), end="")
             return 0
+        job = tf_config.from_environment(os.environ)
         directory = RunDirectory(_DIRECTORY.value or Path("runs") / Path(_CONFIG.value or "default").stem)
-        directory.claim(run)
-        return _train(run, directory)
+        if job is not None and job.role == "evaluator":
+            return _evaluate(run, directory)
+        if job is not None and job.num_workers > 1:
+            tf_config.check_port_free(job)
+        is_chief = job is None or job.is_chief
+        if is_chief:
+            directory.claim(run)
+        return _train(run, directory, is_chief)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
@@ -52,17 +59,27 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-def _train(run: config.Run, directory: RunDirectory) -> int:
+def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
     from tfpar import cluster
 
-    with cluster.native_messages_to(directory.native_log):
+    # Workers other than the chief may have no disk to write on.
+    with cluster.native_messages_to(directory.native_log if is_chief else Path(os.devnull)):
         from tfpar import session
 
         trained = session.train(run, directory)
-    if not trained:
+    if not trained and is_chief:
         command = shlex.join(["python", "-m", "tfpar.train", *sys.argv[1:]])
         print(f"Resume with the same command:\n  {command}")
     return 0 if trained else INTERRUPTED
+
+
+def _evaluate(run: config.Run, directory: RunDirectory) -> int:
+    from tfpar import cluster
+
+    with cluster.native_messages_to(Path(os.devnull)):
+        from tfpar import evaluator
+
+        return 0 if evaluator.evaluate_checkpoints(run, directory) else INTERRUPTED
 
 
 def _sentence(error: Exception) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import _compat, checks, data, loop
+from tfpar.callbacks import callback_list
 from tfpar.checkpoint import Checkpoints
-from tfpar.strategies import SingleDevice, Strategy
+from tfpar.strategies import Distributed, SingleDevice, Strategy
 from tfpar.stream import Stream
 from tfpar.training import Caller, Training, evaluate
 
@@ -114,18 +116,20 @@ class Trainer:
         dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=shuffle)
         if class_weight is not None:
             dataset = data.class_weights(dataset, class_weight)
-        stream = self._stream(dataset, steps_per_epoch)
-        listeners = self._listeners(callbacks, verbose, epochs, stream, add_history=True)
+        stream, run_steps = self._stream(dataset, steps_per_epoch, "train")
+        listeners = self._listeners(callbacks, verbose, stream, epochs, add_history=True)
         self.interrupted = self.model.stop_training = False
         training = Training(
-            Caller(self._loop("train"), self.model, stream, listeners, self._steps_per_call(steps_per_call)),
+            self._caller(run_steps, stream, listeners, steps_per_call),
             self._validation(
                 validation_data, validation_batch_size or batch_size, validation_steps, validation_freq, listeners
             ),
             checkpoints,
             lambda: self.interrupted,
         )
-        logs = training.run(initial_epoch, epochs)
+        with checkpoints or contextlib.nullcontext():
+            logs = training.run(initial_epoch, epochs)
+        self.interrupted = training.was_interrupted
         if not self.interrupted:
             self.strategy.finalize_weights(self.model)
         listeners.on_train_end(logs)
@@ -160,9 +164,10 @@ class Trainer:
         Raises:
             ValueError: If the data are empty or do not fit the model.
         """
-        stream = self._stream(self._dataset(x, y, sample_weight, batch_size or 32, shuffle=False), steps)
-        listeners = self._listeners(callbacks, verbose, 1, stream)
-        logs = evaluate(Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None), True))
+        dataset = self._dataset(x, y, sample_weight, batch_size or 32, shuffle=False)
+        stream, run_steps = self._stream(dataset, steps, "evaluate")
+        listeners = self._listeners(callbacks, verbose, stream)
+        logs = evaluate(self._caller(run_steps, stream, listeners, testing=True))
         return logs if return_dict else _compat.metrics_in_order(self.model, logs)
 
     def predict(
@@ -186,9 +191,12 @@ class Trainer:
             ValueError: If the data are empty or do not fit the model.
         """
         dataset = self._dataset(x, None, None, batch_size or 32, shuffle=False)
-        stream = self._stream(dataset if steps is None else dataset.take(steps), None, targets=False)
+        dataset = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
+        distributed = self.strategy.distribute(dataset if steps is None else dataset.take(steps))
+        stream = Stream(distributed.dataset)
+        self._build(stream, targets=False)
         predict_batch = self._once("predict", self._compile_predict)
-        listeners = self._listeners(callbacks, verbose, 1, stream)
+        listeners = self._listeners(callbacks, verbose, stream)
         outputs: list[Any] = []
         listeners.on_predict_begin()
         while stream.has_more():
@@ -219,8 +227,10 @@ class Trainer:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def _dataset(self, x: Any, y: Any, sample_weight: Any, batch_size: int, *, shuffle: bool) -> tf.data.Dataset:
-        if not isinstance(x, tf.data.Dataset):
+    def _dataset(
+        self, x: Any, y: Any, sample_weight: Any, batch_size: int, *, shuffle: bool
+    ) -> tf.data.Dataset | data.Sharded:
+        if not isinstance(x, tf.data.Dataset | data.Sharded):
             return data.from_arrays(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=self.seed or 0)
         if y is not None or sample_weight is not None:
             raise ValueError(
@@ -229,32 +239,42 @@ class Trainer:
             )
         return x
 
-    def _stream(self, dataset: tf.data.Dataset, steps: int | None, targets: bool = True) -> Stream:
-        """Distribute a dataset, and create what the model only can with its first batch."""
-        stream = Stream(self.strategy.distribute(dataset), steps)
-        batch = self.strategy.global_batch(stream.peek())
+    def _stream(
+        self, dataset: tf.data.Dataset | data.Sharded, steps: int | None, kind: str
+    ) -> tuple[Stream, Callable[..., loop.CallResult]]:
+        """Distribute a dataset, create what the model only can with its first batch, and compile the loop over it."""
+        distributed = self.strategy.distribute(dataset)
+
+        def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
+            return self.strategy.has_more(upcoming, distributed)
+
+        stream = Stream(distributed.dataset, steps, has_more)
+        batch = self._build(stream, targets=True)
+        self._once("prepare", lambda: self.strategy.prepare(self.model, batch))
+        return stream, self._loop(kind, distributed)
+
+    def _build(self, stream: Stream, targets: bool) -> Any:
+        batch = self.strategy.local_batch(stream.peek())
         with self.strategy.scope():
             checks.build(self.model, batch, targets)
-        if targets:
-            self._once("prepare", lambda: self.strategy.prepare(self.model, batch))
-        return stream
+        return batch
+
+    def _caller(
+        self,
+        run_steps: Callable[..., loop.CallResult],
+        stream: Stream,
+        listeners: keras.callbacks.CallbackList,
+        steps_per_call: int | None = None,
+        testing: bool = False,
+    ) -> Caller:
+        fixed = self._steps_per_call(steps_per_call)
+        return Caller(run_steps, self.model, self.strategy, stream, listeners, fixed, testing)
 
     def _listeners(
-        self,
-        callbacks: Sequence[keras.callbacks.Callback] | None,
-        verbose: Verbose,
-        epochs: int,
-        stream: Stream,
-        add_history: bool = False,
-    ) -> keras.callbacks.CallbackList:
-        return keras.callbacks.CallbackList(
-            callbacks,
-            add_history=add_history,
-            add_progbar=verbose != 0,
-            verbose=1 if verbose == "auto" else verbose,
-            epochs=epochs,
-            steps=stream.steps_per_epoch,
-            model=self.model,
+        self, callbacks: Any, verbose: Verbose, stream: Stream, epochs: int = 1, add_history: bool = False
+    ) -> Any:
+        return callback_list(
+            callbacks, self.model, self.strategy.is_chief, verbose, epochs, stream.steps_per_epoch, add_history
         )
 
     def _validation(
@@ -270,8 +290,10 @@ class Trainer:
             return lambda epoch: {}
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=False)
-        stream = self._stream(dataset if steps is None else dataset.take(steps), None)
-        caller = Caller(self._loop("evaluate"), self.model, stream, listeners, self._steps_per_call(None), True)
+        if steps is not None:
+            dataset = (dataset.whole() if isinstance(dataset, data.Sharded) else dataset).take(steps)
+        stream, run_steps = self._stream(dataset, None, "evaluate")
+        caller = self._caller(run_steps, stream, listeners, testing=True)
 
         def validate(epoch: int) -> dict[str, float]:
             due = (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency
@@ -285,26 +307,26 @@ class Trainer:
         compiled = self.model.steps_per_execution
         return steps_per_call or (compiled if compiled > 1 else None) or (1 if self.model.run_eagerly else None)
 
-    def _loop(self, kind: str) -> Callable[..., loop.CallResult]:
+    def _loop(self, kind: str, distributed: Distributed) -> Callable[..., loop.CallResult]:
         model, strategy = self.model, self.strategy
         step = strategy.train_step if kind == "train" else strategy.evaluate_step
 
         def logs() -> dict[str, tf.Tensor]:
             if kind == "train":
                 strategy.end_call(model)
-            results: dict[str, tf.Tensor] = model.get_metrics_result()
-            return results
+            return strategy.metric_results(model)
 
         def compile_loop() -> Callable[..., loop.CallResult]:
             return loop.compile_loop(
                 lambda batch: step(model, batch),
                 logs,
-                lambda: _compat.loss_tracker(model).count.value,
+                lambda batch: strategy.num_examples(batch, distributed),
+                lambda upcoming: strategy.has_more(upcoming, distributed),
                 jit_compile=model.jit_compile and strategy.num_replicas == 1,
                 run_eagerly=model.run_eagerly,
             )
 
-        compiled: Callable[..., loop.CallResult] = self._once(kind, compile_loop)
+        compiled: Callable[..., loop.CallResult] = self._once(f"{kind} {distributed.ends_apart}", compile_loop)
         return compiled
 
     def _compile_predict(self) -> Callable[[Any], Any]:

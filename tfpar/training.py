@@ -17,9 +17,11 @@ import keras
 import numpy as np
 
 from tfpar import _compat, callback_state
+from tfpar.alike import begin_alike
 from tfpar.callbacks import wants_single_batches
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.loop import CallResult, StepsPerCall
+from tfpar.strategies import Strategy
 from tfpar.stream import Stream
 
 RunSteps = Callable[[Any, Any, int], CallResult]
@@ -32,6 +34,7 @@ class Caller:
     Args:
         run_steps: The compiled loop.
         model: The model, whose metrics are the logs.
+        strategy: Its workers run the same number of steps.
         stream: Where the batches come from.
         callbacks: They may ask for single batches, and are told how many examples a call took.
         steps_per_call: A number of steps to keep to; None to choose by time.
@@ -40,6 +43,7 @@ class Caller:
 
     run_steps: RunSteps
     model: keras.Model
+    strategy: Strategy
     stream: Stream
     callbacks: keras.callbacks.CallbackList
     steps_per_call: int | None = None
@@ -49,19 +53,26 @@ class Caller:
         """Begin with a single step: the first call compiles."""
         self._steps = StepsPerCall(self.steps_per_call)
 
-    def call(self, num_steps_left: int | None) -> tuple[int, bool, dict[str, float]]:
+    def wanted_steps(self) -> int:
+        """Return how many steps this worker would run in the next call; the chief's wish counts."""
+        if not self.strategy.is_chief:
+            return 0
+        single = self.steps_per_call is None and any(
+            wants_single_batches(callback, self.testing) for callback in self.callbacks.callbacks
+        )
+        multiple = self.strategy.steps_multiple
+        return -(-(1 if single else self._steps.next()) // multiple) * multiple
+
+    def call(self, num_steps: int, num_steps_left: int | None) -> tuple[int, bool, dict[str, float]]:
         """Run the next steps.
 
         Args:
+            num_steps: How many steps; the same on all workers.
             num_steps_left: The most steps to run; None for no limit but the data's.
 
         Returns:
             The steps done, whether their losses were finite, and the logs.
         """
-        single = self.steps_per_call is None and any(
-            wants_single_batches(callback, self.testing) for callback in self.callbacks.callbacks
-        )
-        num_steps = 1 if single else self._steps.next()
         num_steps = num_steps if num_steps_left is None else min(num_steps, num_steps_left)
         began = time.perf_counter()
         result = self.run_steps(self.stream.iterator, self.stream.upcoming, num_steps)
@@ -75,7 +86,25 @@ class Caller:
         for callback in self.callbacks.callbacks:
             if callback.params is not None:  # Keras' ProgbarLogger keeps none
                 callback.params.update(figures)
-        return done, bool(result.finite), to_python(result.logs)
+        logs = to_python(result.logs)
+        return done, bool(result.finite) and bool(np.isfinite(logs.get("loss", 0.0))), logs
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What all workers do next, decided once.
+
+    Args:
+        num_steps: Steps of the next call, as the chief wishes.
+        stop: Whether the training ends: a callback of some worker stops it.
+        interrupted: Whether it is interrupted: some worker was asked to stop.
+        save: Whether a checkpoint is written now, as the chief wishes.
+    """
+
+    num_steps: int
+    stop: bool
+    interrupted: bool
+    save: bool
 
 
 class Training:
@@ -85,7 +114,7 @@ class Training:
         caller: Calls the train loop.
         validate: Evaluates after an epoch and returns its logs; none where no validation is due.
         checkpoints: Where to write checkpoints; None for nowhere.
-        interrupted: Says whether to stop after the current call.
+        interrupted: Says whether this worker was asked to stop after the current call.
     """
 
     def __init__(
@@ -97,11 +126,13 @@ class Training:
     ) -> None:
         self._caller = caller
         self._model = caller.model
+        self._strategy = caller.strategy
         self._stream = caller.stream
         self._callbacks = caller.callbacks
         self._validate = validate
         self._checkpoints = checkpoints
         self._interrupted = interrupted
+        self.was_interrupted = False
         self._position = Position()
         self._initial_callbacks: dict[str, Any] = {}
 
@@ -114,10 +145,10 @@ class Training:
         self._callbacks.on_train_begin()
         self._resume(initial_epoch)
         logs: dict[str, float] = {}
-        while self._position.epoch < epochs and not self._position.stopped:
+        while self._position.epoch < epochs and not self._position.stopped and not self.was_interrupted:
             epoch = self._position.epoch
             logs = self._epoch(epoch)
-            if self._interrupted():
+            if self.was_interrupted:
                 self._save()
                 break
             validation = self._validate(epoch)
@@ -130,12 +161,17 @@ class Training:
 
     def _resume(self, initial_epoch: int) -> None:
         self._initial_callbacks = callback_state.remembered(self._callbacks.callbacks)
-        self._position = Position(epoch=_compat.restored_epoch(self._model) or initial_epoch)
-        restored = None if self._checkpoints is None else self._checkpoints.restore(self._model)
-        if restored is not None:
-            self._position, callbacks = restored
-            callback_state.restore(self._callbacks.callbacks, callbacks)
-            self._stream.seek(self._position.passes, self._position.batches)
+        fresh = Position(epoch=_compat.restored_epoch(self._model) or initial_epoch)
+        self._position, callbacks = begin_alike(self._model, self._strategy, self._checkpoints, fresh)
+        callback_state.restore(self._callbacks.callbacks, callbacks)
+        self._stream.seek(self._position.passes, self._position.batches)
+
+    def _decide(self, may_save: bool) -> Decision:
+        """Let all workers agree on what comes next."""
+        saves = may_save and self._strategy.is_chief and self._checkpoints is not None and self._checkpoints.due()
+        votes = (self._caller.wanted_steps(), self._model.stop_training, self._interrupted(), saves)
+        num_steps, stop, interrupted, save = self._strategy.add_up([float(vote) for vote in votes])
+        return Decision(int(num_steps), bool(stop > 0), bool(interrupted > 0), bool(save > 0))
 
     def _epoch(self, epoch: int) -> dict[str, float]:
         """Run the steps of an epoch that are left; return the logs at its end."""
@@ -146,28 +182,36 @@ class Training:
         self._callbacks.on_epoch_begin(epoch)
         logs: dict[str, float] = {}
         num_steps = self._stream.steps_per_epoch
+        decision = self._decide(may_save=False)
         while self._stream.has_more() and (num_steps is None or step < num_steps):
             self._callbacks.on_train_batch_begin(step)
-            done, finite, logs = self._caller.call(None if num_steps is None else num_steps - step)
+            done, finite, logs = self._caller.call(decision.num_steps, None if num_steps is None else num_steps - step)
             step += done
             self._callbacks.on_train_batch_end(step - 1, logs)
-            if not finite and not self._model.stop_training:
-                raise _not_finite(self._model, epoch, step)
             self._position = Position(epoch, step, self._stream.passes, self._stream.batches)
-            if self._model.stop_training or self._interrupted():
+            decision = self._decide(may_save=finite)
+            if not finite and not decision.stop:
+                raise _not_finite(self._model, epoch, step)
+            if decision.stop or decision.interrupted:
                 break
-            if self._checkpoints is not None and finite and self._checkpoints.due():
+            if decision.save:
                 self._save()
-        return logs or to_python(self._model.get_metrics_result())
+        self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
+        return logs or to_python(self._strategy.metric_results(self._model))
 
     def _end_epoch(self, last: bool) -> None:
-        stopped = bool(self._model.stop_training)
-        self._position = Position(self._position.epoch + 1, 0, *self._stream.next_epoch(), stopped)
-        if self._checkpoints is not None and (last or stopped or self._checkpoints.due()):
+        decision = self._decide(may_save=True)
+        self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
+        self._position = Position(self._position.epoch + 1, 0, *self._stream.next_epoch(), decision.stop)
+        if last or decision.stop or decision.interrupted or decision.save:
             self._save()
 
     def _save(self) -> None:
-        if self._checkpoints is not None:
+        """Write a checkpoint at the chief; all workers take part."""
+        if self._checkpoints is None:
+            return
+        self._strategy.gather_metrics(self._model)
+        if self._strategy.is_chief:
             state = callback_state.changed(
                 callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
             )
@@ -184,7 +228,8 @@ def evaluate(caller: Caller) -> dict[str, float]:
     step, num_steps = 0, stream.steps_per_epoch
     while stream.has_more() and (num_steps is None or step < num_steps):
         callbacks.on_test_batch_begin(step)
-        done, _, logs = caller.call(None if num_steps is None else num_steps - step)
+        (wanted,) = caller.strategy.add_up([caller.wanted_steps()])
+        done, _, logs = caller.call(int(wanted), None if num_steps is None else num_steps - step)
         step += done
         callbacks.on_test_batch_end(step - 1, logs)
     callbacks.on_test_end(logs)

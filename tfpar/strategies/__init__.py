@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import os
+
 import keras
 import tensorflow as tf
 
-from tfpar import cluster, config
-from tfpar.strategies.base import Strategy
+from tfpar import cluster, config, tf_config
+from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.mirrored import Mirrored
+from tfpar.strategies.multi_worker import MultiWorker
+from tfpar.strategies.preflight import lost_worker
 from tfpar.strategies.single_device import SingleDevice
 
-__all__ = ["Mirrored", "SingleDevice", "Strategy", "from_settings", "of"]
+__all__ = ["Distributed", "Mirrored", "MultiWorker", "SingleDevice", "Strategy", "from_settings", "lost_worker", "of"]
 
 
 def of(model: keras.Model) -> Strategy:
     """Return the strategy under whose scope a model was built.
 
     Args:
-        model: A model built under `tf.distribute.MirroredStrategy().scope()`, `tfpar.Mirrored().scope()` or none.
+        model: A model built under the scope of a `tf.distribute.MirroredStrategy`, of a
+            `tf.distribute.MultiWorkerMirroredStrategy`, of a tfpar strategy, or of none.
 
     Raises:
         TypeError: If it was built under another kind of `tf.distribute` strategy.
     """
     strategy = model.distribute_strategy
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return MultiWorker.of(strategy)
     if isinstance(strategy, tf.distribute.MirroredStrategy):
         return Mirrored.of(strategy)
     if strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy():
         return SingleDevice()
     raise TypeError(
-        f"tfpar.fit takes a model built under tf.distribute.MirroredStrategy or under no strategy, received one "
-        f"built under {type(strategy).__name__}. Build it with tfpar.Trainer(build_model, strategy)."
+        f"tfpar.fit takes a model built under tf.distribute.MirroredStrategy, MultiWorkerMirroredStrategy or no "
+        f"strategy, received one built under {type(strategy).__name__}. Build it with "
+        "tfpar.Trainer(build_model, strategy)."
     )
 
 
@@ -49,8 +57,36 @@ def from_settings(settings: config.Strategy) -> Strategy:
     """
     if settings.num_logical_cpus > 1:
         cluster.use_logical_cpus(settings.num_logical_cpus)
+    job = tf_config.from_environment(os.environ)
+    num_workers = 1 if job is None else job.num_workers
+    if settings.kind == "multi_worker" or (settings.kind == "auto" and num_workers > 1):
+        return _multi_worker(settings)
+    if num_workers > 1:
+        raise ValueError(
+            f'The environment describes a job of {num_workers} workers, and strategy.kind = "{settings.kind}" would '
+            'let each train by itself. Set "multi_worker" or "auto", or start one process without TF_CONFIG.'
+        )
     num_gpus = len(tf.config.list_logical_devices("GPU"))
     num_devices = num_gpus if settings.devices is None else len(settings.devices)
     if settings.kind == "mirrored" or (settings.kind == "auto" and num_devices > 1):
+        assert settings.all_reduce != "ring", "refused by the configuration's checks"
         return Mirrored(settings.devices, settings.all_reduce, settings.pack_bytes)
     return SingleDevice(None if settings.devices is None else settings.devices[0])
+
+
+def _multi_worker(settings: config.Strategy) -> MultiWorker:
+    if settings.all_reduce not in ("auto", "ring", "nccl"):
+        raise ValueError(
+            f'strategy.all_reduce = "{settings.all_reduce}" stays within one worker: set "ring", "nccl" or "auto".'
+        )
+    return MultiWorker(
+        settings.devices,
+        settings.all_reduce,
+        settings.pack_bytes,
+        compression=settings.compression,
+        sync=settings.sync,
+        every=settings.average_every,
+        average_optimizer=settings.average_optimizer,
+        form_seconds=settings.form_seconds,
+        silence_seconds=settings.silence_seconds,
+    )

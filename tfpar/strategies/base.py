@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
+
+from tfpar import data
+
+
+class Distributed(NamedTuple):
+    """A dataset whose elements the steps of a strategy take.
+
+    Args:
+        dataset: The elements.
+        ends_apart: Whether workers may run out of examples at different times; then its elements never end, and the
+            workers agree on when to stop.
+    """
+
+    dataset: tf.data.Dataset
+    ends_apart: bool = False
 
 
 class Strategy(abc.ABC):
@@ -19,6 +36,14 @@ class Strategy(abc.ABC):
     """
 
     num_replicas: int
+    num_workers: int = 1
+    rank: int = 0
+    steps_multiple: int = 1
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process decides for all workers and writes files."""
+        return self.rank == 0
 
     @abc.abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -29,12 +54,20 @@ class Strategy(abc.ABC):
         """Say in one line which devices run what."""
 
     @abc.abstractmethod
-    def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Turn a dataset of global batches into one whose elements the steps take."""
+    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
+        """Turn global batches into elements that the steps take."""
 
     @abc.abstractmethod
-    def global_batch(self, element: Any) -> Any:
-        """Return the global batch behind one element of the dataset that `distribute` returned."""
+    def local_batch(self, element: Any) -> Any:
+        """Return the batch of examples behind one element of the dataset that `distribute` returned."""
+
+    @abc.abstractmethod
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the size of the global batch behind an element, an int64 scalar; may communicate."""
+
+    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
+        """Say whether any worker has examples in the upcoming element, a boolean scalar; may communicate."""
+        return upcoming.has_value()
 
     @abc.abstractmethod
     def check_scope(self, model: keras.Model) -> None:
@@ -75,3 +108,40 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def finalize_weights(self, model: keras.Model) -> None:
         """Do what the optimizer leaves for the end of training: overwrite the weights with their moving average."""
+
+    def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
+        """Return the model's metrics over the examples of all workers."""
+        results: dict[str, tf.Tensor] = model.get_metrics_result()
+        return results
+
+    def gather_metrics(self, model: keras.Model) -> None:
+        """Let the chief's variables of metrics hold what all workers have counted."""
+        return  # one worker's do
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Set a variable so that it reads as `value`."""
+        variable.assign(value)
+
+    def add_up(self, values: Sequence[float]) -> np.ndarray:
+        """Return the sums of some numbers over all workers, who must all ask; outside of a step."""
+        return np.asarray(values, "float64")
+
+    def from_chief(self, message: bytes | None) -> bytes:
+        """Return the chief's message on every worker, who must all ask; outside of a step.
+
+        Args:
+            message: What the chief sends; the others' is not looked at.
+        """
+        assert message is not None
+        return message
+
+    def require_equal(self, facts: dict[str, str]) -> None:
+        """Refuse to train with workers that differ in a fact, such as a version; all workers must ask.
+
+        Args:
+            facts: Texts by what they are.
+
+        Raises:
+            ValueError: If a worker's text is not the chief's; on every worker.
+        """
+        return  # one worker is equal to itself

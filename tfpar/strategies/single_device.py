@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, cluster
-from tfpar.strategies.base import Strategy
+from tfpar import _compat, cluster, data
+from tfpar.strategies.base import Distributed, Strategy
 
 
 class SingleDevice(Strategy):
@@ -42,13 +42,17 @@ class SingleDevice(Strategy):
         gpus = tf.config.list_logical_devices("GPU")
         return f"SingleDevice on {'GPU:0' if gpus else 'CPU:0'}"
 
-    def distribute(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return the dataset as it is."""
-        return dataset
+    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
+        """Return the global batches as they are."""
+        return Distributed(dataset.whole() if isinstance(dataset, data.Sharded) else dataset)
 
-    def global_batch(self, element: Any) -> Any:
+    def local_batch(self, element: Any) -> Any:
         """Return the element: it is the global batch."""
         return element
+
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the number of examples of the batch."""
+        return data.num_rows(element)
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Accept every model: one device is what the others are measured by."""
@@ -73,7 +77,7 @@ class SingleDevice(Strategy):
             if gradients:
                 with _compat.one_device_optimizer():
                     model.optimizer.apply(gradients, model.trainable_variables)
-            update_metrics(model, loss, count_examples(inputs), inputs, targets, outputs, weights)
+            update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
@@ -81,7 +85,7 @@ class SingleDevice(Strategy):
         with self.scope():
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             loss, outputs = forward(model, inputs, targets, weights)
-            update_metrics(model, loss, count_examples(inputs), inputs, targets, outputs, weights)
+            update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
@@ -138,8 +142,3 @@ def update_metrics(
     """Add examples to the model's metrics, the loss weighted by their number."""
     _compat.loss_tracker(model).update_state(loss, sample_weight=num_examples)
     model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
-
-
-def count_examples(batch: Any) -> tf.Tensor:
-    """Return the number of examples of a batch, an int scalar."""
-    return tf.shape(keras.tree.flatten(batch)[0])[0]

@@ -1,0 +1,161 @@
+"""All-reduce over the replicas of all workers, in pieces that travel while the backward pass goes on.
+
+    backward pass   │ layer 3 │ layer 2 │ layer 1 │
+    stream 0                  │ piece │ piece │ piece
+    stream 1                  │ piece │ piece │ piece
+
+TensorFlow's collectives do the work (RING between CPUs, NCCL between GPUs). What stands here is which pieces there
+are, under which keys they meet, and how many of them travel at a time.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
+
+AllReduce = Literal["auto", "ring", "nccl"]
+
+PIECE_BYTES = 4 << 20
+GATHER_BYTES = 1 << 20
+NUM_STREAMS = 4
+# Group keys of TensorFlow's own strategies count up from 1; these stay clear of them.
+_GROUP_KEYS = itertools.count(1_000_000)
+_NUM_VARIANTS = 32
+_REDUCIBLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+class Group:
+    """Members, on one device each, that add up tensors together.
+
+    All members must ask for the same sums in the same order.
+
+    Args:
+        devices: The devices of this process's members, in order.
+        num_members: How many members there are in all processes together.
+        implementation: `"ring"`, `"nccl"`, or `"auto"` for TensorFlow's choice.
+        piece_bytes: A larger tensor travels in pieces of about this many bytes.
+
+    Example:
+        >>> group = Group(["CPU:0"], num_members=2)
+        >>> group.all_reduce(tf.constant([1.0, 2.0]))  # in both processes
+        <tf.Tensor: shape=(2,), dtype=float32, numpy=array([2., 4.], dtype=float32)>
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        num_members: int,
+        implementation: AllReduce = "auto",
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self.num_members = num_members
+        self._devices = devices
+        self._implementation = implementation
+        self._piece_bytes = piece_bytes
+        self._key = next(_GROUP_KEYS)
+        self._counts = [itertools.count(1) for _ in devices]
+        # A tf.function runs collectives of one token one after another, and those of different tokens side by side.
+        # NCCL needs one order on all devices.
+        num_streams = 1 if implementation == "nccl" else NUM_STREAMS
+        self._tokens = [
+            [_token(device, f"{self._key}/{member}/{stream}") for stream in range(num_streams)]
+            for member, device in enumerate(devices)
+        ]
+
+    def all_reduce(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
+        """Return the sum of all members' tensors, the same bits on each.
+
+        Args:
+            tensor: A dense tensor of numbers or truth values; of the same shape on every member.
+            member: The number of the member among those of this process.
+        """
+        if self.num_members == 1:
+            return tensor
+        if tensor.dtype not in _REDUCIBLE:
+            return tf.cast(self.all_reduce(tf.cast(tensor, tf.int64), member), tensor.dtype)
+        num_elements = tensor.shape.num_elements()
+        if num_elements is None:
+            size = tf.size(tensor)
+            exponent, padded = _pad_rows(tf.reshape(tensor, [-1]), size)
+            return tf.reshape(self._reduce(padded, member, exponent)[:size], tf.shape(tensor))
+        size_bytes = num_elements * tensor.dtype.size
+        if self.num_members == 2 and size_bytes < GATHER_BYTES and tensor.dtype != tf.bfloat16:
+            # One round of messages instead of the ring's two.
+            return tf.add_n(tf.unstack(tf.reshape(self._gather(tensor[None], member), [2, *tensor.shape])))
+        return self._reduce(tensor, member, num_subdivisions=-(-size_bytes // (self.num_members * self._piece_bytes)))
+
+    def all_gather(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
+        """Return the rows of all members' tensors, member by member, in the same order on each.
+
+        Args:
+            tensor: `[rows, ...]`; members may have different numbers of rows.
+            member: The number of the member among those of this process.
+        """
+        if self.num_members == 1:
+            return tensor
+        num_rows = tf.shape(tensor)[0]
+        sizes = self._gather(num_rows[None], member)
+        exponent, padded = _pad_rows(tensor, tf.reduce_max(sizes))
+        rows = self._gather(padded, member, exponent)
+        return tf.boolean_mask(rows, tf.reshape(tf.sequence_mask(sizes, tf.shape(padded)[0]), [-1]))
+
+    def all_reduce_many(self, tensors: Sequence[tf.Tensor], member: int = 0) -> list[tf.Tensor]:
+        """Return the sums of several small tensors, one message for each type of number."""
+        sums: list[Any] = list(tensors)
+        kinds = collections.defaultdict(list)
+        for index, tensor in enumerate(tensors):
+            kinds[tensor.dtype].append(index)
+        for indices in kinds.values():
+            message = tf.concat([tf.reshape(tensors[index], [-1]) for index in indices], 0)
+            sizes = [tf.size(tensors[index]) for index in indices]
+            total = self.all_reduce(message, member)
+            for index, piece in zip(indices, tf.split(total, sizes), strict=True):
+                sums[index] = tf.reshape(piece, tf.shape(tensors[index]))
+        return sums
+
+    def _reduce(self, tensor: tf.Tensor, member: int, variant: Any = 0, num_subdivisions: int = 0) -> tf.Tensor:
+        with tf.device(self._devices[member]):
+            return tf.raw_ops.CollectiveReduceV2(
+                input=tensor,
+                merge_op="Add",
+                final_op="Id",
+                # The default leaves chunks that no cache holds: twice the time (benchmarks.all_reduce).
+                max_subdivs_per_device=num_subdivisions if num_subdivisions > 2 else 0,
+                **self._meeting(member, variant),
+            )
+
+    def _gather(self, tensor: tf.Tensor, member: int, variant: Any = 0) -> tf.Tensor:
+        with tf.device(self._devices[member]):
+            return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._meeting(member, variant))
+
+    def _meeting(self, member: int, variant: Any) -> dict[str, Any]:
+        """Return where the members meet: TensorFlow allows one shape only under one instance key."""
+        count = next(self._counts[member])
+        tokens = self._tokens[member]
+        return {
+            "group_size": self.num_members,
+            "group_key": self._key,
+            "instance_key": count * _NUM_VARIANTS + variant,
+            "ordering_token": [tokens[count % len(tokens)]],
+            "communication_hint": self._implementation,
+        }
+
+
+def _pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Pad to the next power of two of `num_rows` with zeros, so that there are few shapes; return its exponent too."""
+    exponent = tf.cast(
+        tf.math.ceil(tf.math.log(tf.cast(tf.maximum(num_rows, 1), tf.float64)) / math.log(2.0)), tf.int32
+    )
+    missing = tf.bitwise.left_shift(1, exponent) - tf.shape(tensor)[0]
+    return exponent, tf.pad(tensor, [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1))
+
+
+def _token(device: str, name: str) -> tf.Tensor:
+    """Return a handle that stands for nothing but an order."""
+    with tf.init_scope(), tf.device(device):
+        return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=f"tfpar_collectives/{name}")

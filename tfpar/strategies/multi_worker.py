@@ -1,0 +1,306 @@
+"""Data parallelism over several processes, on one machine or on many: the workers of a TF_CONFIG job."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import _compat, data, tf_config
+from tfpar.collectives import PIECE_BYTES, AllReduce, Group
+from tfpar.data import Sharded
+from tfpar.strategies import preflight
+from tfpar.strategies.averaging import Averaging
+from tfpar.strategies.base import Distributed
+from tfpar.strategies.replicated import Replicated
+
+Compression = Literal["bfloat16"]
+
+
+class MultiWorker(Replicated):
+    """Train in several processes with `tf.distribute.MultiWorkerMirroredStrategy`, equal to one device.
+
+    Every worker runs the same program; the variable TF_CONFIG tells each who it is (`python -m tfpar.launch` sets it,
+    as Kubeflow does; under Slurm's `srun` it is made from Slurm's own variables). Without it the job has one worker.
+    The chief, rank 0, decides for all and writes the files; its weights are sent to all before the first step.
+
+    Args:
+        devices: This worker's devices, such as `["GPU:0"]`; None for all GPUs, or else all logical CPUs. Every worker
+            has the same number of them.
+        all_reduce: How gradients are summed: `"ring"`, on GPUs `"nccl"`, or `"auto"` for TensorFlow's choice.
+        pack_bytes: Small gradients travel together in packs of up to this many bytes, larger ones in pieces of it;
+            None for what was measured to be fast.
+        compression: `"bfloat16"` halves what travels and rounds gradients to 8 bits of precision; None keeps them.
+        sync: `"step"` adds the gradients of every step, with one device's result; `"average"` lets every replica step
+            alone and averages their weights (see `tfpar.strategies.averaging`).
+        every: With `sync="average"`, the steps from one average to the next.
+        average_optimizer: With `sync="average"`, whether the optimizer's moments are averaged too; otherwise each
+            replica keeps its own, and a resumed run goes on with the chief's.
+        form_seconds: How long to wait for all workers to appear.
+        silence_seconds: How long a worker may be silent before the others give it up.
+
+    Raises:
+        ValueError: If TF_CONFIG is malformed, or this process is an evaluator, or an option is out of range.
+        RuntimeError: If TensorFlow has started already.
+        TimeoutError: If a worker does not appear in time; the message names its address.
+
+    Example:
+        >>> strategy = tfpar.MultiWorker()  # right after the imports
+        >>> trainer = tfpar.Trainer(build_model, strategy, seed=0)
+        >>> trainer.fit(dataset, epochs=5)
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        all_reduce: AllReduce = "auto",
+        pack_bytes: int | None = None,
+        compression: Compression | None = None,
+        sync: Literal["step", "average"] = "step",
+        every: int = 1,
+        average_optimizer: bool = True,
+        form_seconds: float = 300.0,
+        silence_seconds: float = 30.0,
+    ) -> None:
+        _check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
+        _check_sync(sync, every, average_optimizer, compression)
+        job = tf_config.from_environment(os.environ)
+        if job is not None and job.role == "evaluator":
+            raise ValueError(
+                "MultiWorker trains with the chief and the workers, and TF_CONFIG makes this process an evaluator. "
+                "Train nothing here: python -m tfpar.train evaluates the chief's checkpoints in such a process."
+            )
+        self.addresses = job.addresses if job is not None else ("localhost:0",)
+        self.num_workers = len(self.addresses)
+        self.rank = 0 if job is None else job.rank
+        strategy = preflight.form_cluster(job, devices, form_seconds, silence_seconds)
+        self._all_reduce, self._compression = all_reduce, compression
+        self._averaging = Averaging(every, average_optimizer) if sync == "average" else None
+        self.steps_multiple = every
+        self._join(strategy, PIECE_BYTES if pack_bytes is None else pack_bytes)
+        self.require_equal(preflight.versions())
+
+    @classmethod
+    def of(cls, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> MultiWorker:
+        """Wrap a `tf.distribute.MultiWorkerMirroredStrategy` in whose scope a model was built."""
+        worker = cls.__new__(cls)
+        job = tf_config.from_environment(os.environ)
+        worker.addresses = job.addresses if job is not None else ("localhost:0",)
+        worker.num_workers, worker.rank = len(worker.addresses), _compat.ordinal(strategy)
+        worker._all_reduce, worker._compression, worker._averaging = "auto", None, None
+        worker._join(strategy, PIECE_BYTES)
+        return worker
+
+    def _join(self, strategy: tf.distribute.MultiWorkerMirroredStrategy, pack_bytes: int) -> None:
+        """Set up the communication between the workers."""
+        super().__init__(strategy, pack_bytes)
+        self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
+        self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, self._all_reduce, pack_bytes)
+        host = self.devices[0].replace(device_type="CPU", device_index=0).to_string()
+        self._hosts = Group([host], self.num_workers)
+        _compat.communicate_through(strategy, self._reduce)
+
+    def require_equal(self, facts: dict[str, str]) -> None:
+        """Refuse to train with workers that differ in a fact, such as a version; all workers must ask.
+
+        Raises:
+            ValueError: If a worker's text is not the chief's; on every worker, with the first line that differs.
+        """
+        chiefs = json.loads(self.from_chief(json.dumps(facts).encode()))
+        flags = np.zeros(self.num_workers)
+        flags[self.rank] = facts != chiefs
+        different = np.flatnonzero(self.add_up(flags.tolist()))
+        if not len(different):
+            return
+        rank = int(different[0])
+        theirs = json.loads(self._from_worker(rank, json.dumps(facts).encode()))
+        raise ValueError(
+            f"All workers must be alike, and worker {rank} ({self.addresses[rank]}) differs from the chief in "
+            f"{'; '.join(preflight.differences(chiefs, theirs))}. Start all of them with the same command, the same "
+            "files and the same packages."
+        )
+
+    def _reduce(self, gradient: Any, replica: int) -> Any:
+        """Sum over all replicas; rows of an embedding are put together instead, as few of them are there."""
+        if not isinstance(gradient, tf.IndexedSlices):
+            return self._replicas.all_reduce(gradient, replica)
+        values = self._replicas.all_gather(gradient.values, replica)
+        return tf.IndexedSlices(values, self._replicas.all_gather(gradient.indices, replica), gradient.dense_shape)
+
+    def describe(self) -> str:
+        """Say in one line which worker this is and what it holds."""
+        names = ", ".join(f"{device.device_type}:{device.device_index}" for device in self.devices)
+        workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
+        return f"MultiWorker over {workers}, {self.num_replicas} replicas; this is worker {self.rank} on {names}"
+
+    def _distribute_shards(self, sharded: Sharded) -> Distributed:
+        """Let every worker read its own shards only."""
+
+        def split(rows: Any, num_rows: tf.Tensor) -> Any:
+            """Cut this worker's rows; a stand-in for none counts nothing."""
+            parts, sizes, share, _ = self._split(rows, data.num_rows(rows), self._num_local_replicas, 0)
+            is_some = num_rows > 0
+            return parts, tf.where(is_some, sizes, 0), tf.where(is_some, share, 0.0), num_rows
+
+        part = sharded.part(self.rank, self.num_workers)
+        return Distributed(part.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), ends_apart=True)
+
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the size of the global batch, an int64 scalar."""
+        num_examples = super().num_examples(element, distributed)
+        return self._hosts.all_reduce(num_examples) if distributed.ends_apart else num_examples
+
+    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
+        """Say whether any worker has examples in the upcoming element, a boolean scalar."""
+        if not distributed.ends_apart:
+            return super().has_more(upcoming, distributed)
+        return self.num_examples(upcoming.get_value(), distributed) > 0
+
+    def prepare(self, model: keras.Model, batch: Any) -> None:
+        """Refuse what replicas would silently compute differently; the chief finds out how added losses divide.
+
+        Raises:
+            ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
+        """
+        super().prepare(model, batch)
+        if model in self._divisions:
+            division = self._divisions[model]
+            division.take_over(self.from_chief(division.to_json().encode()).decode())
+
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Do one optimizer update on the parts of a global batch; return the global loss, a scalar.
+
+        Where replicas step alone there is no global loss: 0 is returned, and the logs tell whether it is finite.
+        """
+        if self._averaging is None:
+            return super().train_step(model, batch)
+        self._train_apart(model, batch)
+        self._averaging.after_step(model, self._strategy, self._replicas)
+        return tf.constant(0.0)
+
+    def end_call(self, model: keras.Model) -> None:
+        """Average what each replica kept by itself."""
+        if self._averaging is None:
+            super().end_call(model)
+        else:
+            self._averaging.end_call(model, self._strategy, self._replicas)
+
+    def predict_step(self, model: keras.Model, batch: Any) -> Any:
+        """Return the model's outputs, `[batch, ...]` each, in the order of the global batch, on every worker."""
+        parts, _, share, num_examples = batch
+
+        def spread(output: Any) -> tf.Tensor:
+            """Put this replica's rows at their place among those of all; elsewhere zeros, which add nothing."""
+            if not isinstance(output, tf.Tensor):
+                raise TypeError(
+                    f"Over several workers a model must predict dense tensors, and it returned "
+                    f"{type(output).__name__}. End it with a layer that makes them dense, or predict on SingleDevice()."
+                )
+            context = tf.distribute.get_replica_context()
+            index = tf.cast(tf.get_static_value(context.replica_id_in_sync_group), tf.int64)
+            counts = (share >= 1) | (index == 0)
+            start = tf.where(share < 1, tf.zeros_like(index), -(-index * num_examples // self.num_replicas))
+            rows = tf.where(counts, data.num_rows(output), 0)
+            shape = tf.concat([[num_examples], tf.shape(output, tf.int64)[1:]], 0)
+            whole = tf.tensor_scatter_nd_update(
+                tf.zeros(shape, output.dtype), (start + tf.range(rows))[:, None], output[:rows]
+            )
+            return context.all_reduce("SUM", whole)
+
+        return self._predict(model, parts, lambda outputs: tf.nest.map_structure(spread, outputs))[0]
+
+    def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
+        """Return the model's metrics over the examples of all workers; each worker's own counts stay as they are."""
+        variables = _summed_variables(model)
+        copies = [copy for variable in variables for copy in self._strategy.experimental_local_results(variable.value)]
+        before = [copy.read_value() for copy in copies]
+        for variable, total in zip(variables, self._totals(variables), strict=True):
+            self._hold(variable, total)
+        results: dict[str, tf.Tensor] = tf.nest.map_structure(tf.identity, model.get_metrics_result())
+        for copy, value in zip(copies, before, strict=True):
+            copy.assign(value)
+        return results
+
+    def gather_metrics(self, model: keras.Model) -> None:
+        """Let the chief's variables of metrics hold what all workers have counted, and the others' nothing."""
+        variables = _summed_variables(model)
+        for variable, total in zip(variables, self._totals(variables), strict=True):
+            self.assign(variable, total)
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Set a variable so that it reads as `value`; of what replicas add up, the chief's first holds all."""
+        if _compat.is_summed_on_read(variable):
+            self._hold(variable, value if self.is_chief else np.zeros(variable.shape, variable.dtype))
+        else:
+            variable.assign(value)
+
+    def _hold(self, variable: keras.Variable, value: Any) -> None:
+        """Let this worker's replicas add up to a value."""
+        first, *others = self._strategy.experimental_local_results(variable.value)
+        first.assign(value)
+        for other in others:
+            other.assign(tf.zeros_like(other))
+
+    def _totals(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+        here = [tf.convert_to_tensor(variable.value) for variable in variables]
+        return self._hosts.all_reduce_many(here)
+
+    def add_up(self, values: Sequence[float]) -> np.ndarray:
+        """Return the sums of some numbers over all workers, who must all ask; outside of a step."""
+        sums: np.ndarray = self._hosts.all_reduce(tf.constant(values, tf.float64)).numpy()
+        return sums
+
+    def from_chief(self, message: bytes | None) -> bytes:
+        """Return the chief's message on every worker, who must all ask; outside of a step."""
+        return self._from_worker(0, message)
+
+    def _from_worker(self, rank: int, message: bytes | None) -> bytes:
+        mine = message if rank == self.rank and message is not None else b""
+        (size,) = self.add_up([len(mine)])
+        # Numbers travel, not bytes: whole 32-bit words, to which the others add nothing.
+        words = np.zeros(-(-int(size) // 4), "int32")
+        words.view("uint8")[: len(mine)] = np.frombuffer(mine, "uint8")
+        words = self._hosts.all_reduce(tf.constant(words)).numpy() if len(words) else words
+        return words.tobytes()[: int(size)]
+
+
+def _check_options(
+    all_reduce: str, pack_bytes: int | None, compression: str | None, form_seconds: float, silence_seconds: float
+) -> None:
+    if all_reduce not in ("auto", "ring", "nccl"):
+        raise ValueError(f"all_reduce must be 'auto', 'ring' or 'nccl', received {all_reduce!r}.")
+    if all_reduce == "nccl" and not tf.config.list_physical_devices("GPU"):
+        raise ValueError("all_reduce='nccl' needs GPUs, and this machine has none. Use 'auto' or 'ring'.")
+    if pack_bytes is not None and pack_bytes < 1:
+        raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
+    if compression not in (None, "bfloat16"):
+        raise ValueError(f"compression must be None or 'bfloat16', received {compression!r}.")
+    if form_seconds <= 0 or silence_seconds < 1:
+        raise ValueError(
+            f"form_seconds must be above 0 and silence_seconds at least 1, received {form_seconds} and "
+            f"{silence_seconds}."
+        )
+
+
+def _check_sync(sync: str, every: int, average_optimizer: bool, compression: str | None) -> None:
+    if sync not in ("step", "average"):
+        raise ValueError(f"sync must be 'step' or 'average', received {sync!r}.")
+    if every < 1:
+        raise ValueError(f"every must be at least 1, received {every}.")
+    if sync == "step" and (every > 1 or not average_optimizer):
+        raise ValueError(
+            f"every and average_optimizer belong to sync='average', received every={every} and "
+            f"average_optimizer={average_optimizer} with sync='step'. Set sync='average', or leave them out."
+        )
+    if sync == "average" and compression is not None:
+        raise ValueError("compression rounds gradients, and sync='average' sends none. Leave one of them out.")
+
+
+def _summed_variables(model: keras.Model) -> list[keras.Variable]:
+    found = {id(variable): variable for metric in model.metrics for variable in metric.variables}
+    return [variable for variable in found.values() if _compat.is_summed_on_read(variable)]

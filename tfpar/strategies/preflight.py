@@ -1,0 +1,89 @@
+"""Before a job trains: the cluster forms in time, and all workers are alike; and what to say when one is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import _compat, cluster, tf_config
+
+
+def form_cluster(
+    job: tf_config.Job | None, devices: Sequence[str] | None, form_seconds: float, silence_seconds: float
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    names = cluster.configured_devices(devices)
+    alone = job is None or job.num_workers == 1
+    spec = tf.train.ClusterSpec({} if alone or job is None else {"worker": list(job.addresses)})
+    rank = 0 if job is None else job.rank
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=None if alone else "worker", task_id=None if alone else rank, rpc_layer="grpc"
+    )
+    try:
+        return _compat.form_cluster(resolver, names, form_seconds, silence_seconds)
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise RuntimeError(
+            "MultiWorker() must come before TensorFlow's first operation, and TensorFlow runs already. "
+            "Create it right after the imports, before datasets and models."
+        ) from None
+    except tf.errors.OpError as error:
+        if job is None:
+            raise
+        missing = tf_config.unreachable(job, 2.0)
+        raise TimeoutError(
+            f"All {job.num_workers} workers must appear within {form_seconds:g} s, and "
+            f"{', '.join(missing) or 'one of them'} did not: {str(error).splitlines()[0]}. Look at its output, and "
+            "whether its address in TF_CONFIG can be reached from here."
+        ) from error
+
+
+def lost_worker(error: tf.errors.OpError) -> str | None:
+    """Return what to tell the user of an error that the loss of another worker causes; None for any other error.
+
+    Args:
+        error: What an operation of TensorFlow raised.
+    """
+    job = tf_config.from_environment(os.environ)
+    kinds = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
+             tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError)  # fmt: skip
+    if job is None or job.num_workers == 1 or not isinstance(error, kinds):
+        return None
+    missing = tf_config.unreachable(job, 2.0)
+    who = f"{', '.join(missing)} answers no more" if missing else "it answers, but does not go on"
+    return (
+        f"A worker of the job is lost: {who} ({error.message.splitlines()[0]:.160}). Start all workers again with the "
+        "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so by itself."
+    )
+
+
+def differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """Say in which facts two workers differ, and how: texts of many lines by their first line that differs."""
+    found = []
+    for name in chiefs:
+        pairs = itertools.zip_longest(chiefs[name].splitlines(), theirs.get(name, "").splitlines(), fillvalue="")
+        if different := next(((a.strip(), b.strip()) for a, b in pairs if a != b), None):
+            found.append(f"{name} ({different[1]!r:.80} instead of {different[0]!r:.80})")
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return what must be equal on all workers: packages, and the code of tfpar and of the program."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    files = sorted(Path(__file__).parent.parent.rglob("*.py")) + ([Path(main)] if main else [])
+    code = "".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}\n" for file in files)
+    return {
+        "Python's version": ".".join(map(str, sys.version_info[:2])),
+        "TensorFlow's version": tf.__version__,
+        "Keras' version": keras.__version__,
+        "NumPy's version": np.__version__,
+        "code": code,
+    }

@@ -1,0 +1,269 @@
+"""Data parallelism: every replica holds the model, takes its part of each global batch, and applies the same sums."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, data, reduction
+from tfpar.data import Sharded
+from tfpar.division import Division
+from tfpar.reduction import local_replica_id, replica_id
+from tfpar.strategies.base import Distributed, Strategy
+from tfpar.strategies.single_device import forward, forward_backward, update_metrics
+
+
+class Replicated(Strategy):
+    """What `Mirrored` and `MultiWorker` have in common: the steps on the replicas of a `tf.distribute` strategy.
+
+        global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
+                    └──► part 1 ──► replica 1: forward, backward ──┴─ all-reduce ┴─► optimizer on replica 1
+
+    Each replica computes its part of the global loss (see `tfpar.reduction`), the gradients are summed, and then
+    every replica runs the optimizer on the same sums, so that clipping, accumulation and moving averages are those
+    of one device.
+
+    Args:
+        strategy: The `tf.distribute` strategy that holds variables and runs functions on the local replicas.
+        pack_bytes: Gradients are sent in packs of about this many bytes; None leaves it to TensorFlow.
+    """
+
+    _compression: str | None = None
+
+    def __init__(self, strategy: tf.distribute.Strategy, pack_bytes: int | None) -> None:
+        self._strategy = strategy
+        self._pack_bytes = pack_bytes
+        self._divisions: weakref.WeakKeyDictionary[keras.Model, Division] = weakref.WeakKeyDictionary()
+        self.num_replicas = strategy.num_replicas_in_sync
+        self._num_local_replicas = len(strategy.extended.worker_devices)
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model and its optimizer are created."""
+        scope: contextlib.AbstractContextManager[Any] = self._strategy.scope()
+        return scope
+
+    def distribute(self, dataset: tf.data.Dataset | Sharded) -> Distributed:
+        """Split every global batch into one part a replica, in TensorFlow's input threads, ahead of the step.
+
+        A batch with fewer examples than replicas is not split: every replica gets all of it, and counts a share of
+        it. So no replica ever runs on nothing, which layers, and TensorFlow's fused convolutions, do not expect.
+
+        Args:
+            dataset: Global batches, or examples in shards.
+
+        Returns:
+            Elements `(parts, sizes, share, num_examples)`: a tuple of one part for each replica of this process, how
+            many of its examples each counts, what an example counts, and the size of the batch that was split.
+        """
+        if isinstance(dataset, Sharded):
+            return self._distribute_shards(dataset)
+        in_tuples = isinstance(dataset.element_spec, tuple)
+
+        def split(*elements: Any) -> Any:
+            batch = elements if in_tuples else elements[0]
+            return self._split(batch, data.num_rows(batch), self.num_replicas, self.rank * self._num_local_replicas)
+
+        return Distributed(dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE))
+
+    def _distribute_shards(self, sharded: Sharded) -> Distributed:
+        return self.distribute(sharded.whole())
+
+    def _split(self, batch: Any, num_examples: tf.Tensor, num_parts: int, first: int) -> Any:
+        """Cut a batch into parts; return this process's, from number `first` on, with what they count."""
+        own = slice(first, first + self._num_local_replicas)
+        on_all = num_examples < num_parts
+
+        def whole() -> Any:
+            sizes = [num_examples if part == 0 else tf.zeros_like(num_examples) for part in range(num_parts)[own]]
+            return (batch,) * self._num_local_replicas, tf.stack(sizes)
+
+        def cut() -> Any:
+            parts = data.split_batch(batch, num_parts)[own]
+            return parts, tf.stack([data.num_rows(part) for part in parts])
+
+        parts, sizes = tf.cond(on_all, whole, cut)
+        return parts, sizes, tf.where(on_all, tf.constant(1.0 / num_parts, tf.float64), 1.0), num_examples
+
+    def local_batch(self, element: Any) -> Any:
+        """Return the examples of the element's parts, each once."""
+        parts, _, share, _ = element
+        return parts[0] if share < 1 else data.join_batches(parts)
+
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the size of the global batch, an int64 scalar."""
+        return tf.cast(element[3], tf.int64)
+
+    def check_scope(self, model: keras.Model) -> None:
+        """Refuse a model whose weights are not on every replica.
+
+        Raises:
+            ValueError: If it was built outside of this strategy's scope.
+        """
+        if model.distribute_strategy is not self._strategy:
+            raise ValueError(
+                f"{model.name!r} must be built inside the strategy's scope, and it was built outside. "
+                "Build it in the model function that tfpar.Trainer calls."
+            )
+
+    def prepare(self, model: keras.Model, batch: Any) -> None:
+        """Refuse what replicas would silently compute differently; find out how added losses divide.
+
+        Raises:
+            ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
+        """
+        if self.num_replicas > 1:
+            self._divisions[model] = Division(model, batch)
+
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Do one optimizer update on the parts of a global batch; return the global loss, a scalar."""
+
+        def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+            with _own_metrics_counted(model, counted):
+                loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+            _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
+            return loss, reduction.all_reduce_gradients(gradients, self._pack_bytes, self._compression)
+
+        loss, gradients = self._run(model, on_replica, batch, training=True)
+        self._apply(model, gradients)
+        return loss
+
+    def _apply(self, model: keras.Model, gradients: Any) -> None:
+        """Run the optimizer on every replica, where every variable stands for its local copy."""
+        variables = model.trainable_variables
+        if variables:
+            with _compat.one_device_optimizer():
+                self._strategy.extended.update(
+                    variables[0].value,
+                    lambda _, sums: model.optimizer.apply(sums, variables),
+                    args=(gradients,),
+                    group=False,
+                )
+
+    def _train_apart(self, model: keras.Model, batch: Any) -> None:
+        """Do one optimizer update on every replica with the gradient of its own part's loss."""
+        parts, counted, share, _ = batch
+
+        def on_replica(parts: Sequence[Any]) -> list[Any]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
+            counts = counted[local_replica_id()]
+            with _own_metrics_counted(model, counts):
+                loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+            _update_metrics(model, loss, counts, inputs, targets, outputs, weights)
+            # A stand-in for examples that are not there moves nothing.
+            is_some = tf.cast(share > 0, tf.float32)
+            return [None if gradient is None else gradient * tf.cast(is_some, gradient.dtype) for gradient in gradients]
+
+        with _compat.replica_seeds(replica_id), _compat.local_losses():
+            self._apply(model, self._strategy.run(on_replica, args=(parts,)))
+
+    def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
+
+        def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+            with _own_metrics_counted(model, counted):
+                loss, outputs = forward(model, inputs, targets, weights)
+            _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
+            return (loss,)
+
+        (loss,) = self._run(model, on_replica, batch, training=False)
+        return loss
+
+    def end_call(self, model: keras.Model) -> None:
+        """Average the moving statistics that each replica kept by itself."""
+        statistics = _own_statistics(model) if self.num_replicas > 1 else []
+
+        def average() -> None:
+            context = tf.distribute.get_replica_context()
+            values = [variable.value.read_value() for variable in statistics]
+            for variable, mean in zip(statistics, context.all_reduce("MEAN", values), strict=True):
+                variable.value.assign(mean)
+
+        if statistics:
+            self._strategy.run(average)
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights on every replica with their moving average where the optimizer keeps one."""
+        if model.trainable_variables:
+            with self.scope(), _compat.one_device_optimizer():
+                self._strategy.extended.update(
+                    model.trainable_variables[0].value,
+                    lambda _: model.optimizer.finalize_variable_values(model.trainable_variables),
+                    group=False,
+                )
+
+    def _predict(self, model: keras.Model, parts: Sequence[Any], then: Callable[[Any], Any]) -> list[Any]:
+        """Run the model on each part and a function on each replica's outputs; return what it gives, by replica."""
+
+        def on_replica(parts: Sequence[Any]) -> Any:
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
+            return then(_compat.call_model(model, inputs, training=False))
+
+        outputs = self._strategy.run(on_replica, args=(parts,))
+        copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
+        return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
+
+    def _run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any, training: bool) -> Any:
+        """Run a function on every replica with all losses reduced globally.
+
+        Args:
+            model: The model.
+            on_replica: Takes the replica's part and how many of its examples count in metrics; returns a tuple that
+                begins with the loss.
+            batch: An element of the distributed dataset.
+            training: Whether the model trains.
+
+        Returns:
+            What the function returned, the loss as this process's first replica has it.
+        """
+        parts, counted, share, _ = batch
+        sizes = [data.num_rows(part) for part in parts]
+
+        def on_own_part(parts: Sequence[Any]) -> Any:
+            return on_replica(parts[local_replica_id()], counted[local_replica_id()])
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_compat.replica_seeds(replica_id))
+            if model in self._divisions:
+                stack.enter_context(self._divisions[model].over_replicas(training, sizes, share))
+            if model.jit_compile:
+                # Compiles clusters of operations: XLA has no way through the communication between them.
+                stack.enter_context(tf.xla.experimental.jit_scope())
+            loss, *others = self._strategy.run(on_own_part, args=(parts,))
+        return self._strategy.experimental_local_results(loss)[0], *others
+
+
+@contextlib.contextmanager
+def _own_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None]:
+    """Take back what layers add to metrics of theirs where another replica counts the examples."""
+    states = [variable for metric in _compat.own_metrics(model) for variable in metric.variables]
+    before = [tf.identity(variable.value) for variable in states]
+    yield
+    for variable, value in zip(states, before, strict=True):
+        variable.assign(tf.where(counted > 0, variable.value, value))
+
+
+def _update_metrics(model: keras.Model, loss: tf.Tensor, counted: tf.Tensor, *batch: Any) -> None:
+    """Update the metrics with a replica's examples, unless another replica counts them."""
+
+    def update() -> tf.Tensor:
+        update_metrics(model, loss, counted, *batch)
+        return tf.constant(True)
+
+    tf.cond(counted > 0, update, lambda: tf.constant(False))
+
+
+def _own_statistics(model: keras.Model) -> list[keras.Variable]:
+    """Return the moving statistics that each replica keeps from its own examples."""
+    return [
+        variable
+        for layer in _compat.all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
+        for variable in (layer.moving_mean, layer.moving_variance)
+    ]
