@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from tests.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 

@@ -99,10 +99,26 @@ class Group:
         if self.num_members == 1:
             return tensor
         num_rows = tf.shape(tensor)[0]
-        sizes = self._gather(num_rows[None], member)
-        exponent, padded = _pad_rows(tensor, tf.reduce_max(sizes))
-        rows = self._gather(padded, member, exponent)
-        return tf.boolean_mask(rows, tf.reshape(tf.sequence_mask(sizes, tf.shape(padded)[0]), [-1]))
+        sizes = self.all_gather_alike(num_rows[None], member)
+        rows = self.all_gather_padded(tensor, tf.reduce_max(sizes), member)
+        return tf.boolean_mask(rows, tf.reshape(tf.sequence_mask(sizes, tf.shape(rows)[0] // self.num_members), [-1]))
+
+    def all_gather_alike(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
+        """Return the rows of all members' tensors, whose static shape must be the same on all."""
+        return tensor if self.num_members == 1 else self._gather(tensor, member)
+
+    def all_gather_padded(self, tensor: tf.Tensor, most_rows: tf.Tensor, member: int = 0) -> tf.Tensor:
+        """Return the rows of all members' tensors, each filled up with rows of zeros to the same number.
+
+        Args:
+            tensor: `[rows, ...]`.
+            most_rows: The most rows that any member has, at least.
+            member: The number of the member among those of this process.
+        """
+        if self.num_members == 1:
+            return tensor
+        exponent, padded = _pad_rows(tensor, most_rows)
+        return self._gather(padded, member, exponent)
 
     def all_reduce_many(self, tensors: Sequence[tf.Tensor], member: int = 0) -> list[tf.Tensor]:
         """Return the sums of several small tensors, one message for each type of number."""

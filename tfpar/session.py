@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,9 @@ from tfpar import callbacks, config, data, strategies
 from tfpar.checkpoint import Checkpoints
 from tfpar.run_directory import RunDirectory
 from tfpar.trainer import Trainer
+
+REPEATED_SECONDS = 0.5
+BY_BATCH = "by batch: every worker takes its share of each global batch"
 
 
 def train(run: config.Run, directory: RunDirectory) -> bool:
@@ -115,6 +119,22 @@ def _train(run: config.Run, directory: RunDirectory) -> bool:
     return True
 
 
+def audit(run: config.Run, num_workers: int) -> bool:
+    """Print how many training examples each worker of a job would read in an epoch, and what goes wrong.
+
+    Args:
+        run: The resolved run.
+        num_workers: How many workers.
+
+    Returns:
+        Whether together they read what one worker alone reads.
+    """
+    trainer = trainer_class(run.trainer)(run, strategies.SingleDevice())
+    found = data.audit(trainer.train_data, num_workers)
+    print(f"division  {getattr(trainer, 'division', BY_BATCH)}\n\n{found}")
+    return found.ok
+
+
 def _meet(strategy: strategies.Strategy) -> None:
     """Wait until the chief has written everything: a worker that leaves first would be taken for a lost one."""
     strategy.add_up([0.0])
@@ -157,11 +177,18 @@ def trainer_class(path: str) -> Any:
 
 @contextlib.contextmanager
 def _interruptible(trainer: Trainer) -> Iterator[None]:
-    """Let the first Ctrl-C or SIGTERM end the training after its step; the next one ends it at once."""
+    """Let the first Ctrl-C or SIGTERM end the training after its step; a second Ctrl-C ends it at once.
+
+    Batch systems send SIGTERM to every process, and so does the launcher: the same request may come several times.
+    """
+    asked_at: list[float] = []
 
     def stop(number: int, frame: Any) -> None:
-        print("\nStopping after this step; once more stops at once.", file=sys.stderr)
-        signal.signal(number, signal.default_int_handler)
+        if number == signal.SIGINT and asked_at and time.monotonic() - asked_at[0] > REPEATED_SECONDS:
+            raise KeyboardInterrupt
+        if not asked_at:
+            print("\nStopping after this step; Ctrl-C once more stops at once.", file=sys.stderr)
+            asked_at.append(time.monotonic())
         trainer.interrupt()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -209,6 +236,7 @@ def _print_plan(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
         "strategy": trainer.strategy.describe(),
         "model": f"{trainer.model.name}, {_num_parameters(trainer.model)}, {run.training.precision}",
         "data": _data_line(run.data, trainer),
+        "division": getattr(trainer, "division", BY_BATCH),
         "batch": f"{batch} examples = {replicas} replica{'s' * (replicas > 1)} x {share}",
         "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
     }

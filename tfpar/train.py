@@ -17,6 +17,7 @@ _CONFIG = flags.DEFINE_string("config", None, "TOML file of the run; without it,
 _SET = flags.DEFINE_multi_string("set", [], "Override, as section.key=value; may be repeated.")
 _DIRECTORY = flags.DEFINE_string("directory", None, "Folder of the run; by default runs/<name of the config>.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved run and exit, without TensorFlow.")
+_AUDIT = flags.DEFINE_integer("audit", None, "Count what each of this many workers would read in an epoch, and exit.")
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -37,6 +38,8 @@ def main(argv: list[str]) -> int:
         if _PRINT_CONFIG.value:
             print(config.dump(run), end="")
             return 0
+        if _AUDIT.value is not None:
+            return _audit(run, _AUDIT.value)
         job = tf_config.from_environment(os.environ)
         directory = RunDirectory(_DIRECTORY.value or Path("runs") / Path(_CONFIG.value or "default").stem)
         if job is not None and job.role == "evaluator":
@@ -71,6 +74,15 @@ def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
         command = shlex.join(["python", "-m", "tfpar.train", *sys.argv[1:]])
         print(f"Resume with the same command:\n  {command}")
     return 0 if trained else INTERRUPTED
+
+
+def _audit(run: config.Run, num_workers: int) -> int:
+    from tfpar import cluster
+
+    with cluster.native_messages_to(Path(os.devnull)):
+        from tfpar import session
+
+        return 0 if session.audit(run, num_workers) else 1
 
 
 def _evaluate(run: config.Run, directory: RunDirectory) -> int:

@@ -48,7 +48,7 @@ class ImageClassification(tfpar.Trainer):
                 f"{loaded.input_shape}. Declare such a shape in data.features, or use another trainer."
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
-        self.num_train_examples = loaded.num_train_examples
+        self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
         recipe.set_precision(run.training.precision)
         super().__init__(
             functools.partial(build_model, run, loaded.input_shape, loaded.num_classes), strategy, run.seed

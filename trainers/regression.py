@@ -40,7 +40,7 @@ class Regression(tfpar.Trainer):
                 'Set data.source = "generated", or use another trainer.'
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
-        self.num_train_examples = loaded.num_train_examples
+        self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
         recipe.set_precision(run.training.precision)
         super().__init__(functools.partial(build_model, run, loaded.input_shape), strategy, run.seed)
 

@@ -9,15 +9,15 @@ import numpy as np
 import tensorflow as tf
 
 
-def class_weights(dataset: tf.data.Dataset, class_weight: Mapping[int, float]) -> tf.data.Dataset:
+def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
     """Weighs each example by the class of its label, as `keras.Model.fit(class_weight=...)` does.
 
     Labels of rank 2 and more are one-hot over the last axis, unless that axis is 1 long. Classes that are not listed
     weigh 1. A sample weight that is already there is multiplied (Keras refuses the two together).
 
     Args:
-        dataset: Batches `(x, y)` or `(x, y, sample_weight)`; `y` is one tensor: classes `[batch]` or `[batch, 1]`, or
-            one-hot `[batch, classes]`.
+        dataset: A `tf.data.Dataset` or `Sharded` of batches `(x, y)` or `(x, y, sample_weight)`; `y` is one tensor:
+            classes `[batch]` or `[batch, 1]`, or one-hot `[batch, classes]`.
         class_weight: Weight of each class.
 
     Returns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import tensorflow as tf
 from tfpar import _compat, data, tf_config
 from tfpar.collectives import PIECE_BYTES, AllReduce, Group
 from tfpar.data import Sharded
-from tfpar.strategies import preflight
+from tfpar.strategies import factors, preflight
 from tfpar.strategies.averaging import Averaging
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.replicated import Replicated
@@ -104,6 +105,10 @@ class MultiWorker(Replicated):
         host = self.devices[0].replace(device_type="CPU", device_index=0).to_string()
         self._hosts = Group([host], self.num_workers)
         _compat.communicate_through(strategy, self._reduce)
+        self._num_rows: weakref.WeakKeyDictionary[keras.Model, float] = weakref.WeakKeyDictionary()
+        # Unlike processors round products differently: there all must receive one sum instead of computing it.
+        processor = factors.processor()
+        self._alike = self.add_up([processor != self.from_chief(processor.encode()).decode()])[0] == 0
 
     def require_equal(self, facts: dict[str, str]) -> None:
         """Refuse to train with workers that differ in a fact, such as a version; all workers must ask.
@@ -168,6 +173,7 @@ class MultiWorker(Replicated):
             ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
         """
         super().prepare(model, batch)
+        (self._num_rows[model],) = self.add_up([float(data.num_rows(batch))])
         if model in self._divisions:
             division = self._divisions[model]
             division.take_over(self.from_chief(division.to_json().encode()).decode())
@@ -189,6 +195,18 @@ class MultiWorker(Replicated):
             super().end_call(model)
         else:
             self._averaging.end_call(model, self._strategy, self._replicas)
+
+    def _sum_gradients(self, model: keras.Model, gradients: Sequence[Any]) -> list[Any]:
+        """Sum the gradients over all replicas, large ones of dense kernels by their factors."""
+        member = tf.distribute.get_replica_context()._replica_id
+        found = [factors.of(gradient, int(self._num_rows[model])) for gradient in gradients] if self._alike else []
+        by_factors = {index: pair for index, pair in enumerate(found) if pair is not None}
+        others = [None if index in by_factors else gradient for index, gradient in enumerate(gradients)]
+        sums = super()._sum_gradients(model, others)
+        totals = factors.products(self._replicas, member, list(by_factors.values()))
+        for index, total in zip(by_factors, totals, strict=True):
+            sums[index] = total
+        return sums
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch, on every worker."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,9 +61,15 @@ def lost_worker(error: tf.errors.OpError) -> str | None:
     missing = tf_config.unreachable(job, 2.0)
     who = f"{', '.join(missing)} answers no more" if missing else "it answers, but does not go on"
     return (
-        f"A worker of the job is lost: {who} ({error.message.splitlines()[0]:.160}). Start all workers again with the "
+        f"A worker of the job is lost: {who} ({_reason(error)}). Start all workers again with the "
         "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so by itself."
     )
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    """Return the part of TensorFlow's message that says what happened."""
+    found = re.search(r"aborted by: (.+)", error.message) or re.search(r"\S.*", error.message)
+    return found[found.re.groups][:160] if found else type(error).__name__
 
 
 def differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:

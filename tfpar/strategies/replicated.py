@@ -127,11 +127,15 @@ class Replicated(Strategy):
             with _own_metrics_counted(model, counted):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
-            return loss, reduction.all_reduce_gradients(gradients, self._pack_bytes, self._compression)
+            return loss, self._sum_gradients(model, gradients)
 
         loss, gradients = self._run(model, on_replica, batch, training=True)
         self._apply(model, gradients)
         return loss
+
+    def _sum_gradients(self, model: keras.Model, gradients: Sequence[Any]) -> list[Any]:
+        """Sum the gradients over all replicas; called in replica context."""
+        return reduction.all_reduce_gradients(gradients, self._pack_bytes, self._compression)
 
     def _apply(self, model: keras.Model, gradients: Any) -> None:
         """Run the optimizer on every replica, where every variable stands for its local copy."""
