@@ -225,13 +225,14 @@ def test_a_crash_between_the_last_checkpoint_and_the_model_costs_nothing(
 
 
 SIGNALLED = """
-import os, signal, pathlib, keras
+import os, signal, pathlib, time, keras
 from trainers.regression import Regression
 
 class Send(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if batch == 1:
-            for number in pathlib.Path("signals").read_text().split():
+            for place, number in enumerate(pathlib.Path("signals").read_text().split()):
+                time.sleep(0.6 if place else 0)  # one that follows at once is the same request
                 os.kill(os.getpid(), int(number))
 
 class Signalled(Regression):
@@ -266,8 +267,15 @@ def test_a_signal_leaves_one_checkpoint_from_which_the_run_goes_on(
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
-def test_a_second_signal_stops_at_once(signalled: list[str], call: command.InProcess, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_stops_at_once(signalled: list[str], call: command.InProcess, tmp_path: Path) -> None:
     (tmp_path / "signals").write_text("2 2")
     stopped = call(*signalled)
     assert (stopped.code, stopped.err.splitlines()[-1]) == (130, "Interrupted."), stopped
     assert not list((tmp_path / "run").rglob("*.npz")), "it did not wait for a checkpoint"
+
+
+def test_a_second_sigterm_is_the_same_request(signalled: list[str], call: command.InProcess, tmp_path: Path) -> None:
+    """Batch systems send it to every process of a job, and what started the process passes it on as well."""
+    (tmp_path / "signals").write_text("15 15")
+    assert call(*signalled).code == 130
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002.npz"]
