@@ -1,12 +1,20 @@
 """Three logical CPUs for the whole session: a strategy takes as many of them as its test asks for."""
 
 import os
+import tempfile
 
 import pytest
 
 from tests.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests that run side by side do not see each other's temporary files."""
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("temporary"))
+    tempfile.tempdir = None
 
 
 @pytest.fixture(scope="session")

@@ -233,7 +233,7 @@ def form_cluster(
         return tuple(f"{worker_device}/device:{name}" for name in devices), devices[0].split(":")[0]
 
     spec = resolver.cluster_spec()
-    if spec.jobs and context.context().coordination_service is None:
+    if spec.jobs and not has_cluster():
         context.context().configure_coordination_service(
             service_type="standalone",
             service_leader="/job:worker/replica:0/task:0",
@@ -245,6 +245,11 @@ def form_cluster(
         )
     with mock.patch.object(CollectiveAllReduceExtended, "_initialize_local_devices", local_devices):
         return tf.distribute.MultiWorkerMirroredStrategy(resolver)
+
+
+def has_cluster() -> bool:
+    """Say whether this process belongs to a formed cluster already (TensorFlow 2.21)."""
+    return context.context().coordination_service is not None
 
 
 def communicate_through(

@@ -247,7 +247,7 @@ def check_port_free(job: Job) -> None:
     if job.role == "evaluator":
         return
     address = job.addresses[job.rank]
-    host, port = _split(address)
+    host, port = split_address(address)
     if not _is_this_machine(host):
         return
     with socket.socket() as probe:
@@ -283,12 +283,13 @@ def unreachable(job: Job, seconds: float) -> tuple[str, ...]:
 
 
 def _accepts(address: str, seconds: float) -> bool:
-    with contextlib.suppress(OSError, UnicodeError), socket.create_connection(_split(address), timeout=seconds):
+    with contextlib.suppress(OSError, UnicodeError), socket.create_connection(split_address(address), timeout=seconds):
         return True
     return False
 
 
-def _split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of an address of a job."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 

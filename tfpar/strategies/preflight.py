@@ -14,7 +14,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, cluster, tf_config
+from tfpar import _compat, cluster, meeting, tf_config
+
+SLOW_START_SECONDS = 60.0  # from the meeting of all workers to the start of TensorFlow in the last of them
 
 
 def form_cluster(
@@ -27,8 +29,10 @@ def form_cluster(
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         spec, task_type=None if alone else "worker", task_id=None if alone else rank, rpc_layer="grpc"
     )
+    if job is not None and not alone and not _compat.has_cluster():
+        meeting.meet(job, form_seconds)
     try:
-        return _compat.form_cluster(resolver, names, form_seconds, silence_seconds)
+        return _compat.form_cluster(resolver, names, form_seconds + SLOW_START_SECONDS, silence_seconds)
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise
@@ -41,9 +45,8 @@ def form_cluster(
             raise
         missing = tf_config.unreachable(job, 2.0)
         raise TimeoutError(
-            f"All {job.num_workers} workers must appear within {form_seconds:g} s, and "
-            f"{', '.join(missing) or 'one of them'} did not: {str(error).splitlines()[0]}. Look at its output, and "
-            "whether its address in TF_CONFIG can be reached from here."
+            f"All {job.num_workers} workers were there, and {', '.join(missing) or 'one of them'} was lost while "
+            f"TensorFlow started: {_reason(error)}. Look at its output."
         ) from error
 
 
