@@ -246,7 +246,7 @@ if rank == 0:
     assert code == 130
     assert (tmp_path / "saved-0").exists()
     assert not (tmp_path / "disturbed-0").exists()
-    assert "worker 1 was stopped by a signal with a checkpoint (exit code 130)" in last_words(err)
+    assert "a worker was asked to stop, and all stopped with a checkpoint (exit code 130)" in last_words(err)
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:

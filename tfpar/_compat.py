@@ -252,6 +252,11 @@ def has_cluster() -> bool:
     return context.context().coordination_service is not None
 
 
+def has_started() -> bool:
+    """Say whether TensorFlow runs already, so that no cluster can be formed any more (TensorFlow 2.21)."""
+    return context.context()._context_handle is not None
+
+
 def communicate_through(
     strategy: tf.distribute.MultiWorkerMirroredStrategy, all_reduce: Callable[[Any, int], Any]
 ) -> None:

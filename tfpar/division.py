@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import _compat, data
-from tfpar.reduction import ONE_VALUE, WAY_OUT, global_mean, global_sum, local_replica_id, reduce_loss
+from tfpar.reduction import ONE_VALUE, WAY_OUT, Counts, global_mean, global_sum, local_replica_id, reduce_loss
 
 Kind = Literal["mean", "sum"]
 Result = TypeVar("Result")
@@ -38,6 +38,8 @@ class Division:
 
     def __init__(self, model: keras.Model, batch: Any) -> None:
         check_divisible(model)
+        # With several outputs Keras keeps the loss of each in its logs, and needs it as of the global batch.
+        self.in_parts = len(_compat.flat_losses(model)) < 2
         self._own_loss: Kind | None = None
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
         parts = _parts(batch)
@@ -63,15 +65,24 @@ class Division:
         self._own_loss, self._added_losses[True], self._added_losses[False] = json.loads(text)
 
     @contextlib.contextmanager
-    def over_replicas(self, training: bool, num_examples: Sequence[tf.Tensor], share: tf.Tensor) -> Iterator[None]:
+    def over_replicas(
+        self, training: bool, num_examples: Sequence[tf.Tensor], share: tf.Tensor, everywhere: tf.Tensor | None
+    ) -> Iterator[None]:
         """Reduce every loss that Keras computes inside this context over all replicas.
 
         Args:
             training: Whether the model trains or is evaluated.
             num_examples: The number of examples of each local replica, int scalars, at least 1.
             share: Scalar, what each of them counts: 1, or less where every replica has all examples.
+            everywhere: The size of the global batch; None where no worker knows it.
         """
         added: dict[int, list[Any]] = collections.defaultdict(list)
+
+        def counts() -> Counts:
+            return Counts(share, num_examples[local_replica_id()], everywhere, training and self.in_parts)
+
+        def reduce_values(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+            return reduce_loss(values, weight, mask, reduction, dtype, counts())
 
         def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
             replica = local_replica_id()
@@ -79,26 +90,27 @@ class Division:
             position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
             # A weight's penalty is not in the list: it is the same on every replica, and so a mean.
             kind = "mean" if position is None else self._added_losses[training][position]
-            return _reduce_kind(kind, value, num_examples[replica], share)
-
-        def reduce_own_loss(loss: tf.Tensor) -> tf.Tensor:
-            return _reduce_kind(self._own_loss, loss, num_examples[local_replica_id()], share)
+            return _reduce_kind(kind, value, counts())
 
         with _compat.collect_added_losses(lambda: added[local_replica_id()]):
             if self._own_loss is None:
-                with _compat.loss_reduction(functools.partial(reduce_loss, share=share), reduce_added_loss):
+                with _compat.loss_reduction(reduce_values, reduce_added_loss):
                     yield
             else:
-                with _compat.local_losses(), _compat.compute_loss_then(reduce_own_loss):
+                with (
+                    _compat.local_losses(),
+                    _compat.compute_loss_then(lambda loss: _reduce_kind(self._own_loss, loss, counts())),
+                ):
                     yield
 
 
-def _reduce_kind(kind: Kind | None, value: tf.Tensor, num_examples: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-    share = tf.cast(share, value.dtype)
+def _reduce_kind(kind: Kind | None, value: tf.Tensor, counts: Counts) -> tf.Tensor:
+    share = tf.cast(counts.share, value.dtype)
     if kind == "sum":
-        return global_sum(share * value)
-    weight = share * tf.cast(num_examples, value.dtype)
-    return global_mean(weight * value, weight)
+        return global_sum(share * value, counts.in_parts)
+    weight = share * tf.cast(counts.here, value.dtype)
+    all_weight = None if counts.everywhere is None else tf.cast(counts.everywhere, value.dtype)
+    return global_mean(weight * value, weight, all_weight, counts.in_parts)
 
 
 def check_divisible(model: keras.Model) -> None:

@@ -13,7 +13,7 @@ that a ragged part could tilt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -23,31 +23,55 @@ ONE_VALUE = "Under several replicas a loss must return one value per example"
 WAY_OUT = "Reduce over the last axis only, and let Keras average over the batch."
 
 
-def global_mean(total: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+def global_mean(
+    total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None = None, in_parts: bool = False
+) -> tf.Tensor:
     """Divide the sum over all replicas of `total` by that of `weight`; zero where the weight is zero.
 
     Args:
         total: Scalar, this replica's weighted sum.
         weight: Scalar, what this replica adds to the divisor. No gradient flows through it.
+        all_weight: Scalar, the sum of all weights where it is known; None lets the replicas add them up.
+        in_parts: Whether the value is this replica's part too, for the caller to add up.
 
     Returns:
         Scalar: the global mean as value, this replica's part of it as gradient.
     """
-    part = tf.math.divide_no_nan(total, _all_reduce_sum(weight))
-    return part + (_all_reduce_sum(part) - tf.stop_gradient(part))
+    part = tf.math.divide_no_nan(total, _all_reduce_sum(weight) if all_weight is None else all_weight)
+    return part if in_parts else part + (_all_reduce_sum(part) - tf.stop_gradient(part))
 
 
-def global_sum(total: tf.Tensor) -> tf.Tensor:
+def global_sum(total: tf.Tensor, in_parts: bool = False) -> tf.Tensor:
     """Sum over all replicas as value, this replica's part as gradient.
 
     Args:
         total: Scalar, this replica's sum.
+        in_parts: Whether the value is this replica's part too, for the caller to add up.
     """
-    return total + (_all_reduce_sum(total) - tf.stop_gradient(total))
+    return total if in_parts else total + (_all_reduce_sum(total) - tf.stop_gradient(total))
+
+
+class Counts(NamedTuple):
+    """How many examples there are, here and in all.
+
+    Args:
+        share: What each of this replica's examples counts; less than 1 where other replicas have them too.
+        here: How many examples this replica has; None where it is not known.
+        everywhere: The size of the global batch; None where no replica knows it.
+        in_parts: Whether a loss is this replica's part also in its value, for the caller to add up.
+    """
+
+    share: float | tf.Tensor = 1.0
+    here: tf.Tensor | None = None
+    everywhere: tf.Tensor | None = None
+    in_parts: bool = False
+
+
+ALONE = Counts()
 
 
 def reduce_loss(
-    values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any, share: float | tf.Tensor = 1.0
+    values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any, counts: Counts = ALONE
 ) -> tf.Tensor:
     """Reduce one loss over the global batch, with the meaning that Keras gives to `reduction` on one device.
 
@@ -57,7 +81,7 @@ def reduce_loss(
         mask: `[batch, ...]` or None; what it leaves out counts in no divisor.
         reduction: A reduction of `keras.losses.Loss`.
         dtype: The dtype in which to compute.
-        share: What each of this replica's examples counts; less than 1 where other replicas have them too.
+        counts: How many examples there are.
 
     Returns:
         Scalar loss over the global batch.
@@ -73,15 +97,24 @@ def reduce_loss(
             "Under several replicas a loss needs a reduction, received reduction=None. Use 'sum_over_batch_size', "
             "'sum', 'mean' or 'mean_with_sample_weight'."
         )
-    share = tf.cast(share, values.dtype)
+    share = tf.cast(counts.share, values.dtype)
     total = share * _compat.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype)
     if reduction == "sum":
-        return global_sum(total)
+        return global_sum(total, counts.in_parts)
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         weights = _compat.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
         _, weights = _compat.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
-        return global_mean(total, share * tf.reduce_sum(weights))
-    return global_mean(total, share * _num_valid(values, mask))
+        return global_mean(total, share * tf.reduce_sum(weights), None, counts.in_parts)
+    all_weight = None if mask is not None else _num_values(values, counts)
+    return global_mean(total, share * _num_valid(values, mask), all_weight, counts.in_parts)
+
+
+def _num_values(values: tf.Tensor, counts: Counts) -> tf.Tensor | None:
+    """Return how many losses the global batch has, as each example has equally many; None where it is not known."""
+    if counts.here is None or counts.everywhere is None:
+        return None
+    per_example = tf.cast(tf.size(values), values.dtype) / tf.cast(counts.here, values.dtype)
+    return per_example * tf.cast(counts.everywhere, values.dtype)
 
 
 def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
@@ -103,7 +136,7 @@ def all_reduce_gradients(
         gradients: Tensors or `tf.IndexedSlices` of this replica, one a variable.
         pack_bytes: Dense gradients are concatenated until a pack holds this many bytes, so that few large messages
             travel; None sends each by itself.
-        compression: Type to which dense gradients are rounded for the journey; None keeps theirs.
+        compression: Type to which dense gradients are rounded for the journey, but for scalars; None keeps theirs.
 
     Returns:
         The sums, in the order of `gradients`.
@@ -112,7 +145,12 @@ def all_reduce_gradients(
     if context.num_replicas_in_sync == 1:
         return list(gradients)
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    packs = _packs(gradients, present, pack_bytes)
+    if compression is not None:  # what is not rounded cannot travel with what is
+        scalars = [index for index in present if gradients[index].shape.rank == 0]
+        packs = [[index] for index in scalars]
+        packs += _packs(gradients, [index for index in present if index not in scalars], pack_bytes)
+    else:
+        packs = _packs(gradients, present, pack_bytes)
     messages = [
         gradients[pack[0]] if len(pack) == 1 else tf.concat([tf.reshape(gradients[i], [-1]) for i in pack], 0)
         for pack in packs
@@ -132,7 +170,8 @@ def all_reduce_gradients(
 
 
 def _rounded(message: Any, dtype: Any) -> Any:
-    return message if dtype is None or isinstance(message, tf.IndexedSlices) else tf.cast(message, dtype)
+    stays = dtype is None or isinstance(message, tf.IndexedSlices) or message.shape.rank == 0
+    return message if stays else tf.cast(message, dtype)
 
 
 def _packs(gradients: Sequence[Any], present: Sequence[int], pack_bytes: int | None) -> list[list[int]]:

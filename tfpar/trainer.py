@@ -192,10 +192,11 @@ class Trainer:
         """
         dataset = self._dataset(x, None, None, batch_size or 32, shuffle=False)
         dataset = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
-        distributed = self.strategy.distribute(dataset if steps is None else dataset.take(steps))
+        distributed = self.strategy.distribute(data.first_batches(dataset, steps))
         stream = Stream(distributed.dataset)
         self._build(stream, targets=False)
-        predict_batch = self._once("predict", self._compile_predict)
+        spec = distributed.dataset.element_spec
+        predict_batch = self._once(f"predict {spec}", lambda: self._compile_predict(spec))
         listeners = self._listeners(callbacks, verbose, stream)
         outputs: list[Any] = []
         listeners.on_predict_begin()
@@ -210,6 +211,8 @@ class Trainer:
     def save(self, path: str | Path) -> None:
         """Save the model as plain Keras, whole or not at all: it is written beside its place and renamed.
 
+        Over several workers the chief writes it.
+
         Args:
             path: A `.keras` file, loaded with `keras.models.load_model`, without tfpar.
 
@@ -220,6 +223,8 @@ class Trainer:
         path = Path(path)
         if path.suffix != ".keras":
             raise ValueError(f"The path must end with .keras, received {str(path)!r}. Name it {path.stem}.keras.")
+        if not self.strategy.is_chief:
+            return
         unfinished = path.with_name(f".{path.stem}.unfinished.keras")
         try:
             self.model.save(unfinished)
@@ -230,14 +235,7 @@ class Trainer:
     def _dataset(
         self, x: Any, y: Any, sample_weight: Any, batch_size: int, *, shuffle: bool
     ) -> tf.data.Dataset | data.Sharded:
-        if not isinstance(x, tf.data.Dataset | data.Sharded):
-            return data.from_arrays(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=self.seed or 0)
-        if y is not None or sample_weight is not None:
-            raise ValueError(
-                "A dataset brings its own targets and weights, received y or sample_weight beside it. "
-                "Let the dataset yield (inputs, targets, sample_weight)."
-            )
-        return x
+        return data.as_dataset(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=self.seed or 0)
 
     def _stream(
         self, dataset: tf.data.Dataset | data.Sharded, steps: int | None, kind: str
@@ -290,9 +288,7 @@ class Trainer:
             return lambda epoch: {}
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=False)
-        if steps is not None:
-            dataset = (dataset.whole() if isinstance(dataset, data.Sharded) else dataset).take(steps)
-        stream, run_steps = self._stream(dataset, None, "evaluate")
+        stream, run_steps = self._stream(data.first_batches(dataset, steps), None, "evaluate")
         caller = self._caller(run_steps, stream, listeners, testing=True)
 
         def validate(epoch: int) -> dict[str, float]:
@@ -329,13 +325,14 @@ class Trainer:
         compiled: Callable[..., loop.CallResult] = self._once(f"{kind} {distributed.ends_apart}", compile_loop)
         return compiled
 
-    def _compile_predict(self) -> Callable[[Any], Any]:
+    def _compile_predict(self, spec: Any) -> Callable[[Any], Any]:
+        """Compile for elements of one kind: workers must trace alike, whatever sizes the parts of each have."""
         if self.model.run_eagerly:
             return lambda batch: self.strategy.predict_step(self.model, batch)
         predict_batch: Callable[[Any], Any] = tf.function(
             lambda batch: self.strategy.predict_step(self.model, batch),
+            input_signature=[spec],
             autograph=False,
-            reduce_retracing=True,
             jit_compile=(self.model.jit_compile and self.strategy.num_replicas == 1) or None,
         )
         return predict_batch

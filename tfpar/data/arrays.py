@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar.data import blocks
+from tfpar.data.shards import Sharded
 
 BLOCK_BYTES = 1 << 20  # what one gather brings: large enough to hide a call's cost, small enough for the cache
 MAX_BATCHES_PER_BLOCK = 200
@@ -141,3 +142,32 @@ def _batches_per_block(arrays: Any, num_rows: int, batch_size: int) -> int:
     total_bytes = sum(array.dtype.size * array.shape.num_elements() for array in tf.nest.flatten(arrays))
     batch_bytes = max(1, total_bytes * batch_size // num_rows)
     return int(max(1, min(BLOCK_BYTES // batch_bytes, MAX_BATCHES_PER_BLOCK)))
+
+
+def as_dataset(
+    x: Any, y: Any, sample_weight: Any, *, batch_size: int, shuffle: bool, seed: int
+) -> tf.data.Dataset | Sharded:
+    """What `keras.Model.fit` takes, as global batches: a data set as it is, arrays cut into batches.
+
+    Args:
+        x: A data set, or arrays `[examples, ...]`.
+        y: Targets where `x` is arrays, else None.
+        sample_weight: Weights where `x` is arrays, else None.
+        batch_size: Global batch of arrays.
+        shuffle: Whether arrays are shuffled, anew every epoch.
+        seed: Fixes that order.
+
+    Raises:
+        ValueError: Targets or weights beside a data set, which brings its own.
+
+    >>> len(as_dataset(tf.zeros([5, 2]), tf.zeros([5]), None, batch_size=2, shuffle=False, seed=0))
+    3
+    """
+    if not isinstance(x, tf.data.Dataset | Sharded):
+        return from_arrays(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed)
+    if y is not None or sample_weight is not None:
+        raise ValueError(
+            "A dataset brings its own targets and weights, received y or sample_weight beside it. "
+            "Let the dataset yield (inputs, targets, sample_weight)."
+        )
+    return x

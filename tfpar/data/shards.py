@@ -204,3 +204,18 @@ def _ready(batches: tf.data.Dataset) -> tf.data.Dataset:
     options = tf.data.Options()
     options.deterministic = True
     return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
+
+
+def first_batches(dataset: tf.data.Dataset | Sharded, num_batches: int | None) -> tf.data.Dataset | Sharded:
+    """The first batches of an epoch.
+
+    Args:
+        dataset: Global batches.
+        num_batches: How many; None: all, and the dataset as it is.
+
+    >>> [int(batch) for batch in first_batches(tf.data.Dataset.range(9), 2)]
+    [0, 1]
+    """
+    if num_batches is None:
+        return dataset
+    return (dataset.whole() if isinstance(dataset, Sharded) else dataset).take(num_batches)

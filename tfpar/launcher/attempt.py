@@ -90,6 +90,8 @@ class Attempt:
     def cause(self) -> str:
         """Return what the first failure was, as part of a sentence."""
         assert self.failed is not None
+        if self.failed.code == INTERRUPTED:  # all save and leave together: who got the signal is not known here
+            return f"a worker was asked to stop, and all stopped with a checkpoint (exit code {INTERRUPTED})"
         still = " and ".join(f"worker {rank}" for rank in self._still)
         beside = f" while {still} stood still (state T, as after SIGSTOP)" if still else ""
         return f"worker {self.failed.rank} {_ending(self.failed.code)}{beside}"
@@ -97,6 +99,8 @@ class Attempt:
     def summary(self) -> list[str]:
         """Return the lines that say which worker failed first, and the end of its output."""
         assert self.failed is not None
+        if self.failed.code == INTERRUPTED:
+            return [f"The job ended early: {self.cause()}. The same command resumes it."]
         rank, tail = self.failed.rank, self.failed.tail
         lines = [f"The job failed: {self.cause()}. It was the first to fail."]
         if self._still:
@@ -213,6 +217,4 @@ def _ending(code: int) -> str:
     if code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}"
-    if code == INTERRUPTED:
-        return f"was stopped by a signal with a checkpoint (exit code {code})"
     return f"failed with exit code {code}"

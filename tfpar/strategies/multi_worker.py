@@ -150,15 +150,17 @@ class MultiWorker(Replicated):
             """Cut this worker's rows; a stand-in for none counts nothing."""
             parts, sizes, share, _ = self._split(rows, data.num_rows(rows), self._num_local_replicas, 0)
             is_some = num_rows > 0
-            return parts, tf.where(is_some, sizes, 0), tf.where(is_some, share, 0.0), num_rows
+            return parts, tf.where(is_some, sizes, 0), tf.where(is_some, share, 0.0), None
 
         part = sharded.part(self.rank, self.num_workers)
         return Distributed(part.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), ends_apart=True)
 
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
         """Return the size of the global batch, an int64 scalar."""
-        num_examples = super().num_examples(element, distributed)
-        return self._hosts.all_reduce(num_examples) if distributed.ends_apart else num_examples
+        if not distributed.ends_apart:
+            return super().num_examples(element, distributed)
+        _, counted, _, _ = element
+        return self._hosts.all_reduce(tf.reduce_sum(tf.cast(counted, tf.int64)))
 
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
         """Say whether any worker has examples in the upcoming element, a boolean scalar."""

@@ -17,6 +17,10 @@ import tensorflow as tf
 from tfpar import _compat, cluster, meeting, tf_config
 
 SLOW_START_SECONDS = 60.0  # from the meeting of all workers to the start of TensorFlow in the last of them
+STARTED = (
+    "MultiWorker() must come before TensorFlow's first operation, and TensorFlow runs already. "
+    "Create it right after the imports, before datasets and models."
+)
 
 
 def form_cluster(
@@ -30,16 +34,11 @@ def form_cluster(
         spec, task_type=None if alone else "worker", task_id=None if alone else rank, rpc_layer="grpc"
     )
     if job is not None and not alone and not _compat.has_cluster():
+        if _compat.has_started():
+            raise RuntimeError(STARTED)
         meeting.meet(job, form_seconds)
     try:
         return _compat.form_cluster(resolver, names, form_seconds + SLOW_START_SECONDS, silence_seconds)
-    except RuntimeError as error:
-        if "program startup" not in str(error):
-            raise
-        raise RuntimeError(
-            "MultiWorker() must come before TensorFlow's first operation, and TensorFlow runs already. "
-            "Create it right after the imports, before datasets and models."
-        ) from None
     except tf.errors.OpError as error:
         if job is None:
             raise
@@ -61,8 +60,14 @@ def lost_worker(error: tf.errors.OpError) -> str | None:
              tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError)  # fmt: skip
     if job is None or job.num_workers == 1 or not isinstance(error, kinds):
         return None
-    missing = tf_config.unreachable(job, 2.0)
-    who = f"{', '.join(missing)} answers no more" if missing else "it answers, but does not go on"
+    _, _, unhealthy = error.message.partition("unhealthy")
+    silent = [job.addresses[int(rank)] for rank in re.findall(r"/task:(\d+)", unhealthy)]
+    if missing := tf_config.unreachable(job, 2.0):
+        who = f"{', '.join(missing)} answers no more"
+    elif silent:
+        who = f"{', '.join(dict.fromkeys(silent))} is silent"
+    else:
+        who = "it answers, but does not go on; the chief, if the others say the same"
     return (
         f"A worker of the job is lost: {who} ({_reason(error)}). Start all workers again with the "
         "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so by itself."

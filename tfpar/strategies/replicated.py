@@ -58,7 +58,8 @@ class Replicated(Strategy):
 
         Returns:
             Elements `(parts, sizes, share, num_examples)`: a tuple of one part for each replica of this process, how
-            many of its examples each counts, what an example counts, and the size of the batch that was split.
+            many of its examples each counts, what an example counts, and the size of the global batch, None where no
+            worker knows it.
         """
         if isinstance(dataset, Sharded):
             return self._distribute_shards(dataset)
@@ -87,6 +88,7 @@ class Replicated(Strategy):
             return parts, tf.stack([data.num_rows(part) for part in parts])
 
         parts, sizes = tf.cond(on_all, whole, cut)
+        parts = tf.nest.map_structure(_of_any_size, parts)
         return parts, sizes, tf.where(on_all, tf.constant(1.0 / num_parts, tf.float64), 1.0), num_examples
 
     def local_batch(self, element: Any) -> Any:
@@ -126,15 +128,19 @@ class Replicated(Strategy):
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with _own_metrics_counted(model, counted):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+            if model in self._divisions and self._divisions[model].in_parts:
+                *gradients, loss = self._sum_gradients(model, [*gradients, loss])
+            else:
+                gradients = self._sum_gradients(model, gradients)
             _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
-            return loss, self._sum_gradients(model, gradients)
+            return loss, gradients
 
         loss, gradients = self._run(model, on_replica, batch, training=True)
         self._apply(model, gradients)
         return loss
 
     def _sum_gradients(self, model: keras.Model, gradients: Sequence[Any]) -> list[Any]:
-        """Sum the gradients over all replicas; called in replica context."""
+        """Sum the gradients over all replicas, and the loss, a scalar, behind them; called in replica context."""
         return reduction.all_reduce_gradients(gradients, self._pack_bytes, self._compression)
 
     def _apply(self, model: keras.Model, gradients: Any) -> None:
@@ -226,7 +232,7 @@ class Replicated(Strategy):
         Returns:
             What the function returned, the loss as this process's first replica has it.
         """
-        parts, counted, share, _ = batch
+        parts, counted, share, num_examples = batch
         sizes = [data.num_rows(part) for part in parts]
 
         def on_own_part(parts: Sequence[Any]) -> Any:
@@ -235,12 +241,19 @@ class Replicated(Strategy):
         with contextlib.ExitStack() as stack:
             stack.enter_context(_compat.replica_seeds(replica_id))
             if model in self._divisions:
-                stack.enter_context(self._divisions[model].over_replicas(training, sizes, share))
+                stack.enter_context(self._divisions[model].over_replicas(training, sizes, share, num_examples))
             if model.jit_compile:
                 # Compiles clusters of operations: XLA has no way through the communication between them.
                 stack.enter_context(tf.xla.experimental.jit_scope())
             loss, *others = self._strategy.run(on_own_part, args=(parts,))
         return self._strategy.experimental_local_results(loss)[0], *others
+
+
+def _of_any_size(part: Any) -> Any:
+    """Forget how many rows a part has: what one worker traces anew all must, and their parts may differ by a row."""
+    if not isinstance(part, tf.Tensor):
+        return part
+    return tf.compat.v1.placeholder_with_default(part, [None, *part.shape[1:]])
 
 
 @contextlib.contextmanager
