@@ -3,6 +3,8 @@
 Several names run one after the other, `all` runs every one:
 
     python -m benchmarks host_bound cnn --rounds 5 --output results.json
+
+The all-reduce by size and algorithm is a command of its own, `python -m benchmarks.all_reduce`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import rich.console
 from absl import app, flags
 
-from benchmarks import parity_table
+from benchmarks import parity_table, restart
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.harness import Experiment, run_rounds
 from benchmarks.machine import describe_machine
@@ -23,11 +25,15 @@ from benchmarks.process import WorkerError
 from benchmarks.report import machine_table, result_table, write_json
 from benchmarks.worker import measure
 
-ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each contender of a speed experiment has its turn.", 1)
+ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each contender has its turn.", 1)
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; replaced if it exists.")
 
 SPEED = {experiment.name: experiment for experiment in EXPERIMENTS}
-SUMMARIES = {name: experiment.summary for name, experiment in SPEED.items()} | {parity_table.NAME: parity_table.SUMMARY}
+SUMMARIES = {
+    **{name: experiment.summary for name, experiment in SPEED.items()},
+    restart.NAME: restart.SUMMARY,
+    parity_table.NAME: parity_table.SUMMARY,
+}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -40,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"There is no experiment {unknown[0]!r}. There are: {', '.join(SUMMARIES)}, all.")
     if not names:
         for name, summary in SUMMARIES.items():
-            console.print(f"{name:14}{summary}", soft_wrap=True)
+            console.print(f"{name:20}{summary}", soft_wrap=True)
         return
     try:
         _run(names, console)
@@ -56,8 +62,20 @@ def _run(names: Sequence[str], console: rich.console.Console) -> None:
     entries: list[dict[str, Any]] = []
     _write(machine, entries)
     for name in names:
-        entries.append(_run_speed(SPEED[name], console) if name in SPEED else _run_parity_table(console))
+        entries.append(_run_one(name, console))
         _write(machine, entries)
+
+
+def _run_one(name: str, console: rich.console.Console) -> dict[str, Any]:
+    if name in SPEED:
+        return _run_speed(SPEED[name], console)
+    return _run_restart(console) if name == restart.NAME else _run_parity_table(console)
+
+
+def _run_restart(console: rich.console.Console) -> dict[str, Any]:
+    result = restart.run_rounds(ROUNDS.value, console.print)
+    console.print(restart.table_of(result))
+    return result
 
 
 def _run_speed(experiment: Experiment, console: rich.console.Console) -> dict[str, Any]:

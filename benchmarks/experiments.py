@@ -72,4 +72,69 @@ MIRRORED = Experiment(
     ),
 )
 
-EXPERIMENTS = (HOST_BOUND, CNN, MIRRORED)
+# Two workers of one core and one thread each; the model and the batch of a worker are those of one core.
+_TWO_WORKERS = replace(_ONE_CORE, batch_size=128, num_workers=2, cores=None)
+
+MULTI_WORKER = Experiment(
+    name="multi_worker",
+    summary="The same CNN in two worker processes of one core each, batch 64 a worker, beside DDP and legacy tf_keras",
+    figure="examples_per_second",
+    contenders={
+        "tfpar.MultiWorker, 2 workers": _TWO_WORKERS,
+        "tfpar, 1 worker": _ONE_CORE,
+        "PyTorch DDP, 2 workers": replace(_TWO_WORKERS, trainer="torch"),
+        "PyTorch, 1 worker": replace(_ONE_CORE, trainer="torch"),
+        "tf_keras fit, MultiWorkerMirroredStrategy, 2 workers": replace(_TWO_WORKERS, trainer="tf_keras"),
+    },
+    targets=(
+        Target(("tfpar.MultiWorker, 2 workers",), ("PyTorch DDP, 2 workers",), 1.3),
+        Target(("tfpar.MultiWorker, 2 workers",), ("tf_keras fit, MultiWorkerMirroredStrategy, 2 workers",), 2.5),
+        # Scaling efficiency is half of the ratio: 0.88 of two workers.
+        Target(("tfpar.MultiWorker, 2 workers",), ("tfpar, 1 worker",), 1.76),
+        # DDP's own scaling, for comparison.
+        Target(("PyTorch DDP, 2 workers",), ("PyTorch, 1 worker",)),
+    ),
+)
+
+_DENSE_ONE = Measurement(
+    "dense", "tfpar", 16, num_steps=40, num_warm_up_steps=8, cores=1, intra_op_threads=1, inter_op_threads=1
+)
+_DENSE_TWO = replace(_DENSE_ONE, batch_size=32, num_workers=2, cores=None)
+
+COMMUNICATION_BOUND = Experiment(
+    name="communication_bound",
+    summary="5 x Dense(2048), 21 million weights, batch 16 a worker; one worker shows the step without communication",
+    figure="examples_per_second",
+    contenders={
+        "tfpar, float32": _DENSE_TWO,
+        "tfpar, bfloat16": replace(_DENSE_TWO, compression="bfloat16"),
+        "tfpar, 1 worker": _DENSE_ONE,
+        "PyTorch DDP, float32": replace(_DENSE_TWO, trainer="torch"),
+        "PyTorch, 1 worker": replace(_DENSE_ONE, trainer="torch"),
+    },
+    targets=(
+        Target(("tfpar, float32",), ("PyTorch DDP, float32",), 1.0),
+        Target(("tfpar, bfloat16",), ("PyTorch DDP, float32",), 1.3),
+        Target(("tfpar, float32",), ("tfpar, 1 worker",)),
+    ),
+)
+
+# Long enough for several checkpoints, of 84 MB each.
+_SAVING = replace(_DENSE_ONE, num_steps=150)
+
+CHECKPOINT_COST = Experiment(
+    name="checkpoint_cost",
+    summary="5 x Dense(2048) on one core, a checkpoint of 84 MB every second: what does a step pay?",
+    figure="steps_per_second",
+    contenders={
+        "no checkpoints": _SAVING,
+        "asynchronous": replace(_SAVING, checkpoints="asynchronous"),
+        "synchronous": replace(_SAVING, checkpoints="synchronous"),
+    },
+    targets=(
+        Target(("asynchronous",), ("no checkpoints",)),
+        Target(("synchronous",), ("no checkpoints",)),
+    ),
+)
+
+EXPERIMENTS = (HOST_BOUND, CNN, MIRRORED, MULTI_WORKER, COMMUNICATION_BOUND, CHECKPOINT_COST)

@@ -14,8 +14,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-Workload = Literal["host_bound", "cnn"]
-TrainerName = Literal["keras", "tfpar"]
+Workload = Literal["host_bound", "cnn", "dense"]
+TrainerName = Literal["keras", "tfpar", "tf_keras", "torch"]
+Compression = Literal["bfloat16"]
+CheckpointWriting = Literal["asynchronous", "synchronous"]
 Figure = Literal["steps_per_second", "examples_per_second"]
 
 
@@ -25,7 +27,7 @@ class Measurement:
 
     Args:
         workload: Model and data, see `benchmarks.workloads`.
-        trainer: Whose `fit` runs.
+        trainer: Who trains: Keras' `fit`, tfpar's, that of legacy tf_keras, or PyTorch.
         batch_size: Global batch size.
         num_steps: Steps of the timed call of `fit`.
         num_warm_up_steps: Steps of the call before, which compiles and is not timed.
@@ -34,6 +36,9 @@ class Measurement:
         intra_op_threads: Threads inside one operation; None for TensorFlow's choice.
         inter_op_threads: Operations at a time; None for TensorFlow's choice.
         steps_per_execution: What Keras' `compile` gets; tfpar is left to choose by itself.
+        num_workers: Processes that train together, one core and one thread each; 1 for a process by itself.
+        compression: What `tfpar.MultiWorker` gets.
+        checkpoints: How tfpar writes a checkpoint every second; None for no checkpoints.
     """
 
     workload: Workload
@@ -46,6 +51,9 @@ class Measurement:
     intra_op_threads: int | None = None
     inter_op_threads: int | None = None
     steps_per_execution: int = 1
+    num_workers: int = 1
+    compression: Compression | None = None
+    checkpoints: CheckpointWriting | None = None
 
 
 class Timing(NamedTuple):
@@ -54,10 +62,13 @@ class Timing(NamedTuple):
     Args:
         training_seconds: From the call of `fit` to its `on_train_end`; this is what counts.
         return_seconds: From there until `fit` returned, which is no training (see `benchmarks.worker`).
+        processor_seconds: What all threads of the process spent in training; on a core of its own, the difference to
+            `training_seconds` is waiting, for peers or for others who use the machine.
     """
 
     training_seconds: float
     return_seconds: float
+    processor_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +78,12 @@ class Target:
     Args:
         ours: Names of contenders.
         theirs: Names of contenders.
-        at_least: The ratio to reach.
+        at_least: The ratio to reach; 0 where it is only told.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    at_least: float
+    at_least: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,14 @@
-"""One fresh Python process for one measurement: nothing leaks from the one before, and threads can be set anew."""
+"""Fresh Python processes for one measurement: nothing leaks from the one before, and threads can be set anew."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,6 @@ class WorkerError(RuntimeError):
 def ask(module: str, request: Mapping[str, Any], timeout_seconds: float = 600.0) -> dict[str, Any]:
     """Run `python -m module` on a request and return its answer.
 
-    What the process writes to standard error, TensorFlow's start-up messages among it, stays away from the terminal.
-
     Args:
         module: Name of a module whose `__main__` calls `answer`.
         request: Anything that JSON holds.
@@ -32,16 +33,66 @@ def ask(module: str, request: Mapping[str, Any], timeout_seconds: float = 600.0)
     Raises:
         WorkerError: If the process failed, gave no answer or took too long.
     """
-    command = [sys.executable, "-m", module, json.dumps(request)]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_seconds, check=False)
-    except subprocess.TimeoutExpired:
-        raise WorkerError(f"no answer within {timeout_seconds:g} seconds") from None
-    if done.returncode != 0 or not done.stdout.strip():
-        last_lines = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise WorkerError(f"exit status {done.returncode}: {last_lines}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
+    return ask_all(module, [request], timeout_seconds)[0]
+
+
+def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds: float = 600.0) -> list[dict[str, Any]]:
+    """Run `python -m module` on several requests at the same time and return the answers in their order.
+
+    What the processes write to standard error, TensorFlow's start-up messages among it, stays away from the terminal.
+    None of them is left when this returns.
+
+    Args:
+        module: Name of a module whose `__main__` calls `answer`.
+        requests: One a process.
+        timeout_seconds: After that the processes are killed.
+
+    Returns:
+        What the module's function returned in each process.
+
+    Raises:
+        WorkerError: If a process failed, gave no answer or took too long.
+    """
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for request in requests:
+            command = [sys.executable, "-m", module, json.dumps(request)]
+            process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            stack.callback(_end, process)
+            processes.append(process)
+        # All pipes are read at once: a process whose pipe is full would wait, and its peers for it.
+        with ThreadPoolExecutor(len(processes)) as pool:
+            try:
+                ended = list(pool.map(lambda process: process.communicate(timeout=timeout_seconds), processes))
+            except subprocess.TimeoutExpired:
+                raise WorkerError(f"no answer within {timeout_seconds:g} seconds") from None
+    failed = [
+        f"exit status {process.returncode}: " + "\n".join(err.strip().splitlines()[-5:])
+        for process, (out, err) in zip(processes, ended, strict=True)
+        if process.returncode != 0 or not out.strip()
+    ]
+    if failed:
+        raise WorkerError("; ".join(failed))
+    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.communicate()
+
+
+def free_addresses(count: int) -> list[str]:
+    """Return loopback addresses with ports that the system has free.
+
+    Args:
+        count: How many.
+    """
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
 def request() -> dict[str, Any]:

@@ -41,8 +41,10 @@ def result_table(result: Result) -> rich.table.Table:
 
 
 def _sentence(outcome: Outcome) -> str:
-    verdict = "met" if outcome.met else "MISSED"
-    return f"{outcome.ours} / {outcome.theirs}: {outcome.ratio:.3f}x, target {outcome.target.at_least:g}x {verdict}"
+    ratio = f"{outcome.ours} / {outcome.theirs}: {outcome.ratio:.3f}x"
+    if not outcome.target.at_least:
+        return ratio
+    return f"{ratio}, target {outcome.target.at_least:g}x {'met' if outcome.met else 'MISSED'}"
 
 
 def write_json(path: Path, machine: Mapping[str, Any], experiments: Sequence[Mapping[str, Any]]) -> None:

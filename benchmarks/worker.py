@@ -1,4 +1,4 @@
-"""The process of one measurement: `python -m benchmarks.worker '{"workload": "cnn", ...}'` prints seconds as JSON.
+"""The process of one measurement: `python -m benchmarks.worker '{"measurement": {…}, …}'` prints seconds as JSON.
 
 The clock stops at `on_train_end`, not when `fit` returns. On its way out `fit` destroys the iterator of its data, and
 with tf.data's autotuning on (the default) TensorFlow 2.21 then often sleeps until 10 ms x (2^k - 1) after the start:
@@ -9,25 +9,37 @@ time around `fit` was such sleep; with autotuning off there was none. It is repo
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import process
+from benchmarks import peers, process, torch_peer
 from benchmarks.harness import Measurement, Timing
 
 
 def measure(measurement: Measurement) -> Timing:
-    """Return what the timed call of `fit` took, in a fresh process."""
-    return Timing(**process.ask("benchmarks.worker", vars(measurement)))
+    """Return what the timed call of `fit` took, in fresh processes; of several workers the slowest counts."""
+    if measurement.trainer in peers.REQUIREMENTS:
+        peers.install(measurement.trainer)
+    several = measurement.num_workers > 1
+    addresses = process.free_addresses(measurement.num_workers) if several else []
+    requests = [
+        {"measurement": vars(measurement), "rank": rank, "addresses": addresses}
+        for rank in range(measurement.num_workers)
+    ]
+    return max(Timing(**answer) for answer in process.ask_all("benchmarks.worker", requests))
 
 
-def run_here(measurement: Measurement) -> Timing:
+def run_here(measurement: Measurement, rank: int = 0, addresses: list[str] | None = None) -> Timing:
     """Set up this process, train the warm-up, then time a whole further call of `fit`.
 
     Args:
         measurement: What to train; the process must not have started TensorFlow yet.
+        rank: Which worker this is.
+        addresses: Of all workers; None or empty for a process by itself.
 
     Returns:
         Seconds of the timed call, until the end of training and from there until the return.
@@ -35,28 +47,38 @@ def run_here(measurement: Measurement) -> Timing:
     Raises:
         ValueError: If the machine has too few cores.
     """
-    _use_cores(measurement.cores)
+    _use_cores(measurement, rank)
+    if measurement.trainer == "torch":
+        return torch_peer.train(measurement, rank, addresses or [])
+    if addresses:
+        os.environ["TF_CONFIG"] = json.dumps(
+            {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": rank}}
+        )
     _start_tensorflow(measurement)
-    import keras
-
     from benchmarks import workloads
 
-    ends: list[float] = []
-    at_end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: ends.append(time.perf_counter()))
-    data = workloads.BUILD_DATA[measurement.workload](measurement.batch_size, measurement.num_steps)
-    fit = _fit_of(measurement)
-    fit(data.take(measurement.num_warm_up_steps), verbose=0)
-    began = time.perf_counter()
-    fit(data, verbose=0, callbacks=[at_end])
-    return Timing(ends[0] - began, time.perf_counter() - ends[0])
+    ends: list[tuple[float, float]] = []
+    library, fit = _fit_of(measurement)
+    at_end = library.callbacks.LambdaCallback(
+        on_train_end=lambda logs: ends.append((time.perf_counter(), time.process_time()))
+    )
+    data = workloads.dataset(measurement.workload, measurement.batch_size, measurement.num_steps)
+    with _checkpoints(measurement) as options:
+        fit(data.take(measurement.num_warm_up_steps), verbose=0)
+        began, processor_began = time.perf_counter(), time.process_time()
+        fit(data, verbose=0, callbacks=[at_end], **options)
+    ended, processor_ended = ends[0]
+    return Timing(ended - began, time.perf_counter() - ended, processor_ended - processor_began)
 
 
-def _use_cores(cores: int | None) -> None:
-    """Pin the process before TensorFlow counts the cores."""
+def _use_cores(measurement: Measurement, rank: int) -> None:
+    """Pin the process before TensorFlow counts the cores; of several workers each has a core of its own."""
     available = sorted(os.sched_getaffinity(0))
-    if cores is not None and cores > len(available):
-        raise ValueError(f"This measurement needs {cores} cores, and the process may use {len(available)}.")
-    os.sched_setaffinity(0, available[:cores])
+    needed = measurement.num_workers if measurement.num_workers > 1 else measurement.cores or 1
+    if needed > len(available):
+        raise ValueError(f"This measurement needs {needed} cores, and the process may use {len(available)}.")
+    own = available[rank : rank + 1] if measurement.num_workers > 1 else available[: measurement.cores]
+    os.sched_setaffinity(0, own)
 
 
 def _start_tensorflow(measurement: Measurement) -> None:
@@ -74,8 +96,8 @@ def _start_tensorflow(measurement: Measurement) -> None:
         tfpar.use_logical_cpus(measurement.num_replicas)
 
 
-def _fit_of(measurement: Measurement) -> Callable[..., Any]:
-    """Build the model for the trainer asked for and return its `fit`."""
+def _fit_of(measurement: Measurement) -> tuple[Any, Callable[..., Any]]:
+    """Build the model for the trainer asked for and return its library and its `fit`."""
     import keras
     import tensorflow as tf
 
@@ -84,15 +106,40 @@ def _fit_of(measurement: Measurement) -> Callable[..., Any]:
 
     build_model = workloads.BUILD_MODEL[measurement.workload]
     devices = [f"CPU:{number}" for number in range(measurement.num_replicas)]
+    strategy: Any
     if measurement.trainer == "tfpar":
         strategy = tfpar.SingleDevice() if len(devices) == 1 else tfpar.Mirrored(devices)
-        return tfpar.Trainer(build_model, strategy, seed=0).fit
-    keras.utils.set_random_seed(0)
-    with contextlib.nullcontext() if len(devices) == 1 else tf.distribute.MirroredStrategy(devices).scope():
-        model = build_model(measurement.steps_per_execution)
-    fit: Callable[..., Any] = model.fit
-    return fit
+        if measurement.num_workers > 1:
+            strategy = tfpar.MultiWorker(compression=measurement.compression)
+        return keras, tfpar.Trainer(build_model, strategy, seed=0).fit
+    library = peers.load("tf_keras") if measurement.trainer == "tf_keras" else keras
+    if measurement.num_workers > 1:
+        scope = tf.distribute.MultiWorkerMirroredStrategy().scope()
+    else:
+        scope = contextlib.nullcontext() if len(devices) == 1 else tf.distribute.MirroredStrategy(devices).scope()
+    library.utils.set_random_seed(0)
+    with scope:
+        return library, build_model(measurement.steps_per_execution, library).fit
+
+
+@contextlib.contextmanager
+def _checkpoints(measurement: Measurement) -> Any:
+    """Give what `fit` needs to write a checkpoint every second, and remove them in the end."""
+    if measurement.checkpoints is None:
+        yield {}
+        return
+    import tfpar
+
+    with tempfile.TemporaryDirectory() as folder:
+        is_asynchronous = measurement.checkpoints == "asynchronous"
+        yield {"checkpoints": tfpar.Checkpoints(folder, every_seconds=1.0, asynchronous=is_asynchronous)}
+
+
+def _answer(received: dict[str, Any]) -> Timing:
+    return run_here(Measurement(**received["measurement"]), received["rank"], received["addresses"])
 
 
 if __name__ == "__main__":
-    process.answer(run_here(Measurement(**process.request()))._asdict())
+    process.answer(_answer(process.request())._asdict())
+    # PyTorch 2.13 sometimes aborts a process of DDP on its way out ("terminate called without an active exception").
+    os._exit(0)

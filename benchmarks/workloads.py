@@ -1,82 +1,80 @@
-"""The models and data that are timed, the same for every contender."""
+"""The models that are timed, the same for every contender that speaks Keras."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
-import numpy as np
 import tensorflow as tf
 
-NUM_FEATURES, NUM_CLASSES = 20, 10
-IMAGE_SHAPE = (28, 28, 1)
+from benchmarks.examples import ARRAYS, IMAGE_SHAPE, NUM_CLASSES, NUM_FEATURES, WIDTH
 
 
-def host_bound_model(steps_per_execution: int = 1) -> keras.Model:
+def host_bound_model(steps_per_execution: int = 1, library: Any = keras) -> Any:
     """Return a model so small that a step is all overhead: `[batch, 20]` -> 32 -> `[batch, 1]`.
 
     Args:
         steps_per_execution: For `compile`.
+        library: Keras 3, or legacy tf_keras.
     """
-    model = keras.Sequential(
-        [keras.Input((NUM_FEATURES,)), keras.layers.Dense(32, activation="relu"), keras.layers.Dense(1)]
-    )
-    model.compile(keras.optimizers.SGD(0.01), "mse", steps_per_execution=steps_per_execution)
+    layers = library.layers
+    model = library.Sequential([library.Input((NUM_FEATURES,)), layers.Dense(32, activation="relu"), layers.Dense(1)])
+    model.compile(library.optimizers.SGD(0.01), "mse", steps_per_execution=steps_per_execution)
     return model
 
 
-def host_bound_data(batch_size: int, num_steps: int) -> tf.data.Dataset:
-    """Return batches `([batch, 20], [batch, 1])` of a linear problem, from arrays in memory.
-
-    Args:
-        batch_size: Rows in a batch.
-        num_steps: Batches.
-    """
-    rng = np.random.default_rng(0)
-    inputs = rng.normal(size=(num_steps * batch_size, NUM_FEATURES)).astype("float32")
-    targets = inputs @ rng.normal(size=(NUM_FEATURES, 1)).astype("float32")
-    return _batches(inputs, targets, batch_size)
-
-
-def cnn_model(steps_per_execution: int = 1) -> keras.Model:
+def cnn_model(steps_per_execution: int = 1, library: Any = keras) -> Any:
     """Return a small image classifier that spends its time in convolutions: `[batch, 28, 28, 1]` -> `[batch, 10]`.
 
     Args:
         steps_per_execution: For `compile`.
+        library: Keras 3, or legacy tf_keras.
     """
-    model = keras.Sequential(
+    layers = library.layers
+    model = library.Sequential(
         [
-            keras.Input(IMAGE_SHAPE),
-            keras.layers.Conv2D(32, 3, activation="relu"),
-            keras.layers.Conv2D(64, 3, activation="relu"),
-            keras.layers.MaxPooling2D(),
-            keras.layers.Flatten(),
-            keras.layers.Dense(128, activation="relu"),
-            keras.layers.Dense(NUM_CLASSES),
+            library.Input(IMAGE_SHAPE),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(NUM_CLASSES),
         ]
     )
     model.compile(
-        keras.optimizers.SGD(0.01),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        library.optimizers.SGD(0.01),
+        library.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         steps_per_execution=steps_per_execution,
     )
     return model
 
 
-def cnn_data(batch_size: int, num_steps: int) -> tf.data.Dataset:
-    """Return batches `([batch, 28, 28, 1], [batch])` of noise with random labels, from arrays in memory.
+def dense_model(steps_per_execution: int = 1, library: Any = keras) -> Any:
+    """Return a model with far more weights than work: five layers `[batch, 2048]` -> `[batch, 2048]`, 21 million.
 
     Args:
-        batch_size: Images in a batch.
+        steps_per_execution: For `compile`.
+        library: Keras 3, or legacy tf_keras.
+    """
+    layers = library.layers
+    hidden = [layers.Dense(WIDTH, activation="relu") for _ in range(4)]
+    model = library.Sequential([library.Input((WIDTH,)), *hidden, layers.Dense(WIDTH)])
+    model.compile(library.optimizers.SGD(0.01), "mse", steps_per_execution=steps_per_execution)
+    return model
+
+
+def dataset(workload: str, batch_size: int, num_steps: int) -> tf.data.Dataset:
+    """Return the batches of a workload, from arrays in memory.
+
+    Args:
+        workload: Its name.
+        batch_size: Rows in a batch.
         num_steps: Batches.
     """
-    rng = np.random.default_rng(0)
-    images = rng.random(size=(num_steps * batch_size, *IMAGE_SHAPE), dtype="float32")
-    return _batches(images, rng.integers(0, NUM_CLASSES, size=len(images)), batch_size)
+    arrays = ARRAYS[workload](num_steps * batch_size)
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 
-def _batches(inputs: np.ndarray, targets: np.ndarray, batch_size: int) -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(batch_size).prefetch(tf.data.AUTOTUNE)
-
-
-BUILD_MODEL = {"host_bound": host_bound_model, "cnn": cnn_model}
-BUILD_DATA = {"host_bound": host_bound_data, "cnn": cnn_data}
+BUILD_MODEL = {"host_bound": host_bound_model, "cnn": cnn_model, "dense": dense_model}

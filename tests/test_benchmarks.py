@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 import rich.console
 
-from benchmarks import harness, parity_table, process, report
-from benchmarks.experiments import CNN, EXPERIMENTS, MIRRORED
+from benchmarks import all_reduce, harness, parity_table, peers, process, report, restart
+from benchmarks.examples import ARRAYS
+from benchmarks.experiments import CNN, COMMUNICATION_BOUND, EXPERIMENTS, MIRRORED, MULTI_WORKER
 from benchmarks.harness import Experiment, Measurement, Target, Timing
 from benchmarks.machine import describe_machine
 from benchmarks.worker import measure
 
 ROOT = Path(__file__).parent.parent
+NAMES = "host_bound, cnn, mirrored, multi_worker, communication_bound, checkpoint_cost, restart, parity_table"
 OURS = Measurement("host_bound", "tfpar", batch_size=8, num_steps=100, num_warm_up_steps=2)
 THEIRS = Measurement("host_bound", "keras", batch_size=8, num_steps=100, num_warm_up_steps=2)
 OTHERS = Measurement("host_bound", "keras", batch_size=8, num_steps=100, num_warm_up_steps=2, steps_per_execution=4)
@@ -101,7 +104,11 @@ def test_the_file_holds_machine_rounds_settings_and_ratios(tmp_path: Path) -> No
     assert written["machine"] == {"cores": 2}
     assert entry["contenders"]["Keras fit, 4"]["measurement"]["steps_per_execution"] == 4
     assert entry["contenders"]["tfpar"]["rounds"] == pytest.approx([20.0, 100 / 15, 40.0])
-    assert entry["contenders"]["tfpar"]["timings"][1] == {"training_seconds": 15.0, "return_seconds": 9.0}
+    assert entry["contenders"]["tfpar"]["timings"][1] == {
+        "training_seconds": 15.0,
+        "return_seconds": 9.0,
+        "processor_seconds": 0.0,
+    }
     assert entry["targets"][0]["ratio"] == pytest.approx(4.0)
     assert entry["targets"][0]["met"] is True
 
@@ -122,6 +129,28 @@ def test_mirrored_gives_each_replica_the_batch_of_the_single_device() -> None:
     one, two, _ = MIRRORED.contenders.values()
     assert two.batch_size == two.num_replicas * one.batch_size
     assert (one.cores, two.cores) == (1, 2)
+
+
+@pytest.mark.parametrize("experiment_of_workers", [MULTI_WORKER, COMMUNICATION_BOUND], ids=lambda real: real.name)
+def test_each_worker_has_one_core_and_the_batch_of_one_worker_alone(experiment_of_workers: Experiment) -> None:
+    contenders = experiment_of_workers.contenders.values()
+    assert {contender.batch_size / contender.num_workers for contender in contenders} == {
+        experiment_of_workers.contenders["tfpar, 1 worker"].batch_size
+    }
+    assert {contender.num_workers for contender in contenders} == {1, 2}
+    assert {(contender.intra_op_threads, contender.inter_op_threads) for contender in contenders} == {(1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("workload", "shapes"),
+    [
+        ("host_bound", [(6, 20), (6, 1)]),
+        ("cnn", [(6, 28, 28, 1), (6,)]),
+        ("dense", [(6, 2048), (6, 2048)]),
+    ],
+)
+def test_a_workload_has_as_many_rows_as_asked_for(workload: str, shapes: list[tuple[int, ...]]) -> None:
+    assert [array.shape for array in ARRAYS[workload](6)] == shapes
 
 
 def test_the_machine_is_described_with_its_versions() -> None:
@@ -189,6 +218,69 @@ def test_every_case_of_the_parity_table_has_its_model_and_data() -> None:
     assert TOLERANCES["float64"] == parity_table.TOLERANCE
 
 
+# Peers
+
+
+def test_a_peer_that_is_there_is_not_installed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFPAR_BENCHMARK_PEERS", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", None)
+    peers.folder("torch").mkdir()
+    peers.install("torch")
+    assert peers.folder("torch").parent == tmp_path
+
+
+def test_a_peer_that_pip_cannot_install_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        Path(command[command.index("--target") + 1], "half").mkdir(parents=True)
+        return subprocess.CompletedProcess(command, 1, "", "no network\n")
+
+    monkeypatch.setenv("TFPAR_BENCHMARK_PEERS", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", pip)
+    with pytest.raises(OSError, match=r"pip cannot install tf_keras~=2\.21 into .*: no network"):
+        peers.install("tf_keras")
+    assert list(tmp_path.iterdir()) == []
+
+
+# The all-reduce
+
+
+@pytest.mark.parametrize(("text", "size"), [("4KB", 4096), ("64MB", 64 << 20)])
+def test_a_size_is_read_with_its_unit(text: str, size: int) -> None:
+    assert all_reduce.size_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["4", "0KB", "4kb", "1.5MB"])
+def test_a_size_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"such as 64KB, received '{text}'"):
+        all_reduce.size_bytes(text)
+
+
+@pytest.mark.parametrize(("num_workers", "sent"), [(2, 1000), (4, 1500), (1000, 1998)])
+def test_the_model_sends_nearly_twice_the_bytes_over_many_workers(num_workers: int, sent: float) -> None:
+    assert all_reduce.sent_bytes(1000, num_workers) == pytest.approx(sent)
+
+
+def test_the_slowest_worker_and_the_middle_round_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = iter([(1.0, 2.0), (9.0, 1.0), (4.0, 3.0)])
+
+    def ask_all(module: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{"found": [{"seconds": seconds, "processor_seconds": 0.5}]} for seconds in next(rounds)]
+
+    monkeypatch.setattr(process, "ask_all", ask_all)
+    (row,) = all_reduce.run_rounds(["gather"], [4_000_000_000], 3, lambda line: None)
+    assert (row["rounds"], row["seconds"], row["gigabytes_per_second"]) == ([2.0, 9.0, 4.0], 4.0, 1.0)
+
+
+# The restart
+
+
+def test_a_record_keeps_whole_lines_only(tmp_path: Path) -> None:
+    steps = [restart.Step(7, 0, 1.25), restart.Step(8, 1, 2.5)]
+    (tmp_path / "steps-1").write_text(restart.as_lines(steps) + "8 2 3.")
+    assert restart.record(tmp_path, 1) == steps
+    assert restart.record(tmp_path, 0) == []
+
+
 # Processes
 
 
@@ -201,14 +293,14 @@ def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_name_the_experiments_are_listed_and_nothing_runs() -> None:
     listed = benchmarks()
     names = [line.split()[0] for line in listed.stdout.splitlines()]
-    assert names == ["host_bound", "cnn", "mirrored", "parity_table"]
+    assert names == NAMES.split(", ")
 
 
 @pytest.mark.multi_process
 def test_an_unknown_experiment_is_refused_with_the_names_that_exist() -> None:
     refused = benchmarks("cnnn")
     assert refused.returncode == 1
-    assert "no experiment 'cnnn'. There are: host_bound, cnn, mirrored, parity_table, all." in refused.stderr
+    assert f"no experiment 'cnnn'. There are: {NAMES}, all." in refused.stderr
 
 
 @pytest.mark.multi_process
@@ -241,3 +333,42 @@ def test_a_tiny_experiment_runs_from_end_to_end() -> None:
     )
     (outcome,) = harness.run_rounds(tiny, 1, measure).outcomes()
     assert outcome.ratio > 0
+
+
+@pytest.mark.multi_process
+def test_several_processes_answer_in_the_order_of_their_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo(tmp_path, monkeypatch, 'process.answer({"number": asked["number"]})')
+    assert process.ask_all("echo", [{"number": number} for number in (3, 1, 2)]) == [
+        {"number": 3},
+        {"number": 1},
+        {"number": 2},
+    ]
+
+
+@pytest.mark.multi_process
+def test_of_several_processes_each_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    echo(tmp_path, monkeypatch, 'assert asked["number"] == 2, f"number {asked}"\nprocess.answer(asked)')
+    with pytest.raises(process.WorkerError, match=r"status 1: [\s\S]*'number': 1[\s\S]*; exit status 1: [\s\S]*3"):
+        process.ask_all("echo", [{"number": 1}, {"number": 2}, {"number": 3}])
+
+
+def echo(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Make a module `echo` that a worker process finds."""
+    (folder / "echo.py").write_text(f"from benchmarks import process\nasked = process.request()\n{text}\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+def test_free_addresses_are_different_and_on_the_loopback() -> None:
+    addresses = process.free_addresses(3)
+    assert len(set(addresses)) == 3
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow_start
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the two workers needs a core of its own")
+def test_two_workers_train_a_tiny_experiment() -> None:
+    timing = measure(Measurement("host_bound", "tfpar", 8, num_steps=4, num_warm_up_steps=2, num_workers=2))
+    assert timing.training_seconds > 0

@@ -1,0 +1,145 @@
+"""The experiment `restart`: seconds from `kill -9` of a worker to the next trained step, under `tfpar.launch`.
+
+steps ── steps ── kill -9 ──┬── noticed, all stopped ── TensorFlow starts, cluster forms, last checkpoint ──┬── steps
+                            └──────────────────────────── these seconds ────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import rich.table
+
+from benchmarks.process import ROOT, WorkerError
+
+NAME = "restart"
+SUMMARY = "Two workers of the CNN, kill -9 of worker 1: seconds to the next trained step under tfpar.launch"
+CHECKPOINT_SECONDS = 1.0
+
+
+class Step(NamedTuple):
+    """A line of a worker's record: steps of the run that are done, and when."""
+
+    pid: int
+    step: int
+    seconds: float
+
+
+def run_rounds(
+    num_rounds: int, report: Callable[[str], None] = lambda line: None, timeout_seconds: float = 180.0
+) -> dict[str, Any]:
+    """Kill a worker once a round.
+
+    Args:
+        num_rounds: Rounds, at least 1.
+        report: Is told each figure as it comes.
+        timeout_seconds: For a round.
+
+    Returns:
+        The seconds of each round, their median, and how many steps were trained twice, as JSON holds it.
+
+    Raises:
+        WorkerError: If the workers did not train in time.
+    """
+    rounds = []
+    for number in range(1, num_rounds + 1):
+        found = _one_round(timeout_seconds)
+        report(f"{NAME}, round {number} of {num_rounds}: {found['seconds']:.1f} s")
+        rounds.append(found)
+    seconds = [found["seconds"] for found in rounds]
+    return {"name": NAME, "summary": SUMMARY, "median_seconds": statistics.median(seconds), "rounds": rounds}
+
+
+def table_of(result: dict[str, Any]) -> rich.table.Table:
+    """Return the result as a table for `rich.print`."""
+    table = rich.table.Table(title=f"{NAME}: {SUMMARY}")
+    for column in ("seconds, median", "fastest", "slowest", "steps trained twice, median"):
+        table.add_column(column, justify="right")
+    seconds = [found["seconds"] for found in result["rounds"]]
+    again = statistics.median(found["steps_again"] for found in result["rounds"])
+    table.add_row(*(f"{value:.1f}" for value in (result["median_seconds"], min(seconds), max(seconds), again)))
+    return table
+
+
+def _one_round(timeout_seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "tfpar.launch", "--num_workers", "2", "--max_restarts", "1", "--grace_seconds"]
+        command += ["5", "--", "-m", "benchmarks.restart_worker", name]
+        errors = folder / "errors"
+        with errors.open("wb") as file:
+            launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=file)
+        try:
+            return _kill_and_wait(folder, launcher, timeout_seconds)
+        except WorkerError as error:
+            last_lines = "\n".join(errors.read_text(errors="replace").splitlines()[-10:])
+            raise WorkerError(f"{error}; {last_lines}") from None
+        finally:
+            _end(launcher)
+
+
+def _kill_and_wait(folder: Path, launcher: subprocess.Popen[bytes], timeout_seconds: float) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout_seconds
+    # Some steps after a checkpoint, as in the middle of a run.
+    _wait(lambda: any((folder / "checkpoints").glob("*.npz")), launcher, deadline)
+    time.sleep(1.5 * CHECKPOINT_SECONDS)
+    victim = record(folder, 1)[-1].pid
+    os.kill(victim, signal.SIGKILL)
+    killed = time.time()
+    _wait(lambda: record(folder, 1)[-1].pid != victim, launcher, deadline)
+    steps = record(folder, 1)
+    last = max(step.step for step in steps if step.pid == victim)
+    first = next(step for step in steps if step.pid != victim)
+    return {"seconds": first.seconds - killed, "steps_again": max(0, last - first.step + 1)}
+
+
+def record(folder: Path, rank: int) -> list[Step]:
+    """Return the lines that a worker has written, whole ones only.
+
+    Args:
+        folder: Of the run.
+        rank: Which worker.
+    """
+    path = folder / f"steps-{rank}"
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = [line.split() for line in text.rpartition("\n")[0].splitlines()]
+    return [Step(int(pid), int(step), float(seconds)) for pid, step, seconds in lines]
+
+
+def _wait(came: Callable[[], bool], launcher: subprocess.Popen[bytes], deadline: float) -> None:
+    while not came():
+        if launcher.poll() is not None:
+            raise WorkerError(f"the launcher ended with exit status {launcher.returncode}")
+        if time.monotonic() > deadline:
+            raise WorkerError("the workers did not train in time")
+        time.sleep(0.02)
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """Let the launcher stop its workers; a second signal and then SIGKILL, should it not."""
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        if launcher.poll() is None:
+            launcher.send_signal(number)
+        try:
+            launcher.wait(timeout=20)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def as_lines(steps: Sequence[Step]) -> str:
+    """Return a record as `record` reads it.
+
+    Args:
+        steps: In order.
+    """
+    return "".join(f"{step.pid} {step.step} {step.seconds!r}\n" for step in steps)
