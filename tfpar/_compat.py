@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -244,7 +246,12 @@ def form_cluster(
             heartbeat_timeout_in_ms=int(1000 * silence_seconds),
         )
     with mock.patch.object(CollectiveAllReduceExtended, "_initialize_local_devices", local_devices):
-        return tf.distribute.MultiWorkerMirroredStrategy(resolver)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+    if threading.current_thread() is threading.main_thread():
+        # The coordination service takes SIGTERM for a notice of preemption that nobody reads: a worker asked to stop
+        # before or after its training would go on until it is killed.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    return strategy
 
 
 def has_cluster() -> bool:
