@@ -60,8 +60,9 @@ class Group:
         self._key = next(_GROUP_KEYS)
         self._counts = [itertools.count(1) for _ in devices]
         # A tf.function runs collectives of one token one after another, and those of different tokens side by side.
-        # NCCL needs one order on all devices.
-        num_streams = 1 if implementation == "nccl" else NUM_STREAMS
+        # NCCL, which "auto" may choose between GPUs, needs one order on all devices.
+        may_be_nccl = implementation == "nccl" or (implementation == "auto" and any("GPU" in name for name in devices))
+        num_streams = 1 if may_be_nccl else NUM_STREAMS
         self._tokens = [
             [_token(device, f"{self._key}/{member}/{stream}") for stream in range(num_streams)]
             for member, device in enumerate(devices)

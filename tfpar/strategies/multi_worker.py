@@ -84,7 +84,6 @@ class MultiWorker(Replicated):
         self._averaging = Averaging(every, average_optimizer) if sync == "average" else None
         self.steps_multiple = every
         self._join(strategy, PIECE_BYTES if pack_bytes is None else pack_bytes)
-        self.require_equal(preflight.versions())
 
     @classmethod
     def of(cls, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> MultiWorker:
@@ -105,6 +104,7 @@ class MultiWorker(Replicated):
         host = self.devices[0].replace(device_type="CPU", device_index=0).to_string()
         self._hosts = Group([host], self.num_workers)
         _compat.communicate_through(strategy, self._reduce)
+        self.require_equal(preflight.versions())
         self._num_rows: weakref.WeakKeyDictionary[keras.Model, float] = weakref.WeakKeyDictionary()
         # Unlike processors round products differently: there all must receive one sum instead of computing it.
         processor = factors.processor()
