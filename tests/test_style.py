@@ -15,7 +15,8 @@ MAX_LINES = 350
 LADDER = [
     ["_toml", "background", "checkpoint_file", "config_sections", "slurm"],
     ["config", "_compat", "batch_systems", "tf_config"],
-    ["callback_state", "run_directory", "cluster", "collectives", "data", "launcher", "meeting", "model_state", "reduction"],
+    ["callback_state", "cluster", "collectives", "data", "launcher", "meeting", "model_state"],
+    ["reduction", "run_directory"],
     ["checks", "division", "loop"],
     ["strategies", "checkpoint", "stream"],
     ["alike", "callbacks"],

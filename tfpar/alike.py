@@ -32,6 +32,7 @@ def begin_alike(
         ValueError: If a worker has built another model than the chief, or the checkpoint is of another model.
         RuntimeError: If the workers' weights differ all the same.
     """
+    strategy.require_equal({"the model": model_state.describe(model)})
     checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
     resumes, epoch = strategy.add_up([checkpoint is not None, position.epoch if strategy.is_chief else 0])
     callbacks: dict[str, Any] = {}

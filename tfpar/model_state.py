@@ -48,6 +48,12 @@ def state_variables(model: keras.Model) -> dict[str, Any]:
     return named
 
 
+def describe(model: keras.Model) -> str:
+    """Return a line for each state variable: its name, shape and type."""
+    variables = state_variables(model)
+    return "".join(f"{name} {tuple(variable.shape)} {variable.dtype}\n" for name, variable in variables.items())
+
+
 def read_arrays(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yield a copy of every variable with its name, one after another, in the same order on every worker."""
     for name, variable in state_variables(model).items():

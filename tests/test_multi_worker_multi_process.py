@@ -1,0 +1,358 @@
+"""Two workers do all that one device does: averages, decisions, files, predictions, shards; and notice differences."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfpar
+from tests import multi_worker_cases as cases
+from tests import small, workers
+from tests.multi_worker_cases import Trained
+from tests.test_parity import computing_in, reference
+from tfpar import tf_config
+from tfpar.parity import relative_difference
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+
+EXACT = 1e-9
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
+    with workers.started("worker_program.py", tmp_path_factory.mktemp("workers"), 2) as job:
+        yield job
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with computing_in("float64"):
+        yield
+
+
+def asked(job: workers.Workers, question: str) -> list[Any]:
+    """The answers of both workers, none of which is an error."""
+    answers = job.answers(question)
+    for rank, answer in enumerate(answers):
+        assert not isinstance(answer, workers.Raised), f"worker {rank}: {answer.trace}"
+    return answers
+
+
+def keras_fit(dataset: Any, build: Any = small.build_model, **fit: Any) -> Trained:
+    """What Keras' own `fit` gives on one device."""
+    keras.utils.set_random_seed(0)
+    model = build()
+    history = model.fit(dataset, **{"epochs": 2, "verbose": 0, **fit}).history
+    return Trained(history, cases.state(model))
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float = EXACT, name: str = "") -> None:
+    """Both must have the same structure, and arrays that are as near as the tolerance, relative to the largest."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), name
+        for key in expected:
+            assert_same(actual[key], expected[key], tolerance, f"{name} {key}")
+    elif isinstance(expected, list | tuple) and not all(isinstance(value, float) for value in expected):
+        assert len(actual) == len(expected), name
+        for index, values in enumerate(zip(actual, expected, strict=True)):
+            assert_same(*values, tolerance, f"{name} {index}")
+    else:
+        assert np.shape(actual) == np.shape(expected), f"{name}: {actual} instead of {expected}"
+        difference = relative_difference(np.array(actual), np.array(expected))
+        assert difference <= tolerance, f"{name} differs by {difference:.2g}: {actual} instead of {expected}"
+
+
+# --- parity beyond the table
+
+
+def test_drop_in_trains_a_model_of_tensorflows_own_strategy(job: workers.Workers) -> None:
+    keras.utils.set_random_seed(0)
+    model = small.build_model()
+    histories = [model.fit(small.data(), epochs=1, verbose=0).history for _ in range(2)]
+    for answer in asked(job, "drop_in"):
+        assert_same(answer, (histories, cases.state(model)), name="drop-in")
+
+
+@pytest.mark.parametrize("name", cases.ON_TWO_DEVICES, ids=lambda name: name.replace(" ", "_"))
+def test_two_devices_a_worker_equal_one_device(job: workers.Workers, name: str) -> None:
+    for answers in asked(job, "two_devices_a_worker"):
+        assert_same(answers[name], reference(name, "float64"), name=name)
+
+
+def test_compressed_gradients_train_nearly_the_same_on_all_workers(job: workers.Workers) -> None:
+    chiefs, other = asked(job, "compression")
+    expected = keras_fit(small.data())
+    assert_same(chiefs, expected, 1e-2)
+    assert_same(other, chiefs, 0.0)
+    assert max(map(relative_difference, chiefs.state, expected.state)) > 1e-6, "they were rounded"
+
+
+def test_compiled_by_xla(job: workers.Workers) -> None:
+    for answer in asked(job, "compiled_by_xla"):
+        assert_same(answer, keras_fit(small.data()))
+
+
+def test_eagerly(job: workers.Workers) -> None:
+    for answer in asked(job, "eagerly"):
+        assert_same(answer, keras_fit(small.data(), epochs=1))
+
+
+def test_mixed_precision(job: workers.Workers) -> None:
+    expected = keras_fit(small.data(), cases.mixed_precision)
+    chiefs, other = asked(job, "mixed_precision")
+    assert_same(chiefs, expected, 5e-2)  # bfloat16 has 8 bits, and sums of halves round otherwise
+    assert_same(other, chiefs, 0.0)
+
+
+def test_epochs_of_some_steps_of_an_endless_dataset(job: workers.Workers) -> None:
+    expected = keras_fit(small.data().repeat(), steps_per_epoch=7, epochs=3)
+    for answer in asked(job, "steps_of_an_endless_dataset"):
+        assert_same(answer, expected)
+
+
+def test_arrays_with_a_split(job: workers.Workers) -> None:
+    features, labels = cases.arrays()
+    expected = keras_fit(features, y=labels, batch_size=8, shuffle=False, validation_split=0.2)
+    for answer in asked(job, "arrays_and_a_split"):
+        assert_same(answer, expected)
+
+
+# --- parameter averaging
+
+
+@pytest.mark.parametrize("question", ["averaged_every_step", "averaged_every_step_on_two_devices"])
+def test_averaging_every_step_of_plain_sgd_equals_one_device(job: workers.Workers, question: str) -> None:
+    for answer in asked(job, question):
+        assert_same(answer, keras_fit(cases.equal_parts(), cases.plain_sgd))
+
+
+def averaged_by_hand(average_optimizer: bool) -> list[np.ndarray]:
+    """Two models, each trained by Keras on its half of every batch, averaged every four steps and after an epoch."""
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(small.build_model())
+        models[-1].optimizer.build(models[-1].trainable_variables)
+    for _ in range(2):
+        for step, (features, labels) in enumerate(cases.equal_parts()):
+            for model, half in zip(models, (slice(0, 4), slice(4, 8)), strict=True):
+                model.train_on_batch(features[half], labels[half])
+            if step in (3, 7, 9):
+                _average([model.trainable_variables for model in models])
+            if step in (3, 7, 9) and average_optimizer:
+                _average([model.optimizer.variables[2:] for model in models])
+    return cases.state(models[0])
+
+
+def _average(copies: list[list[keras.Variable]]) -> None:
+    for variables in zip(*copies, strict=True):
+        mean = sum(variable.numpy() for variable in variables) / len(variables)
+        for variable in variables:
+            variable.assign(mean)
+
+
+def test_averaging_every_4_steps_whatever_the_steps_of_a_call(job: workers.Workers) -> None:
+    expected = averaged_by_hand(average_optimizer=True)
+    chiefs, others = asked(job, "averaged_every_4")
+    for answer in (*chiefs, *others):
+        assert_same(answer.state, expected)
+        assert_same(answer.history, chiefs[0].history)
+
+
+def test_averaging_without_the_optimizers_moments(job: workers.Workers) -> None:
+    expected = averaged_by_hand(average_optimizer=False)
+    chiefs, others = asked(job, "averaged_every_4_but_the_optimizer")
+    for chief, other in zip(chiefs, others, strict=True):
+        assert_same(chief.state, expected)
+        assert_same(other.state[:4], expected[:4])
+        assert relative_difference(other.state[-1], expected[-1]) > EXACT, "each keeps its own"
+
+
+# --- decisions
+
+
+def test_early_stopping_and_the_rates_plateau_are_decided_alike(job: workers.Workers) -> None:
+    expected = keras_fit(
+        small.data(), cases.plain_sgd, epochs=12, validation_data=small.data(), callbacks=cases.deciding()
+    )
+    assert 4 <= len(expected.history["loss"]) < 12, "the training was stopped"
+    assert expected.history["learning_rate"][0] > expected.history["learning_rate"][-1], "the rate was lowered"
+    for answer in asked(job, "decisions"):
+        assert_same(answer, expected)
+
+
+def test_a_stop_on_one_worker_stops_all_at_the_same_step(job: workers.Workers) -> None:
+    expected = keras_fit(small.data(), callbacks=[cases.Stop(True, at_step=4)], epochs=1, steps_per_epoch=4)
+    for answer in asked(job, "stopped_on_worker_1_in_a_batch"):
+        assert_same(answer, expected)
+    for answer in asked(job, "stopped_on_worker_1_after_an_epoch"):
+        assert_same(answer, keras_fit(small.data(), epochs=2))
+
+
+def test_an_interruption_of_one_worker_stops_all_with_a_checkpoint(job: workers.Workers) -> None:
+    answers = asked(job, "interrupted_on_worker_1")
+    assert [int(state[4]) for (_, state), _ in answers] == [13, 13]
+    assert [is_interrupted for _, is_interrupted in answers] == [True, True]
+    assert_same(answers[1][0].state, answers[0][0].state, 0.0)
+    assert [path.name for path in (job.folder / "interrupted").iterdir()] == ["step-00000013.npz"]
+
+
+def test_one_device_goes_on_from_the_workers_checkpoint(job: workers.Workers) -> None:
+    asked(job, "interrupted_on_worker_1")
+    resumed, undisturbed = (tfpar.Trainer(small.build_model, tfpar.SingleDevice(), seed=0) for _ in range(2))
+    fit = {"epochs": 3, "verbose": 0}
+    checkpoints = tfpar.Checkpoints(job.folder / "interrupted")
+    history = resumed.fit(small.shuffled(), **fit, checkpoints=checkpoints).history
+    assert_same(history, undisturbed.fit(small.shuffled(), **fit).history)
+    assert_same(cases.state(resumed.model), cases.state(undisturbed.model))
+
+
+def test_a_loss_that_is_not_finite_is_an_error_on_all(job: workers.Workers) -> None:
+    for answer in asked(job, "not_finite"):
+        assert answer is not None
+        assert "at step 3 (step 3 of epoch 1)" in answer
+
+
+# --- files
+
+
+def test_stock_callbacks_write_on_the_chief_alone(job: workers.Workers) -> None:
+    expected = keras_fit(small.data(), validation_data=small.data())
+    for answer, left in asked(job, "writing"):
+        assert_same(answer, expected)
+        assert left == [name for name in left if name.endswith(".answer")], "nothing else in the current folder"
+    folder = job.folder / "written"
+    assert {path.name for path in folder.iterdir()} == {
+        *("epoch-1.keras", "epoch-2.keras", "step.weights.h5", "log.csv", "board", "backup", "metrics.jsonl")
+    }
+    loaded = keras.models.load_model(folder / "epoch-2.keras")
+    assert_same(loaded.get_weights(), expected.state[:4])
+    rows = list(csv.DictReader((folder / "log.csv").open()))
+    assert [float(row["val_loss"]) for row in rows] == pytest.approx(expected.history["val_loss"], rel=EXACT)
+    assert {path.name for path in (folder / "board").iterdir()} == {"train", "validation"}
+
+
+def test_backup_and_restore_goes_on_where_the_chief_stood(job: workers.Workers) -> None:
+    asked(job, "writing")
+    expected = keras_fit(small.data(), epochs=4)
+    for answer in asked(job, "restored"):
+        assert_same(answer.state, expected.state)
+        assert_same(answer.history, {name: values[2:] for name, values in expected.history.items()})
+
+
+def test_the_chief_alone_saves_the_model_for_plain_keras(job: workers.Workers) -> None:
+    answers = asked(job, "saved")
+    loaded = keras.models.load_model(job.folder / "saved" / "model.keras")
+    for weights in answers:
+        assert_same(weights, loaded.get_weights(), 0.0)
+    assert os.listdir(job.folder / "saved") == ["model.keras"]
+
+
+# --- evaluate and predict
+
+
+def test_evaluate_and_predict_equal_one_device(job: workers.Workers) -> None:
+    expected = cases.evaluate_and_predict(None)
+    for answers in asked(job, "evaluated_and_predicted"):
+        for name, answer in answers.items():
+            assert_same(answer, expected, name=name)
+            for key, output in expected["predict many outputs"].items():
+                assert answer["predict many outputs"][key].dtype == output.dtype, key
+
+
+# --- shards
+
+
+@pytest.mark.parametrize("kind", cases.SHARDED, ids=lambda kind: kind.replace(" ", "_"))
+def test_shards_that_workers_read_apart_train_as_on_one_device(job: workers.Workers, kind: str) -> None:
+    expected = cases.with_shards(kind, tfpar.SingleDevice())
+    for answers in asked(job, "sharded"):
+        for name in cases.SHARDED_ON[kind]:
+            assert_same(answers[kind, name], expected, name=name)
+
+
+# --- workers that are not alike
+
+
+def test_the_chiefs_weights_count(job: workers.Workers) -> None:
+    for answer in asked(job, "other_weights"):
+        assert_same(answer, keras_fit(small.data()))
+
+
+def test_other_versions_are_an_error_on_all(job: workers.Workers) -> None:
+    for answer in asked(job, "other_versions"):
+        assert answer is not None
+        assert answer.startswith("All workers must be alike, and worker 1 (127.0.0.1:")
+        assert f"Keras' version ('2.0' instead of '{keras.__version__}')" in answer
+
+
+def test_other_models_are_an_error_on_all_and_nobody_waits_for_ever(job: workers.Workers) -> None:
+    for answer in asked(job, "other_models"):
+        assert answer is not None
+        assert answer.startswith("All workers must be alike, and worker 1 (127.0.0.1:")
+        assert "the model ('weights/sequential/dense/kernel" in answer
+    for answer in asked(job, "after_other_models"):
+        assert_same(answer, keras_fit(small.data()))
+
+
+def test_the_workers_end_well(job: workers.Workers) -> None:
+    asked(job, "after_other_models")
+    assert job.finish() == [0, 0]
+
+
+# --- one worker, and what is refused
+
+
+@pytest.mark.parametrize("devices", [["CPU:0"], ["CPU:0", "CPU:1"]], ids=len)
+def test_without_tf_config_the_job_has_one_worker(devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    strategy = tfpar.MultiWorker(devices)
+    assert strategy.describe().startswith(f"MultiWorker over 1 worker, {len(devices)} replicas")
+    trainer = tfpar.Trainer(small.build_model, strategy, seed=0)
+    history = trainer.fit(small.data(), epochs=2, verbose=0).history
+    assert_same(Trained(history, cases.state(trainer.model)), keras_fit(small.data()))
+
+
+def test_after_tensorflow_has_started_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", tf_config.to_tf_config(workers.free_addresses(2), 0))
+    with pytest.raises(RuntimeError, match=r"MultiWorker\(\) must come before TensorFlow's first operation"):
+        tfpar.MultiWorker(form_seconds=3)
+
+
+def test_an_evaluator_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "TF_CONFIG", '{"cluster": {"worker": ["localhost:1234"]}, "task": {"type": "evaluator", "index": 0}}'
+    )
+    with pytest.raises(ValueError, match="TF_CONFIG makes this process an evaluator"):
+        tfpar.MultiWorker()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"all_reduce": "tree"}, "all_reduce must be 'auto', 'ring' or 'nccl', received 'tree'"),
+        ({"all_reduce": "nccl"}, "all_reduce='nccl' needs GPUs"),
+        ({"pack_bytes": 0}, "pack_bytes must be at least 1, received 0"),
+        ({"compression": "float8"}, "compression must be None or 'bfloat16', received 'float8'"),
+        ({"form_seconds": 0}, "form_seconds must be above 0 and silence_seconds at least 1, received 0 and 30.0"),
+        ({"silence_seconds": 0.5}, "silence_seconds at least 1, received 300.0 and 0.5"),
+        ({"sync": "never"}, "sync must be 'step' or 'average', received 'never'"),
+        ({"sync": "average", "every": 0}, "every must be at least 1, received 0"),
+        ({"every": 2}, "every and average_optimizer belong to sync='average', received every=2"),
+        ({"average_optimizer": False}, "average_optimizer=False with sync='step'. Set sync='average'"),
+        ({"sync": "average", "compression": "bfloat16"}, "compression rounds gradients, and sync='average' sends none"),
+        ({"devices": ["CPU:7"]}, "devices must name different devices of this machine, received ['CPU:7']"),
+        ({"devices": []}, "devices must name at least one device, received []"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfpar.MultiWorker(**options)

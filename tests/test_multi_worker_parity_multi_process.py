@@ -1,0 +1,116 @@
+"""Parity over processes: two and three workers give the losses, metrics and weights of Keras' own `fit`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tfpar
+from tests import multi_worker_cases as cases
+from tests import small, workers
+from tests.multi_worker_cases import Trained
+from tests.parity_cases import CASES
+from tests.test_parity import computing_in, reference
+from tfpar.parity import TOLERANCES, relative_difference
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+
+JOBS = {2: ("float64", "float32"), 3: ("float64",)}
+PACK_BYTES = {2: 4 << 20, 3: 256}  # everything in one pack, and the gradients of one model in several
+TABLE = [(num_workers, dtype, case) for num_workers, dtypes in JOBS.items() for case in CASES for dtype in dtypes]
+
+
+Job = Callable[[int], workers.Workers]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that two workers begin, and that others end."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Iterator[Job]:
+    """A job of some number of workers, started once, that trains all cases while the tests compute what they expect."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(num_workers: int) -> workers.Workers:
+            if num_workers > 2:
+                start(2).answers("checkpoints")
+                shutil.copytree(checkpoints, checkpoints / "copy")
+            folder = tmp_path_factory.mktemp(f"workers-{num_workers}")
+            arguments = (str(checkpoints), str(PACK_BYTES[num_workers]), *JOBS[num_workers])
+            return stack.enter_context(workers.started("worker_program_parity.py", folder, num_workers, *arguments))
+
+        yield start
+
+
+@pytest.mark.parametrize(("num_workers", "dtype", "name"), TABLE, ids=lambda value: str(value).replace(" ", "_"))
+def test_equals_one_device_after_20_steps(job: Job, num_workers: int, dtype: str, name: str) -> None:
+    answers_of = job(num_workers).answers
+    with computing_in(dtype):
+        expected_history, expected_weights = reference(name, dtype)
+    for rank, answer in enumerate(answers_of(f"{dtype} {name}")):
+        assert not isinstance(answer, workers.Raised), f"worker {rank}: {answer.trace}"
+        history, weights = answer
+        assert history.keys() == expected_history.keys(), f"worker {rank}"
+        for key, values in expected_history.items():
+            difference = relative_difference(np.array(history[key]), np.array(values))
+            assert difference <= TOLERANCES[dtype], f"worker {rank}, {key}: {history[key]} instead of {values}"
+        for index, (actual, expected) in enumerate(zip(weights, expected_weights, strict=True)):
+            difference = relative_difference(actual, expected)
+            assert difference <= TOLERANCES[dtype], f"worker {rank}, weight {index} differs by {difference:.2g}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(logical_cpus: list[str]) -> Trained:
+    """The run of the checkpoints on one device, to its end at once."""
+    trainer = tfpar.Trainer(small.build_model, tfpar.SingleDevice(), seed=0)
+    history = trainer.fit(small.shuffled(), epochs=3, verbose=0).history
+    return Trained(history, cases.state(trainer.model))
+
+
+def assert_ended_as(undisturbed: Trained, history: dict[str, list[float]], state: list[np.ndarray]) -> None:
+    small.assert_same_history(history, undisturbed.history)
+    for actual, expected in zip(state, undisturbed.state, strict=True):
+        assert relative_difference(actual, expected) <= 1e-5
+
+
+def test_three_workers_end_what_two_began(job: Job, undisturbed: Trained) -> None:
+    for _, state in job(2).answers("checkpoints"):
+        assert int(state[4]) == 13, "interrupted in the second epoch"
+    for history, state in job(3).answers("checkpoints"):
+        assert_ended_as(undisturbed, history, state)
+
+
+@pytest.mark.parametrize(
+    "strategy", [tfpar.SingleDevice, lambda: tfpar.MultiWorker(["CPU:0"])], ids=["device", "worker"]
+)
+def test_one_ends_what_two_began(
+    strategy: Callable[[], tfpar.Strategy],
+    job: Job,
+    checkpoints: Path,
+    tmp_path: Path,
+    undisturbed: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    job(3)  # a copy was made before it began
+    shutil.copytree(checkpoints / "copy", tmp_path / "checkpoints")
+    trainer = tfpar.Trainer(small.build_model, strategy(), seed=0)
+    resume = tfpar.Checkpoints(tmp_path / "checkpoints")
+    assert resume.position() is not None
+    history = trainer.fit(small.shuffled(), epochs=3, verbose=0, checkpoints=resume).history
+    assert_ended_as(undisturbed, history, cases.state(trainer.model))
+
+
+@pytest.mark.parametrize("num_workers", JOBS)
+def test_the_workers_end_well(job: Job, num_workers: int) -> None:
+    assert job(num_workers).finish() == [0] * num_workers
