@@ -12,6 +12,7 @@ for the one before.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -212,8 +213,10 @@ class Checkpoints:
             OSError: If the folder cannot be written.
         """
         self._check_writable()
-        found = self._newest()
-        return None if found is None else found[0].read_bytes()
+        while (found := self._newest()) is not None:
+            with contextlib.suppress(FileNotFoundError):  # removed since by the process that trains
+                return found[0].read_bytes()
+        return None
 
     def load(
         self, model: keras.Model, blob: bytes, assign: model_state.Assign = keras.Variable.assign
@@ -254,6 +257,8 @@ class Checkpoints:
         for path in reversed(paths):
             try:
                 return path, *_decode(path)
+            except FileNotFoundError:  # removed since by the process that trains: there is a newer one
+                return self._newest()
             except checkpoint_file.DamagedError as error:
                 self._warn_once(path, error)
         if paths:

@@ -90,13 +90,14 @@ def decode(source: Path | bytes) -> dict[str, np.ndarray]:
 
     Raises:
         DamagedError: If anything is missing or changed.
+        FileNotFoundError: If there is no such file.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(source) if isinstance(source, bytes) else source) as archive:
             # The sum is checked when a member is read, and only then is it parsed. By name, one that a flipped bit
             # gave the name of another would be taken for it.
             return {info.filename.removesuffix(".npy"): _parse(archive.read(info)) for info in archive.infolist()}
-    except MemoryError:
+    except (MemoryError, FileNotFoundError):
         raise
     except Exception as error:  # zipfile raises a dozen kinds, by which byte is damaged
         raise DamagedError(str(error)) from error
