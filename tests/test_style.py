@@ -20,7 +20,7 @@ LADDER = [
     ["checks", "division", "loop"],
     ["strategies", "checkpoint", "stream"],
     ["alike", "callbacks"],
-    ["training", "trainer", "drop_in", "parity"],
+    ["training", "trainer", "drop_in", "interruption", "parity"],
     ["session"],
     ["evaluator"],
     ["train", "launch"],

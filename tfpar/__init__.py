@@ -30,6 +30,7 @@ _HOMES = {
     "Trainer": "trainer",
     "check_parity": "parity",
     "fit": "drop_in",
+    "interruptible": "interruption",
     "use_logical_cpus": "cluster",
 }
 
@@ -46,6 +47,7 @@ __all__ = [
     "Trainer",
     "check_parity",
     "fit",
+    "interruptible",
     "use_logical_cpus",
 ]
 

@@ -9,10 +9,7 @@ import inspect
 import json
 import os
 import re
-import signal
 import sys
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -23,10 +20,10 @@ import tensorflow as tf
 import tfpar
 from tfpar import callbacks, config, data, strategies
 from tfpar.checkpoint import Checkpoints
+from tfpar.interruption import interruptible
 from tfpar.run_directory import RunDirectory
 from tfpar.trainer import Trainer
 
-REPEATED_SECONDS = 0.5
 BY_BATCH = "by batch: every worker takes its share of each global batch"
 
 
@@ -94,7 +91,7 @@ def _train(run: config.Run, directory: RunDirectory) -> bool:
     if position is not None:
         print(f"Resuming after epoch {position.epoch} and {position.step} steps of the next.\n", flush=True)
     throughput = callbacks.Throughput()
-    with _interruptible(trainer):
+    with interruptible(trainer):
         trainer.fit(
             trainer.train_data,
             epochs=run.training.epochs,
@@ -173,30 +170,6 @@ def trainer_class(path: str) -> Any:
             "trainers.image_classification.ImageClassification is one."
         )
     return found
-
-
-@contextlib.contextmanager
-def _interruptible(trainer: Trainer) -> Iterator[None]:
-    """Let the first Ctrl-C or SIGTERM end the training after its step; a second Ctrl-C ends it at once.
-
-    Batch systems send SIGTERM to every process, and so does the launcher: the same request may come several times.
-    """
-    asked_at: list[float] = []
-
-    def stop(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and asked_at and time.monotonic() - asked_at[0] > REPEATED_SECONDS:
-            raise KeyboardInterrupt
-        if not asked_at:
-            print("\nStopping after this step; Ctrl-C once more stops at once.", file=sys.stderr)
-            asked_at.append(time.monotonic())
-        trainer.interrupt()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _callbacks(run: config.Run, directory: RunDirectory) -> list[keras.callbacks.Callback]:
