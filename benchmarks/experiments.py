@@ -116,6 +116,7 @@ COMMUNICATION_BOUND = Experiment(
         Target(("tfpar, float32",), ("PyTorch DDP, float32",), 1.0),
         Target(("tfpar, bfloat16",), ("PyTorch DDP, float32",), 1.3),
         Target(("tfpar, float32",), ("tfpar, 1 worker",)),
+        Target(("PyTorch DDP, float32",), ("PyTorch, 1 worker",)),
     ),
 )
 

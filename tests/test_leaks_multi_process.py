@@ -68,6 +68,9 @@ def test_an_orphan_is_found_by_its_mark() -> None:
             subprocess.run([sys.executable, "-c", starts_and_dies], check=True, stdout=out)
         out.seek(0)
         orphan = int(out.read())
+    deadline = time.monotonic() + 10.0  # it was ended; its new parent takes a moment to bury it
+    while Path(f"/proc/{orphan}/exe").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not Path(f"/proc/{orphan}/exe").exists(), "it was ended"
 
 
