@@ -86,13 +86,14 @@ def compile_loop(
 
 
 class StepsPerCall:
-    """Choose how many steps the next call runs, so that a call takes about a tenth of a second.
+    """Choose how many steps the next call runs, so that a call takes about a given time.
 
     The first call compiles and is not counted. The number grows at most tenfold from call to call, since a first
     short measurement can be far off. It changes how often Python looks up, never the result.
 
     Args:
         fixed: A number of steps to keep to; None to choose by time.
+        seconds: How long a call should take.
 
     Example:
         >>> steps = StepsPerCall()
@@ -104,8 +105,9 @@ class StepsPerCall:
         10
     """
 
-    def __init__(self, fixed: int | None = None) -> None:
+    def __init__(self, fixed: int | None = None, seconds: float = SECONDS_PER_CALL) -> None:
         self._fixed = fixed
+        self._seconds = seconds
         self._num_steps = 1
         self._compiled = False
 
@@ -118,5 +120,5 @@ class StepsPerCall:
         if not self._compiled:
             self._compiled = True
             return
-        wanted = int(SECONDS_PER_CALL * num_steps / max(seconds, 1e-9))
+        wanted = int(self._seconds * num_steps / max(seconds, 1e-9))
         self._num_steps = max(1, min(wanted, 10 * self._num_steps))

@@ -175,22 +175,22 @@ def _rounded(message: Any, dtype: Any) -> Any:
 
 
 def _packs(gradients: Sequence[Any], present: Sequence[int], pack_bytes: int | None) -> list[list[int]]:
-    """Group consecutive dense gradients of one dtype until a group would exceed `pack_bytes`."""
+    """Group dense gradients of one dtype until a group would exceed `pack_bytes`; what alone exceeds it goes alone."""
     packs: list[list[int]] = []
-    used_bytes, dtype = 0, None
+    open_packs: dict[tf.DType, tuple[list[int], int]] = {}
     for index in present:
         gradient = gradients[index]
-        if pack_bytes is None or isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined():
+        is_sparse = isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined()
+        size_bytes = 0 if is_sparse else gradient.shape.num_elements() * gradient.dtype.size
+        if pack_bytes is None or is_sparse or size_bytes > pack_bytes:
             packs.append([index])
-            dtype = None  # travels alone: nothing may join its pack
             continue
-        size_bytes = gradient.shape.num_elements() * gradient.dtype.size
-        if gradient.dtype == dtype and used_bytes + size_bytes <= pack_bytes:
-            packs[-1].append(index)
-            used_bytes += size_bytes
-        else:
-            packs.append([index])
-            used_bytes, dtype = size_bytes, gradient.dtype
+        pack, used_bytes = open_packs.get(gradient.dtype, ([], 0))
+        if not pack or used_bytes + size_bytes > pack_bytes:
+            pack, used_bytes = [], 0
+            packs.append(pack)
+        pack.append(index)
+        open_packs[gradient.dtype] = pack, used_bytes + size_bytes
     return packs
 
 

@@ -51,7 +51,7 @@ class Caller:
 
     def __post_init__(self) -> None:
         """Begin with a single step: the first call compiles."""
-        self._steps = StepsPerCall(self.steps_per_call)
+        self._steps = StepsPerCall(self.steps_per_call, self.strategy.seconds_per_call)
 
     def wanted_steps(self) -> int:
         """Return how many steps this worker would run in the next call; the chief's wish counts."""

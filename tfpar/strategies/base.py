@@ -39,6 +39,7 @@ class Strategy(abc.ABC):
     num_workers: int = 1
     rank: int = 0
     steps_multiple: int = 1
+    seconds_per_call: float = 0.1
 
     @property
     def is_chief(self) -> bool:
