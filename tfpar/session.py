@@ -199,7 +199,9 @@ def _callbacks(run: config.Run, directory: RunDirectory) -> list[keras.callbacks
 
 
 def _print_plan(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
-    devices = ", ".join(device.name.removeprefix("/device:") for device in tf.config.list_logical_devices())
+    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
+    here = [spec for spec in specs if spec.task in (None, trainer.strategy.rank)]
+    devices = ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in here)
     batch, replicas = run.training.global_batch_size, trainer.strategy.num_replicas
     steps = int(trainer.train_data.cardinality())
     share = f"{batch // replicas}" if batch % replicas == 0 else f"{batch // replicas} to {-(-batch // replicas)}"
