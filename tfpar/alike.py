@@ -32,18 +32,20 @@ def begin_alike(
         ValueError: If a worker has built another model than the chief, or the checkpoint is of another model.
         RuntimeError: If the workers' weights differ all the same.
     """
+    if strategy.num_workers == 1:
+        restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign)
+        return restored or (position, {})
     strategy.require_equal({"the model": model_state.describe(model)})
     checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
     resumes, epoch = strategy.add_up([checkpoint is not None, position.epoch if strategy.is_chief else 0])
     callbacks: dict[str, Any] = {}
     if resumes and checkpoints is not None:
         position, callbacks = checkpoints.load(model, strategy.from_chief(checkpoint), strategy.assign)
-    elif strategy.num_workers > 1:
+    else:
         fresh = strategy.from_chief(model_state.snapshot_bytes(model) if strategy.is_chief else None)
         model_state.assign_bytes(model, fresh, strategy.assign)
         position = dataclasses.replace(position, epoch=int(epoch))
-    if strategy.num_workers > 1:
-        _check_equal(model, strategy)
+    _check_equal(model, strategy)
     return position, callbacks
 
 

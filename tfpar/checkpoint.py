@@ -188,8 +188,14 @@ class Checkpoints:
         """
         self._background.wait()
 
-    def restore(self, model: keras.Model) -> tuple[Position, dict[str, Any]] | None:
+    def restore(
+        self, model: keras.Model, assign: model_state.Assign = keras.Variable.assign
+    ) -> tuple[Position, dict[str, Any]] | None:
         """Load the newest readable checkpoint into the model.
+
+        Args:
+            model: The model, with its optimizer and metrics.
+            assign: Sets a variable.
 
         Returns:
             The position and the state of the callbacks; None if there is no checkpoint.
@@ -200,7 +206,7 @@ class Checkpoints:
         """
         self._check_writable()
         found = self._newest()
-        return None if found is None else self._assign(model, *found[1:])
+        return None if found is None else self._assign(model, *found[1:], assign)
 
     def read(self) -> bytes | None:
         """Return the newest readable checkpoint in one piece, to `load` it where there is no disk.

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
+from tfpar.loop import SECONDS_PER_CALL
 
 
 class Distributed(NamedTuple):
@@ -39,7 +40,7 @@ class Strategy(abc.ABC):
     num_workers: int = 1
     rank: int = 0
     steps_multiple: int = 1
-    seconds_per_call: float = 0.1
+    seconds_per_call: float = SECONDS_PER_CALL
 
     @property
     def is_chief(self) -> bool:
