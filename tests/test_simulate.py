@@ -1,0 +1,239 @@
+"""The simulator: closed forms for equal times, timelines as drawn for others, transfers, memory."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from tfpar.pipeline import schedule
+from tfpar.pipeline.schedule import Schedule
+from tfpar.pipeline.simulate import Durations, Timeline, simulate
+
+
+def equal(
+    num_stages: int,
+    forward: float = 1.0,
+    input_gradient: float = 1.0,
+    weight_gradient: float = 1.0,
+    transfer: float = 0.0,
+) -> Durations:
+    """The same times for every stage; a whole backward takes as long as its two halves."""
+    return Durations(
+        forward_seconds=(forward,) * num_stages,
+        backward_seconds=(input_gradient + weight_gradient,) * num_stages,
+        input_gradient_seconds=(input_gradient,) * num_stages,
+        weight_gradient_seconds=(weight_gradient,) * num_stages,
+        transfer_seconds=(transfer,) * (num_stages - 1),
+    )
+
+
+def drawn(timeline: Timeline) -> list[str]:
+    """Two characters a second: an action begins with its letter and micro-batch, goes on with dashes."""
+    rows = [[".."] * round(timeline.step_seconds) for _ in range(timeline.num_devices)]
+    for (kind, stage, microbatch), device, begin_seconds, end_seconds in timeline.spans:
+        letter = kind if stage < timeline.num_devices else kind.lower()
+        rows[device][round(begin_seconds)] = f"{letter}{microbatch}"
+        for second in range(round(begin_seconds) + 1, round(end_seconds)):
+            rows[device][second] = "--"
+    return [" ".join(row) for row in rows]
+
+
+def run(name: str, num_stages: int, num_microbatches: int, **changes: tuple[float, ...]) -> Timeline:
+    made = schedule.make(name, num_stages, num_microbatches)
+    return simulate(made, dataclasses.replace(equal(num_stages), **changes))  # type: ignore[arg-type]
+
+
+# Closed forms for equal times
+
+SIZES = list(itertools.product(range(1, 7), range(1, 11)))
+TIMES = [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (2.0, 1.5, 1.5), (0.5, 2.0, 1.0)]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("forward", "input_gradient", "weight_gradient"), TIMES)
+def test_gpipe_and_1f1b(name: str, forward: float, input_gradient: float, weight_gradient: float) -> None:
+    for p, m in SIZES:  # p stages, m micro-batches, as in the papers
+        timeline = simulate(schedule.make(name, p, m), equal(p, forward, input_gradient, weight_gradient))
+        backward = input_gradient + weight_gradient
+        assert timeline.step_seconds == pytest.approx((m + p - 1) * (forward + backward))
+        assert timeline.bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize(("forward", "input_gradient", "weight_gradient"), TIMES)
+def test_interleaved(forward: float, input_gradient: float, weight_gradient: float) -> None:
+    for p, v, groups in itertools.product(range(1, 6), (2, 3), (1, 2, 3)):  # p devices, v stages on each
+        m = p * groups
+        made = schedule.make("interleaved", p * v, m, num_devices=p)
+        timeline = simulate(made, equal(p * v, forward, input_gradient, weight_gradient))
+        assert timeline.bubble == pytest.approx((p - 1) / (v * m + p - 1))
+
+
+@pytest.mark.parametrize(("forward", "input_gradient", "weight_gradient"), [*TIMES, (2.0, 1.0, 3.0)])
+def test_zero_bubble(forward: float, input_gradient: float, weight_gradient: float) -> None:
+    for p, m in SIZES:
+        if m >= p:
+            timeline = simulate(schedule.make("zero_bubble", p, m), equal(p, forward, input_gradient, weight_gradient))
+            # Table 1 of arXiv 2401.10241 has (p - 1)(F + B - W), where W is the shortest; otherwise less can be filled.
+            filled_seconds = min(forward, input_gradient, weight_gradient)
+            waiting_seconds = (p - 1) * (forward + input_gradient - filled_seconds)
+            busy_seconds = m * (forward + input_gradient + weight_gradient)
+            assert timeline.step_seconds == pytest.approx(busy_seconds + waiting_seconds)
+            assert timeline.bubble == pytest.approx(waiting_seconds / timeline.step_seconds)
+
+
+def test_zero_bubble_is_as_short_as_any_order_can_be() -> None:
+    for p, m in SIZES:
+        # The last stage begins after p - 1 forwards. The first gets its first gradient after p forwards and p - 1
+        # gradients, and then has all of its own gradients before it.
+        last_stage_seconds, first_stage_seconds = (p - 1) + 3 * m, p + (p - 1) + 2 * m
+        assert run("zero_bubble", p, m).step_seconds == max(last_stage_seconds, first_stage_seconds if p > 1 else 0)
+
+
+# Timelines as drawn
+
+
+def test_a_whole_backward_of_two_seconds() -> None:
+    assert drawn(run("1f1b", 2, 3)) == [
+        "F0 F1 .. .. B0 -- F2 B1 -- .. B2 --",
+        ".. F0 B0 -- F1 B1 -- F2 B2 -- .. ..",
+    ]
+
+
+def test_weight_gradients_fill_the_bubble() -> None:
+    assert drawn(run("zero_bubble", 3, 4)) == [
+        "F0 F1 F2 .. .. B0 W0 F3 B1 W1 B2 W2 B3 W3",
+        ".. F0 F1 .. B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
+        ".. .. F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
+    ]
+
+
+def test_interleaved_devices_begin_their_second_stage_before_the_pipeline_is_full() -> None:
+    assert drawn(run("interleaved", 4, 4, backward_seconds=(1.0,) * 4)) == [
+        "F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .. b2 .. b3 B2 B3",
+        ".. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 ..",
+    ]
+
+
+def test_a_slow_stage_makes_the_others_wait() -> None:
+    assert drawn(run("gpipe", 2, 2, forward_seconds=(1.0, 3.0), backward_seconds=(1.0, 1.0))) == [
+        "F0 F1 .. .. .. .. .. .. B0 B1",
+        ".. F0 -- -- F1 -- -- B0 B1 ..",
+    ]
+
+
+def test_transfers_delay_and_overlap_with_actions() -> None:
+    # Two seconds across the cut, each way: a micro-batch travels while others run, so each device waits only once.
+    assert drawn(run("gpipe", 2, 3, transfer_seconds=(2.0,), backward_seconds=(1.0, 1.0))) == [
+        "F0 F1 F2 .. .. .. .. .. .. B0 B1 B2",
+        ".. .. .. F0 F1 F2 B0 B1 B2 .. .. ..",
+    ]
+
+
+def test_each_cut_has_its_own_transfer_time() -> None:
+    assert drawn(run("1f1b", 3, 1, transfer_seconds=(1.0, 2.0))) == [
+        "F0 .. .. .. .. .. .. .. .. .. .. .. .. B0 --",
+        ".. .. F0 .. .. .. .. .. .. .. B0 -- .. .. ..",
+        ".. .. .. .. .. F0 B0 -- .. .. .. .. .. .. ..",
+    ]
+
+
+def test_no_transfer_within_a_device() -> None:
+    made = schedule.make("interleaved", 3, 1, num_devices=1)
+    assert simulate(made, equal(3, transfer=5.0)) == simulate(made, equal(3, transfer=0.0))
+
+
+def test_a_smaller_last_microbatch_takes_less_time() -> None:
+    times = {"forward_seconds": (2.0, 2.0), "backward_seconds": (2.0, 2.0), "transfer_seconds": (2.0,)}
+    assert drawn(run("gpipe", 2, 2, **times, microbatch_scale=(1.0, 0.5))) == [
+        "F0 -- F1 .. .. .. .. .. .. .. .. B0 -- B1",
+        ".. .. .. .. F0 -- F1 B0 -- B1 .. .. .. ..",
+    ]
+
+
+def test_the_optimizer_begins_when_all_actions_have_ended() -> None:
+    timeline = run("gpipe", 2, 1, update_seconds=(2.0, 5.0))
+    assert max(span.end_seconds for span in timeline.spans) == 6.0
+    assert timeline.step_seconds == 11.0
+    assert timeline.bubble == pytest.approx(1 - 6 / 22)
+
+
+def test_a_device_updates_its_stages_one_after_another() -> None:
+    timeline = run("interleaved", 4, 2, update_seconds=(1.0, 2.0, 3.0, 1.0))
+    assert timeline.step_seconds == max(span.end_seconds for span in timeline.spans) + 4.0
+
+
+def test_spans_come_in_the_order_of_time() -> None:
+    spans = run("interleaved", 6, 6).spans
+    assert [span.begin_seconds for span in spans] == sorted(span.begin_seconds for span in spans)
+    assert len(spans) == 72
+
+
+def test_a_step_that_takes_no_time_has_no_bubble() -> None:
+    assert simulate(schedule.make("1f1b", 2, 2), equal(2, 0.0, 0.0, 0.0)).bubble == 0.0
+
+
+# Memory
+
+
+def peak_bytes(made: Schedule, **changes: tuple[float, ...]) -> tuple[int, ...]:
+    return simulate(made, dataclasses.replace(equal(made.num_stages), **changes)).peak_bytes  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    # 100 and 10 bytes a micro-batch, kept of 8, or of 2 and 1, or of 2 and 2; weights of 7 and 3 bytes.
+    [("gpipe", (807, 83)), ("1f1b", (207, 13)), ("zero_bubble", (207, 23))],
+)
+def test_memory_follows_from_the_order(name: str, expected: tuple[int, ...]) -> None:
+    assert peak_bytes(schedule.make(name, 2, 8), activation_bytes=(100, 10), fixed_bytes=(7, 3)) == expected
+
+
+def test_a_device_holds_the_memory_of_all_its_stages() -> None:
+    # Device 0 runs F0 F1 f0 f1 b0 b1 B0 B1: two micro-batches of 1 byte and two of 100.
+    # Device 1 runs F0 F1 f0 b0 f1 b1 B0 B1: two of 10 and one of 1000.
+    made = schedule.make("interleaved", 4, 2)
+    assert peak_bytes(made, activation_bytes=(1, 10, 100, 1000), fixed_bytes=(0, 3, 5, 4)) == (202 + 5, 1020 + 7)
+
+
+def test_a_smaller_microbatch_keeps_less() -> None:
+    made = schedule.make("gpipe", 1, 2)
+    assert peak_bytes(made, activation_bytes=(101,), microbatch_scale=(1.0, 0.5)) == (152,)
+
+
+def test_without_sizes_no_memory_is_predicted() -> None:
+    assert peak_bytes(schedule.make("1f1b", 3, 4)) == (0, 0, 0)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("1f1b", {"forward_seconds": (1.0,)}, r"forward_seconds must have an entry for each of 2 stages, and it has 1"),
+        ("1f1b", {"backward_seconds": ()}, r"backward_seconds must have .* 2 stages, and it has 0: \(\)"),
+        ("zero_bubble", {"input_gradient_seconds": ()}, r"input_gradient_seconds must have .* 2 stages, and it has 0"),
+        ("zero_bubble", {"weight_gradient_seconds": ()}, r"weight_gradient_seconds must have .* 2 stages, and it has"),
+        ("1f1b", {"transfer_seconds": (0.0, 0.0)}, r"transfer_seconds must have an entry for each of 1 cuts, and it h"),
+        ("1f1b", {"update_seconds": (1.0,)}, r"update_seconds must have an entry for each of 2 stages, and it has 1"),
+        ("1f1b", {"fixed_bytes": (1, 2, 3)}, r"fixed_bytes must have an entry for each of 2 stages, and it has 3"),
+        ("1f1b", {"microbatch_scale": (1.0,)}, r"microbatch_scale must have .* 4 micro-batches, and it has 1"),
+        ("1f1b", {"forward_seconds": (1.0, -1.0)}, r"must be finite and not negative, and it is \(1\.0, -1\.0\)"),
+        ("1f1b", {"transfer_seconds": (float("nan"),)}, r"must be finite and not negative, and it is \(nan,\)"),
+    ],
+)
+def test_durations_that_do_not_fit_are_refused(name: str, changes: dict[str, tuple[float, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(name, 2, 4, **changes)
+
+
+def test_times_that_a_schedule_does_not_read_may_be_absent() -> None:
+    without_halves = run("1f1b", 2, 4, input_gradient_seconds=(), weight_gradient_seconds=())
+    assert without_halves == run("1f1b", 2, 4)
+    assert run("zero_bubble", 2, 4, backward_seconds=()) == run("zero_bubble", 2, 4)
+
+
+def test_a_schedule_that_waits_for_ever_is_refused() -> None:
+    stuck = schedule.parse("stuck\n0: F0.0 B0.0 F0.1 B0.1\n1: F1.0 F1.1 B1.0 B1.1")
+    with pytest.raises(ValueError, match="No device of a schedule may wait for ever"):
+        simulate(stuck, equal(2))
