@@ -1,0 +1,218 @@
+"""The picture of a schedule and the table of its stages: what they say, and that it can be read."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rich.console
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from tfpar.pipeline import render
+from tfpar.pipeline.schedule import Schedule, make
+from tfpar.pipeline.simulate import Durations, Timeline, simulate
+from tfpar.pipeline.table import StageRow, describe_schedule, describe_step, stages_table
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#E4E4E4"
+
+
+def timeline(schedule: Schedule, seconds: float = 0.01) -> Timeline:
+    """One step with a forward of `seconds`, a backward of twice that."""
+    stages = schedule.num_stages
+    once, twice = (seconds,) * stages, (2 * seconds,) * stages
+    return simulate(schedule, Durations(once, twice, once, once, transfer_seconds=(0.0,) * (stages - 1)))
+
+
+def figure_of(schedule: Schedule, measured: Timeline | None = None) -> Figure:
+    return render.figure(timeline(schedule), measured, schedule)
+
+
+def laid_out(figure: Figure) -> Figure:
+    """The figure after it was drawn, so that extents are final."""
+    FigureCanvasAgg(figure).draw()
+    return figure
+
+
+def legend_labels(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts() if text.get_text()]
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def test_plan_and_run_stand_one_above_the_other_with_their_numbers() -> None:
+    schedule = make("1f1b", 2, 4)
+    figure = laid_out(figure_of(schedule, timeline(schedule, seconds=0.02)))
+    planned, run = figure.axes
+    assert figure.get_suptitle() == "1f1b: 2 stages on 2 devices, 4 micro-batches"
+    assert planned.get_title(loc="left") == "as planned: step 150 ms, bubble 20.0 %"
+    assert run.get_title(loc="left") == "as run: step 300 ms, bubble 20.0 %"
+    assert planned.get_window_extent().y0 > run.get_window_extent().y1
+    assert planned.get_xlim() == run.get_xlim() == (0, 300), "one axis for both, in milliseconds"
+    assert run.get_xlabel() == "milliseconds"
+    assert [label.get_text() for label in run.get_yticklabels()] == ["device 0", "device 1"]
+
+
+def test_every_action_is_a_box_with_the_number_of_its_micro_batch() -> None:
+    # 0: F0 F1 .. .. B0 .. F2 B1 .. F3 B2 .. .. .. B3        a column is 10 ms
+    # 1: .. F0 B0 .. F1 B1 .. F2 B2 .. F3 B3 .. .. ..
+    figure = figure_of(make("1f1b", 2, 4))
+    texts = [(text.get_position()[1], text.get_position()[0], text.get_text()) for text in figure.axes[0].texts]
+    numbers = {device: [label for row, _, label in sorted(texts) if row == device] for device in (0, 1)}
+    assert numbers == {0: list("01021323"), 1: list("00112233")}
+    assert {text.get_color() for text in figure.axes[0].texts} == {"white", "black"}, "on blue, on orange"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_microbatches", "num_devices"),
+    [("interleaved", 4, 8, 2), ("1f1b", 8, 32, None)],
+)
+def test_labels_lie_in_their_boxes_and_the_legend_below_the_axes(
+    name: str, num_stages: int, num_microbatches: int, num_devices: int | None
+) -> None:
+    schedule = make(name, num_stages, num_microbatches, num_devices)
+    figure = laid_out(figure_of(schedule))
+    axes = figure.axes[0]
+    widths = {}
+    for span in timeline(schedule).spans:
+        (left, _), (right, _) = axes.transData.transform([(1e3 * span.begin_seconds, 0), (1e3 * span.end_seconds, 0)])
+        widths[span.device, round((left + right) / 2)] = right - left
+    assert len(axes.texts) == sum(map(len, schedule.actions)), "all are wide enough here"
+    for text in axes.texts:
+        extent = text.get_window_extent()
+        device = round(text.get_position()[1])
+        middle = round(axes.transData.transform(text.get_position())[0])
+        assert extent.width < widths[device, middle]
+    assert figure.legends[0].get_window_extent().y1 < axes.get_tightbbox().y0
+    assert figure.legends[0].get_window_extent().y0 >= 0
+    assert len({text.get_fontsize() for text in axes.texts}) == 1
+
+
+def test_boxes_too_narrow_for_a_number_have_none() -> None:
+    schedule = make("gpipe", 2, 300)
+    assert not figure_of(schedule).axes[0].texts
+
+
+def colours(name: str, num_stages: int, num_devices: int) -> set[str]:
+    """The colours of all bars of a picture."""
+    bars = figure_of(make(name, num_stages, 2 * num_devices, num_devices)).axes[0].collections
+    return {to_hex(colour).upper() for bar in bars for colour in np.asarray(bar.get_facecolor())}
+
+
+def test_kinds_of_actions_and_the_bubble_differ_in_colour() -> None:
+    assert colours("1f1b", 2, 2) == {BLUE, ORANGE, GREY}
+    assert colours("zero_bubble", 2, 2) == {BLUE, ORANGE, GREEN, GREY}
+
+
+def test_later_stages_of_a_device_are_lighter() -> None:
+    assert colours("interleaved", 4, 2) == {BLUE, ORANGE, "#99C7E0", "#F5D999", GREY}
+
+
+def test_the_legend_names_what_the_schedule_has() -> None:
+    bubble = "bubble (no action runs)"
+    assert legend_labels(figure_of(make("gpipe", 2, 2))) == ["forward", "backward", bubble]
+    assert legend_labels(figure_of(make("zero_bubble", 2, 2))) == [
+        "forward",
+        "input gradient",
+        "weight gradient",
+        bubble,
+    ]
+    assert legend_labels(figure_of(make("interleaved", 4, 4, 2))) == [
+        "forward, stages 0 to 1",
+        "forward, stages 2 to 3",
+        "backward, stages 0 to 1",
+        "backward, stages 2 to 3",
+        bubble,
+    ]
+
+
+def test_the_file_is_the_bytes_returned(tmp_path: Path) -> None:
+    schedule = make("1f1b", 1, 1)
+    path = tmp_path / "schedule.png"
+    content = render.draw(timeline(schedule), timeline(schedule), schedule, path)
+    assert content.startswith(b"\x89PNG\r\n")
+    assert path.read_bytes() == content
+
+
+def test_a_step_that_took_no_time_can_be_drawn() -> None:
+    schedule = make("1f1b", 1, 1)
+    nothing = timeline(schedule, seconds=0.0)
+    figure = laid_out(render.figure(nothing, None, schedule))
+    assert figure.axes[0].get_title(loc="left") == "as planned: step 0.000 ms, bubble 0.0 %"
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def row(**changes: Any) -> StageRow:
+    values: dict[str, Any] = {
+        "stage": 0,
+        "device": "CPU:0",
+        "first_layer": "embedding",
+        "last_layer": "block_1/attention",
+        "num_layers": 12,
+        "num_parameters": 1234567,
+        "forward_seconds": 0.0123,
+        "backward_seconds": 0.1246,
+        "memory_bytes": 123_400_000,
+        "cut_bytes": 524_288,
+    }
+    return StageRow(**(values | changes))
+
+
+def printed(rows: list[StageRow], planned: Timeline | None, schedule: Schedule, width: int = 100) -> list[str]:
+    console = rich.console.Console(width=width, file=io.StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(stages_table(rows, planned, schedule))
+    return [line.strip() for line in capture.get().splitlines() if line.strip()]
+
+
+def test_the_table_says_all_of_each_stage() -> None:
+    schedule = make("1f1b", 2, 4)
+    last = row(stage=1, device="CPU:1", first_layer="head", last_layer="head", num_layers=1, cut_bytes=None)
+    title, units, header, _, first, more, second, caption = printed([row(), last], timeline(schedule), schedule)
+    assert title == "1f1b: 2 stages on 2 devices, 4 micro-batches"
+    assert units.split() == ["forward", "backward"]
+    assert header.split() == ["stage", "device", "layers", "parameters", "ms", "ms", "memory", "to", "next"]
+    assert first.split() == ["0", "CPU:0", "12:", "embedding", "1,234,567", "12.3", "125", "123.4", "MB", "524.3", "kB"]
+    assert more == "... block_1/attention"
+    assert second.split() == ["1", "CPU:1", "1:", "head", "1,234,567", "12.3", "125", "123.4", "MB"]
+    assert caption == "predicted: step 150 ms, bubble 20.0 %"
+
+
+def test_what_is_not_known_stays_empty() -> None:
+    unknown = row(forward_seconds=None, backward_seconds=None, memory_bytes=None, cut_bytes=None, num_layers=1)
+    *_, last = printed([unknown], None, make("1f1b", 1, 1))
+    assert last.split() == ["0", "CPU:0", "1:", "embedding", "1,234,567"], "no times, no caption"
+
+
+def test_only_layer_names_are_folded_at_eighty_columns() -> None:
+    lines = printed([row(last_layer="block_1/attention/query/kernel")], None, make("1f1b", 1, 1), width=80)
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "1,234,567     12.3       125  123.4 MB  524.3 kB" in text
+    assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2_000_000, "2.0 MB"), (3 * 10**10, "30.0 GB")],
+)
+def test_bytes_have_the_largest_unit_that_fits(number: int, expected: str) -> None:
+    *_, last = printed([row(memory_bytes=number, cut_bytes=None, num_layers=1)], None, make("1f1b", 1, 1))
+    assert last.endswith(" " + expected)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(12.3456, "12,346"), (0.12345, "123"), (0.012345, "12.3"), (0.0012345, "1.23"), (1e-5, "0.010")],
+)
+def test_milliseconds_have_three_digits(seconds: float, expected: str) -> None:
+    assert describe_step(Timeline(1, (), seconds, (0,))) == f"step {expected} ms, bubble 100.0 %"
+
+
+def test_one_of_a_kind_is_singular() -> None:
+    assert describe_schedule(make("gpipe", 1, 1)) == "gpipe: 1 stage on 1 device, 1 micro-batch"
