@@ -34,10 +34,11 @@ class Regression(tfpar.Trainer):
             )
         keras.utils.set_random_seed(run.seed)
         loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
-        if len(loaded.input_shape) != 1:
+        if len(loaded.input_shape) != 1 or run.data.source == "python_source":
             raise ValueError(
-                f"Regression takes rows [features], received inputs of shape {loaded.input_shape}. "
-                'Set data.source = "generated", or use another trainer.'
+                f"Regression takes rows [features] of one number each to predict, received inputs of shape "
+                f'{loaded.input_shape} from data.source = "{run.data.source}". Set data.source = "generated", or use '
+                "another trainer."
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
         self.num_train_examples, self.division = loaded.num_train_examples, loaded.division

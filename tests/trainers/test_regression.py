@@ -72,6 +72,14 @@ def test_the_penalty_reaches_the_kernel_and_dropout_the_rows() -> None:
     assert [layer.name for layer in model.layers][1].startswith("dropout")
 
 
+def test_rows_of_bytes_are_refused() -> None:
+    run = config.load(None, ["model.name=linear", "data.source=python_source", "data.normalization=none"])
+    with pytest.raises(
+        ValueError, match=r'one number each.*\(128,\) from data\.source = "python_source"\. Set data\.source'
+    ):
+        Regression(run, tfpar.SingleDevice())
+
+
 def test_another_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r'"linear" only, received \'cnn\'. Set model.name = "linear"'):
         Regression(config.load(SMALL, ["model.name=cnn"]), tfpar.SingleDevice())

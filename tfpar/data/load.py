@@ -6,12 +6,13 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfpar import config
-from tfpar.data import catalog, examples, generated, images, pipeline, records
+from tfpar.data import catalog, examples, generated, images, pipeline, records, text
 from tfpar.data.choice import ALL_READ, choose
 from tfpar.data.explain import explain
 from tfpar.data.pipeline import Augment, Finish
 from tfpar.data.shards import Sharded
 
+_READERS = {"tfds": catalog.read, "tfrecord": records.read, "python_source": text.read}
 VALIDATION_SHARE = 10  # generated: one row of validation for each ten of training
 MAX_VALIDATION_ROWS = 100_000
 
@@ -22,7 +23,7 @@ class Loaded(NamedTuple):
     train: tf.data.Dataset | Sharded  # Sharded where workers divide files or examples
     validation: tf.data.Dataset | None
     num_train_examples: int | None  # None: unknown before the first epoch ends (TFRecord files carry no count)
-    num_classes: int | None  # None: regression
+    num_classes: int | None  # None: regression, or text
     input_shape: tuple[int, ...]  # of one example
     division: str  # how workers divide the training examples and why, in a sentence
 
@@ -66,7 +67,7 @@ def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: A
 
 
 def _stored(settings: config.Data, global_batch_size: int, seed: int, augment: Augment | None) -> Loaded:
-    read = catalog.read if settings.source == "tfds" else records.read
+    read = _READERS[settings.source]
     train = read(settings, settings.train_split)
     _check_inputs(settings, train, examples.first_input(train), augment)
     finish = _finish(settings, train)
