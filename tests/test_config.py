@@ -178,6 +178,10 @@ def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(override: 
         "trainer=Regression",
         "model.l1=-0.1",
         "model.dropout=1",
+        "model.num_blocks=0",
+        "model.width=0",
+        "model.num_heads=0",
+        "data.context_bytes=0",
         'model.name=""',
         "data.num_examples=0",
         "data.num_features=0",
@@ -322,6 +326,16 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             ["data.source=generated", "data.directory=/data"],
             'data.directory = "/data" is read only from data.source tf',
         ),
+        (
+            ["model.name=transformer", "model.width=130"],
+            "model.width = 130 must be a multiple of model.num_heads = 4: set it to 132, or change",
+        ),
+        (["model.num_blocks=2"], 'model.num_blocks = 2 is of the transformer, received model.name = "cnn": leave it'),
+        (
+            ["data.source=python_source"],
+            'data.normalization = "unit" is for measured values, but data.source = "python_source" gives bytes: set',
+        ),
+        (["data.context_bytes=64"], "data.context_bytes = 64 is read only from data.source python_source, received"),
         (["data.num_classes=3"], "data.num_classes = 3 is read only from data.source tfrecord"),
         (
             ["data.validation_split=none", "callbacks.early_stopping_patience=0"],

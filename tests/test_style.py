@@ -14,13 +14,15 @@ MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
     ["_toml", "background", "checkpoint_file", "config_sections", "slurm"],
-    ["config", "_compat", "batch_systems", "tf_config"],
+    ["config", "_compat", "_compat_graph", "_compat_pipeline", "batch_systems", "tf_config"],
     ["callback_state", "cluster", "collectives", "data", "launcher", "meeting", "model_state"],
     ["reduction", "run_directory"],
     ["checks", "division", "loop"],
+    ["pipeline"],
     ["strategies", "checkpoint", "stream"],
-    ["alike", "callbacks"],
+    ["alike", "callbacks", "compiled"],
     ["training", "trainer", "drop_in", "interruption", "parity"],
+    ["pipeline_view"],
     ["session"],
     ["evaluator"],
     ["train", "launch"],

@@ -91,7 +91,6 @@ def build(model: keras.Model, batch: Any, targets: bool = True) -> None:
         ValueError: If data and model do not fit together.
     """
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    check_inputs(model, inputs)
     if not targets:
         if not model.built:
             _compat.call_model(model, inputs, training=False)

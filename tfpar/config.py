@@ -132,13 +132,37 @@ def cross_field_problems(run: Run) -> list[str]:
     >>> cross_field_problems(Run())
     []
     """
-    return [*_training_problems(run), *_strategy_problems(run.strategy), *_data_problems(run.data)]
+    return [
+        *_model_problems(run.model),
+        *_training_problems(run),
+        *_strategy_problems(run.strategy),
+        *_data_problems(run.data),
+    ]
+
+
+def _model_problems(model: Model) -> Iterator[str]:
+    if model.width % model.num_heads:
+        below = model.width // model.num_heads * model.num_heads
+        yield (
+            f"model.width = {model.width} must be a multiple of model.num_heads = {model.num_heads}: set it to "
+            f"{below + model.num_heads}, or change the number of heads."
+        )
+    for key in ("num_blocks", "width", "num_heads"):
+        if model.name in ("cnn", "linear") and getattr(model, key) != Model.model_fields[key].default:
+            yield (
+                f'model.{key} = {getattr(model, key)} is of the transformer, received model.name = "{model.name}": '
+                "leave it out, or set the name."
+            )
 
 
 def _training_problems(run: Run) -> Iterator[str]:
     training, callbacks, strategy = run.training, run.callbacks, run.strategy
     num_replicas = len(strategy.devices or ()) or strategy.num_logical_cpus
-    if training.global_batch_size < num_replicas:
+    if strategy.kind == "pipeline":
+        if training.global_batch_size < (strategy.num_microbatches or 1):
+            size = f"training.global_batch_size = {training.global_batch_size}"
+            yield f"{size} is less than strategy.num_microbatches = {strategy.num_microbatches}: use fewer of them."
+    elif training.global_batch_size < num_replicas:
         size = f"training.global_batch_size = {training.global_batch_size}"
         yield f"{size} does not reach every replica: set it to at least {num_replicas}, or use fewer devices."
     clips = [f"training.{key}" for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(training, key)]
@@ -162,11 +186,11 @@ def _strategy_problems(strategy: Strategy) -> Iterator[str]:
     devices, num_logical_cpus, kind = strategy.devices or (), strategy.num_logical_cpus, strategy.kind
     named = f"strategy.devices = {_toml.show(devices)}"
     cpus = [device for device in devices if device.startswith("CPU")]
-    if num_logical_cpus > 1 and kind not in ("mirrored", "multi_worker"):
+    if num_logical_cpus > 1 and kind not in ("mirrored", "multi_worker", "pipeline"):
         logical = f"strategy.num_logical_cpus = {num_logical_cpus}"
         yield (
-            f'{logical} needs strategy.kind = "mirrored" or "multi_worker", received "{kind}": set the kind, or leave '
-            "it at 1."
+            f'{logical} needs strategy.kind = "mirrored", "multi_worker" or "pipeline", received "{kind}": set the '
+            "kind, or leave it at 1."
         )
     if kind == "single_device" and len(devices) > 1:
         yield f'{named} is more than the one device of strategy.kind = "single_device": name one, or set "mirrored".'
@@ -186,19 +210,37 @@ def _strategy_problems(strategy: Strategy) -> Iterator[str]:
         yield 'strategy.all_reduce = "ring" is for several workers, received strategy.kind = "mirrored": leave it out.'
     if strategy.all_reduce in ("hierarchical_copy", "reduction_to_one_device") and kind == "multi_worker":
         yield f'strategy.all_reduce = "{strategy.all_reduce}" stays within one worker: set "ring", "nccl" or "auto".'
-    if kind in ("single_device", "mirrored"):
-        for key in ("compression", "sync", "average_every", "average_optimizer", "form_seconds", "silence_seconds"):
-            if getattr(strategy, key) != Strategy.model_fields[key].default:
-                yield (
-                    f"strategy.{key} = {_toml.show(getattr(strategy, key))} is only for several workers, received "
-                    f'strategy.kind = "{kind}": leave it out.'
-                )
+    if kind in ("single_device", "mirrored", "pipeline"):
+        keys = ("compression", "sync", "average_every", "average_optimizer", "form_seconds", "silence_seconds")
+        yield from _without_use(strategy, keys, "several workers")
     if strategy.sync == "step" and (strategy.average_every > 1 or not strategy.average_optimizer):
         yield 'strategy.average_every and average_optimizer need strategy.sync = "average": set it, or leave them out.'
     if strategy.sync == "average" and strategy.compression:
         yield 'strategy.compression rounds gradients, and strategy.sync = "average" sends none: leave one out.'
+    if kind == "pipeline":
+        yield from _pipeline_problems(strategy)
+    else:
+        keys = ("num_stages", "num_microbatches", "schedule", "balance", "recompute", "memory_limit_bytes")
+        yield from _without_use(strategy, (*keys, "allow_mixing"), "a pipeline")
     if strategy.pack_bytes and kind == "single_device":
         yield f"strategy.pack_bytes = {strategy.pack_bytes} has no use on a single device: leave it out."
+
+
+def _without_use(strategy: Strategy, keys: Sequence[str], use: str) -> Iterator[str]:
+    for key in keys:
+        if getattr(strategy, key) != Strategy.model_fields[key].default:
+            yield (
+                f"strategy.{key} = {_toml.show(getattr(strategy, key))} is only for {use}, received "
+                f'strategy.kind = "{strategy.kind}": leave it out.'
+            )
+
+
+def _pipeline_problems(strategy: Strategy) -> Iterator[str]:
+    missing = [key for key in ("num_stages", "num_microbatches") if getattr(strategy, key) is None]
+    if missing:
+        keys = " and ".join(f"strategy.{key}" for key in missing)
+        yield f'strategy.kind = "pipeline" needs {keys}: set {"them" if len(missing) > 1 else "it"}, such as 4.'
+    yield from _without_use(strategy, ("all_reduce", "pack_bytes"), "replicas")
 
 
 def _data_problems(data: Data) -> Iterator[str]:
@@ -224,10 +266,14 @@ def _data_problems(data: Data) -> Iterator[str]:
             f'"{data.division}" and data.source = "{data.source}": leave it out, or set the division "file" or '
             '"example" of stored data.'
         )
+    if data.source == "python_source" and data.normalization != "none":
+        normalization = f'data.normalization = "{data.normalization}"'
+        yield f'{normalization} is for measured values, but data.source = "python_source" gives bytes: set "none".'
     # A value that no one reads would be silently without effect.
     readers: dict[str, str] = dict.fromkeys(("features", "num_classes"), "tfrecord")
     readers |= dict.fromkeys(("num_examples", "num_features", "noise"), "generated")
-    readers |= dict.fromkeys(("directory", "augmentation"), "tfds or tfrecord")
+    readers |= {"directory": "tfds or tfrecord or python_source", "augmentation": "tfds or tfrecord"}
+    readers |= {"context_bytes": "python_source"}
     for key, sources in readers.items():
         if data.source not in sources.split(" or ") and getattr(data, key) != Data.model_fields[key].default:
             yield (

@@ -12,6 +12,8 @@ Device = Annotated[str, Field(pattern=r"^(CPU|GPU):[0-9]+$", examples=["GPU:0"])
 Count = Annotated[int, Field(ge=1)]
 Patience = Annotated[int, Field(ge=0)]
 Limit = Annotated[float, Field(gt=0)]
+LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
+LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
 Momentum = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -29,10 +31,17 @@ class Model(Section):
     'MobileNetV2'
     """
 
-    name: Text = Field("cnn", description="Read by the trainer class: cnn, linear, or a keras.applications name.")
+    name: Text = Field(
+        "cnn", description="Read by the trainer class: cnn, linear, transformer, or a keras.applications name."
+    )
     l1: float = Field(0.0, ge=0, description="Factor of the L1 penalty on kernels.")
     l2: float = Field(0.0, ge=0, description="Factor of the L2 penalty on kernels.")
-    dropout: float = Field(0.0, ge=0, lt=1, description="Share of units dropped before the last layer.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of units dropped before the last layer; transformer: in every block."
+    )
+    num_blocks: int = Field(4, ge=1, description="transformer: blocks of attention and a perceptron.")
+    width: int = Field(128, ge=1, description="transformer: features of one position, a multiple of num_heads.")
+    num_heads: int = Field(4, ge=1, description="transformer: attention heads of each block.")
 
 
 class Feature(Section):
@@ -57,11 +66,15 @@ class Data(Section):
     'tfds'
     """
 
-    source: Literal["tfds", "tfrecord", "generated"] = Field(
-        "tfds", description="A TensorFlow Datasets name, a folder of TFRecord files, or generated rows."
+    source: Literal["tfds", "tfrecord", "generated", "python_source"] = Field(
+        "tfds",
+        description="A TensorFlow Datasets name, a folder of TFRecord files, generated rows, or the bytes of Python's "
+        "own library.",
     )
     name: Text = Field("digits", description="TensorFlow Datasets name; digits is embedded and needs no download.")
-    directory: OrNone[Text] = Field(None, description="tfds: its data_dir; tfrecord: the folder of the files.")
+    directory: OrNone[Text] = Field(
+        None, description="tfds: its data_dir; tfrecord: the folder of the files; python_source: another folder."
+    )
     train_split: Text = Field("train", description="tfds: a split such as train[:80%]; tfrecord: sub-folder or prefix.")
     validation_split: OrNone[Text] = Field("test", description="Like train_split; none trains without validation.")
     features: dict[str, Feature] = Field({}, description="tfrecord: the features of one example, by their key.")
@@ -71,6 +84,9 @@ class Data(Section):
     num_examples: int = Field(10_000_000, ge=1, description="generated: rows of the training split.")
     num_features: int = Field(10, ge=1, description="generated: columns of one row.")
     noise: float = Field(0.1, ge=0, description="generated: standard deviation of the noise on the labels.")
+    context_bytes: int = Field(
+        128, ge=1, description="python_source: bytes of one example, from which a model predicts each one's next."
+    )
     shuffle_buffer: int = Field(10_000, ge=0, description="Examples held to draw from at random; 0 keeps the order.")
     augmentation: tuple[Literal["flip", "shift", "brightness"], ...] = Field(
         (), strict=False, description="Random changes to training images, in this order."
@@ -139,7 +155,7 @@ class Strategy(Section):
     'auto'
     """
 
-    kind: Literal["auto", "single_device", "mirrored", "multi_worker"] = Field(
+    kind: Literal["auto", "single_device", "mirrored", "multi_worker", "pipeline"] = Field(
         "auto",
         description="auto: multi_worker in a job of several workers, mirrored over GPUs, else single_device.",
     )
@@ -163,6 +179,19 @@ class Strategy(Section):
     silence_seconds: float = Field(
         30.0, ge=1, description="multi_worker: how long a worker may be silent before the others give it up."
     )
+    num_stages: OrNone[Count] = Field(None, description="pipeline: parts of the model, one a device.")
+    num_microbatches: OrNone[Count] = Field(None, description="pipeline: parts of every global batch.")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        "1f1b", description="pipeline: the order of work; interleaved: several stages a device."
+    )
+    balance: Literal["time", "flops", "parameters", "memory"] | LayerCounts | LayerNames = Field(
+        "time",
+        description="pipeline: what the slowest stage is measured by; or the layers of each stage, such as [3, 2]; or "
+        "the layers to cut before, by name.",
+    )
+    recompute: bool = Field(False, description="pipeline: compute activations again instead of keeping them.")
+    memory_limit_bytes: OrNone[Count] = Field(None, description="pipeline: what a device may hold.")
+    allow_mixing: bool = Field(False, description="pipeline: train layers that mix the examples of a batch, too.")
 
 
 class Callbacks(Section):

@@ -31,29 +31,32 @@ class Division:
     Args:
         model: A built and compiled model.
         batch: Its first global batch, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
+        call: Runs the model, in the order in which its added losses shall count; None for the model's own.
 
     Raises:
         ValueError: If a loss cannot be divided over replicas.
     """
 
-    def __init__(self, model: keras.Model, batch: Any) -> None:
+    def __init__(self, model: keras.Model, batch: Any, call: Callable[..., Any] = _compat.call_model) -> None:
         check_divisible(model)
         # With several outputs Keras keeps the loss of each in its logs, and needs it as of the global batch.
         self.in_parts = len(_compat.flat_losses(model)) < 2
         self._own_loss: Kind | None = None
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
         parts = _parts(batch)
-        _tried(model, lambda: _check_shapes(model, parts[1:]))
+        own_loss = functools.partial(_own_loss, call=call)
+        added_losses = functools.partial(_added_losses, call=call)
+        _tried(model, lambda: _check_shapes(model, parts[1:], call))
         if _compat.overridden(model, "compute_loss"):
-            (self._own_loss,) = _kinds(model, parts, _own_loss, f"What {type(model).__name__}.compute_loss returns")
+            (self._own_loss,) = _kinds(model, parts, own_loss, f"What {type(model).__name__}.compute_loss returns")
         else:
             what = f"A loss added with add_loss to {model.name!r}"
-            evaluating = _kinds(model, parts, functools.partial(_added_losses, training=False), what)
-            num_training = len(_tried(model, lambda: _added_losses(model, parts[0], training=True)))
+            evaluating = _kinds(model, parts, functools.partial(added_losses, training=False), what)
+            num_training = len(_tried(model, lambda: added_losses(model, parts[0], training=True)))
             if num_training == len(evaluating):
                 training = evaluating  # found without the chance that training may bring into play
             else:
-                training = _kinds(model, parts, functools.partial(_added_losses, training=True), what)
+                training = _kinds(model, parts, functools.partial(added_losses, training=True), what)
             self._added_losses = {True: training, False: evaluating}
 
     def to_json(self) -> str:
@@ -64,9 +67,20 @@ class Division:
         """Believe what another worker found out, from examples of its own."""
         self._own_loss, self._added_losses[True], self._added_losses[False] = json.loads(text)
 
+    def added_factors(self, training: bool, counts: Counts) -> list[tf.Tensor]:
+        """Return, for each loss that layers add, the share of a part's value that counts in the whole."""
+        one = tf.ones((), keras.config.floatx())
+        alone = counts._replace(add_up=None, in_parts=True)
+        return [_reduce_kind(kind, one, alone) for kind in self._added_losses[training]]
+
     @contextlib.contextmanager
     def over_replicas(
-        self, training: bool, num_examples: Sequence[tf.Tensor], share: tf.Tensor, everywhere: tf.Tensor | None
+        self,
+        training: bool,
+        num_examples: Sequence[tf.Tensor],
+        share: tf.Tensor,
+        everywhere: tf.Tensor | None,
+        add_up: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> Iterator[None]:
         """Reduce every loss that Keras computes inside this context over all replicas.
 
@@ -75,11 +89,12 @@ class Division:
             num_examples: The number of examples of each local replica, int scalars, at least 1.
             share: Scalar, what each of them counts: 1, or less where every replica has all examples.
             everywhere: The size of the global batch; None where no worker knows it.
+            add_up: Returns the sum over all parts of a divisor; None lets the replicas add up theirs.
         """
         added: dict[int, list[Any]] = collections.defaultdict(list)
 
         def counts() -> Counts:
-            return Counts(share, num_examples[local_replica_id()], everywhere, training and self.in_parts)
+            return Counts(share, num_examples[local_replica_id()], everywhere, training and self.in_parts, add_up)
 
         def reduce_values(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
             return reduce_loss(values, weight, mask, reduction, dtype, counts())
@@ -147,15 +162,15 @@ def _parts(batch: Any) -> tuple[Any, Any, Any]:
     return first, others, data.join_batches([first, others])
 
 
-def _added_losses(model: keras.Model, batch: Any, training: bool) -> list[float]:
+def _added_losses(model: keras.Model, batch: Any, training: bool, call: Callable[..., Any]) -> list[float]:
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     added: list[Any] = []
     with _compat.collect_added_losses(lambda: added):
-        _compat.call_model(model, inputs, training=training)
+        call(model, inputs, training=training)
     return [float(tf.reduce_sum(loss)) for loss in added]
 
 
-def _check_shapes(model: keras.Model, parts: Sequence[Any]) -> None:
+def _check_shapes(model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
     """Refuse a loss whose values for one example depend in number on how many others there are."""
     shapes: list[list[tuple[int, ...]]] = [[] for _ in parts]
 
@@ -166,15 +181,15 @@ def _check_shapes(model: keras.Model, parts: Sequence[Any]) -> None:
             return tf.zeros((), tf.convert_to_tensor(values).dtype)
 
         with _compat.loss_reduction(note, lambda model, loss: tf.zeros((), tf.convert_to_tensor(loss).dtype)):
-            _own_loss(model, part)
+            _own_loss(model, part, call)
     for of_few, of_all in zip(*shapes, strict=True):
         if of_few[1:] != of_all[1:]:
             raise ValueError(f"{ONE_VALUE}, and this one returned values of shapes {of_few} and {of_all}. {WAY_OUT}")
 
 
-def _own_loss(model: keras.Model, batch: Any) -> list[float]:
+def _own_loss(model: keras.Model, batch: Any, call: Callable[..., Any]) -> list[float]:
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-    outputs = _compat.call_model(model, inputs, training=False)
+    outputs = call(model, inputs, training=False)
     return [float(_compat.compute_loss(model, inputs, targets, outputs, weights, training=False))]
 
 

@@ -12,7 +12,7 @@ that a ragged part could tilt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -59,12 +59,14 @@ class Counts(NamedTuple):
         here: How many examples this replica has; None where it is not known.
         everywhere: The size of the global batch; None where no replica knows it.
         in_parts: Whether a loss is this replica's part also in its value, for the caller to add up.
+        add_up: Returns the sum over all parts of a divisor; None lets the replicas add up theirs.
     """
 
     share: float | tf.Tensor = 1.0
     here: tf.Tensor | None = None
     everywhere: tf.Tensor | None = None
     in_parts: bool = False
+    add_up: Callable[[tf.Tensor], tf.Tensor] | None = None
 
 
 ALONE = Counts()
@@ -104,9 +106,15 @@ def reduce_loss(
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         weights = _compat.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
         _, weights = _compat.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
-        return global_mean(total, share * tf.reduce_sum(weights), None, counts.in_parts)
+        return _mean(total, share * tf.reduce_sum(weights), None, counts)
     all_weight = None if mask is not None else _num_values(values, counts)
-    return global_mean(total, share * _num_valid(values, mask), all_weight, counts.in_parts)
+    return _mean(total, share * _num_valid(values, mask), all_weight, counts)
+
+
+def _mean(total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None, counts: Counts) -> tf.Tensor:
+    if all_weight is None and counts.add_up is not None:
+        all_weight = counts.add_up(weight)
+    return global_mean(total, weight, all_weight, counts.in_parts)
 
 
 def _num_values(values: tf.Tensor, counts: Counts) -> tf.Tensor | None:
@@ -205,5 +213,7 @@ def replica_id() -> int:
 
 
 def local_replica_id() -> int:
-    """Return the number of that replica among those of this process, from 0."""
+    """Return the number of that replica among those of this process, from 0; also where there is no strategy."""
+    if not tf.distribute.has_strategy():
+        return 0
     return replica_id() % len(tf.distribute.get_strategy().extended.worker_devices)

@@ -21,6 +21,7 @@ class RunDirectory:
         checkpoints/     the newest few
         model.keras      the trained model
         results.json     its metrics and the speed of its training
+        pipeline.png     with --trace: a step of the pipeline as planned and as run
         tensorflow.log   what TensorFlow's native code wrote
 
     Args:
@@ -43,6 +44,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model.keras"
         self.results = self.path / "results.json"
+        self.trace = self.path / "pipeline.png"
         self.native_log = self.path / "tensorflow.log"
         self._lock: IO[str] | None = None
 

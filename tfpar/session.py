@@ -18,7 +18,7 @@ import rich.table
 import tensorflow as tf
 
 import tfpar
-from tfpar import callbacks, config, data, strategies
+from tfpar import callbacks, config, data, pipeline_view, strategies
 from tfpar.checkpoint import Checkpoints
 from tfpar.interruption import interruptible
 from tfpar.run_directory import RunDirectory
@@ -27,7 +27,7 @@ from tfpar.trainer import Trainer
 BY_BATCH = "by batch: every worker takes its share of each global batch"
 
 
-def train(run: config.Run, directory: RunDirectory) -> bool:
+def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> bool:
     """Train a run in its directory, from its newest checkpoint if there is one, and say what came of it.
 
     In a job of several workers every worker calls this; only the chief reads and writes the folder, and speaks.
@@ -35,6 +35,7 @@ def train(run: config.Run, directory: RunDirectory) -> bool:
     Args:
         run: The resolved run.
         directory: Its folder, claimed by the chief.
+        trace: Whether to draw when each action of a pipeline runs.
 
     Returns:
         Whether the run is trained to its end; False if it was interrupted, with a checkpoint to resume from.
@@ -45,7 +46,7 @@ def train(run: config.Run, directory: RunDirectory) -> bool:
         OSError: If data cannot be had or files not be written.
     """
     try:
-        return _train(run, directory)
+        return _train(run, directory, trace)
     except tf.errors.OpError as error:
         if full := re.search(r"(\S+); No space left on device", error.message):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), full[1]) from error
@@ -60,7 +61,7 @@ def train(run: config.Run, directory: RunDirectory) -> bool:
             print()  # leave the line of the progress bar
 
 
-def _train(run: config.Run, directory: RunDirectory) -> bool:
+def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     strategy = strategies.from_settings(run.strategy)
     strategy.require_equal({"configuration": config.dump(run), "trainer's code": _source(run.trainer)})
     checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
@@ -88,6 +89,12 @@ def _train(run: config.Run, directory: RunDirectory) -> bool:
     _check_monitor(run.callbacks, trainer)
     if strategy.is_chief:
         _print_plan(run, directory, trainer)
+    if isinstance(strategy, strategies.Pipeline):
+        batch = trainer.build(trainer.train_data)
+        outlook = pipeline_view.show_stages(trainer, strategy, batch)
+        if trace:
+            tensorboard = directory.tensorboard if run.callbacks.tensorboard else None
+            pipeline_view.draw_trace(trainer, strategy, outlook, batch, directory.trace, tensorboard)
     if position is not None:
         print(f"Resuming after epoch {position.epoch} and {position.step} steps of the next.\n", flush=True)
     throughput = callbacks.Throughput()
@@ -112,6 +119,8 @@ def _train(run: config.Run, directory: RunDirectory) -> bool:
         trainer.save(directory.model)
         directory.results.write_text(json.dumps(results, indent=2) + "\n")
         _print_summary(directory)
+        if hasattr(trainer, "report"):
+            print(f"\n{trainer.report(results)}")
     _meet(strategy)
     return True
 
@@ -221,7 +230,12 @@ def _print_plan(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
 
 
 def _data_line(settings: config.Data, trainer: Any) -> str:
-    origin = {"tfds": settings.name, "tfrecord": f"TFRecord files in {settings.directory}", "generated": "generated"}
+    origin = {
+        "tfds": settings.name,
+        "tfrecord": f"TFRecord files in {settings.directory}",
+        "generated": "generated",
+        "python_source": f"Python source files in {settings.directory or 'the standard library'}",
+    }
     examples = f"{trainer.num_train_examples:,} examples" if trainer.num_train_examples else "examples not counted"
     return f"{origin[settings.source]}, {examples} to train" + (
         "" if trainer.validation_data is None else ", validated"

@@ -18,6 +18,7 @@ _SET = flags.DEFINE_multi_string("set", [], "Override, as section.key=value; may
 _DIRECTORY = flags.DEFINE_string("directory", None, "Folder of the run; by default runs/<name of the config>.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved run and exit, without TensorFlow.")
 _AUDIT = flags.DEFINE_integer("audit", None, "Count what each of this many workers would read in an epoch, and exit.")
+_TRACE = flags.DEFINE_bool("trace", False, "Pipelines: measure when each action runs, and draw it beside the plan.")
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -35,6 +36,11 @@ def main(argv: list[str]) -> int:
         if len(argv) > 1:
             raise ValueError(f"There are flags only, received {argv[1]!r}. See python -m tfpar.train --help.")
         run = config.load(_CONFIG.value, _SET.value)
+        if _TRACE.value and run.strategy.kind != "pipeline":
+            raise ValueError(
+                f'--trace draws the actions of a pipeline, received strategy.kind = "{run.strategy.kind}": leave it '
+                'out, or set strategy.kind = "pipeline".'
+            )
         if _PRINT_CONFIG.value:
             print(config.dump(run), end="")
             return 0
@@ -69,7 +75,7 @@ def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
     with cluster.native_messages_to(directory.native_log if is_chief else Path(os.devnull)):
         from tfpar import session
 
-        trained = session.train(run, directory)
+        trained = session.train(run, directory, trace=_TRACE.value)
     if not trained and is_chief:
         command = shlex.join(["python", "-m", "tfpar.train", *sys.argv[1:]])
         print(f"Resume with the same command:\n  {command}")

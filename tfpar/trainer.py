@@ -14,7 +14,8 @@ import tensorflow as tf
 from tfpar import _compat, checks, data, loop
 from tfpar.callbacks import callback_list
 from tfpar.checkpoint import Checkpoints
-from tfpar.strategies import Distributed, SingleDevice, Strategy
+from tfpar.compiled import CompiledSteps
+from tfpar.strategies import SingleDevice, Strategy
 from tfpar.stream import Stream
 from tfpar.training import Caller, Training, evaluate
 
@@ -52,11 +53,29 @@ class Trainer:
         checks.check_model(self.model)
         self.strategy.check_scope(self.model)
         self.interrupted = False
-        self._compiled: dict[str, tuple[Any, Any]] = {}
+        self._compiled = CompiledSteps(self.model, self.strategy)
 
     def interrupt(self) -> None:
         """Let `fit` stop after the steps that run now, write a checkpoint and return; meant for signal handlers."""
         self.interrupted = True
+
+    def build(self, x: Any, y: Any = None, batch_size: int | None = None) -> Any:
+        """Create and check with the first batch all that `fit` would before its first step.
+
+        Args:
+            x: A dataset or arrays, as for `fit`.
+            y: Targets where `x` is arrays.
+            batch_size: Global batch of arrays; None for 32.
+
+        Returns:
+            The first global batch, as this worker has it.
+
+        Raises:
+            ValueError: As `fit`.
+        """
+        dataset = self._dataset(x, y, None, batch_size or 32, shuffle=False)
+        stream, _ = self._stream(dataset, None, "train")
+        return self.strategy.local_batch(stream.peek())
 
     def fit(
         self,
@@ -195,8 +214,7 @@ class Trainer:
         distributed = self.strategy.distribute(data.first_batches(dataset, steps))
         stream = Stream(distributed.dataset)
         self._build(stream, targets=False)
-        spec = distributed.dataset.element_spec
-        predict_batch = self._once(f"predict {spec}", lambda: self._compile_predict(spec))
+        predict_batch = self._compiled.predict(distributed.dataset.element_spec)
         listeners = self._listeners(callbacks, verbose, stream)
         outputs: list[Any] = []
         listeners.on_predict_begin()
@@ -248,12 +266,16 @@ class Trainer:
 
         stream = Stream(distributed.dataset, steps, has_more)
         batch = self._build(stream, targets=True)
-        self._once("prepare", lambda: self.strategy.prepare(self.model, batch))
-        return stream, self._loop(kind, distributed)
+        if kind == "train":
+            self.strategy.check_batch(batch)
+        self._compiled.once("prepare", lambda: self.strategy.prepare(self.model, batch))
+        return stream, self._compiled.loop(kind, distributed)
 
     def _build(self, stream: Stream, targets: bool) -> Any:
         batch = self.strategy.local_batch(stream.peek())
         with self.strategy.scope():
+            checks.check_inputs(self.model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+            self.strategy.place(self.model, batch)
             checks.build(self.model, batch, targets)
         return batch
 
@@ -302,45 +324,3 @@ class Trainer:
             raise ValueError(f"steps_per_call must be at least 1, received {steps_per_call}. Leave it out for auto.")
         compiled = self.model.steps_per_execution
         return steps_per_call or (compiled if compiled > 1 else None) or (1 if self.model.run_eagerly else None)
-
-    def _loop(self, kind: str, distributed: Distributed) -> Callable[..., loop.CallResult]:
-        model, strategy = self.model, self.strategy
-        step = strategy.train_step if kind == "train" else strategy.evaluate_step
-
-        def logs() -> dict[str, tf.Tensor]:
-            if kind == "train":
-                strategy.end_call(model)
-            return strategy.metric_results(model)
-
-        def compile_loop() -> Callable[..., loop.CallResult]:
-            return loop.compile_loop(
-                lambda batch: step(model, batch),
-                logs,
-                lambda batch: strategy.num_examples(batch, distributed),
-                lambda upcoming: strategy.has_more(upcoming, distributed),
-                jit_compile=model.jit_compile and strategy.num_replicas == 1,
-                run_eagerly=model.run_eagerly,
-            )
-
-        compiled: Callable[..., loop.CallResult] = self._once(f"{kind} {distributed.ends_apart}", compile_loop)
-        return compiled
-
-    def _compile_predict(self, spec: Any) -> Callable[[Any], Any]:
-        """Compile for elements of one kind: workers must trace alike, whatever sizes the parts of each have."""
-        if self.model.run_eagerly:
-            return lambda batch: self.strategy.predict_step(self.model, batch)
-        predict_batch: Callable[[Any], Any] = tf.function(
-            lambda batch: self.strategy.predict_step(self.model, batch),
-            input_signature=[spec],
-            autograph=False,
-            jit_compile=(self.model.jit_compile and self.strategy.num_replicas == 1) or None,
-        )
-        return predict_batch
-
-    def _once(self, kind: str, compile_it: Callable[[], Any]) -> Any:
-        """Compile once, for as long as the model is not compiled anew and the same weights are trainable."""
-        model = self.model
-        key = (id(_compat.compilation(model)), [id(weight) for weight in model.trainable_variables])
-        if kind not in self._compiled or self._compiled[kind][0] != key:
-            self._compiled[kind] = (key, compile_it())
-        return self._compiled[kind][1]

@@ -16,6 +16,7 @@ _WAYS_TO_CLASSES = {
     "tfds": "Choose a data set of classes.",
     "tfrecord": "Set data.num_classes.",
     "generated": "Read other data, or use trainers.regression.Regression.",
+    "python_source": "Read other data, or use trainers.language_model.LanguageModel.",
 }
 
 
@@ -69,7 +70,7 @@ def build_model(run: config.Run, image_shape: tuple[int, ...], num_classes: int)
     Raises:
         ValueError: If there is no such network, or it does not take such images.
     """
-    features, images = _features(run.model, image_shape)
+    features, images = _features(run, image_shape)
     if run.model.dropout:
         features = keras.layers.Dropout(run.model.dropout)(features)
     # Logits in full precision: a softmax over half-precision numbers loses the small ones.
@@ -86,9 +87,12 @@ def build_model(run: config.Run, image_shape: tuple[int, ...], num_classes: int)
     return model
 
 
-def _features(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
+def _features(run: config.Run, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Return features `[batch, features]` and the images they come from."""
-    return _cnn(settings, image_shape) if settings.name == "cnn" else _application(settings, image_shape)
+    if run.model.name == "cnn":
+        return _cnn(run.model, image_shape)
+    # Replicas can normalize over the global batch; the micro-batches of a pipeline come one after the other.
+    return _application(run.model, image_shape, synchronized=run.strategy.kind != "pipeline")
 
 
 def _cnn(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -104,8 +108,8 @@ def _cnn(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any
     return keras.layers.Dense(128, activation="relu", kernel_regularizer=penalty)(features), images
 
 
-def _application(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """A network of `keras.applications` from random weights, its normalizations over the global batch."""
+def _application(settings: config.Model, image_shape: tuple[int, ...], *, synchronized: bool) -> tuple[Any, Any]:
+    """A network of `keras.applications` from random weights, its normalizations over the global batch if asked for."""
     build = getattr(keras.applications, settings.name, None)
     if not callable(build):
         names = [name for name in dir(keras.applications) if name[0].isupper()]
@@ -133,7 +137,7 @@ def _application(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[
         if isinstance(layer, keras.layers.Rescaling):  # data.normalization has done it
             layer_config |= {"scale": 1.0, "offset": 0.0}
         if isinstance(layer, keras.layers.BatchNormalization):
-            layer_config["synchronized"] = True
+            layer_config["synchronized"] = synchronized
         return type(layer).from_config(layer_config)
 
     backbone = keras.models.clone_model(backbone, clone_function=with_settings)

@@ -11,10 +11,21 @@ from tfpar import cluster, config, tf_config
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker import MultiWorker
+from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.preflight import lost_worker
 from tfpar.strategies.single_device import SingleDevice
 
-__all__ = ["Distributed", "Mirrored", "MultiWorker", "SingleDevice", "Strategy", "from_settings", "lost_worker", "of"]
+__all__ = [
+    "Distributed",
+    "Mirrored",
+    "MultiWorker",
+    "Pipeline",
+    "SingleDevice",
+    "Strategy",
+    "from_settings",
+    "lost_worker",
+    "of",
+]
 
 
 def of(model: keras.Model) -> Strategy:
@@ -66,12 +77,29 @@ def from_settings(settings: config.Strategy) -> Strategy:
             f'The environment describes a job of {num_workers} workers, and strategy.kind = "{settings.kind}" would '
             'let each train by itself. Set "multi_worker" or "auto", or start one process without TF_CONFIG.'
         )
+    if settings.kind == "pipeline":
+        return _pipeline(settings)
     num_gpus = len(tf.config.list_logical_devices("GPU"))
     num_devices = num_gpus if settings.devices is None else len(settings.devices)
     if settings.kind == "mirrored" or (settings.kind == "auto" and num_devices > 1):
         assert settings.all_reduce != "ring", "refused by the configuration's checks"
         return Mirrored(settings.devices, settings.all_reduce, settings.pack_bytes)
     return SingleDevice(None if settings.devices is None else settings.devices[0])
+
+
+def _pipeline(settings: config.Strategy) -> Pipeline:
+    assert settings.num_stages is not None, "refused by the configuration's checks"
+    assert settings.num_microbatches is not None, "refused by the configuration's checks"
+    return Pipeline(
+        settings.num_stages,
+        settings.num_microbatches,
+        settings.schedule,
+        settings.balance,
+        settings.devices,
+        settings.recompute,
+        memory_limit_bytes=settings.memory_limit_bytes,
+        allow_mixing=settings.allow_mixing,
+    )
 
 
 def _multi_worker(settings: config.Strategy) -> MultiWorker:

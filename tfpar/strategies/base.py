@@ -41,6 +41,7 @@ class Strategy(abc.ABC):
     rank: int = 0
     steps_multiple: int = 1
     seconds_per_call: float = SECONDS_PER_CALL
+    compiles_with_xla: bool = True
 
     @property
     def is_chief(self) -> bool:
@@ -78,6 +79,29 @@ class Strategy(abc.ABC):
         Raises:
             ValueError: If it was not.
         """
+
+    def place(self, model: keras.Model, batch: Any) -> None:
+        """Let the weights of a model live where they belong, before the optimizer makes its state beside them.
+
+        Args:
+            model: A compiled model.
+            batch: The first global batch, `(inputs, targets, sample_weight)` as far as given.
+
+        Raises:
+            ValueError: If there is no place for them.
+        """
+        return  # a scope has placed them
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse to train on batches that are too small.
+
+        Args:
+            batch: The first global batch.
+
+        Raises:
+            ValueError: If it is.
+        """
+        return  # most split any batch
 
     @abc.abstractmethod
     def prepare(self, model: keras.Model, batch: Any) -> None:

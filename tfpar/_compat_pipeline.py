@@ -1,0 +1,162 @@
+"""What pipelines touch of Keras' private side: weights that are created later, or elsewhere, and states by name.
+
+Written for Keras 3.15 and TensorFlow 2.21, as `tfpar._compat`, which is at its full length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.core import Variable, compute_output_spec
+from keras.src.random.seed_generator import global_seed_generator
+
+
+@contextlib.contextmanager
+def deferred_weights() -> Iterator[None]:
+    """Let layers make weights without memory inside this context; `place` gives it to them.
+
+    Keras 3.15 allocates a weight where its layer is built, and a model is built before anybody knows which layer runs
+    where: one larger than its first device could not be built at all. A weight without memory reads as its initial
+    value (Keras' own rule for variables of a stateless scope); one that is assigned gets memory on the host.
+    """
+    making = False
+
+    def add_weight(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        nonlocal making
+        making, before = True, making
+        try:
+            variable = original_add(layer, *args, **kwargs)
+        finally:
+            making = before
+        variable._tfpar_deferred = True
+        return variable
+
+    def initialize(variable: Any, initializer: Any) -> None:
+        if making:
+            variable._value, variable._initializer = None, initializer
+        else:
+            original_initialize(variable, initializer)
+
+    def initialize_late(variable: Any) -> None:
+        if not getattr(variable, "_tfpar_deferred", False):
+            original_late(variable)
+
+    def assign(variable: Any, value: Any) -> None:
+        if variable._value is None:
+            place(variable, "CPU:0")
+        original_assign(variable, value)
+
+    original_add, original_initialize = keras.Layer.add_weight, Variable._initialize_with_initializer
+    original_late, original_assign = Variable._deferred_initialize, Variable._direct_assign
+    with (
+        mock.patch.object(keras.Layer, "add_weight", add_weight),
+        mock.patch.object(Variable, "_initialize_with_initializer", initialize),
+        mock.patch.object(Variable, "_deferred_initialize", initialize_late),
+        mock.patch.object(Variable, "_direct_assign", assign),
+    ):
+        yield
+
+
+def place(variable: Any, device: str) -> bool:
+    """Let a variable live on a device: make it there, or move it (Keras 3.15 keeps the memory in `_value`).
+
+    Args:
+        variable: A Keras variable.
+        device: Such as `"GPU:1"`.
+
+    Returns:
+        Whether it was elsewhere, or nowhere, before.
+    """
+    current = variable._value
+    with tf.init_scope(), tf.device(device):
+        if current is None:
+            variable._initialize_with_initializer(variable._initializer)
+            variable._initializer = None
+        elif tf.DeviceSpec.from_string(current.device).to_string().endswith(tf.DeviceSpec.from_string(
+            device if device.startswith("/") else f"/device:{device}").to_string()):  # fmt: skip
+            return False
+        else:
+            variable._initialize(tf.identity(current))
+    return True
+
+
+def random_state_of_no_layer() -> Any:
+    """Return the state of Keras 3.15's global generator, which draws for `keras.random` without a seed."""
+    return global_seed_generator().state
+
+
+def trackers_of_losses(model: keras.Model) -> list[keras.metrics.Mean]:
+    """Return the metrics behind the log entries of single outputs' losses (Keras 3.15)."""
+    return list(model._compile_loss.metrics) if model._compile_loss else []
+
+
+def is_metric_state(layer: keras.Layer, variable: Any) -> bool:
+    """Say whether a variable of a layer counts for a metric that the layer holds (Keras 3.15)."""
+    return any(
+        variable is state
+        for inner in layer._flatten_layers()
+        for metric in inner._metrics
+        for state in metric.variables
+    )
+
+
+def calls_with_training(operation: Any) -> bool:
+    """Say whether an operation takes `training` from its caller (Keras 3.15)."""
+    return "training" in getattr(operation, "_call_context_args", {})
+
+
+def mask_of(tensor: Any) -> Any:
+    """Return the Keras mask that rides on a tensor, None for none (Keras 3.15)."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def with_mask(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
+    """Return a tensor on which a Keras mask rides; what rode on it before is gone (Keras 3.15)."""
+    tensor = tf.identity(tensor)
+    if mask is not None:
+        tensor._keras_mask = mask
+    return tensor
+
+
+@contextlib.contextmanager
+def without_added_losses() -> Iterator[None]:
+    """Let `Layer.losses` be empty inside this context, so that `compute_loss` adds nothing (Keras 3.15)."""
+    with mock.patch.object(keras.Layer, "losses", property(lambda layer: [])):
+        yield
+
+
+def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
+    """Let a built optimizer follow its weights, which have moved (Keras 3.15 keys them by their memory).
+
+    Args:
+        optimizer: A built optimizer.
+        variables: The weights that it was built for, in their order.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner._trainable_variables_indices = {inner._var_key(variable): i for i, variable in enumerate(variables)}
+    for slot in inner.variables:
+        of = [variable for variable in variables if slot.name.startswith(variable.path.replace("/", "_") + "_")]
+        if of and slot.shape == of[0].shape:
+            place(slot, of[0].value.device)
+
+
+def build_layers(model: keras.Model, inputs: Any) -> None:
+    """Create the weights of a model without declared inputs, from the shapes of a batch (Keras 3.15)."""
+    if not all(layer.built for layer in model._flatten_layers()):
+        specs = keras.tree.map_structure(
+            lambda tensor: keras.KerasTensor(tensor.shape, keras.backend.standardize_dtype(tensor.dtype)), inputs
+        )
+        compute_output_spec(model, specs, training=False)
+
+
+def slots_per_weight(optimizer: keras.Optimizer) -> int:
+    """Return how many variables of its own size an optimizer keeps for each weight (Keras 3.15)."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    trial = type(inner).from_config(inner.get_config())
+    trial.build([keras.Variable(tf.zeros([1]))])
+    return sum(variable.shape == (1,) for variable in trial.variables)

@@ -1,0 +1,87 @@
+"""The compiled loops and functions of one model under one strategy, each made when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, loop
+from tfpar.strategies import Distributed, Strategy
+
+
+class CompiledSteps:
+    """What runs a model's steps, compiled once for as long as the model is not compiled anew.
+
+    Args:
+        model: A compiled model.
+        strategy: Supplies the steps.
+    """
+
+    def __init__(self, model: keras.Model, strategy: Strategy) -> None:
+        self._model, self._strategy = model, strategy
+        self._compiled: dict[str, tuple[Any, Any]] = {}
+
+    def once(self, kind: str, compile_it: Callable[[], Any]) -> Any:
+        """Compile once, for as long as the model is not compiled anew and the same weights are trainable."""
+        model = self._model
+        key = (id(_compat.compilation(model)), [id(weight) for weight in model.trainable_variables])
+        if kind not in self._compiled or self._compiled[kind][0] != key:
+            self._compiled[kind] = (key, compile_it())
+        return self._compiled[kind][1]
+
+    def loop(self, kind: str, distributed: Distributed) -> Callable[..., loop.CallResult]:
+        """Return the inner loop over train steps, or over evaluate steps.
+
+        Args:
+            kind: "train" or "evaluate".
+            distributed: The dataset.
+        """
+        model, strategy = self._model, self._strategy
+        step = strategy.train_step if kind == "train" else strategy.evaluate_step
+
+        def logs() -> dict[str, tf.Tensor]:
+            if kind == "train":
+                strategy.end_call(model)
+            return strategy.metric_results(model)
+
+        def compile_loop() -> Callable[..., loop.CallResult]:
+            return loop.compile_loop(
+                lambda batch: step(model, batch),
+                logs,
+                lambda batch: strategy.num_examples(batch, distributed),
+                lambda upcoming: strategy.has_more(upcoming, distributed),
+                jit_compile=self._whole_step_in_xla,
+                run_eagerly=model.run_eagerly,
+            )
+
+        compiled: Callable[..., loop.CallResult] = self.once(f"{kind} {distributed.ends_apart}", compile_loop)
+        return compiled
+
+    def predict(self, spec: Any) -> Callable[[Any], Any]:
+        """Return what predicts on elements of one kind: workers must trace alike, whatever sizes the parts have.
+
+        Args:
+            spec: Of the elements.
+        """
+
+        def compile_it() -> Callable[[Any], Any]:
+            if self._model.run_eagerly:
+                return lambda batch: self._strategy.predict_step(self._model, batch)
+            predict_batch: Callable[[Any], Any] = tf.function(
+                lambda batch: self._strategy.predict_step(self._model, batch),
+                input_signature=[spec],
+                autograph=False,
+                jit_compile=self._whole_step_in_xla or None,
+            )
+            return predict_batch
+
+        compiled: Callable[[Any], Any] = self.once(f"predict {spec}", compile_it)
+        return compiled
+
+    @property
+    def _whole_step_in_xla(self) -> bool:
+        strategy = self._strategy
+        return bool(self._model.jit_compile and strategy.num_replicas == 1 and strategy.compiles_with_xla)

@@ -1,0 +1,328 @@
+"""A schedule lowered to one TensorFlow graph: every action a function call on its device, in the device's order.
+
+device 0   F0.0 ─► F0.1 ─────────► B0.0 ─► B0.1       ─►  the device's order: a control dependency
+             └─┐      └─┐          ┌─┘       ┌─┘       ┐  a value or its gradient: TensorFlow sends it as soon as
+device 1      F1.0 ─► B1.0 ─► F1.1 ─► B1.1             └  it is made, while both devices compute
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar.pipeline.graph import Value
+from tfpar.pipeline.loss import LossPart
+from tfpar.pipeline.microbatches import Microbatch
+from tfpar.pipeline.schedule import Action, Schedule
+from tfpar.pipeline.split import Stage
+from tfpar.pipeline.stage import Flow, Forward, StageProgram, Travelling
+
+
+class Programs(NamedTuple):
+    """The compiled stages of a model.
+
+    Args:
+        stages: One program each.
+        outputs: The model's flat outputs.
+        flows: What is known of each value that travels.
+    """
+
+    stages: list[StageProgram]
+    outputs: tuple[Value, ...]
+    flows: dict[Value, Flow]
+
+
+def compile_stages(
+    stages: Sequence[Stage], inputs: dict[Value, Flow], outputs: Sequence[Value], devices: Sequence[str], **options: Any
+) -> Programs:
+    """Compile the stages of a model, each for what those before it send.
+
+    Args:
+        stages: The stages in order.
+        inputs: What is known of the model's inputs.
+        outputs: The model's flat outputs.
+        devices: One a stage.
+        **options: As for `StageProgram`.
+    """
+    flows = dict(inputs)
+    programs = []
+    for stage, device in zip(stages, devices, strict=True):
+        program = StageProgram(stage, [flows[value] for value in stage.inputs], device, **options)
+        flows.update(zip(stage.outputs, program.sends, strict=True))
+        programs.append(program)
+    return Programs(programs, tuple(outputs), flows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """When an action ran, in seconds of TensorFlow's clock (float64 scalars)."""
+
+    action: Action
+    begin: tf.Tensor
+    end: tf.Tensor
+
+
+class Execution:
+    """One run of a schedule over the micro-batches of one global batch, while a step is traced.
+
+    Args:
+        programs: The compiled stages.
+        microbatches: One each.
+        inputs: For each micro-batch the model's inputs by value.
+        scale: What one unit of loss counts in gradients, a scalar in Keras' float type.
+        added_factors: For each micro-batch, what each loss added by a layer counts in the whole, in the stages' order.
+        loss: Computes a micro-batch's loss; None where there is none.
+        timed: Whether to note when each action runs.
+        alone: Whether an action waits for all before it, on any device, so that its time is its own.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        microbatches: Sequence[Microbatch],
+        inputs: Sequence[dict[Value, tf.Tensor]],
+        scale: tf.Tensor,
+        added_factors: Sequence[Sequence[tf.Tensor]] = (),
+        loss: Callable[[int, list[Travelling]], LossPart] | None = None,
+        *,
+        timed: bool = False,
+        alone: bool = False,
+    ) -> None:
+        self._programs, self.microbatches, self._scale = programs, microbatches, scale
+        self._timed, self._alone = timed, alone
+        self._added_factors, self._loss = added_factors, loss
+        self.devices = [program.device for program in programs.stages]
+        self._values = [{value: Travelling(tensor) for value, tensor in tensors.items()} for tensors in inputs]
+        self._arrived: dict[tuple[Value, int, str], Travelling] = {}
+        self._forwards: dict[tuple[int, int], Forward] = {}
+        self._upstream: dict[tuple[Value, int], list[tf.Tensor]] = collections.defaultdict(list)
+        self._before: dict[str, list[tf.Tensor]] = collections.defaultdict(list)
+        self._variables = _Variables(programs.stages)
+        self._gradients: list[list[Any] | None] = [None] * len(programs.stages)
+        self.losses: list[tf.Tensor] = []
+        self.loss_parts: list[LossPart] = []
+        self.moments: list[Moment] = []
+
+    def run(self, actions: Iterable[Action]) -> None:
+        """Add actions to the graph, in an order in which each comes after what it needs."""
+        for action in actions:
+            device = self.devices[action.stage]
+            if action.kind == "F":
+                values = [self._on(value, action.microbatch, device) for value in self._stage(action).inputs]
+                arrived = [value.tensor for value in values]
+                self._at(action, device, arrived, functools.partial(self._forward, action, values))
+            elif action.kind == "B":
+                upstream = [self._sum(value, action.microbatch, device) for value in self._stage(action).outputs]
+                arrived = [gradient for gradient in upstream if gradient is not None]
+                self._at(action, device, arrived, functools.partial(self._backward, action, upstream))
+            else:
+                self._at(action, device, [], functools.partial(self._weights, action))
+
+    def outputs(self, microbatch: int) -> list[Travelling]:
+        """Return the model's flat outputs for a micro-batch, on the last stage's device."""
+        return [self._on(value, microbatch, self.devices[-1]) for value in self._programs.outputs]
+
+    def gradients(self) -> dict[int, Any]:
+        """Return the gradient of each weight, summed over micro-batches and stages, by the weight's `id`."""
+        found: dict[int, list[Any]] = collections.defaultdict(list)
+        for program, gradients in zip(self._programs.stages, self._gradients, strict=True):
+            for variable, gradient in zip(program.parameters, gradients or [], strict=False):
+                if gradient is not None:
+                    found[id(variable)].append(gradient)
+        return {key: _sum_on(None, gradients) for key, gradients in found.items()}
+
+    def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Return every state that changed with its value after the step."""
+        return self._variables.new_states()
+
+    @property
+    def ends(self) -> list[tf.Tensor]:
+        """What stands at the end of each device's order: after it, everything has run."""
+        return [tensor for tensors in self._before.values() for tensor in tensors]
+
+    def _stage(self, action: Action) -> Stage:
+        return self._programs.stages[action.stage].stage
+
+    def _on(self, value: Value, microbatch: int, device: str) -> Travelling:
+        """Return a value on a device; it is sent there once, as soon as it is made."""
+        key = (value, microbatch, device)
+        if key not in self._arrived:
+            self._arrived[key] = self._values[microbatch][value].on(device)
+        return self._arrived[key]
+
+    def _sum(self, value: Value, microbatch: int, device: str) -> tf.Tensor | None:
+        return _sum_on(device, self._upstream.pop((value, microbatch), []))
+
+    def _at(
+        self, action: Action, device: str, arrived: Sequence[tf.Tensor], act: Callable[[], list[tf.Tensor]]
+    ) -> None:
+        """Run an action when its device has done those before, and, to be timed, when what it takes has arrived."""
+        order = "all" if self._alone else device
+        with tf.device(device), tf.control_dependencies(self._before[order]):
+            if not self._timed:
+                self._before[order] = act()
+                return
+            with tf.control_dependencies(arrived):
+                begin = tf.timestamp()
+            with tf.control_dependencies([begin]):
+                done = act()
+            with tf.control_dependencies(done):
+                end = tf.timestamp()
+        self.moments.append(Moment(action, begin, end))
+        self._before[order] = [end]
+
+    def _forward(self, action: Action, values: list[Travelling]) -> list[tf.Tensor]:
+        _, stage, number = action
+        program = self._programs.stages[stage]
+        variables = self._variables.read(stage, number)
+        factors = self._factors(stage, number)
+        scales = self._scale * (tf.stack(factors) if factors else tf.zeros([0], self._scale.dtype))
+        done = program.forward(values, variables, tf.constant(number, tf.int64), scales)
+        self._forwards[stage, number] = done
+        self._values[number] |= dict(zip(program.stage.outputs, done.made, strict=True))
+        self._variables.note(stage, number, done.states, self.microbatches[number])
+        self.losses += [
+            factor * tf.cast(loss, factor.dtype) for factor, loss in zip(factors, done.losses, strict=False)
+        ]
+        ends = [value.tensor for value in done.made]
+        if self._loss is not None and stage == len(self._programs.stages) - 1:
+            part = self._loss(number, self.outputs(number))
+            for value, gradient in zip(self._programs.outputs, part.gradients, strict=True):
+                if gradient is not None:
+                    self._upstream[value, number].append(gradient)
+            self.loss_parts.append(part)
+            self.losses.append(part.value)
+            ends = [part.value, *ends]
+        return ends
+
+    def _factors(self, stage: int, number: int) -> list[tf.Tensor]:
+        if not self._added_factors:
+            return []
+        first = sum(program.num_losses for program in self._programs.stages[:stage])
+        return list(self._added_factors[number][first : first + self._programs.stages[stage].num_losses])
+
+    def _backward(self, action: Action, upstream: list[tf.Tensor | None]) -> list[tf.Tensor]:
+        _, stage, number = action
+        program, done = self._programs.stages[stage], self._forwards[stage, number]
+        inputs, weights = program.backward(done, upstream)
+        for value, gradient in zip(program.stage.inputs, inputs, strict=True):
+            if gradient is not None:
+                self._upstream[value, number].append(gradient)
+        if weights is not None:
+            self._add(stage, weights)
+            del self._forwards[stage, number]
+        return _dense([*inputs, *(weights or [])]) or [tf.zeros([])]
+
+    def _weights(self, action: Action) -> list[tf.Tensor]:
+        _, stage, number = action
+        program = self._programs.stages[stage]
+        weights = program.weight_gradients(self._forwards.pop((stage, number)))
+        self._add(stage, weights)
+        return _dense(weights) or [tf.zeros([])]
+
+    def _add(self, stage: int, gradients: list[Any]) -> None:
+        total = self._gradients[stage]
+        self._gradients[stage] = gradients if total is None else list(map(_plus, total, gradients))
+
+
+class _Variables:
+    """Weights and states of all stages as a step sees them.
+
+    Weights are read once. A state (a moving average, a random seed) is read once too: every micro-batch starts from
+    what it was before the step. Where several stages use a layer, its state goes on from one to the next.
+
+    Args:
+        programs: The compiled stages.
+    """
+
+    def __init__(self, programs: Sequence[StageProgram]) -> None:
+        self._programs = programs
+        self._read: dict[int, tf.Tensor] = {}
+        self._copies: dict[tuple[int, str], tf.Tensor] = {}
+        self._now: dict[tuple[int, int], tf.Tensor] = {}  # by state and micro-batch
+        self._changed: dict[int, tuple[keras.Variable, list[tuple[tf.Tensor, Microbatch]]]] = {}
+
+    def read(self, stage: int, number: int) -> list[tf.Tensor]:
+        """Return what a stage's parameters and states are for a micro-batch."""
+        program = self._programs[stage]
+        parameters = [self._on(variable, program.device) for variable in program.parameters]
+        states = [
+            self._now.get((id(variable), number), self._on(variable, program.device)) for variable in program.states
+        ]
+        return [*parameters, *states]
+
+    def _on(self, variable: keras.Variable, device: str) -> tf.Tensor:
+        key = (id(variable), device)
+        if key not in self._copies:
+            if id(variable) not in self._read:
+                with tf.control_dependencies(None), tf.device(variable.value.device):
+                    self._read[id(variable)] = variable.value.read_value()
+            with tf.control_dependencies(None), tf.device(device):
+                self._copies[key] = tf.identity(self._read[id(variable)])
+        return self._copies[key]
+
+    def note(self, stage: int, number: int, states: Sequence[tf.Tensor | None], microbatch: Microbatch) -> None:
+        """Take in what a stage made of its states for a micro-batch."""
+        for variable, state in zip(self._programs[stage].states, states, strict=True):
+            if state is None:
+                continue
+            self._now[id(variable), number] = state
+            _, found = self._changed.setdefault(id(variable), (variable, []))
+            found[:] = [pair for pair in found if pair[1] is not microbatch] + [(state, microbatch)]
+
+    def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Return every state that changed, with the mean over micro-batches, by their examples, of its new values.
+
+        What is counted in whole numbers moves as one micro-batch moves it: a seed is drawn once a step. Metrics that
+        layers hold add up.
+        """
+        return [(variable, self._merged(variable, found)) for variable, found in self._changed.values()]
+
+    def _merged(self, variable: keras.Variable, found: list[tuple[tf.Tensor, Microbatch]]) -> tf.Tensor:
+        first, counts = found[0][0], any(id(variable) in program.counters for program in self._programs)
+        with tf.device(variable.value.device):
+            if not first.dtype.is_floating and not counts:
+                return tf.identity(first)
+            # As a mean of changes, so that a state that no micro-batch moves stays to the last bit.
+            before = self._read[id(variable)]
+            changes = [
+                (state - before) * tf.cast(one.counted > 0 if counts else one.part, state.dtype) for state, one in found
+            ]
+            return before + tf.add_n(changes)
+
+
+def lower(execution: Execution, schedule: Schedule) -> None:
+    """Add all actions of a schedule to the graph."""
+    execution.run(schedule.in_order())
+
+
+def _sum_on(device: str | None, tensors: Sequence[Any]) -> Any:
+    total = None
+    for tensor in tensors:
+        if device is not None:
+            with tf.device(device):
+                tensor = tf.identity(tensor)
+        total = tensor if total is None else _plus(total, tensor)
+    return total
+
+
+def _plus(one: Any, other: Any) -> Any:
+    """Add two gradients, each a tensor, indexed slices or None; the sum stays sparse where both are."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0), one.dense_shape
+        )
+    return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+
+
+def _dense(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Return one tensor that stands for all results of a function call, or none if it gives none."""
+    return [tensor for tensor in tf.nest.flatten(gradients, expand_composites=True) if tensor is not None]

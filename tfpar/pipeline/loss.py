@@ -1,0 +1,182 @@
+"""The loss behind the last stage: its part over one micro-batch, and the gradient that goes back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, _compat_pipeline
+from tfpar.division import Division
+from tfpar.pipeline.microbatches import Microbatch
+from tfpar.pipeline.stage import Flow, Travelling
+
+
+class LossPart(NamedTuple):
+    """The loss of one micro-batch, as its part of the loss over the global batch.
+
+    Args:
+        value: Scalar.
+        of_outputs: The same for single outputs, where Keras logs them.
+        gradients: Of the outputs, `[examples, ...]` each; None for none.
+        states: New values of the metrics that `compute_loss` itself counts.
+    """
+
+    value: tf.Tensor
+    of_outputs: list[tf.Tensor]
+    gradients: list[tf.Tensor | None]
+    states: list[tf.Tensor]
+
+
+class LossProgram:
+    """The compiled loss of a model, traced once for micro-batches of any size.
+
+    Args:
+        model: A compiled model.
+        division: How its losses divide over parts of a batch.
+        outputs: Its outputs' structure, a `Flow` in the place of each tensor.
+        batch: The spec of a batch of any size, `(inputs, targets, sample_weight)` as far as given.
+        device: Where it runs.
+        training: Whether the model trains.
+
+    Raises:
+        ValueError: If the loss reads weights, whose gradient would be lost.
+    """
+
+    def __init__(
+        self, model: keras.Model, division: Division, outputs: Any, batch: Any, device: str, *, training: bool
+    ) -> None:
+        self._model, self._division, self._device, self._training = model, division, device, training
+        self._outputs = outputs
+        self._flows: list[Flow] = keras.tree.flatten(outputs)
+        self._trackers = [variable for one in _compat_pipeline.trackers_of_losses(model) for variable in one.variables]
+        self.states = [variable for metric in _compat.own_metrics(model) for variable in metric.variables]
+        self._num_divisors = 0
+        count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
+        # Traced a first time to learn how many divisors must be known before.
+        specs = [batch, [flow.spec for flow in self._flows], [flow.mask for flow in self._flows]]
+        specs += [[tf.TensorSpec(variable.shape, variable.dtype) for variable in self.states], count, count, count]
+        _traced(self._body, *specs, None, scalar)
+        divisors = tf.TensorSpec([self._num_divisors], tf.float64)
+        self._function = _traced(self._body, *specs, divisors, scalar)
+        self._check_reads()
+
+    @property
+    def needs_divisors(self) -> bool:
+        """Whether a divisor depends on masks or weights of the whole batch, so that `divisors` must be called."""
+        return self._num_divisors > 0
+
+    def part(
+        self,
+        microbatch: Microbatch,
+        outputs: Sequence[Travelling],
+        states: Sequence[tf.Tensor],
+        divisors: tf.Tensor,
+        scale: tf.Tensor,
+    ) -> LossPart:
+        """Return a micro-batch's part of the loss.
+
+        Args:
+            microbatch: Its examples.
+            outputs: The model's outputs for them.
+            states: Values of `states`.
+            divisors: What `divisors` returned for the global batch, or an empty tensor.
+            scale: What one unit of loss counts in gradients, a scalar in Keras' float type.
+        """
+        given = [microbatch.batch, [one.tensor for one in outputs], [one.mask for one in outputs], list(states)]
+        counts = [microbatch.counted, microbatch.size, microbatch.num_examples]
+        value, of_outputs, gradients, new_states = self._function(*given, *counts, divisors, scale)
+        found = iter(gradients)
+        every = [next(found) if flow.needs_gradient and self._training else None for flow in self._flows]
+        return LossPart(value, of_outputs, every, new_states)
+
+    def divisors(self, batch: Any, num_examples: tf.Tensor, call: Callable[[Any], Any]) -> tf.Tensor:
+        """Return what the losses over a global batch are divided by, where masks or weights decide.
+
+        Of the model only what masks need is run: TensorFlow leaves out the rest.
+
+        Args:
+            batch: The global batch.
+            num_examples: Its size, an int64 scalar.
+            call: Returns the model's outputs for its inputs, each with its mask.
+
+        Returns:
+            float64 `[divisors]`.
+        """
+        found: list[tf.Tensor] = []
+
+        def note(weight: tf.Tensor) -> tf.Tensor:
+            found.append(tf.cast(weight, tf.float64))
+            return weight
+
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        one = tf.ones((), keras.config.floatx())
+        with keras.StatelessScope(), self._reduced(num_examples, one, num_examples, note), tf.device(self._device):
+            outputs = call(inputs)
+            _compat.compute_loss(self._model, inputs, targets, outputs, weights, self._training)
+        return tf.stack(found)
+
+    def _body(
+        self, batch: Any, tensors: list[tf.Tensor], masks: list[Any], states: list[tf.Tensor], counted: tf.Tensor,
+        size: tf.Tensor, num_examples: tf.Tensor, divisors: tf.Tensor | None, scale: tf.Tensor,
+    ) -> Any:  # fmt: skip
+        share = tf.cast(counted > 0, keras.config.floatx())
+        outputs = [_compat_pipeline.with_mask(one, mask) for one, mask in zip(tensors, masks, strict=True)]
+        taken = 0
+
+        def known(weight: tf.Tensor) -> tf.Tensor:
+            nonlocal taken
+            taken += 1
+            return weight if divisors is None else tf.cast(divisors[taken - 1], weight.dtype)
+
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._trackers]
+        with (
+            tf.device(self._device),
+            keras.StatelessScope([*zeros, *zip(self.states, states, strict=True)]) as scope,
+            self._reduced(size, share, num_examples, known),
+        ):
+            packed = keras.tree.pack_sequence_as(self._outputs, outputs)
+            value = _compat.compute_loss(self._model, inputs, targets, packed, weights, self._training)
+            totals = [scope.get_current_value(variable) for variable in self._trackers]
+            new_states = [scope.get_current_value(variable) for variable in self.states]
+            sources = [one for one, flow in zip(outputs, self._flows, strict=True) if flow.needs_gradient]
+            gradients = tf.gradients(value, sources, tf.cast(scale, value.dtype)) if self._training else []
+        # A tracker's total is the loss times the number of examples, its count that number.
+        of_outputs = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
+        self._num_divisors = taken
+        dense = [
+            tf.zeros_like(one) if found is None else tf.convert_to_tensor(found)
+            for one, found in zip(sources, gradients, strict=False)
+        ]
+        return value, of_outputs, dense, new_states
+
+    @contextlib.contextmanager
+    def _reduced(
+        self, size: tf.Tensor, share: tf.Tensor, num_examples: tf.Tensor, add_up: Callable[[tf.Tensor], tf.Tensor]
+    ) -> Iterator[None]:
+        """Divide losses by what the global batch says; leave out what layers add and penalties, counted elsewhere."""
+        with (
+            self._division.over_replicas(self._training, [size], share, num_examples, add_up),
+            _compat_pipeline.without_added_losses(),
+        ):
+            yield
+
+    def _check_reads(self) -> None:
+        """Refuse a loss that reads weights."""
+        handles = {id(outer) for outer, _ in self._function.graph.captures if outer.dtype == tf.resource}
+        for variable in self._model.trainable_variables:
+            if id(variable.value.handle) in handles:
+                raise ValueError(
+                    f"In a pipeline the loss may depend on outputs, targets and weights of examples, and "
+                    f"{type(self._model).__name__}.compute_loss reads the weight {variable.path!r}. Let a layer "
+                    "compute what needs it, with add_loss or as an output, or train on SingleDevice()."
+                )
+
+
+def _traced(body: Callable[..., Any], *specs: Any) -> Any:
+    attributes = {"_noinline": True}
+    return tf.function(body, autograph=False, experimental_attributes=attributes).get_concrete_function(*specs)

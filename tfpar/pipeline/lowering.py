@@ -1,0 +1,298 @@
+"""The three steps of a model in stages: train, evaluate and predict, as TensorFlow graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, _compat_pipeline
+from tfpar.division import Division
+from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline.executor import Execution, Programs, compile_stages
+from tfpar.pipeline.graph import Graph, Value
+from tfpar.pipeline.loss import LossPart, LossProgram
+from tfpar.pipeline.microbatches import cut_batch
+from tfpar.pipeline.placement import follow_data
+from tfpar.pipeline.schedule import Action, Schedule
+from tfpar.pipeline.split import Stage
+from tfpar.pipeline.stage import Flow, Travelling
+from tfpar.reduction import Counts
+
+
+class Compiled(NamedTuple):
+    """The compiled functions behind a step.
+
+    Args:
+        programs: Of the stages.
+        loss: Behind the last stage.
+        update_metrics: Takes how many examples count, a micro-batch, the outputs and their masks.
+    """
+
+    programs: Programs
+    loss: LossProgram
+    update_metrics: Any
+
+
+class Run(NamedTuple):
+    """A batch on its way through the stages.
+
+    Args:
+        execution: What runs on it.
+        loss: The loss behind the last stage.
+        states: What the states of that are after the micro-batches so far.
+    """
+
+    execution: Execution
+    loss: LossProgram
+    states: list[tf.Tensor]
+
+
+class Lowering:
+    """The steps of one model in stages.
+
+    Args:
+        model: A built and compiled model, its weights on the devices of their stages.
+        graph: Its operations.
+        stages: Its stages.
+        schedule: The order of a train step.
+        devices: One a stage.
+        recompute: Whether the backward pass runs the forward pass again.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        graph: Graph,
+        stages: Sequence[Stage],
+        schedule: Schedule,
+        devices: Sequence[str],
+        recompute: bool,
+    ) -> None:
+        self._model, self._graph, self._stages = model, graph, stages
+        self._schedule, self._devices, self._recompute = schedule, devices, recompute
+        self._division: Division | None = None
+        self._compiled: dict[Any, Compiled] = {}
+        _compat_pipeline.random_state_of_no_layer()  # made now, so that no step makes it and is traced twice for it
+
+    def prepare(self, batch: Any) -> None:
+        """Find out how the model's losses divide over micro-batches.
+
+        Args:
+            batch: The first global batch.
+
+        Raises:
+            ValueError: If a loss does not divide.
+        """
+        self._division = Division(self._model, batch, lambda model, inputs, training: self._call(inputs, training))
+
+    def train_step(self, batch: Any) -> tf.Tensor:
+        """Add one optimizer update to the graph; return the loss, a scalar."""
+        optimizer = self._model.optimizer
+        scale = self._loss_scale()
+        run = self._begin(batch, scale, training=True)
+        run.execution.run(self._schedule.in_order())
+        gradients = run.execution.gradients()
+        loss = self._finish(batch, run, self._penalties(gradients, scale))
+        # Updates wait for all that reads weights.
+        with tf.control_dependencies([*run.execution.ends, loss]), follow_data():
+            after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
+            if after:
+                variables = self._model.trainable_variables
+                with _compat.one_device_optimizer():
+                    optimizer.apply([after.get(id(variable)) for variable in variables], variables)
+        return loss
+
+    def evaluate_step(self, batch: Any) -> tf.Tensor:
+        """Add the loss and metrics of a batch to the graph; return the loss, a scalar."""
+        scale = tf.ones((), keras.config.floatx())
+        run = self._begin(batch, scale, training=False)
+        run.execution.run(self._forwards())
+        return self._finish(batch, run, self._penalties({}, scale))
+
+    def predict_step(self, inputs: Any) -> Any:
+        """Add the forward pass of a batch to the graph; return the model's outputs, `[batch, ...]` each."""
+        with tf.init_scope():
+            programs = self._programs(_specs(inputs), training=False)
+        microbatches = cut_batch(inputs, self._schedule.num_microbatches)
+        flat = [self._flat(one.batch) for one in microbatches]
+        execution = Execution(programs, microbatches, flat, tf.ones((), keras.config.floatx()))
+        execution.run(self._forwards())
+        parts = [execution.outputs(number) for number in range(len(microbatches))]
+        with tf.device(self._devices[-1]):
+            whole = [
+                tf.concat([one.tensor[: part.counted] for one, part in zip(ones, microbatches, strict=True)], 0)
+                for ones in zip(*parts, strict=True)
+            ]
+        return keras.tree.pack_sequence_as(self._graph.outputs, whole)
+
+    def timed(self, batch: Any, actions: Sequence[Action], *, alone: bool) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Add actions on a batch to the graph, without an update, and note when each runs.
+
+        Args:
+            batch: A global batch.
+            actions: In an order in which each comes after what it needs.
+            alone: Whether an action waits for all before it, on any device, so that its time is its own.
+
+        Returns:
+            When each action began and ended, in seconds of TensorFlow's clock, float64 `[actions, 2]`; and the
+            gradients, without which TensorFlow would leave out what makes them.
+        """
+        run = self._begin(batch, self._loss_scale(), training=True, timed=True, alone=alone)
+        run.execution.run(actions)
+        sums = tf.nest.flatten(list(run.execution.gradients().values()), expand_composites=True)
+        moments = {moment.action: [moment.begin, moment.end] for moment in run.execution.moments}
+        return tf.stack([tf.stack(moments[action]) for action in actions]), sums
+
+    def compile(self, batch: Any, *, training: bool) -> Compiled:
+        """Compile the functions of all stages and of the loss, once for as long as the same weights are trainable.
+
+        Args:
+            batch: A global batch, or tensors like it.
+            training: Whether the model trains.
+        """
+        assert self._division is not None, "prepare comes before the steps"
+        specs = _specs(batch)
+        key = (training, str(specs), tuple(map(id, self._model.trainable_variables)))
+        if key not in self._compiled:
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
+            programs = self._programs(inputs, training=training)
+            outputs = keras.tree.map_structure(lambda value: programs.flows[value], self._graph.outputs)
+            device = self._devices[-1]
+            loss = LossProgram(self._model, self._division, outputs, specs, device, training=training)
+            self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
+            self._compiled[key] = Compiled(programs, loss, self._metrics_program(programs, specs))
+        return self._compiled[key]
+
+    @property
+    def optimizer(self) -> keras.Optimizer:
+        """The model's optimizer."""
+        return self._model.optimizer
+
+    def _loss_scale(self) -> tf.Tensor:
+        with tf.device(self._devices[-1]):
+            scale: tf.Tensor = self._model.optimizer.scale_loss(tf.ones((), keras.config.floatx()))
+            return scale
+
+    def _begin(self, batch: Any, scale: tf.Tensor, *, training: bool, timed: bool = False, alone: bool = False) -> Run:
+        """Cut a batch and prepare to run it, with the losses and, unless it is only timed, metrics behind it."""
+        with tf.init_scope():
+            compiled = self.compile(batch, training=training)
+        assert self._division is not None, "prepare comes before the steps"
+        microbatches = cut_batch(batch, self._schedule.num_microbatches)
+        flat = [self._flat(keras.utils.unpack_x_y_sample_weight(one.batch)[0]) for one in microbatches]
+        divisors = tf.zeros([0], tf.float64)
+        if compiled.loss.needs_divisors:
+            call = functools.partial(self._call, training=training)
+            divisors = compiled.loss.divisors(batch, microbatches[0].num_examples, call)
+        counts = [Counts(one.share, one.size, one.num_examples) for one in microbatches]
+        factors = [self._division.added_factors(training, one) for one in counts]
+        states = [variable.value.read_value() for variable in compiled.loss.states]
+
+        def loss(number: int, outputs: list[Travelling]) -> LossPart:
+            one = microbatches[number]
+            part = compiled.loss.part(one, outputs, states, divisors, scale)
+            states[:] = [tf.where(one.counted > 0, new, old) for new, old in zip(part.states, states, strict=True)]
+            if not timed:
+                tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
+                compiled.update_metrics(one.counted, one.batch, tensors, masks)
+            return part
+
+        execution = Execution(compiled.programs, microbatches, flat, scale, factors, loss, timed=timed, alone=alone)
+        return Run(execution, compiled.loss, states)
+
+    def _finish(self, batch: Any, run: Run, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Return the loss of the batch; keep new states and count the loss."""
+        loss = tf.add_n([tf.cast(part, keras.config.floatx()) for part in (*run.execution.losses, *penalties)])
+        with tf.control_dependencies([*run.execution.ends, loss]), follow_data():
+            new_states = [*run.execution.new_states(), *zip(run.loss.states, run.states, strict=True)]
+            for variable, value in new_states:
+                variable.assign(value)
+        self._update_trackers(batch, loss, run.execution)
+        return loss
+
+    def _programs(self, inputs: Any, *, training: bool) -> Programs:
+        flat = tf.function(self._flat_list, autograph=False).get_concrete_function(inputs).structured_outputs
+        flows = {
+            value: Flow(tf.TensorSpec([None, *one.shape[1:]], one.dtype))
+            for value, one in zip(self._graph.inputs, flat, strict=True)
+        }
+        options: dict[str, Any] = {"training": training, "jit_compile": bool(self._model.jit_compile)}
+        if training:
+            options |= {"recompute": self._recompute, "splits_backward": self._schedule.splits_backward}
+        outputs = keras.tree.flatten(self._graph.outputs)
+        return compile_stages(self._stages, flows, outputs, self._devices, **options)
+
+    def _metrics_program(self, programs: Programs, batch: Any) -> Any:
+        """Compile the update of the metrics with the outputs of one micro-batch."""
+        flows = [programs.flows[value] for value in programs.outputs]
+
+        def update(counted: tf.Tensor, batch: Any, tensors: list[tf.Tensor], masks: list[Any]) -> tf.Tensor:
+            def count() -> tf.Tensor:
+                inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+                outputs = keras.tree.pack_sequence_as(
+                    self._graph.outputs, list(map(_compat_pipeline.with_mask, tensors, masks))
+                )
+                self._model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+                return tf.constant(True)
+
+            return tf.cond(counted > 0, count, lambda: tf.constant(False))
+
+        specs = [tf.TensorSpec([], tf.int64), batch, [flow.spec for flow in flows], [flow.mask for flow in flows]]
+        attributes = {"_noinline": True}  # its conditional has no place in the loop around the steps
+        return tf.function(update, autograph=False, experimental_attributes=attributes).get_concrete_function(*specs)
+
+    def _forwards(self) -> list[Action]:
+        stages, microbatches = range(self._schedule.num_stages), range(self._schedule.num_microbatches)
+        return [Action("F", stage, number) for number in microbatches for stage in stages]
+
+    def _flat_list(self, inputs: Any) -> list[tf.Tensor]:
+        return model_graph.standardize(self._model, inputs)
+
+    def _flat(self, inputs: Any) -> dict[Value, tf.Tensor]:
+        return dict(zip(self._graph.inputs, self._flat_list(inputs), strict=True))
+
+    def _call(self, inputs: Any, training: bool) -> Any:
+        """Run the whole model, stage after stage, in the order in which its added losses count."""
+        tensors: dict[Value, Any] = self._flat(inputs)
+        for stage in self._stages:
+            model_graph.run(stage.calls, tensors, training)
+        return keras.tree.map_structure(lambda value: tensors[value], self._graph.outputs)
+
+    def _penalties(self, gradients: dict[int, Any], scale: tf.Tensor) -> list[tf.Tensor]:
+        """Return the penalties on weights, once a step, and add their gradients."""
+        penalties = []
+        for variable in self._model.trainable_variables:
+            if variable.regularizer is None:
+                continue
+            with tf.device(variable.value.device), tf.GradientTape() as tape:
+                weight = variable.value.read_value()
+                tape.watch(weight)
+                penalty = tf.reduce_sum(variable.regularizer(weight))
+                scaled = penalty * tf.cast(scale, penalty.dtype)
+            gradient = tape.gradient(scaled, weight)
+            if gradient is not None:
+                known = gradients.get(id(variable))
+                gradients[id(variable)] = gradient if known is None else tf.convert_to_tensor(known) + gradient
+            penalties.append(penalty)
+        return penalties
+
+    def _update_trackers(self, batch: Any, loss: tf.Tensor, execution: Execution) -> None:
+        """Count the loss of the step, and that of each output where Keras logs them."""
+        num_examples = execution.microbatches[0].num_examples
+        # Keras weighs the loss of an output by the size of the batch where that is fixed, and else by one.
+        fixed_size = tf.nest.flatten(batch)[0].shape[0]
+        _compat.loss_tracker(self._model).update_state(loss, sample_weight=num_examples)
+        for index, tracker in enumerate(_compat_pipeline.trackers_of_losses(self._model)):
+            whole = tf.add_n([part.of_outputs[index] for part in execution.loss_parts])
+            tracker.update_state(whole, sample_weight=fixed_size)
+
+
+def _specs(structure: Any) -> Any:
+    """Return the specs of a batch of any size."""
+    return tf.nest.map_structure(
+        lambda tensor: None if tensor is None else tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype), structure
+    )

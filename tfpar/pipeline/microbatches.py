@@ -1,0 +1,64 @@
+"""One global batch cut into micro-batches, and what each counts in the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatch:
+    """Consecutive examples of a global batch.
+
+    Where there are fewer examples than micro-batches, some micro-batches borrow an example that counts nothing: no
+    stage ever runs on nothing, which layers, and TensorFlow's fused convolutions, do not expect.
+
+    Args:
+        batch: The examples, in the structure of the global batch.
+        counted: How many of them count, an int64 scalar.
+        size: How many there are, an int64 scalar, at least 1.
+        num_examples: How many examples the global batch has, an int64 scalar.
+    """
+
+    batch: Any
+    counted: tf.Tensor
+    size: tf.Tensor
+    num_examples: tf.Tensor
+
+    @property
+    def share(self) -> tf.Tensor:
+        """What an example counts: 1, or 0 where it is borrowed; a scalar in Keras' float type."""
+        return tf.cast(self.counted > 0, keras.config.floatx())
+
+    @property
+    def part(self) -> tf.Tensor:
+        """The part of the global batch that it is, from 0 to 1, a scalar in float64."""
+        return tf.cast(self.counted, tf.float64) / tf.cast(self.num_examples, tf.float64)
+
+
+def cut_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
+    """Cut a global batch into micro-batches whose sizes differ by at most one.
+
+        7 examples, 3 micro-batches:  0 1 2 | 3 4 | 5 6          2 examples, 3 micro-batches:  0 | 1 | (1)
+
+    Args:
+        batch: A structure of tensors or None, `[batch, ...]` each, at least one example.
+        num_microbatches: How many.
+
+    Example:
+        >>> [int(part.size) for part in cut_batch(tf.zeros([7, 2]), 3)]
+        [3, 2, 2]
+    """
+    rows = data.num_rows(batch)
+    parts = []
+    for number in range(num_microbatches):
+        begin, end = (-(-(number + more) * rows // num_microbatches) for more in (0, 1))
+        first = tf.minimum(begin, rows - 1)
+        last = tf.maximum(end, first + 1)
+        parts.append(Microbatch(data.take_rows(batch, first, last), end - begin, last - first, rows))
+    return parts

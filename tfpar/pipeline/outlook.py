@@ -1,0 +1,79 @@
+"""What a pipeline will be like before it trains: its stages, its step and its memory, measured and computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfpar.pipeline import forecast
+from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.lowering import Lowering
+from tfpar.pipeline.partition import MemoryNeeds, Partition
+from tfpar.pipeline.schedule import Schedule
+from tfpar.pipeline.simulate import Durations, Timeline, simulate
+from tfpar.pipeline.split import bytes_per_example
+from tfpar.pipeline.table import StageRow
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """What a pipeline will be like.
+
+    Args:
+        rows: One a stage.
+        durations: How long its actions take, measured one by one, and what they keep.
+        planned: The step that follows from them, the optimizer included.
+    """
+
+    rows: tuple[StageRow, ...]
+    durations: Durations
+    planned: Timeline
+
+
+def look_ahead(
+    partition: Partition,
+    lowering: Lowering,
+    schedule: Schedule,
+    devices: Sequence[str],
+    memory: MemoryNeeds,
+    batch: Any,
+    microbatch_size: int,
+) -> Outlook:
+    """Measure the stages of a model on a batch, and compute from that what a step will be like.
+
+    Args:
+        partition: The stages.
+        lowering: Their functions.
+        schedule: The order of actions.
+        devices: One a stage.
+        memory: What training needs of memory.
+        batch: A global batch.
+        microbatch_size: Examples of a micro-batch.
+    """
+    programs = lowering.compile(batch, training=True).programs
+    durations = dataclasses.replace(
+        forecast.measure_durations(schedule, lambda actions, alone: lowering.timed(batch, actions, alone=alone)),
+        update_seconds=forecast.measure_updates(lowering.optimizer, programs),
+        activation_bytes=tuple(program.kept_bytes(microbatch_size) for program in programs.stages),
+        fixed_bytes=tuple(memory.fixed(costs) for costs in partition.costs_of_stages),
+    )
+    alive = schedules.peak_activations(schedule)
+    rows = [
+        StageRow(
+            stage=index,
+            device=devices[index].removeprefix("/device:"),
+            first_layer=stage.calls[0].name,
+            last_layer=stage.calls[-1].name,
+            num_layers=len(stage.calls),
+            num_parameters=sum(cost.parameters for cost in costs),
+            forward_seconds=durations.forward_seconds[index],
+            backward_seconds=durations.backward_seconds[index] + durations.weight_gradient_seconds[index],
+            memory_bytes=durations.fixed_bytes[index] + alive[index] * durations.activation_bytes[index],
+            cut_bytes=microbatch_size * sum(map(bytes_per_example, partition.crossing[index]))
+            if index < len(partition.stages) - 1
+            else None,
+        )
+        for index, (stage, costs) in enumerate(zip(partition.stages, partition.costs_of_stages, strict=True))
+    ]
+    return Outlook(tuple(rows), durations, simulate(schedule, durations))

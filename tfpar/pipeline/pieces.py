@@ -1,0 +1,139 @@
+"""One traced graph cut into functions that run at different times: forward, backward, weight gradient.
+
+    graph     x ─► h = x w ─► y            f: everything that y needs           saves x, h
+              dx ◄── dh ◄──── dy           b: what else dx needs                saves dh
+              dw ◄── x, dh                 w: what else dw needs
+
+TensorFlow differentiates the graph as a whole; a piece is the set of operations that its results need and that no piece
+before it has run, and what it takes from those is saved for it, nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a traced graph as a compiled function.
+
+    Args:
+        takes: Tensors of the traced graph, in the order of the function's arguments.
+        gives: Tensors of the traced graph, in the order of its results.
+        function: From the ones to the others.
+    """
+
+    takes: tuple[tf.Tensor, ...]
+    gives: tuple[tf.Tensor, ...]
+    function: Any
+
+    def __call__(self, known: dict[Any, tf.Tensor]) -> None:
+        """Take the values of what it takes from `known`, by reference, and add what it gives.
+
+        Args:
+            known: Values by `tensor.ref()` of the traced graph.
+        """
+        results = self.function(*(known[tensor.ref()] for tensor in self.takes)) if self.gives else []
+        known.update(zip((tensor.ref() for tensor in self.gives), results, strict=True))
+
+
+def cut(
+    graph: Any,
+    inputs: Sequence[tf.Tensor],
+    results: Sequence[Sequence[tf.Tensor]],
+    device: str,
+    *,
+    again: bool = False,
+    jit_compile: bool = False,
+) -> list[Piece]:
+    """Cut a traced function into pieces that run one after the other.
+
+    Args:
+        graph: The graph of a concrete function.
+        inputs: Its tensors that are known to every piece.
+        results: For each piece the tensors that it must give.
+        device: Where the pieces run.
+        again: Whether the second piece runs what it needs of the first again, instead of taking what was saved.
+        jit_compile: Compile the pieces with XLA.
+
+    Returns:
+        One piece each; a piece takes inputs of the graph and what pieces before it give.
+    """
+    known = {tensor.op for tensor in (*inputs, *graph.inputs)}
+    stateful = [op for op in graph.control_outputs if op not in known]
+    pieces_ops: list[set[tf.Operation]] = []
+    for number, wanted in enumerate(results):
+        ops = _needed(wanted, [] if number else stateful, stop=known)
+        pieces_ops.append(ops)
+        if not (again and number == 0):
+            known = known | ops
+    pieces = []
+    for number, ops in enumerate(pieces_ops):
+        takes = _taken(ops, [])
+        later = [] if again and number == 0 else _wanted(pieces_ops[number + 1 :], results[number + 1 :])
+        gives = [tensor for tensor in _unique([*results[number], *later]) if tensor.op in ops]
+        pieces.append(_piece(graph, ops, takes, gives, device, jit_compile))
+    return pieces
+
+
+def _wanted(pieces_ops: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """Return what some pieces take and give: what is among them and known before shall be saved for them."""
+    return [tensor for ops in pieces_ops for tensor in _taken(ops, [])] + [t for wanted in results for t in wanted]
+
+
+def _needed(tensors: Sequence[tf.Tensor], more: Iterable[tf.Operation], stop: set[tf.Operation]) -> set[tf.Operation]:
+    """Return the operations behind some tensors, up to those that are known already."""
+    found: set[tf.Operation] = set()
+    waiting = [*(tensor.op for tensor in tensors), *more]
+    while waiting:
+        op = waiting.pop()
+        if op in found or op in stop:
+            continue
+        found.add(op)
+        waiting += [tensor.op for tensor in op.inputs]
+        waiting += op.control_inputs
+    return found
+
+
+def _taken(ops: set[tf.Operation], also: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return what operations take from others; constants are not taken but made again."""
+    inner = [tensor for op in ops for tensor in op.inputs if tensor.op not in ops]
+    return [t for t in _unique([*sorted(inner, key=lambda tensor: tensor.name), *also]) if t.op.type != "Const"]
+
+
+def _unique(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return list({tensor.ref(): tensor for tensor in tensors}.values())
+
+
+def _piece(
+    graph: Any, ops: set[tf.Operation], takes: Sequence[tf.Tensor], gives: Sequence[tf.Tensor], device: str, jit: bool
+) -> Piece:
+    constants = {tensor.op for op in ops for tensor in op.inputs if tensor.op.type == "Const"}
+    names = {op.name for op in ops | constants}
+    whole = graph.as_graph_def()
+    part = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
+    for node in whole.node:
+        if node.name in names:
+            kept = part.node.add()
+            kept.CopyFrom(node)
+            kept.input[:] = [name for name in node.input if not name.startswith("^") or name[1:] in names]
+            kept.attr.pop("_class", None)  # it may name operations of another piece
+            kept.device = ""
+    captured = {inner.ref(): outer for outer, inner in graph.captures}
+    arguments = [tensor for tensor in takes if tensor.ref() not in captured]
+
+    def body(*values: tf.Tensor) -> list[tf.Tensor]:
+        known = {tensor.name: value for tensor, value in zip(arguments, values, strict=True)}
+        known |= {tensor.name: captured[tensor.ref()] for tensor in takes if tensor.ref() in captured}
+        with tf.device(device):
+            imported = tf.graph_util.import_graph_def(part, known, [tensor.name for tensor in gives], name="")
+        return list(imported)
+
+    function = tf.function(
+        body, autograph=False, jit_compile=jit or None, experimental_attributes={"_noinline": True}
+    ).get_concrete_function(*(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments))
+    return Piece(tuple(arguments), tuple(gives), function)

@@ -1,0 +1,69 @@
+"""Which device holds which weight, and how arithmetic on weights stays with them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat_pipeline
+from tfpar.pipeline.split import Stage
+
+
+def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence[str]) -> None:
+    """Let every weight live where its stage runs; one that several stages use, where the first of them runs.
+
+    A weight that has no memory yet gets it there, so that a model larger than any one device can be built. Optimizer
+    state that exists already moves with its weight.
+
+    Args:
+        model: A model whose layers are built.
+        stages: Its stages.
+        devices: One a stage.
+    """
+    home: dict[int, str] = {}
+    for stage, device in zip(stages, devices, strict=True):
+        for call in stage.calls:
+            for variable in call.variables:
+                home.setdefault(id(variable), device)
+    moved = [_compat_pipeline.place(variable, home.get(id(variable), devices[-1])) for variable in model.variables]
+    if any(moved) and model.optimizer is not None and model.optimizer.built:
+        _compat_pipeline.move_optimizer(model.optimizer, model.trainable_variables)
+
+
+@contextlib.contextmanager
+def follow_data() -> Iterator[None]:
+    """Let every operation inside this context run where the largest of its inputs is.
+
+    An optimizer, written for one device, would otherwise pull all gradients and weights to the first one: clipping,
+    moving averages and updates now stay on each weight's own device, and only norms travel.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    with tf.compat.v1.get_default_graph().device(_device_of_largest_input):
+        yield
+
+
+def _device_of_largest_input(op: tf.Operation) -> str:
+    largest, where = -1.0, ""
+    for tensor in op.inputs:
+        device = _device_of(tensor)
+        # A handle stands for all of its variable.
+        size = float("inf") if tensor.dtype == tf.resource else tensor.shape.num_elements() or 0
+        if device and size > largest:
+            largest, where = size, device
+    return op.device or where
+
+
+def _device_of(tensor: Any) -> str:
+    """Return where a tensor is; that of a captured one is known outside of its graph."""
+    while not tensor.device and hasattr(tensor, "op"):
+        outer = next((outer for outer, inner in getattr(tensor.graph, "captures", ()) if inner is tensor), None)
+        if outer is None:
+            return ""
+        tensor = outer
+    return str(tensor.device)

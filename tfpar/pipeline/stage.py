@@ -1,0 +1,270 @@
+"""A stage as compiled functions: its forward pass, its backward pass, and what travels in and out of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, _compat_pipeline
+from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline.pieces import cut
+from tfpar.pipeline.split import Stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """What is known of a value that travels between stages.
+
+    Args:
+        spec: Its shape `[None, ...]` and type.
+        mask: Those of the Keras mask that travels with it; None for none.
+        needs_gradient: Whether a gradient travels back.
+    """
+
+    spec: tf.TensorSpec
+    mask: tf.TensorSpec | None = None
+    needs_gradient: bool = False
+
+
+@dataclasses.dataclass
+class Travelling:
+    """A value of one micro-batch: a tensor and its Keras mask."""
+
+    tensor: tf.Tensor
+    mask: tf.Tensor | None = None
+
+    def on(self, device: str) -> Travelling:
+        """Return it on a device; it leaves for there as soon as it is made."""
+        with tf.device(device):
+            return Travelling(tf.identity(self.tensor), None if self.mask is None else tf.identity(self.mask))
+
+
+class Forward(NamedTuple):
+    """The forward pass of one micro-batch through a stage.
+
+    Args:
+        made: What the stage makes.
+        states: The new value of each of its states; None where it stays.
+        losses: What its layers add to the loss.
+        known: What the backward pass takes.
+    """
+
+    made: list[Travelling]
+    states: list[tf.Tensor | None]
+    losses: list[tf.Tensor]
+    known: dict[Any, tf.Tensor]
+
+
+class StageProgram:
+    """The functions of one stage, traced once for micro-batches of any size.
+
+    All are pure: weights, states and the micro-batch's number come as arguments, new states and gradients go back. So
+    every micro-batch of a step sees the same weights, and Dropout draws the same mask when the forward pass runs again.
+
+    Args:
+        stage: Its calls and what it takes and makes.
+        taken: What is known of the values that it takes, in the order of `stage.inputs`.
+        device: Where it runs.
+        training: Whether it trains.
+        recompute: Whether the backward pass runs the forward pass again, so that only what it takes is kept.
+        splits_backward: Whether the weight gradient is a function of its own.
+        jit_compile: Compile the functions with XLA.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        taken: Sequence[Flow],
+        device: str,
+        *,
+        training: bool,
+        recompute: bool = False,
+        splits_backward: bool = False,
+        jit_compile: bool = False,
+    ) -> None:
+        self.stage, self.device, self.training = stage, device, training
+        layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
+        self.parameters = _unique(v for layer in layers for v in layer.trainable_variables) if training else []
+        known = {id(variable) for variable in self.parameters}
+        others = [variable for layer in layers for variable in layer.variables if id(variable) not in known]
+        self.states = _unique([*others, _compat_pipeline.random_state_of_no_layer()])
+        self.counters = {id(v) for layer in layers for v in self.states if _compat_pipeline.is_metric_state(layer, v)}
+        self._taken = taken
+        self._trace()
+        results = [[t for t in (*self._made, *self._masks, *self._new_states, *self._losses) if t is not None]]
+        if training:
+            both = [_tensors(self._input_gradients), _tensors(self._weight_gradients)]
+            results += both if splits_backward else [[*both[0], *both[1]]]
+        inputs = [*self._arguments, *(tensor for tensor in self._upstream if tensor is not None)]
+        pieces: list[Any] = cut(self._graph, inputs, results, device, again=recompute, jit_compile=jit_compile)
+        self._forward, self._backward, self._weights = (*pieces, None, None)[:3]
+
+    @property
+    def sends(self) -> list[Flow]:
+        """What is known of the values that it makes, in the order of `stage.outputs`."""
+        return [
+            Flow(tf.TensorSpec(made.shape, made.dtype), _spec(mask), upstream is not None)
+            for made, mask, upstream in zip(self._made, self._masks, self._upstream, strict=True)
+        ]
+
+    @property
+    def num_losses(self) -> int:
+        """How many losses its layers add."""
+        return len(self._losses)
+
+    def kept_bytes(self, microbatch_size: int) -> int:
+        """Return what a micro-batch keeps from its forward pass to the end of its backward pass.
+
+        Args:
+            microbatch_size: Its examples.
+        """
+        later = [piece for piece in (self._backward, self._weights) if piece is not None]
+        given = {tensor.ref() for tensor in (*self._variables, *self._upstream, self._scale) if tensor is not None}
+        given |= {tensor.ref() for tensor in self._forward.takes} - {tensor.ref() for tensor in self._flows}
+        if self._weights is not None:
+            given |= {tensor.ref() for tensor in self._backward.gives}
+        kept = {tensor.ref(): tensor for piece in later for tensor in piece.takes if tensor.ref() not in given}
+        return sum(_bytes(tensor, microbatch_size) for tensor in kept.values())
+
+    def forward(
+        self, values: Sequence[Travelling], variables: Sequence[tf.Tensor], microbatch: Any, scale: Any
+    ) -> Forward:
+        """Run the forward pass on one micro-batch.
+
+        Args:
+            values: What it takes, `[examples, ...]` each.
+            variables: Those of `parameters` and then those of `states`.
+            microbatch: The number of the micro-batch, an int64 scalar.
+            scale: What one unit of each loss that its layers add counts in gradients, `[losses]` in Keras' float type.
+        """
+        masks = [value.mask for value, flow in zip(values, self._taken, strict=True) if flow.mask is not None]
+        given = [*(value.tensor for value in values), *masks, *variables, microbatch, scale]
+        known = {tensor.ref(): value for tensor, value in zip(self._arguments, given, strict=True)}
+        self._forward(known)
+        made = [
+            Travelling(known[tensor.ref()], None if mask is None else known[mask.ref()])
+            for tensor, mask in zip(self._made, self._masks, strict=True)
+        ]
+        states = [None if state is None else known[state.ref()] for state in self._new_states]
+        return Forward(made, states, [known[loss.ref()] for loss in self._losses], known)
+
+    def backward(self, done: Forward, upstream: Sequence[tf.Tensor | None]) -> tuple[list[Any], list[Any] | None]:
+        """Run the backward pass on one micro-batch.
+
+        Args:
+            done: Its forward pass.
+            upstream: The gradient of each value that the stage made; None for zero.
+
+        Returns:
+            The gradient of each value taken, and of each of `parameters`; None for none. The latter is None as a whole
+            where `weight_gradients` gives it.
+        """
+        for wanted, given, made in zip(self._upstream, upstream, done.made, strict=True):
+            if wanted is not None:
+                done.known[wanted.ref()] = tf.zeros_like(made.tensor) if given is None else given
+        self._backward(done.known)
+        found = iter(self._input_gradients)
+        inputs = [_value(next(found), done.known) if flow.needs_gradient else None for flow in self._taken]
+        return inputs, None if self._weights else [_value(one, done.known) for one in self._weight_gradients]
+
+    def weight_gradients(self, done: Forward) -> list[Any]:
+        """Return the gradient of each of `parameters`, after `backward`."""
+        self._weights(done.known)
+        return [_value(gradient, done.known) for gradient in self._weight_gradients]
+
+    def _trace(self) -> None:
+        """Trace forward and backward pass together, and keep the tensors of the traced graph by what they are."""
+        flows = [flow.spec for flow in self._taken] + [flow.mask for flow in self._taken if flow.mask is not None]
+        variables = [tf.TensorSpec(v.shape, v.dtype) for v in (*self.parameters, *self.states)]
+        traced = tf.function(self._body, autograph=False).get_concrete_function(
+            flows, variables, tf.TensorSpec([], tf.int64), tf.TensorSpec([None], keras.config.floatx())
+        )
+        self._graph = traced.graph
+
+    def _body(self, flows: list[tf.Tensor], variables: list[tf.Tensor], microbatch: tf.Tensor, scale: tf.Tensor) -> Any:
+        self._arguments = [*flows, *variables, microbatch, scale]
+        self._flows, self._variables, self._scale = flows, variables, scale
+        masks = iter(flows[len(self._taken) :])
+        tensors: dict[model_graph.Value, Any] = {}
+        for value, flow, tensor in zip(self.stage.inputs, self._taken, flows, strict=False):
+            tensors[value] = _compat_pipeline.with_mask(tensor, next(masks) if flow.mask is not None else None)
+        mapping = list(zip((*self.parameters, *self.states), variables, strict=True))
+        with (
+            tf.device(self.device),
+            keras.StatelessScope(mapping, collect_losses=True) as scope,
+            _compat.replica_seeds(lambda: microbatch),
+        ):
+            model_graph.run(self.stage.calls, tensors, self.training)
+            new_states = [scope.get_current_value(variable) for variable in self.states]
+        with tf.device(self.device):
+            self._made = [tensors[value] for value in self.stage.outputs]
+            self._masks = [_compat_pipeline.mask_of(tensor) for tensor in self._made]
+            before = variables[len(self.parameters) :]
+            self._new_states = [None if new is old else new for new, old in zip(new_states, before, strict=True)]
+            self._losses = list(scope.losses)
+            self._differentiate()
+        return [*_tensors(self._made), *_tensors(self._input_gradients), *_tensors(self._weight_gradients)]
+
+    def _differentiate(self) -> None:
+        """Add the backward pass to the graph that is being traced."""
+        sources = [t for flow, t in zip(self._taken, self._flows, strict=False) if flow.needs_gradient]
+        parameters = self._variables[: len(self.parameters)]
+        self._upstream: list[tf.Tensor | None] = [None] * len(self._made)
+        self._input_gradients: list[Any] = [None] * len(sources)
+        self._weight_gradients: list[Any] = [None] * len(parameters)
+        reached = _reached_from([*sources, *parameters]) if self.training else set()
+        for index, tensor in enumerate(self._made):
+            if tensor.dtype.is_floating and tensor.op in reached:
+                self._upstream[index] = tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
+        ends = [(t, up) for t, up in zip(self._made, self._upstream, strict=True) if up is not None]
+        ends += [
+            (loss, tf.cast(self._scale[index], loss.dtype))
+            for index, loss in enumerate(self._losses)
+            if loss.op in reached
+        ]
+        if ends:
+            found = tf.gradients([end for end, _ in ends], [*sources, *parameters], [up for _, up in ends])
+            self._input_gradients, self._weight_gradients = found[: len(sources)], found[len(sources) :]
+
+
+def _unique(variables: Iterable[Any]) -> list[Any]:
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def _reached_from(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
+    """Return the operations that some tensors have an influence on, their own included."""
+    reached = {tensor.op for tensor in tensors}
+    waiting = list(tensors)
+    while waiting:
+        for op in waiting.pop().consumers():
+            if op not in reached:
+                reached.add(op)
+                waiting += op.outputs
+    return reached
+
+
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    return [tensor for tensor in tf.nest.flatten(structure, expand_composites=True) if tensor is not None]
+
+
+def _value(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
+    """Return a tensor, indexed slices or None of the traced graph with its tensors' values."""
+    if isinstance(structure, tf.IndexedSlices):
+        parts = (structure.values, structure.indices, structure.dense_shape)
+        return tf.IndexedSlices(*(None if part is None else known[part.ref()] for part in parts))
+    return None if structure is None else known[structure.ref()]
+
+
+def _bytes(tensor: tf.Tensor, num_examples: int) -> int:
+    sizes = (tensor.shape or ()) if tensor.shape.rank is not None else ()
+    known = [num_examples if axis == 0 and size is None else size or 1 for axis, size in enumerate(sizes)]
+    return math.prod(known) * int(max(tensor.dtype.size, 1))
+
+
+def _spec(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
+    return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)

@@ -1,0 +1,59 @@
+"""What the train command shows of a pipeline: its stages as a table, and a step as planned and as run in a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import tensorflow as tf
+
+from tfpar.pipeline import render
+from tfpar.pipeline.outlook import Outlook
+from tfpar.pipeline.simulate import simulate
+from tfpar.pipeline.table import describe_step, stages_table
+from tfpar.strategies import Pipeline
+from tfpar.trainer import Trainer
+
+_COLUMNS = 110
+
+
+def show_stages(trainer: Trainer, strategy: Pipeline, batch: Any) -> Outlook:
+    """Measure the stages on a batch and print them with the step that follows from them.
+
+    Args:
+        trainer: Its `build` has been called.
+        strategy: The trainer's.
+        batch: A global batch.
+    """
+    outlook = strategy.look_ahead(trainer.model, batch)
+    console = rich.console.Console(width=None if rich.console.Console().is_terminal else _COLUMNS)
+    console.print(stages_table(outlook.rows, outlook.planned, strategy.schedule))
+    return outlook
+
+
+def draw_trace(
+    trainer: Trainer, strategy: Pipeline, outlook: Outlook, batch: Any, picture: Path, tensorboard: Path | None
+) -> None:
+    """Measure when each action of a step really runs, draw it below the plan, and say where the picture is.
+
+    Neither has the optimizer in it, which comes when all actions have ended.
+
+    Args:
+        trainer: Its `build` has been called.
+        strategy: The trainer's.
+        outlook: What is planned.
+        batch: A global batch.
+        picture: The PNG file to write.
+        tensorboard: The folder of TensorBoard's files; None for none.
+    """
+    planned = simulate(strategy.schedule, dataclasses.replace(outlook.durations, update_seconds=()))
+    measured = strategy.trace(trainer.model, batch)
+    png = render.draw(planned, measured, strategy.schedule, picture)
+    if tensorboard is not None:
+        with tf.summary.create_file_writer(str(tensorboard / "pipeline")).as_default():
+            tf.summary.image("schedule, as planned and as run", tf.io.decode_png(png, channels=4)[tf.newaxis], step=0)
+    print(f"planned   {describe_step(planned)}, without the optimizer")
+    print(f"run       {describe_step(measured)}")
+    print(f"picture   {picture}\n", flush=True)

@@ -1,0 +1,266 @@
+"""Model parallelism: consecutive layers on different devices, and every batch through them in micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, _compat_pipeline, cluster, data
+from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.forecast import measure_step
+from tfpar.pipeline.lowering import Lowering
+from tfpar.pipeline.mixing import check_mixing
+from tfpar.pipeline.outlook import Outlook, look_ahead
+from tfpar.pipeline.partition import Balance, MemoryNeeds, Partition, check_balance, divide
+from tfpar.pipeline.placement import place_weights
+from tfpar.pipeline.profile import measure
+from tfpar.pipeline.simulate import Timeline
+from tfpar.strategies.base import Distributed, Strategy
+
+
+class Pipeline(Strategy):
+    """Train a model in stages on several devices of this machine, equal to one device.
+
+        device 0   F0 F1 F2    B0 F3 B1 …        F: a micro-batch forward through the layers of this stage
+        device 1      F0 B0 F1 B1 F2 B2 …        B: its gradient back through them
+
+    The model function is the one for a single device. Its layers are divided into `num_stages` stages; each device
+    holds the weights and the optimizer's state of its own stage only. Every global batch is cut into
+    `num_microbatches`, so that the devices work at the same time; the losses are divided by the whole batch and the
+    gradients of all micro-batches summed before the one update, so that the weights are those of one device. What
+    differs: BatchNormalization takes its statistics from each micro-batch, and Dropout draws other masks.
+
+    Args:
+        num_stages: How many stages.
+        num_microbatches: How many parts of every global batch; with one, the devices take turns.
+        schedule: "gpipe", "1f1b", "interleaved" (several stages a device) or "zero_bubble".
+        balance: What the slowest stage is measured by: "time" (measured forward and backward), "flops", "parameters"
+            or "memory"; or the number of layers of each stage; or the names of the layers to cut before.
+        devices: Device names such as `["GPU:0", "GPU:1"]`; None takes as many as the schedule needs.
+        recompute: Keep only what enters a stage and run its forward pass again in the backward pass: less memory for
+            about a third more time.
+        memory_limit_bytes: What a device may hold of weights, gradients, optimizer state and activations; None for no
+            limit.
+        allow_mixing: Train also layers that mix the examples of a batch, although micro-batches change what they
+            compute.
+
+    Raises:
+        ValueError: If the schedule does not fit, or a device does not exist.
+
+    Example:
+        >>> tfpar.use_logical_cpus(2)
+        >>> trainer = tfpar.Trainer(build_model, tfpar.Pipeline(num_stages=2, num_microbatches=8))
+    """
+
+    num_replicas = 1
+    compiles_with_xla = False
+
+    def __init__(
+        self,
+        num_stages: int,
+        num_microbatches: int,
+        schedule: str = "1f1b",
+        balance: Balance | Sequence[int] | Sequence[str] = "time",
+        devices: Sequence[str] | None = None,
+        recompute: bool = False,
+        *,
+        memory_limit_bytes: int | None = None,
+        allow_mixing: bool = False,
+    ) -> None:
+        check_balance(balance, num_stages)
+        chosen = None if devices is None else cluster.resolve_devices(devices)
+        self.schedule = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
+        self.devices = _devices(self.schedule) if chosen is None else chosen
+        self._balance, self._recompute = balance, recompute
+        self._memory_limit_bytes, self._allow_mixing = memory_limit_bytes, allow_mixing
+        self._partitions: weakref.WeakKeyDictionary[keras.Model, Partition] = weakref.WeakKeyDictionary()
+        self._lowerings: weakref.WeakKeyDictionary[keras.Model, Lowering] = weakref.WeakKeyDictionary()
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model is created: weights get memory when it is known where they live."""
+        return _compat_pipeline.deferred_weights()
+
+    def describe(self) -> str:
+        """Say in one line which devices run what."""
+        one = self.schedule
+        return (
+            f"Pipeline of {one.num_stages} stage{'s' * (one.num_stages > 1)} on {', '.join(self.devices)}, "
+            f"{one.num_microbatches} micro-batch{'es' * (one.num_microbatches > 1)}, {one.name}"
+            + ", recomputing"
+            * self._recompute
+        )
+
+    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
+        """Return the global batches as they are: the step cuts them."""
+        return Distributed(dataset.whole() if isinstance(dataset, data.Sharded) else dataset)
+
+    def local_batch(self, element: Any) -> Any:
+        """Return the element: it is the global batch."""
+        return element
+
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the number of examples of the batch."""
+        return data.num_rows(element)
+
+    def check_scope(self, model: keras.Model) -> None:
+        """Give the model's weights memory where their stages run, as far as layers and shapes are known.
+
+        Raises:
+            ValueError: If it was built for several devices already, or cannot be divided.
+        """
+        if isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy):
+            raise ValueError(
+                f"{model.name!r} must be built for one device, and it was built in the scope of a MirroredStrategy. "
+                "Build it in the model function that tfpar.Trainer calls."
+            )
+        if model.built and model.inputs:
+            graph = model_graph.trace(model)
+            self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
+
+    def place(self, model: keras.Model, batch: Any) -> None:
+        """Divide the model into stages with the first batch, and give its weights memory there.
+
+        Raises:
+            ValueError: If it cannot be divided.
+        """
+        if model in self._lowerings:
+            return
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        _compat_pipeline.build_layers(model, inputs)
+        graph = model_graph.trace(model, inputs)
+        size = self._microbatch_size(inputs)
+        partition = self._divide(model, graph, self._balance, model_graph.standardize(model, inputs), size)
+        devices = self._stage_devices
+        self._lowerings[model] = Lowering(model, graph, partition.stages, self.schedule, devices, self._recompute)
+
+    def _divide(
+        self, model: keras.Model, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
+    ) -> Partition:
+        costs = measure(graph, inputs, size, self.devices[0], times=balance == "time", flops=balance == "flops")
+        memory = self._memory(model)
+        partition = divide(graph, balance, self.schedule.num_stages, len(self.devices), costs, size, memory)
+        place_weights(model, partition.stages, self._stage_devices)
+        self._partitions[model] = partition
+        return partition
+
+    def _memory(self, model: keras.Model) -> MemoryNeeds:
+        return MemoryNeeds(
+            self._memory_limit_bytes,
+            _compat_pipeline.slots_per_weight(model.optimizer),
+            1 if self._recompute else max(schedules.peak_activations(self.schedule)),
+        )
+
+    def look_ahead(self, model: keras.Model, batch: Any) -> Outlook:
+        """Measure the stages on a batch and predict a step; nothing is trained.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+
+        Example:
+            >>> trainer.build(dataset)
+            >>> strategy.look_ahead(trainer.model, next(iter(dataset))).planned.bubble
+            0.12
+        """
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        return look_ahead(
+            self._partitions[model],
+            self._lowerings[model],
+            self.schedule,
+            self._stage_devices,
+            self._memory(model),
+            batch,
+            self._microbatch_size(inputs),
+        )
+
+    def trace(self, model: keras.Model, batch: Any) -> Timeline:
+        """Run all actions of a step a few times and note when each really runs; nothing is trained.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+        """
+        lowering = self._lowerings[model]
+        return measure_step(self.schedule, lambda actions, alone: lowering.timed(batch, actions, alone=alone))
+
+    def _microbatch_size(self, inputs: Any) -> int:
+        return -(-int(data.num_rows(inputs)) // self.schedule.num_microbatches)
+
+    @property
+    def _stage_devices(self) -> list[str]:
+        """The device of each stage."""
+        return [f"/device:{self.devices[self.schedule.device_of(s)]}" for s in range(self.schedule.num_stages)]
+
+    def prepare(self, model: keras.Model, batch: Any) -> None:
+        """Refuse what micro-batches would silently compute differently; find out how losses divide.
+
+        Raises:
+            ValueError: If a loss does not divide, or a layer mixes the examples of a batch.
+        """
+        if self.schedule.num_microbatches > 1 and not self._allow_mixing:
+            graph = self._partitions[model].graph
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            _check_synchronized(graph)
+            check_mixing(graph, model_graph.standardize(model, inputs))
+        self._lowerings[model].prepare(batch)
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuse to train with batches of fewer examples than micro-batches.
+
+        Raises:
+            ValueError: If there are fewer.
+        """
+        size, wanted = int(data.num_rows(batch)), self.schedule.num_microbatches
+        if size < wanted:
+            raise ValueError(
+                f"A global batch must hold at least one example for each micro-batch, received a batch of {size} and "
+                f"num_microbatches={wanted}. Use larger batches, or at most {size} micro-batches."
+            )
+
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Do one optimizer update on a batch; return the loss, a scalar."""
+        return self._lowerings[model].train_step(batch)
+
+    def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Update the model's metrics from a batch; return the loss, a scalar."""
+        return self._lowerings[model].evaluate_step(batch)
+
+    def predict_step(self, model: keras.Model, batch: Any) -> Any:
+        """Return the model's outputs, `[batch, ...]` each."""
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        return self._lowerings[model].predict_step(inputs)
+
+    def end_call(self, model: keras.Model) -> None:
+        """Do nothing: every step is complete by itself."""
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average where the optimizer keeps one."""
+        with _compat.one_device_optimizer():
+            model.optimizer.finalize_variable_values(model.trainable_variables)
+
+
+def _check_synchronized(graph: model_graph.Graph) -> None:
+    for call in graph.calls:
+        if isinstance(call.operation, keras.layers.BatchNormalization) and call.operation.synchronized:
+            raise ValueError(
+                f"BatchNormalization(synchronized=True) takes its statistics from the global batch, and in a pipeline "
+                f"{call.name!r} sees one micro-batch at a time. Leave synchronized out to normalize each micro-batch "
+                "by itself, or use num_microbatches=1 or allow_mixing=True."
+            )
+
+
+def _devices(schedule: schedules.Schedule) -> list[str]:
+    """Return the first devices of this machine, as many as a schedule needs."""
+    existing = cluster.resolve_devices(None)
+    if len(existing) < schedule.num_devices:
+        raise ValueError(
+            f"{schedule.num_stages} stages under {schedule.name!r} need {schedule.num_devices} devices, and there are "
+            f"{len(existing)}: {existing}. Use fewer stages, or, without GPUs, tfpar.use_logical_cpus(n)."
+        )
+    return existing[: schedule.num_devices]
