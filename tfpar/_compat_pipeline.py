@@ -13,6 +13,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable, compute_output_spec
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
 
 
@@ -22,7 +23,8 @@ def deferred_weights() -> Iterator[None]:
 
     Keras 3.15 allocates a weight where its layer is built, and a model is built before anybody knows which layer runs
     where: one larger than its first device could not be built at all. A weight without memory reads as its initial
-    value (Keras' own rule for variables of a stateless scope); one that is assigned gets memory on the host.
+    value (Keras' own rule for variables of a stateless scope); one that is assigned or optimized gets memory on the
+    host, and so does one whose initializer gives other values each time.
     """
     making = False
 
@@ -37,10 +39,13 @@ def deferred_weights() -> Iterator[None]:
         return variable
 
     def initialize(variable: Any, initializer: Any) -> None:
-        if making:
+        if not making:
+            original_initialize(variable, initializer)
+        elif _is_pure(initializer):
             variable._value, variable._initializer = None, initializer
         else:
-            original_initialize(variable, initializer)
+            with tf.device("CPU:0"):
+                original_initialize(variable, initializer)
 
     def initialize_late(variable: Any) -> None:
         if not getattr(variable, "_tfpar_deferred", False):
@@ -51,6 +56,13 @@ def deferred_weights() -> Iterator[None]:
             place(variable, "CPU:0")
         original_assign(variable, value)
 
+    def build(optimizer: Any, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            if variable._value is None:
+                place(variable, "CPU:0")
+        original_build(optimizer, variables)
+
+    original_build = BaseOptimizer.build
     original_add, original_initialize = keras.Layer.add_weight, Variable._initialize_with_initializer
     original_late, original_assign = Variable._deferred_initialize, Variable._direct_assign
     with (
@@ -58,8 +70,17 @@ def deferred_weights() -> Iterator[None]:
         mock.patch.object(Variable, "_initialize_with_initializer", initialize),
         mock.patch.object(Variable, "_deferred_initialize", initialize_late),
         mock.patch.object(Variable, "_direct_assign", assign),
+        mock.patch.object(BaseOptimizer, "build", build),
     ):
         yield
+
+
+def _is_pure(initializer: Any) -> bool:
+    """Say whether an initializer gives the same values whenever it is called: those of Keras, unless they draw on."""
+    known = isinstance(initializer, keras.initializers.Initializer) and type(initializer).__module__.startswith(
+        "keras."
+    )
+    return known and not isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator)
 
 
 def place(variable: Any, device: str) -> bool:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 
-def use_logical_cpus(num_devices: int) -> None:
+def use_logical_cpus(num_devices: int, threads_per_device: int | None = None) -> None:
     """Split this host's CPU into several logical devices, before TensorFlow starts.
 
     So a strategy for several devices can be tried, tested and debugged on a machine without GPUs. The devices share
@@ -21,6 +21,7 @@ def use_logical_cpus(num_devices: int) -> None:
 
     Args:
         num_devices: How many devices, at least 1: `CPU:0`, `CPU:1` and so on.
+        threads_per_device: Threads inside one operation; None for TensorFlow's choice, all cores.
 
     Raises:
         ValueError: If `num_devices` is below 1.
@@ -38,6 +39,8 @@ def use_logical_cpus(num_devices: int) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
+        if threads_per_device is not None:
+            tf.config.threading.set_intra_op_parallelism_threads(threads_per_device)
     except RuntimeError:
         running = len(tf.config.list_logical_devices("CPU"))
         if running != num_devices:

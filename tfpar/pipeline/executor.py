@@ -59,6 +59,28 @@ def compile_stages(
     return Programs(programs, tuple(outputs), flows)
 
 
+def without_dead_ends(programs: Programs, live: Iterable[Value], **options: Any) -> Programs:
+    """Compile again the stages that make what no loss depends on: weights behind that have no gradient, not zero.
+
+    Keras leaves a weight without a gradient alone, and decays one whose gradient is zero.
+
+    Args:
+        programs: The compiled stages.
+        live: The outputs of the model that the loss sends a gradient for.
+        **options: As for `StageProgram`.
+    """
+    alive, stages = set(live), list(programs.stages)
+    for index, program in reversed(list(enumerate(programs.stages))):
+        sends = zip(program.stage.outputs, program.sends, strict=True)
+        dead = frozenset(value for value, flow in sends if flow.needs_gradient and value not in alive)
+        if dead:
+            taken = [programs.flows[value] for value in program.stage.inputs]
+            stages[index] = StageProgram(program.stage, taken, program.device, dead=dead, **options)
+        back = zip(program.stage.inputs, stages[index].sends_back, strict=True)
+        alive |= {value for value, goes_back in back if goes_back}
+    return programs._replace(stages=stages)
+
+
 @dataclasses.dataclass(frozen=True)
 class Moment:
     """When an action ran, in seconds of TensorFlow's clock (float64 scalars)."""

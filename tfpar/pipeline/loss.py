@@ -55,6 +55,7 @@ class LossProgram:
         self._trackers = [variable for one in _compat_pipeline.trackers_of_losses(model) for variable in one.variables]
         self.states = [variable for metric in _compat.own_metrics(model) for variable in metric.variables]
         self._num_divisors = 0
+        self._found: list[bool] = []
         count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
         # Traced a first time to learn how many divisors must be known before.
         specs = [batch, [flow.spec for flow in self._flows], [flow.mask for flow in self._flows]]
@@ -63,6 +64,12 @@ class LossProgram:
         divisors = tf.TensorSpec([self._num_divisors], tf.float64)
         self._function = _traced(self._body, *specs, divisors, scalar)
         self._check_reads()
+
+    @property
+    def sends_back(self) -> list[bool]:
+        """Whether it gives a gradient for each of the model's flat outputs."""
+        found = iter(self._found)
+        return [self._training and flow.needs_gradient and next(found) for flow in self._flows]
 
     @property
     def needs_divisors(self) -> bool:
@@ -90,7 +97,7 @@ class LossProgram:
         counts = [microbatch.counted, microbatch.size, microbatch.num_examples]
         value, of_outputs, gradients, new_states = self._function(*given, *counts, divisors, scale)
         found = iter(gradients)
-        every = [next(found) if flow.needs_gradient and self._training else None for flow in self._flows]
+        every = [next(found) if sends else None for sends in self.sends_back]
         return LossPart(value, of_outputs, every, new_states)
 
     def divisors(self, batch: Any, num_examples: tf.Tensor, call: Callable[[Any], Any]) -> tf.Tensor:
@@ -148,10 +155,8 @@ class LossProgram:
         # A tracker's total is the loss times the number of examples, its count that number.
         of_outputs = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
         self._num_divisors = taken
-        dense = [
-            tf.zeros_like(one) if found is None else tf.convert_to_tensor(found)
-            for one, found in zip(sources, gradients, strict=False)
-        ]
+        self._found = [gradient is not None for gradient in gradients]
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
         return value, of_outputs, dense, new_states
 
     @contextlib.contextmanager

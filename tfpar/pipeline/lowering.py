@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpar import _compat, _compat_pipeline
 from tfpar.division import Division
 from tfpar.pipeline import graph as model_graph
-from tfpar.pipeline.executor import Execution, Programs, compile_stages
+from tfpar.pipeline.executor import Execution, Programs, compile_stages, without_dead_ends
 from tfpar.pipeline.graph import Graph, Value
 from tfpar.pipeline.loss import LossPart, LossProgram
 from tfpar.pipeline.microbatches import cut_batch
@@ -163,6 +163,10 @@ class Lowering:
             outputs = keras.tree.map_structure(lambda value: programs.flows[value], self._graph.outputs)
             device = self._devices[-1]
             loss = LossProgram(self._model, self._division, outputs, specs, device, training=training)
+            if training:
+                live = [value for value, back in zip(programs.outputs, loss.sends_back, strict=True) if back]
+                programs = without_dead_ends(programs, live, **self._options(training=True))
+            self._check_own_loss(programs)
             self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
             self._compiled[key] = Compiled(programs, loss, self._metrics_program(programs, specs))
         return self._compiled[key]
@@ -220,11 +224,30 @@ class Lowering:
             value: Flow(tf.TensorSpec([None, *one.shape[1:]], one.dtype))
             for value, one in zip(self._graph.inputs, flat, strict=True)
         }
-        options: dict[str, Any] = {"training": training, "jit_compile": bool(self._model.jit_compile)}
+        outputs = keras.tree.flatten(self._graph.outputs)
+        return compile_stages(self._stages, flows, outputs, self._devices, **self._options(training=training))
+
+    def _options(self, *, training: bool) -> dict[str, Any]:
+        options = {
+            "training": training,
+            "jit_compile": bool(self._model.jit_compile),
+            "model_variables": self._model.variables,
+        }
         if training:
             options |= {"recompute": self._recompute, "splits_backward": self._schedule.splits_backward}
-        outputs = keras.tree.flatten(self._graph.outputs)
-        return compile_stages(self._stages, flows, outputs, self._devices, **options)
+        return options
+
+    def _check_own_loss(self, programs: Programs) -> None:
+        """Refuse a compute_loss of the user's own together with losses that it would have to add up."""
+        penalized = [variable.path for variable in self._model.trainable_variables if variable.regularizer is not None]
+        adds = [program.stage.index for program in programs.stages if program.num_losses]
+        if _compat.overridden(self._model, "compute_loss") and (penalized or adds):
+            what = f"a penalty on {penalized[0]!r}" if penalized else f"an added loss in stage {adds[0]}"
+            raise ValueError(
+                f"In a pipeline a model that overrides compute_loss can have no other losses, and "
+                f"{type(self._model).__name__} has {what}: what its compute_loss makes of them is not known. Leave "
+                "compute_loss to Keras, or train on SingleDevice()."
+            )
 
     def _metrics_program(self, programs: Programs, batch: Any) -> Any:
         """Compile the update of the metrics with the outputs of one micro-batch."""

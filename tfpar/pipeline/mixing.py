@@ -43,6 +43,8 @@ _SAFE = {
 }
 # Layers that do so if their axis is not that of the examples.
 _SAFE_BY_AXIS = {layers.Concatenate, layers.LayerNormalization, layers.RMSNormalization, layers.Softmax}
+# Layers that mix on purpose, by a chance that a trial may miss.
+_MIXING = (layers.MixUp, layers.CutMix)
 
 # Relative to the largest element, by the bytes of a number: about the root of its precision.
 _TOLERANCES = {1: 0.5, 2: 0.1, 4: 3e-4, 8: 1e-8}
@@ -154,7 +156,9 @@ class _Trial:
         draws = _draws(call)
         mixes = self._halves_differ(call, training=not (normalizes or draws))
         # Where training is random, halves draw other numbers; where it normalizes, it is known to mix.
-        if draws and not normalizes:
+        if isinstance(call.operation, _MIXING):
+            mixes = True
+        elif draws and not normalizes:
             mixes = mixes or self._depends_on_neighbours(call)
         elif mixes and self._is_random(call):
             mixes = self._depends_on_neighbours(call)

@@ -128,7 +128,8 @@ def _piece(
 
     def body(*values: tf.Tensor) -> list[tf.Tensor]:
         known = {tensor.name: value for tensor, value in zip(arguments, values, strict=True)}
-        known |= {tensor.name: captured[tensor.ref()] for tensor in takes if tensor.ref() in captured}
+        here = tf.compat.v1.get_default_graph()
+        known |= {tensor.name: here.capture(captured[tensor.ref()]) for tensor in takes if tensor.ref() in captured}
         with tf.device(device):
             imported = tf.graph_util.import_graph_def(part, known, [tensor.name for tensor in gives], name="")
         return list(imported)

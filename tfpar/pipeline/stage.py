@@ -74,6 +74,11 @@ class StageProgram:
         recompute: Whether the backward pass runs the forward pass again, so that only what it takes is kept.
         splits_backward: Whether the weight gradient is a function of its own.
         jit_compile: Compile the functions with XLA.
+        model_variables: All variables of the model, among which a layer may read those of another.
+        dead: Values that it makes and that no loss depends on, so that no gradient comes back for them.
+
+    Raises:
+        ValueError: If a layer changes a weight while it is called.
     """
 
     def __init__(
@@ -86,16 +91,17 @@ class StageProgram:
         recompute: bool = False,
         splits_backward: bool = False,
         jit_compile: bool = False,
+        model_variables: Sequence[keras.Variable] = (),
+        dead: frozenset[model_graph.Value] = frozenset(),
     ) -> None:
         self.stage, self.device, self.training = stage, device, training
-        layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
-        self.parameters = _unique(v for layer in layers for v in layer.trainable_variables) if training else []
-        known = {id(variable) for variable in self.parameters}
-        others = [variable for layer in layers for variable in layer.variables if id(variable) not in known]
-        self.states = _unique([*others, _compat_pipeline.random_state_of_no_layer()])
-        self.counters = {id(v) for layer in layers for v in self.states if _compat_pipeline.is_metric_state(layer, v)}
-        self._taken = taken
+        self._taken, self._dead = taken, dead
+        self._find_variables([*stage.variables, _compat_pipeline.random_state_of_no_layer()])
         self._trace()
+        hidden = self._read_unseen(model_variables)
+        if hidden:  # a Lambda may read the weight of a layer that is not its own
+            self._find_variables([*self.parameters, *self.states, *hidden])
+            self._trace()
         results = [[t for t in (*self._made, *self._masks, *self._new_states, *self._losses) if t is not None]]
         if training:
             both = [_tensors(self._input_gradients), _tensors(self._weight_gradients)]
@@ -104,6 +110,18 @@ class StageProgram:
         pieces: list[Any] = cut(self._graph, inputs, results, device, again=recompute, jit_compile=jit_compile)
         self._forward, self._backward, self._weights = (*pieces, None, None)[:3]
 
+    def _find_variables(self, variables: Iterable[keras.Variable]) -> None:
+        found = _unique(variables)
+        self.parameters = [variable for variable in found if variable.trainable and self.training]
+        self.states = [variable for variable in found if not (variable.trainable and self.training)]
+        layers = [call.operation for call in self.stage.calls if isinstance(call.operation, keras.Layer)]
+        self.counters = {id(v) for layer in layers for v in self.states if _compat_pipeline.is_metric_state(layer, v)}
+
+    def _read_unseen(self, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
+        """Return those of some variables that the traced graph reads by itself, not as its arguments."""
+        handles = {id(outer) for outer, _ in self._graph.captures if outer.dtype == tf.resource}
+        return [variable for variable in variables if id(variable.value.handle) in handles]
+
     @property
     def sends(self) -> list[Flow]:
         """What is known of the values that it makes, in the order of `stage.outputs`."""
@@ -111,6 +129,12 @@ class StageProgram:
             Flow(tf.TensorSpec(made.shape, made.dtype), _spec(mask), upstream is not None)
             for made, mask, upstream in zip(self._made, self._masks, self._upstream, strict=True)
         ]
+
+    @property
+    def sends_back(self) -> list[bool]:
+        """Whether a gradient goes back for each value that it takes."""
+        found = iter(self._input_gradients)
+        return [flow.needs_gradient and next(found) is not None for flow in self._taken]
 
     @property
     def num_losses(self) -> int:
@@ -158,15 +182,16 @@ class StageProgram:
 
         Args:
             done: Its forward pass.
-            upstream: The gradient of each value that the stage made; None for zero.
+            upstream: The gradient of each value that the stage made; None for those without.
 
         Returns:
             The gradient of each value taken, and of each of `parameters`; None for none. The latter is None as a whole
             where `weight_gradients` gives it.
         """
-        for wanted, given, made in zip(self._upstream, upstream, done.made, strict=True):
+        for wanted, given in zip(self._upstream, upstream, strict=True):
             if wanted is not None:
-                done.known[wanted.ref()] = tf.zeros_like(made.tensor) if given is None else given
+                assert given is not None, "values without a gradient are dead"
+                done.known[wanted.ref()] = given
         self._backward(done.known)
         found = iter(self._input_gradients)
         inputs = [_value(next(found), done.known) if flow.needs_gradient else None for flow in self._taken]
@@ -201,6 +226,7 @@ class StageProgram:
         ):
             model_graph.run(self.stage.calls, tensors, self.training)
             new_states = [scope.get_current_value(variable) for variable in self.states]
+            self._check_parameters([scope.get_current_value(variable) for variable in self.parameters], variables)
         with tf.device(self.device):
             self._made = [tensors[value] for value in self.stage.outputs]
             self._masks = [_compat_pipeline.mask_of(tensor) for tensor in self._made]
@@ -210,6 +236,15 @@ class StageProgram:
             self._differentiate()
         return [*_tensors(self._made), *_tensors(self._input_gradients), *_tensors(self._weight_gradients)]
 
+    def _check_parameters(self, after: Sequence[tf.Tensor], before: Sequence[tf.Tensor]) -> None:
+        for variable, new, old in zip(self.parameters, after, before, strict=False):
+            if new is not old:
+                raise ValueError(
+                    f"In a pipeline only the optimizer may change a trained weight, and a layer assigns "
+                    f"{variable.path!r} while it is called (as SpectralNormalization does). Leave that layer out, or "
+                    "train on SingleDevice()."
+                )
+
     def _differentiate(self) -> None:
         """Add the backward pass to the graph that is being traced."""
         sources = [t for flow, t in zip(self._taken, self._flows, strict=False) if flow.needs_gradient]
@@ -218,8 +253,8 @@ class StageProgram:
         self._input_gradients: list[Any] = [None] * len(sources)
         self._weight_gradients: list[Any] = [None] * len(parameters)
         reached = _reached_from([*sources, *parameters]) if self.training else set()
-        for index, tensor in enumerate(self._made):
-            if tensor.dtype.is_floating and tensor.op in reached:
+        for index, (value, tensor) in enumerate(zip(self.stage.outputs, self._made, strict=True)):
+            if tensor.dtype.is_floating and tensor.op in reached and value not in self._dead:
                 self._upstream[index] = tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
         ends = [(t, up) for t, up in zip(self._made, self._upstream, strict=True) if up is not None]
         ends += [

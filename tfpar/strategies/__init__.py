@@ -67,7 +67,9 @@ def from_settings(settings: config.Strategy) -> Strategy:
         'SingleDevice on CPU:0'
     """
     if settings.num_logical_cpus > 1:
-        cluster.use_logical_cpus(settings.num_logical_cpus)
+        # Stages work side by side on different layers: each device gets its share of the cores.
+        share = max(1, (os.cpu_count() or 1) // settings.num_logical_cpus) if settings.kind == "pipeline" else None
+        cluster.use_logical_cpus(settings.num_logical_cpus, share)
     job = tf_config.from_environment(os.environ)
     num_workers = 1 if job is None else job.num_workers
     if settings.kind == "multi_worker" or (settings.kind == "auto" and num_workers > 1):
