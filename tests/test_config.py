@@ -32,6 +32,8 @@ RICH_RUN = Run(
     callbacks=Callbacks(monitor="loss", early_stopping_patience=0, tensorboard=False),
 )
 
+PIPELINE = ["strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=8"]
+
 
 def refusal(*overrides: str, path: str | Path | None = None) -> str:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the caller asserts the message
@@ -297,6 +299,29 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             'strategy.all_reduce = "nccl" has no use on a single device',
         ),
         (
+            ["strategy.kind=pipeline"],
+            'strategy.kind = "pipeline" needs strategy.num_stages and strategy.num_microbatches: set them',
+        ),
+        (
+            ["strategy.kind=pipeline", "strategy.num_stages=2"],
+            'strategy.kind = "pipeline" needs strategy.num_microbatches: set it, such as 4.',
+        ),
+        (["strategy.num_stages=2"], 'strategy.num_stages = 2 is only for a pipeline, received strategy.kind = "auto"'),
+        (
+            ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.recompute=true"],
+            'strategy.recompute = true is only for a pipeline, received strategy.kind = "mirrored": leave it out.',
+        ),
+        ([*PIPELINE, "strategy.all_reduce=nccl"], 'strategy.all_reduce = "nccl" is only for replicas'),
+        ([*PIPELINE, "strategy.sync=average"], 'strategy.sync = "average" is only for several workers'),
+        (
+            [*PIPELINE, "training.global_batch_size=7"],
+            "training.global_batch_size = 7 is less than strategy.num_microbatches = 8: use fewer of them.",
+        ),
+        (
+            [*PIPELINE, "strategy.balance=tim"],
+            'strategy.balance = "tim" must be one of "time", "flops", "parameters", "memory"',
+        ),
+        (
             ["strategy.kind=single_device", "strategy.pack_bytes=4096"],
             "strategy.pack_bytes = 4096 has no use on a single device",
         ),
@@ -369,6 +394,10 @@ def test_rules_between_fields_hold_for_runs_made_in_python_too() -> None:
         ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", 'strategy.devices=["CPU:0", "CPU:1"]'],
         ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.all_reduce=reduction_to_one_device"],
         ["strategy.kind=single_device", 'strategy.devices=["GPU:1"]'],
+        PIPELINE,
+        [*PIPELINE, "strategy.balance=[3, 2]", "strategy.schedule=zero_bubble"],
+        [*PIPELINE, 'strategy.balance=["block_1"]', "strategy.recompute=true"],
+        [*PIPELINE, "training.global_batch_size=8"],
         ["data.validation_split=none", "callbacks.early_stopping_patience=0", "callbacks.monitor=loss"],
         ["training.clipnorm=1", "training.ema_momentum=0.9", "training.ema_overwrite_frequency=1"],
     ],

@@ -12,7 +12,7 @@ from unittest import mock
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.core import Variable, compute_output_spec
+from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
 
@@ -116,19 +116,9 @@ def trackers_of_losses(model: keras.Model) -> list[keras.metrics.Mean]:
     return list(model._compile_loss.metrics) if model._compile_loss else []
 
 
-def is_metric_state(layer: keras.Layer, variable: Any) -> bool:
-    """Say whether a variable of a layer counts for a metric that the layer holds (Keras 3.15)."""
-    return any(
-        variable is state
-        for inner in layer._flatten_layers()
-        for metric in inner._metrics
-        for state in metric.variables
-    )
-
-
-def calls_with_training(operation: Any) -> bool:
-    """Say whether an operation takes `training` from its caller (Keras 3.15)."""
-    return "training" in getattr(operation, "_call_context_args", {})
+def metric_states(layer: keras.Layer) -> list[Any]:
+    """Return the variables of the metrics that a layer holds, which its `variables` leave out (Keras 3.15)."""
+    return [state for one in layer._flatten_layers() for metric in one._metrics for state in metric.variables]
 
 
 def mask_of(tensor: Any) -> Any:
@@ -164,15 +154,6 @@ def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None
         of = [variable for variable in variables if slot.name.startswith(variable.path.replace("/", "_") + "_")]
         if of and slot.shape == of[0].shape:
             place(slot, of[0].value.device)
-
-
-def build_layers(model: keras.Model, inputs: Any) -> None:
-    """Create the weights of a model without declared inputs, from the shapes of a batch (Keras 3.15)."""
-    if not all(layer.built for layer in model._flatten_layers()):
-        specs = keras.tree.map_structure(
-            lambda tensor: keras.KerasTensor(tensor.shape, keras.backend.standardize_dtype(tensor.dtype)), inputs
-        )
-        compute_output_spec(model, specs, training=False)
 
 
 def slots_per_weight(optimizer: keras.Optimizer) -> int:

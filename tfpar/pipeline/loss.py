@@ -41,19 +41,28 @@ class LossProgram:
         batch: The spec of a batch of any size, `(inputs, targets, sample_weight)` as far as given.
         device: Where it runs.
         training: Whether the model trains.
+        states: Variables of metrics that `compute_loss` itself may count.
 
     Raises:
         ValueError: If the loss reads weights, whose gradient would be lost.
     """
 
     def __init__(
-        self, model: keras.Model, division: Division, outputs: Any, batch: Any, device: str, *, training: bool
+        self,
+        model: keras.Model,
+        division: Division,
+        outputs: Any,
+        batch: Any,
+        device: str,
+        *,
+        training: bool,
+        states: Sequence[Any],
     ) -> None:
         self._model, self._division, self._device, self._training = model, division, device, training
         self._outputs = outputs
         self._flows: list[Flow] = keras.tree.flatten(outputs)
         self._trackers = [variable for one in _compat_pipeline.trackers_of_losses(model) for variable in one.variables]
-        self.states = [variable for metric in _compat.own_metrics(model) for variable in metric.variables]
+        self.states = states
         self._num_divisors = 0
         self._found: list[bool] = []
         count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
@@ -122,8 +131,7 @@ class LossProgram:
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
         one = tf.ones((), keras.config.floatx())
         with keras.StatelessScope(), self._reduced(num_examples, one, num_examples, note), tf.device(self._device):
-            outputs = call(inputs)
-            _compat.compute_loss(self._model, inputs, targets, outputs, weights, self._training)
+            self._value(inputs, targets, call(inputs), weights)
         return tf.stack(found)
 
     def _body(
@@ -147,7 +155,7 @@ class LossProgram:
             self._reduced(size, share, num_examples, known),
         ):
             packed = keras.tree.pack_sequence_as(self._outputs, outputs)
-            value = _compat.compute_loss(self._model, inputs, targets, packed, weights, self._training)
+            value = self._value(inputs, targets, packed, weights)
             totals = [scope.get_current_value(variable) for variable in self._trackers]
             new_states = [scope.get_current_value(variable) for variable in self.states]
             sources = [one for one, flow in zip(outputs, self._flows, strict=True) if flow.needs_gradient]
@@ -158,6 +166,13 @@ class LossProgram:
         self._found = [gradient is not None for gradient in gradients]
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
         return value, of_outputs, dense, new_states
+
+    def _value(self, inputs: Any, targets: Any, outputs: Any, weights: Any) -> tf.Tensor:
+        """Return what Keras computes; zero where all losses are those that layers add."""
+        if not _compat.flat_losses(self._model) and not _compat.overridden(self._model, "compute_loss"):
+            return tf.zeros((), keras.config.floatx())
+        value: tf.Tensor = _compat.compute_loss(self._model, inputs, targets, outputs, weights, self._training)
+        return value
 
     @contextlib.contextmanager
     def _reduced(

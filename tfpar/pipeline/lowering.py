@@ -162,7 +162,10 @@ class Lowering:
             programs = self._programs(inputs, training=training)
             outputs = keras.tree.map_structure(lambda value: programs.flows[value], self._graph.outputs)
             device = self._devices[-1]
-            loss = LossProgram(self._model, self._division, outputs, specs, device, training=training)
+            counted = {id(state) for program in programs.stages for state in program.states}
+            own = [state for metric in _compat.own_metrics(self._model) for state in metric.variables]
+            states = [state for state in own if id(state) not in counted]
+            loss = LossProgram(self._model, self._division, outputs, specs, device, training=training, states=states)
             if training:
                 live = [value for value, back in zip(programs.outputs, loss.sends_back, strict=True) if back]
                 programs = without_dead_ends(programs, live, **self._options(training=True))

@@ -69,12 +69,14 @@ def cut(
     for number, wanted in enumerate(results):
         ops = _needed(wanted, [] if number else stateful, stop=known)
         pieces_ops.append(ops)
-        if not (again and number == 0):
-            known = known | ops
+        # What draws at random by TensorFlow's own state would draw something else a second time.
+        known = known | ({op for op in ops if op.op_def.is_stateful} if again and number == 0 else ops)
     pieces = []
     for number, ops in enumerate(pieces_ops):
         takes = _taken(ops, [])
-        later = [] if again and number == 0 else _wanted(pieces_ops[number + 1 :], results[number + 1 :])
+        later = _wanted(pieces_ops[number + 1 :], results[number + 1 :])
+        if again and number == 0:
+            later = [tensor for tensor in later if tensor.op.op_def.is_stateful]
         gives = [tensor for tensor in _unique([*results[number], *later]) if tensor.op in ops]
         pieces.append(_piece(graph, ops, takes, gives, device, jit_compile))
     return pieces

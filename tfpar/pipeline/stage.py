@@ -96,7 +96,10 @@ class StageProgram:
     ) -> None:
         self.stage, self.device, self.training = stage, device, training
         self._taken, self._dead = taken, dead
-        self._find_variables([*stage.variables, _compat_pipeline.random_state_of_no_layer()])
+        layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
+        counters = [variable for layer in layers for variable in _compat_pipeline.metric_states(layer)]
+        self.counters = set(map(id, counters))
+        self._find_variables([*stage.variables, *counters, _compat_pipeline.random_state_of_no_layer()])
         self._trace()
         hidden = self._read_unseen(model_variables)
         if hidden:  # a Lambda may read the weight of a layer that is not its own
@@ -114,8 +117,6 @@ class StageProgram:
         found = _unique(variables)
         self.parameters = [variable for variable in found if variable.trainable and self.training]
         self.states = [variable for variable in found if not (variable.trainable and self.training)]
-        layers = [call.operation for call in self.stage.calls if isinstance(call.operation, keras.Layer)]
-        self.counters = {id(v) for layer in layers for v in self.states if _compat_pipeline.is_metric_state(layer, v)}
 
     def _read_unseen(self, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
         """Return those of some variables that the traced graph reads by itself, not as its arguments."""

@@ -119,7 +119,7 @@ class Pipeline(Strategy):
                 f"{model.name!r} must be built for one device, and it was built in the scope of a MirroredStrategy. "
                 "Build it in the model function that tfpar.Trainer calls."
             )
-        if model.built and model.inputs:
+        if model.built and getattr(model, "inputs", None):
             graph = model_graph.trace(model)
             self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
 
@@ -132,7 +132,6 @@ class Pipeline(Strategy):
         if model in self._lowerings:
             return
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        _compat_pipeline.build_layers(model, inputs)
         graph = model_graph.trace(model, inputs)
         size = self._microbatch_size(inputs)
         partition = self._divide(model, graph, self._balance, model_graph.standardize(model, inputs), size)

@@ -1,0 +1,209 @@
+"""Which layers mix the examples of a batch, so that micro-batches change what they compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from tfpar.pipeline.graph import trace
+from tfpar.pipeline.mixing import Mixing, check_mixing, find_mixing
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+class Applies(layers.Layer):
+    """A layer of which a test says what it computes."""
+
+    def __init__(self, function: Any, **attributes: Any) -> None:
+        super().__init__(name="tested")
+        self.function = function
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def call(self, inputs: Any, training: bool | None = None) -> Any:
+        return self.function(self, inputs, training)
+
+
+def found(layer: Any, *shape: int, batch: int = 4, after: Any = None) -> Mixing:
+    """What is found in a model of one layer, and perhaps another after it."""
+    entry = keras.Input(shape or (6,))
+    outputs = layer(layers.Dense(4, name="before")(entry))
+    model = keras.Model(entry, outputs if after is None else after(outputs))
+    return find_mixing(trace(model), [np.random.default_rng(0).normal(size=(batch, *(shape or (6,))))])
+
+
+def minus_mean(layer: Applies, inputs: Any, training: Any) -> Any:
+    return inputs - ops.mean(inputs, axis=0)
+
+
+def normalized(layer: Applies, inputs: Any, training: Any) -> Any:
+    return layer.inner(inputs, training=training)
+
+
+def swapped_in_training(layer: Applies, inputs: Any, training: Any) -> Any:
+    noisy = keras.random.dropout(inputs, 0.3, seed=layer.seeds)
+    return noisy + inputs[::-1] if training else inputs
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: Applies(minus_mean), ()),
+        (
+            lambda: Applies(
+                lambda layer, inputs, training: minus_mean(layer, inputs, training) if training else inputs
+            ),
+            (),
+        ),
+        (lambda: Applies(lambda layer, inputs, training: inputs / ops.cast(ops.shape(inputs)[0], inputs.dtype)), ()),
+        (lambda: Applies(lambda layer, inputs, training: ops.matmul(inputs, ops.transpose(inputs))), ()),
+        (lambda: Applies(lambda layer, inputs, training: ops.mean(inputs)), ()),
+        (lambda: Applies(swapped_in_training, seeds=keras.random.SeedGenerator(1)), ()),
+        (lambda: Applies(lambda layer, inputs, training: keras.random.dropout(inputs, 0.3) + inputs[::-1]), ()),
+        (lambda: layers.UnitNormalization(axis=0, name="tested"), ()),
+        (lambda: layers.Softmax(axis=0, name="tested"), ()),
+        (lambda: layers.MixUp(name="tested"), (4, 4, 3)),
+    ],
+    ids=[
+        *("mean", "mean in training", "size of the batch", "products", "scalar", "draws and swaps", "global draw"),
+        *("unit normalization", "softmax", "mix-up"),
+    ],
+)
+def test_a_layer_that_mixes_is_named_and_no_other(make: Any, shape: tuple[int, ...]) -> None:
+    assert found(make(), *shape).calls == ("tested",)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: layers.Dropout(0.5), ()),
+        (lambda: layers.Softmax(), ()),
+        (lambda: layers.LSTM(3), (3, 6)),
+        (lambda: layers.GroupNormalization(2), ()),
+        (lambda: layers.RandomFlip(), (4, 4, 3)),
+        (lambda: layers.MultiHeadAttention(2, 2, dropout=0.3), (3, 6)),
+        (lambda: Applies(normalized, inner=layers.Dropout(0.5)), ()),
+        (lambda: Applies(lambda layer, inputs, training: keras.random.normal(ops.shape(inputs)) + inputs), ()),
+        (lambda: Applies(lambda layer, inputs, training: tf.random.normal(tf.shape(inputs)) + inputs), ()),
+        (
+            lambda: Applies(lambda layer, inputs, training: ops.reshape(ops.reshape(inputs, (-1, 4)) * 2, (-1, 3, 4))),
+            (3, 6),
+        ),
+        (lambda: Applies(lambda layer, inputs, training: inputs + ops.log(inputs)), ()),
+    ],
+    ids=[
+        *(
+            "dropout",
+            "softmax",
+            "recurrent",
+            "group normalization",
+            "random flip",
+            "attention with dropout",
+            "dropout inside",
+        ),
+        *("global draw", "draw of TensorFlow", "merged axes", "no numbers"),
+    ],
+)
+def test_a_layer_that_computes_each_example_alone_is_not_named(make: Any, shape: tuple[int, ...]) -> None:
+    layer = make()
+    attends = isinstance(layer, layers.MultiHeadAttention)
+    assert found((lambda inputs: layer(inputs, inputs)) if attends else layer, *shape) == Mixing()
+
+
+def test_operations_between_layers_are_tested_one_by_one() -> None:
+    entry = keras.Input((3, 4))
+    centred = entry - ops.mean(entry, axis=0, keepdims=True)
+    turned = ops.transpose(layers.Dense(2)(ops.transpose(centred, (1, 0, 2))), (1, 0, 2))
+    merged = ops.reshape(turned, (-1, 2))
+    graph = trace(keras.Model(entry, ops.reshape(ops.exp(merged), (-1, 6))))
+    [mean] = [call.name for call in graph.calls if call.name.startswith("mean")]
+    inputs = np.random.default_rng(0).normal(size=(5, 3, 4)).astype("float32")
+    assert find_mixing(graph, [inputs]) == Mixing(calls=(mean,))
+
+
+def test_a_loss_over_the_batch_is_no_result() -> None:
+    class Net(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, inputs: Any) -> Any:
+            outputs = self.dense(inputs)
+            self.add_loss(ops.mean(outputs))
+            return ops.relu(outputs)
+
+    inputs = np.ones((4, 3), "float32")
+    assert find_mixing(trace(Net(), inputs), [inputs]) == Mixing()
+
+
+def test_examples_that_are_equal_are_told_apart() -> None:
+    entry = keras.Input((3,))
+    graph = trace(keras.Model(entry, Applies(minus_mean)(entry)))
+    assert find_mixing(graph, [np.ones((4, 3), "float32")]).calls == ("tested",)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: layers.BatchNormalization(name="tested"), ("tested",)),
+        (lambda: layers.BatchNormalization(trainable=False), ()),
+        (lambda: Applies(normalized, inner=layers.BatchNormalization()), ("tested",)),
+        (lambda: Applies(normalized, inner=layers.BatchNormalization(trainable=False)), ()),
+    ],
+    ids=["alone", "frozen", "inside", "frozen inside"],
+)
+def test_batch_normalization_is_told_apart(make: Any, names: tuple[str, ...]) -> None:
+    assert found(make()) == Mixing(batch_normalizations=names)
+    assert found(make(), after=lambda tensor: ops.relu(tensor)) == Mixing(batch_normalizations=names)
+
+
+def test_an_output_without_examples_first_is_named() -> None:
+    class Turned(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return ops.transpose(inputs)
+
+    assert found(Turned(name="turned")) == Mixing(outputs=("turned",))
+    assert found(Turned(name="turned"), after=lambda tensor: ops.transpose(tensor)) == Mixing()
+
+
+def test_masks_and_several_inputs_are_cut_as_well() -> None:
+    words, other = keras.Input((5,), dtype="int32"), keras.Input((5, 4))
+    hidden = layers.Embedding(9, 4, mask_zero=True)(words)
+    model = keras.Model([words, other], Applies(lambda layer, inputs, training: inputs)(layers.LSTM(3)(hidden + other)))
+    inputs = [np.array([[1, 2, 0, 0, 0]] * 3 + [[1, 2, 3, 4, 5]]), np.random.default_rng(0).normal(size=(4, 5, 4))]
+    assert find_mixing(trace(model), inputs) == Mixing()
+
+
+def test_nothing_changes_while_looking() -> None:
+    entry = keras.Input((6,))
+    noisy = Applies(normalized, inner=layers.Dropout(0.5))(layers.BatchNormalization()(entry))
+    model = keras.Model(entry, noisy)
+    before = [variable.numpy() for variable in model.variables]
+    find_mixing(trace(model), [np.random.default_rng(0).normal(size=(4, 6))])
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable, value)
+
+
+@pytest.mark.parametrize("batch", [2, 3, 9])
+def test_any_batch_of_two_or_more_will_do(batch: int) -> None:
+    assert found(Applies(minus_mean), batch=batch).calls == ("tested",)
+
+
+def test_from_one_example_nothing_is_found() -> None:
+    assert found(Applies(minus_mean), batch=1) == Mixing()
+
+
+def test_mixing_is_refused_with_the_names_and_the_way_out() -> None:
+    inputs = np.random.default_rng(0).normal(size=(4, 3))
+    entry = keras.Input((3,))
+    with pytest.raises(ValueError, match=r"received 'tested', where an example depends .* or allow_mixing=True"):
+        check_mixing(trace(keras.Model(entry, Applies(minus_mean)(entry))), [inputs])
+    turned = Applies(lambda layer, inputs, training: ops.transpose(inputs))(entry)
+    with pytest.raises(ValueError, match=r"examples as its first axis, .* received 'tested'; move the axis"):
+        check_mixing(trace(keras.Model(entry, turned)), [inputs])
+    check_mixing(trace(keras.Model(entry, layers.BatchNormalization()(entry))), [inputs])
