@@ -17,10 +17,12 @@ from typing import Any
 import rich.console
 from absl import app, flags
 
-from benchmarks import parity_table, restart
+from benchmarks import parity_table, pipeline, pipeline_worker, restart
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.harness import Experiment, run_rounds
 from benchmarks.machine import describe_machine
+from benchmarks.pipeline_experiments import PIPELINE_EXPERIMENTS
+from benchmarks.pipeline_report import report_of
 from benchmarks.process import WorkerError
 from benchmarks.report import machine_table, result_table, write_json
 from benchmarks.worker import measure
@@ -29,8 +31,9 @@ ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each contender has its tur
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; replaced if it exists.")
 
 SPEED = {experiment.name: experiment for experiment in EXPERIMENTS}
+PIPELINE = {experiment.name: experiment for experiment in PIPELINE_EXPERIMENTS}
 SUMMARIES = {
-    **{name: experiment.summary for name, experiment in SPEED.items()},
+    **{name: experiment.summary for name, experiment in (*SPEED.items(), *PIPELINE.items())},
     restart.NAME: restart.SUMMARY,
     parity_table.NAME: parity_table.SUMMARY,
 }
@@ -46,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"There is no experiment {unknown[0]!r}. There are: {', '.join(SUMMARIES)}, all.")
     if not names:
         for name, summary in SUMMARIES.items():
-            console.print(f"{name:20}{summary}", soft_wrap=True)
+            console.print(f"{name:22}{summary}", soft_wrap=True)
         return
     try:
         _run(names, console)
@@ -69,6 +72,8 @@ def _run(names: Sequence[str], console: rich.console.Console) -> None:
 def _run_one(name: str, console: rich.console.Console) -> dict[str, Any]:
     if name in SPEED:
         return _run_speed(SPEED[name], console)
+    if name in PIPELINE:
+        return _run_pipeline(PIPELINE[name], console)
     return _run_restart(console) if name == restart.NAME else _run_parity_table(console)
 
 
@@ -81,6 +86,12 @@ def _run_restart(console: rich.console.Console) -> dict[str, Any]:
 def _run_speed(experiment: Experiment, console: rich.console.Console) -> dict[str, Any]:
     result = run_rounds(experiment, ROUNDS.value, measure, console.print)
     console.print(result_table(result))
+    return result.as_json()
+
+
+def _run_pipeline(experiment: pipeline.Experiment, console: rich.console.Console) -> dict[str, Any]:
+    result = pipeline.run_rounds(experiment, ROUNDS.value, pipeline_worker.measure, console.print)
+    console.print(report_of(result))
     return result.as_json()
 
 

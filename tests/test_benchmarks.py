@@ -21,7 +21,10 @@ from benchmarks.machine import describe_machine
 from benchmarks.worker import measure
 
 ROOT = Path(__file__).parent.parent
-NAMES = "host_bound, cnn, mirrored, multi_worker, communication_bound, checkpoint_cost, restart, parity_table"
+NAMES = (
+    "host_bound, cnn, mirrored, multi_worker, communication_bound, checkpoint_cost, pipeline_mlp, "
+    "pipeline_transformer, pipeline_memory, pipeline_prediction, pipeline_first_step, restart, parity_table"
+)
 OURS = Measurement("host_bound", "tfpar", batch_size=8, num_steps=100, num_warm_up_steps=2)
 THEIRS = Measurement("host_bound", "keras", batch_size=8, num_steps=100, num_warm_up_steps=2)
 OTHERS = Measurement("host_bound", "keras", batch_size=8, num_steps=100, num_warm_up_steps=2, steps_per_execution=4)

@@ -73,6 +73,9 @@ class Pipeline(Strategy):
         memory_limit_bytes: int | None = None,
         allow_mixing: bool = False,
     ) -> None:
+        for name, value in {"num_stages": num_stages, "num_microbatches": num_microbatches}.items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a whole number, received {value!r}.")
         check_balance(balance, num_stages)
         chosen = None if devices is None else cluster.resolve_devices(devices)
         self.schedule = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))

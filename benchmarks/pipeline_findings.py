@@ -1,0 +1,79 @@
+"""Findings of pipeline experiments: what is computed from the answers of one round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.pipeline import Round, Setting
+
+Figure = Callable[[Round], float]
+
+
+def ratio(above: str, below: str, figure: str, figure_below: str | None = None) -> Figure:
+    """Return what computes a ratio of two settings' figures.
+
+    Args:
+        above: The setting above the line.
+        below: The setting below the line.
+        figure: A name in the answers.
+        figure_below: The same for the setting below, where it is another.
+    """
+    return lambda answers: answers[above][figure] / answers[below][figure_below or figure]
+
+
+def spread(settings: Sequence[str], figure: str) -> Figure:
+    """Return what computes the largest of several settings' figures by the smallest.
+
+    Args:
+        settings: Their names.
+        figure: A name in the answers.
+    """
+
+    def of(answers: Round) -> float:
+        values = [answers[name][figure] for name in settings]
+        return max(values) / min(values)
+
+    return of
+
+
+def efficiency(pipelined: str, setting: Setting, one_core: str) -> Figure:
+    """Return what computes ideal / measured step time, ideal = T/p x (m+p-1)/m for GPipe and 1F1B.
+
+    p stages and m micro-batches leave a bubble of (p-1)/(m+p-1), counted as nobody's fault; above 1 is an executor that
+    fills some of it, with gradients of weights for example.
+
+    Args:
+        pipelined: The setting of p stages and m micro-batches.
+        setting: It itself, for p and m.
+        one_core: The setting that measures T: the same step on one device with one core.
+    """
+    stages, microbatches = setting.num_stages, setting.num_microbatches
+    ideal_share = (microbatches + stages - 1) / microbatches / stages
+    return lambda answers: ideal_share * answers[one_core]["step_seconds"] / answers[pipelined]["step_seconds"]
+
+
+def saved_share(setting: str, base: str, figure: str) -> Figure:
+    """Return what computes by which share a setting's figure is below another's: 0.1 for 10 % less.
+
+    Args:
+        setting: The setting that should need less.
+        base: The setting to compare with.
+        figure: A name in the answers.
+    """
+    return lambda answers: 1 - answers[setting][figure] / answers[base][figure]
+
+
+def saved(setting: str, base: str, figure: str) -> Figure:
+    """Return what computes how much less a setting needs than another; what both need cancels out.
+
+    Args:
+        setting: The setting that should need less.
+        base: The setting to compare with.
+        figure: A name in the answers.
+    """
+    return lambda answers: answers[base][figure] - answers[setting][figure]
+
+
+def quotient(above: Figure, below: Figure) -> Figure:
+    """Return what divides one figure of a round by another."""
+    return lambda answers: above(answers) / below(answers)

@@ -1,0 +1,154 @@
+"""What a turn of a pipeline experiment asks of tfpar and Keras, in a process that is set up for it."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+import tfpar
+from benchmarks.pipeline import Answer, Setting
+from benchmarks.pipeline_examples import arrays
+from benchmarks.pipeline_models import BUILD_MODEL
+
+CLEAR_REFERENCES = Path("/proc/self/clear_refs")
+STATM = Path("/proc/self/statm")
+
+
+def _model_of(setting: Setting) -> Any:
+    """Return what has `fit`: a trainer of tfpar, or the Keras model itself."""
+    build_model = BUILD_MODEL[setting.workload]
+    if setting.trainer == "keras":
+        keras.utils.set_random_seed(0)
+        return build_model()
+    if setting.trainer == "one_device":
+        return tfpar.Trainer(build_model, tfpar.SingleDevice(), seed=0)
+    strategy = tfpar.Pipeline(
+        num_stages=setting.num_stages,
+        num_microbatches=setting.num_microbatches,
+        schedule=setting.schedule,
+        balance=setting.balance,
+        devices=[f"CPU:{number}" for number in range(setting.num_devices)],
+        recompute=setting.recompute,
+    )
+    return tfpar.Trainer(build_model, strategy, seed=0)
+
+
+def _predicted(trainer: Any, dataset: Any) -> Any:
+    """Return the step that the simulator computes from the times of single actions, a `Timeline`.
+
+    Args:
+        trainer: A `tfpar.Trainer` of a pipeline.
+        dataset: Batches of the size that the answer is for.
+    """
+    return trainer.strategy.look_ahead(trainer.model, trainer.build(dataset)).planned
+
+
+def _batches(setting: Setting, num_rows: int) -> Any:
+    """Return a dataset of one batch that stays in memory, of any number of rows as far as its type says."""
+    return tf.data.Dataset.from_tensor_slices(arrays(setting.workload, num_rows)).batch(num_rows).cache()
+
+
+def _laps(setting: Setting) -> Answer:
+    return _train_laps(setting, _model_of(setting))
+
+
+def _prediction(setting: Setting) -> Answer:
+    trainer = _model_of(setting)
+    predicted = _predicted(trainer, _batches(setting, setting.batch_size))
+    return {**_train_laps(setting, trainer), "predicted_seconds": predicted.step_seconds}
+
+
+def _train_laps(setting: Setting, trainer: Any) -> dict[str, float]:
+    """Time the epochs of one `fit`; the first, which compiles, is left out."""
+    begins: list[Times] = []
+    ends: list[Times] = []
+    laps = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: begins.append(_now()), on_epoch_end=lambda epoch, logs: ends.append(_now())
+    )
+    trainer.fit(
+        _batches(setting, setting.batch_size).repeat(),
+        epochs=1 + setting.num_laps,
+        steps_per_epoch=setting.steps_per_lap,
+        callbacks=[laps],
+        verbose=0,
+    )
+    pairs = list(zip(begins, ends, strict=True))[1:]
+    return {
+        "step_seconds": statistics.median(end.clock - begin.clock for begin, end in pairs) / setting.steps_per_lap,
+        "processor_seconds": statistics.median(end.processor - begin.processor for begin, end in pairs)
+        / setting.steps_per_lap,
+        "num_parameters": trainer.model.count_params(),
+    }
+
+
+class Times(NamedTuple):
+    """Seconds by the clock, and of all threads of this process."""
+
+    clock: float
+    processor: float
+
+
+def _now() -> Times:
+    return Times(time.perf_counter(), time.process_time())
+
+
+def _first_step(setting: Setting) -> Answer:
+    """Time from before the model is made to the end of the first step, and the second step for comparison."""
+    data = _batches(setting, setting.batch_size).repeat(2)
+    ends: list[Times] = []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda step, logs: ends.append(_now()))
+    began = _now()
+    model = _model_of(setting)
+    built = _now()
+    model.fit(data, callbacks=[note], verbose=0)
+    first, second = ends
+    return {
+        "first_step_seconds": first.clock - began.clock,
+        "processor_seconds": first.processor - began.processor,
+        "model_seconds": built.clock - began.clock,
+        "second_step_seconds": second.clock - first.clock,
+    }
+
+
+def _memory(setting: Setting) -> Answer:
+    """Measure the most memory of a step above that before it.
+
+    A first step of one row a micro-batch traces the same function and creates whatever stays; it is too small to
+    leave TensorFlow's allocator, which returns nothing to the system, much to reuse. By its end the batch of the
+    second step, the measured one, is there already.
+    """
+    full = _batches(setting, setting.batch_size)
+    peaks: list[int] = []
+    before: list[int] = []
+
+    def note(step: int, logs: Any = None) -> None:
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # Linux tells kilobytes
+        CLEAR_REFERENCES.write_text("5")  # the peak begins anew, proc(5)
+        before.append(int(STATM.read_text().split()[1]) * resource.getpagesize())
+
+    _model_of(setting).fit(
+        _batches(setting, setting.num_microbatches).concatenate(full),
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=note)],
+        verbose=0,
+    )
+    answer = {"peak_bytes": float(peaks[1] - before[0])}
+    if setting.trainer == "pipeline":
+        trainer = _model_of(setting)  # another, for the first one has been told of the small batch
+        trainer.fit(full, verbose=0)
+        answer["predicted_bytes"] = float(sum(_predicted(trainer, full).peak_bytes))
+    return answer
+
+
+ANSWERS: dict[str, Callable[[Setting], Answer]] = {
+    "laps": _laps,
+    "prediction": _prediction,
+    "memory": _memory,
+    "first_step": _first_step,
+}

@@ -1,0 +1,71 @@
+"""The process of one turn of a pipeline experiment: `python -m benchmarks.pipeline_worker '{…}'` prints its figures."""
+
+from __future__ import annotations
+
+import os
+import statistics
+
+from benchmarks import peers, process
+from benchmarks.pipeline import Answer, Setting
+
+
+def measure(setting: Setting) -> Answer:
+    """Return the figures of one setting, measured in fresh processes.
+
+    Args:
+        setting: What to measure.
+
+    Raises:
+        WorkerError: If a process fails.
+    """
+    if setting.trainer != "torch":
+        return process.ask("benchmarks.pipeline_worker", vars(setting))
+    peers.install("torch")
+    addresses = process.free_addresses(setting.num_stages) if setting.num_stages > 1 else []
+    requests = [{"setting": vars(setting), "rank": rank, "addresses": addresses} for rank in range(setting.num_stages)]
+    stages = process.ask_all("benchmarks.pipeline_torch", requests)
+    return {
+        "step_seconds": max(statistics.median(stage["lap_seconds"]) for stage in stages),
+        "processor_seconds": sum(statistics.median(stage["lap_processor_seconds"]) for stage in stages),
+        "num_parameters": sum(stage["num_parameters"] for stage in stages),
+    }
+
+
+def run_here(setting: Setting) -> Answer:
+    """Set up this process and answer the setting's question.
+
+    Args:
+        setting: What to measure; the process must not have started TensorFlow yet.
+
+    Raises:
+        ValueError: If the machine has too few cores.
+    """
+    _start_tensorflow(setting)
+    from benchmarks.pipeline_questions import ANSWERS
+
+    return ANSWERS[setting.question](setting)
+
+
+def _start_tensorflow(setting: Setting) -> None:
+    """Give each device a core and a thread of its own; the first step gets all there is, as users do."""
+    pinned = setting.question != "first_step"
+    available = sorted(os.sched_getaffinity(0))
+    if pinned and setting.num_devices > len(available):
+        raise ValueError(f"This setting needs {setting.num_devices} cores, and the process may use {len(available)}.")
+    if pinned:
+        os.sched_setaffinity(0, available[: setting.num_devices])
+    import tensorflow as tf
+
+    import tfpar
+
+    tf.config.set_visible_devices([], "GPU")
+    if pinned:
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(setting.num_devices)
+    if setting.num_devices > 1:
+        tfpar.use_logical_cpus(setting.num_devices)
+
+
+if __name__ == "__main__":
+    process.answer(run_here(Setting(**process.request())))
+    os._exit(0)  # as benchmarks.worker

@@ -1,0 +1,260 @@
+"""The pipeline experiments: rounds, findings, what stands beside what, tables; and each question asked once."""
+
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import rich.console
+
+from benchmarks import peers, pipeline, pipeline_report, pipeline_worker, process
+from benchmarks.pipeline import Experiment, Finding, Setting, shown
+from benchmarks.pipeline_examples import arrays
+from benchmarks.pipeline_experiments import PIPELINE_EXPERIMENTS, PIPELINE_MEMORY, PIPELINE_PREDICTION
+from benchmarks.pipeline_findings import efficiency, quotient, ratio, saved, saved_share, spread
+from benchmarks.pipeline_speed import PIPELINE_MLP, PIPELINE_TRANSFORMER
+from benchmarks.process import WorkerError
+
+OURS = Setting("mlp", "pipeline", num_microbatches=8, microbatch_size=64)
+FIGURES = {
+    "laps": ("step_seconds", "processor_seconds", "num_parameters"),
+    "prediction": ("step_seconds", "processor_seconds", "num_parameters", "predicted_seconds"),
+    "memory": ("peak_bytes", "predicted_bytes"),
+    "first_step": ("first_step_seconds", "processor_seconds", "model_seconds", "second_step_seconds"),
+}
+
+
+def toy(**limits: float) -> Experiment:
+    faster = Finding("theirs / ours", ratio("theirs", "ours", "step_seconds"), **limits)
+    return Experiment("toy", "a toy", {"ours": OURS, "theirs": replace(OURS, trainer="torch")}, (faster,))
+
+
+def three_rounds(**limits: float) -> pipeline.Result:
+    # The machine is three times slower in the second round.
+    seconds = {"pipeline": iter([0.02, 0.06, 0.01]), "torch": iter([0.03, 0.09, 0.04])}
+
+    def measure(setting: Setting) -> dict[str, float]:
+        bytes_too = {"peak_bytes": 2.5e6} if setting.trainer == "torch" else {}
+        return {"step_seconds": next(seconds[setting.trainer]), **bytes_too}
+
+    return pipeline.run_rounds(toy(**limits), 3, measure)
+
+
+# Rounds and findings
+
+
+def test_settings_take_turns_round_by_round() -> None:
+    turns: list[str] = []
+
+    def measure(setting: Setting) -> dict[str, float]:
+        turns.append(setting.trainer)
+        return {"step_seconds": 1.0}
+
+    lines: list[str] = []
+    pipeline.run_rounds(toy(), 2, measure, lines.append)
+    assert turns == ["pipeline", "torch"] * 2
+    assert lines[2] == "toy, round 2 of 2: ours: step ms 1,000.0"
+
+
+def test_no_round_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 round, received 0"):
+        pipeline.run_rounds(toy(), 0, lambda setting: {})
+
+
+def test_a_finding_is_the_median_of_what_the_rounds_found() -> None:
+    result = three_rounds()
+    # Within the rounds 1.5, 1.5 and 4; the ratio of the medians would be 2.
+    assert result.found(result.experiment.findings[0]) == pytest.approx(1.5)
+    assert result.median("theirs", "step_seconds") == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("limits", "met"),
+    [
+        ({}, True),
+        ({"at_least": 1.49}, True),
+        ({"at_least": 1.51}, False),
+        ({"at_most": 1.51}, True),
+        ({"at_most": 1.49}, False),
+        ({"at_least": 1.6, "at_most": 1.7}, False),
+    ],
+)
+def test_a_finding_is_met_within_its_limits(limits: dict[str, float], met: bool) -> None:
+    result = three_rounds(**limits)
+    assert result.met(result.experiment.findings[0]) is met
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches", "ideal"), [(2, 8, 0.5625), (4, 8, 0.34375), (1, 8, 1.0)])
+def test_efficiency_is_1_where_only_the_bubble_is_lost(num_stages: int, num_microbatches: int, ideal: float) -> None:
+    setting = replace(OURS, num_stages=num_stages, num_microbatches=num_microbatches)
+    answers = {"T": {"step_seconds": 1.0}, "p": {"step_seconds": ideal}, "slow": {"step_seconds": 2 * ideal}}
+    assert efficiency("p", setting, "T")(answers) == pytest.approx(1.0)
+    assert efficiency("slow", setting, "T")(answers) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [
+        (ratio("few", "many", "peak_bytes"), 0.25),
+        (ratio("many", "many", "predicted_bytes", "peak_bytes"), 0.75),
+        (spread(["few", "many"], "peak_bytes"), 4.0),
+        (saved("few", "many", "peak_bytes"), 6.0),
+        (saved_share("few", "many", "peak_bytes"), 0.75),
+        (quotient(saved("few", "many", "peak_bytes"), saved("few", "many", "predicted_bytes")), 1.5),
+    ],
+)
+def test_figures_are_computed_from_one_round(figure: Callable[[pipeline.Round], float], value: float) -> None:
+    answers = {"few": {"peak_bytes": 2.0, "predicted_bytes": 2.0}, "many": {"peak_bytes": 8.0, "predicted_bytes": 6.0}}
+    assert figure(answers) == pytest.approx(value)
+
+
+# The experiments
+
+
+@pytest.mark.parametrize("experiment", PIPELINE_EXPERIMENTS, ids=lambda experiment: experiment.name)
+def test_every_finding_can_be_computed_from_what_its_settings_answer(experiment: Experiment) -> None:
+    answers = {
+        name: dict.fromkeys(FIGURES[setting.question], 1000.0 + place)
+        for place, (name, setting) in enumerate(experiment.settings.items())
+    }
+    for finding in experiment.findings:
+        assert math.isfinite(finding.of(answers)), finding.text
+    texts = [finding.text for finding in experiment.findings]
+    assert len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize("experiment", [PIPELINE_MLP, PIPELINE_TRANSFORMER], ids=lambda experiment: experiment.name)
+def test_torch_does_what_we_do_with_the_same_layers_sizes_and_microbatches(experiment: Experiment) -> None:
+    theirs = {name: setting for name, setting in experiment.settings.items() if setting.trainer == "torch"}
+    for name, setting in theirs.items():
+        assert experiment.settings[name.replace("torch", "tfpar")] == replace(setting, trainer="pipeline")
+    assert {(setting.schedule, setting.num_microbatches) for setting in theirs.values()} >= {
+        (schedule, number) for schedule in ("1f1b", "gpipe") for number in (8, 16)
+    }
+
+
+@pytest.mark.parametrize(
+    ("experiment", "sizes"),
+    [(PIPELINE_MLP, {64, 32}), (PIPELINE_TRANSFORMER, {4, 2})],
+    ids=lambda value: str(value)[:9],
+)
+def test_one_core_does_the_same_step_for_every_batch(experiment: Experiment, sizes: set[int]) -> None:
+    settings = experiment.settings.values()
+    assert {setting.microbatch_size for setting in settings if setting.num_stages == 2} == sizes
+    for trainer in ("one_device", "pipeline"):
+        on_one_core = [setting for setting in settings if setting.num_devices == 1 and setting.trainer == trainer]
+        assert {setting.num_stages for setting in on_one_core} == {1}
+        assert {setting.batch_size for setting in on_one_core} == {setting.batch_size for setting in settings}
+
+
+def test_predictions_are_made_for_one_global_batch_and_all_four_schedules() -> None:
+    settings = PIPELINE_PREDICTION.settings.values()
+    assert {(setting.batch_size, setting.num_devices) for setting in settings} == {(32, 2)}
+    assert {setting.schedule for setting in settings} == {"gpipe", "1f1b", "interleaved", "zero_bubble"}
+
+
+def test_memory_is_measured_with_micro_batches_of_one_size() -> None:
+    assert len({setting.microbatch_size for setting in PIPELINE_MEMORY.settings.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("workload", "inputs", "targets"),
+    [
+        ("mlp", (2, 512), (2, 512)),
+        ("transformer", (2, 128, 256), (2, 128, 256)),
+        ("wide", (2, 16), (2, 16)),
+        ("resnet50", (2, 64, 64, 3), (2,)),
+    ],
+)
+def test_a_workload_has_as_many_rows_as_asked_for(
+    workload: str, inputs: tuple[int, ...], targets: tuple[int, ...]
+) -> None:
+    assert tuple(array.shape for array in arrays(workload, 2)) == (inputs, targets)
+
+
+# Tables and files
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "expected"),
+    [
+        ("step_seconds", 1.25, ("step ms", "1,250.0")),
+        ("peak_bytes", 2.5e9, ("peak MB", "2,500.0")),
+        ("num_parameters", 2_101_248, ("num parameters", "2,101,248")),
+    ],
+)
+def test_a_figure_is_shown_in_a_readers_unit(figure: str, value: float, expected: tuple[str, str]) -> None:
+    assert shown(figure, value) == expected
+
+
+def test_the_tables_show_medians_and_a_missed_target_and_leave_out_what_was_not_asked() -> None:
+    console = rich.console.Console(width=120, file=io.StringIO())
+    console.print(pipeline_report.report_of(three_rounds(at_least=1.6)))
+    text = console.file.getvalue()
+    for part in (
+        r"step ms ┃ peak MB",
+        r"ours +│ +20\.0 │ +│",
+        r"theirs +│ +40\.0 │ +2\.5 │",
+        r"theirs / ours +│ +1\.500 │ at least 1\.6 │ MISSED",
+    ):
+        assert re.search(part, text), f"no {part!r} in\n{text}"
+
+
+def test_the_file_holds_settings_rounds_and_findings() -> None:
+    entry = json.loads(json.dumps(three_rounds(at_most=2.0).as_json()))
+    assert entry["settings"]["ours"]["setting"]["microbatch_size"] == 64
+    assert entry["settings"]["theirs"]["medians"] == pytest.approx({"step_seconds": 0.04, "peak_bytes": 2.5e6})
+    assert [answer["step_seconds"] for answer in entry["settings"]["ours"]["rounds"]] == [0.02, 0.06, 0.01]
+    (finding,) = entry["findings"]
+    assert finding["rounds"] == pytest.approx([1.5, 1.5, 4.0])
+    assert (finding["at_least"], finding["at_most"], finding["met"]) == (None, 2.0, True)
+
+
+# Turns
+
+
+def test_torch_has_a_process_a_stage_and_the_slowest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Mapping[str, Any]] = []
+
+    def ask_all(module: str, requests: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        asked.extend(requests)
+        return [
+            {"lap_seconds": [0.5, 0.1, 0.2], "lap_processor_seconds": [0.1] * 3, "num_parameters": 10},
+            {"lap_seconds": [0.5, 0.1, 0.3], "lap_processor_seconds": [0.2] * 3, "num_parameters": 20},
+        ]
+
+    monkeypatch.setattr(process, "ask_all", ask_all)
+    monkeypatch.setattr(peers, "install", lambda peer: None)
+    answer = pipeline_worker.measure(replace(OURS, trainer="torch"))
+    assert answer == pytest.approx({"step_seconds": 0.3, "processor_seconds": 0.3, "num_parameters": 30})
+    assert [request["rank"] for request in asked] == [0, 1]
+    assert len(set(asked[0]["addresses"])) == 2
+
+
+@pytest.mark.multi_process
+def test_too_few_cores_are_refused_before_tensorflow_starts() -> None:
+    with pytest.raises(WorkerError, match=r"needs 100000 cores, and the process may use \d+"):
+        pipeline_worker.measure(replace(OURS, num_devices=100_000))
+
+
+SMALL = Setting("mlp", "one_device", num_microbatches=2, microbatch_size=2, num_laps=2, steps_per_lap=1)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [SMALL, replace(SMALL, question="memory"), replace(SMALL, trainer="keras", question="first_step")],
+    ids=lambda setting: setting.question,
+)
+@pytest.mark.usefixtures("logical_cpus")
+def test_a_question_is_answered_with_its_figures(setting: Setting) -> None:
+    from benchmarks.pipeline_questions import ANSWERS
+
+    answer = ANSWERS[setting.question](setting)
+    expected = ("peak_bytes",) if setting.question == "memory" else FIGURES[setting.question]
+    assert set(answer) == set(expected)
+    # A step of four rows may need no page that was not there.
+    assert all(value > 0 for figure, value in answer.items() if figure != "peak_bytes")
