@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -19,66 +19,11 @@ import tensorflow as tf
 from tfpar.pipeline.graph import Value
 from tfpar.pipeline.loss import LossPart
 from tfpar.pipeline.microbatches import Microbatch
-from tfpar.pipeline.schedule import Action, Schedule
+from tfpar.pipeline.programs import Programs
+from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.split import Stage
-from tfpar.pipeline.stage import Flow, Forward, StageProgram, Travelling
-
-
-class Programs(NamedTuple):
-    """The compiled stages of a model.
-
-    Args:
-        stages: One program each.
-        outputs: The model's flat outputs.
-        flows: What is known of each value that travels.
-    """
-
-    stages: list[StageProgram]
-    outputs: tuple[Value, ...]
-    flows: dict[Value, Flow]
-
-
-def compile_stages(
-    stages: Sequence[Stage], inputs: dict[Value, Flow], outputs: Sequence[Value], devices: Sequence[str], **options: Any
-) -> Programs:
-    """Compile the stages of a model, each for what those before it send.
-
-    Args:
-        stages: The stages in order.
-        inputs: What is known of the model's inputs.
-        outputs: The model's flat outputs.
-        devices: One a stage.
-        **options: As for `StageProgram`.
-    """
-    flows = dict(inputs)
-    programs = []
-    for stage, device in zip(stages, devices, strict=True):
-        program = StageProgram(stage, [flows[value] for value in stage.inputs], device, **options)
-        flows.update(zip(stage.outputs, program.sends, strict=True))
-        programs.append(program)
-    return Programs(programs, tuple(outputs), flows)
-
-
-def without_dead_ends(programs: Programs, live: Iterable[Value], **options: Any) -> Programs:
-    """Compile again the stages that make what no loss depends on: weights behind that have no gradient, not zero.
-
-    Keras leaves a weight without a gradient alone, and decays one whose gradient is zero.
-
-    Args:
-        programs: The compiled stages.
-        live: The outputs of the model that the loss sends a gradient for.
-        **options: As for `StageProgram`.
-    """
-    alive, stages = set(live), list(programs.stages)
-    for index, program in reversed(list(enumerate(programs.stages))):
-        sends = zip(program.stage.outputs, program.sends, strict=True)
-        dead = frozenset(value for value, flow in sends if flow.needs_gradient and value not in alive)
-        if dead:
-            taken = [programs.flows[value] for value in program.stage.inputs]
-            stages[index] = StageProgram(program.stage, taken, program.device, dead=dead, **options)
-        back = zip(program.stage.inputs, stages[index].sends_back, strict=True)
-        alive |= {value for value, goes_back in back if goes_back}
-    return programs._replace(stages=stages)
+from tfpar.pipeline.stage import Forward, Travelling
+from tfpar.pipeline.variables import StepVariables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +70,7 @@ class Execution:
         self._forwards: dict[tuple[int, int], Forward] = {}
         self._upstream: dict[tuple[Value, int], list[tf.Tensor]] = collections.defaultdict(list)
         self._before: dict[str, list[tf.Tensor]] = collections.defaultdict(list)
-        self._variables = _Variables(programs.stages)
+        self._variables = StepVariables(programs.stages)
         self._gradients: list[list[Any] | None] = [None] * len(programs.stages)
         self.losses: list[tf.Tensor] = []
         self.loss_parts: list[LossPart] = []
@@ -251,77 +196,6 @@ class Execution:
     def _add(self, stage: int, gradients: list[Any]) -> None:
         total = self._gradients[stage]
         self._gradients[stage] = gradients if total is None else list(map(_plus, total, gradients))
-
-
-class _Variables:
-    """Weights and states of all stages as a step sees them.
-
-    Weights are read once. A state (a moving average, a random seed) is read once too: every micro-batch starts from
-    what it was before the step. Where several stages use a layer, its state goes on from one to the next.
-
-    Args:
-        programs: The compiled stages.
-    """
-
-    def __init__(self, programs: Sequence[StageProgram]) -> None:
-        self._programs = programs
-        self._read: dict[int, tf.Tensor] = {}
-        self._copies: dict[tuple[int, str], tf.Tensor] = {}
-        self._now: dict[tuple[int, int], tf.Tensor] = {}  # by state and micro-batch
-        self._changed: dict[int, tuple[keras.Variable, list[tuple[tf.Tensor, Microbatch]]]] = {}
-
-    def read(self, stage: int, number: int) -> list[tf.Tensor]:
-        """Return what a stage's parameters and states are for a micro-batch."""
-        program = self._programs[stage]
-        parameters = [self._on(variable, program.device) for variable in program.parameters]
-        states = [
-            self._now.get((id(variable), number), self._on(variable, program.device)) for variable in program.states
-        ]
-        return [*parameters, *states]
-
-    def _on(self, variable: keras.Variable, device: str) -> tf.Tensor:
-        key = (id(variable), device)
-        if key not in self._copies:
-            if id(variable) not in self._read:
-                with tf.control_dependencies(None), tf.device(variable.value.device):
-                    self._read[id(variable)] = variable.value.read_value()
-            with tf.control_dependencies(None), tf.device(device):
-                self._copies[key] = tf.identity(self._read[id(variable)])
-        return self._copies[key]
-
-    def note(self, stage: int, number: int, states: Sequence[tf.Tensor | None], microbatch: Microbatch) -> None:
-        """Take in what a stage made of its states for a micro-batch."""
-        for variable, state in zip(self._programs[stage].states, states, strict=True):
-            if state is None:
-                continue
-            self._now[id(variable), number] = state
-            _, found = self._changed.setdefault(id(variable), (variable, []))
-            found[:] = [pair for pair in found if pair[1] is not microbatch] + [(state, microbatch)]
-
-    def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return every state that changed, with the mean over micro-batches, by their examples, of its new values.
-
-        What is counted in whole numbers moves as one micro-batch moves it: a seed is drawn once a step. Metrics that
-        layers hold add up.
-        """
-        return [(variable, self._merged(variable, found)) for variable, found in self._changed.values()]
-
-    def _merged(self, variable: keras.Variable, found: list[tuple[tf.Tensor, Microbatch]]) -> tf.Tensor:
-        first, counts = found[0][0], any(id(variable) in program.counters for program in self._programs)
-        with tf.device(variable.value.device):
-            if not first.dtype.is_floating and not counts:
-                return tf.identity(first)
-            # As a mean of changes, so that a state that no micro-batch moves stays to the last bit.
-            before = self._read[id(variable)]
-            changes = [
-                (state - before) * tf.cast(one.counted > 0 if counts else one.part, state.dtype) for state, one in found
-            ]
-            return before + tf.add_n(changes)
-
-
-def lower(execution: Execution, schedule: Schedule) -> None:
-    """Add all actions of a schedule to the graph."""
-    execution.run(schedule.in_order())
 
 
 def _sum_on(device: str | None, tensors: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import _compat
-from tfpar.pipeline.executor import Programs
+from tfpar.pipeline.programs import Programs
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.simulate import Durations, Span, Timeline
 

@@ -12,11 +12,12 @@ import tensorflow as tf
 from tfpar import _compat, _compat_pipeline
 from tfpar.division import Division
 from tfpar.pipeline import graph as model_graph
-from tfpar.pipeline.executor import Execution, Programs, compile_stages, without_dead_ends
+from tfpar.pipeline.executor import Execution
 from tfpar.pipeline.graph import Graph, Value
 from tfpar.pipeline.loss import LossPart, LossProgram
 from tfpar.pipeline.microbatches import cut_batch
 from tfpar.pipeline.placement import follow_data
+from tfpar.pipeline.programs import Programs, compile_stages, without_dead_ends
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.split import Stage
 from tfpar.pipeline.stage import Flow, Travelling
