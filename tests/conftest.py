@@ -1,4 +1,4 @@
-"""Three logical CPUs for the whole session: a strategy takes as many of them as its test asks for."""
+"""Four logical CPUs for the whole session: a strategy takes as many of them as its test asks for."""
 
 import os
 import tempfile
@@ -22,5 +22,5 @@ def logical_cpus() -> list[str]:
     """Names of the session's devices; TensorFlow starts with the first test that asks for them."""
     import tfpar
 
-    tfpar.use_logical_cpus(3)
-    return ["CPU:0", "CPU:1", "CPU:2"]
+    tfpar.use_logical_cpus(4)
+    return ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]

@@ -79,11 +79,11 @@ def test_the_library_examples_of_the_readme_run(
     names = {"images": images, "labels": labels}
     names["dataset"] = tf.data.Dataset.from_tensor_slices((images, labels)).batch(30)
     monkeypatch.chdir(tmp_path)
-    # The session has three logical CPUs already.
+    # The session has four logical CPUs already.
     for block in blocks(README, "python"):
         if "MultiWorker" in block:
             continue  # a program of its own, which a command of the README starts
-        exec(block.replace("tfpar.use_logical_cpus(2)", "tfpar.use_logical_cpus(3)"), names)
+        exec(block.replace("tfpar.use_logical_cpus(2)", "tfpar.use_logical_cpus(4)"), names)
     assert (tmp_path / "model.keras").exists()
     assert "equal to one device" in " ".join(capsys.readouterr().out.split())
 

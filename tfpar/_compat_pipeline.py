@@ -116,6 +116,17 @@ def trackers_of_losses(model: keras.Model) -> list[keras.metrics.Mean]:
     return list(model._compile_loss.metrics) if model._compile_loss else []
 
 
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """Put back what is drawn from Keras' global generator inside this context, so that trials leave no trace."""
+    state = random_state_of_no_layer()
+    before = state.numpy()
+    try:
+        yield
+    finally:
+        state.assign(before)
+
+
 def metric_states(layer: keras.Layer) -> list[Any]:
     """Return the variables of the metrics that a layer holds, which its `variables` leave out (Keras 3.15)."""
     return [state for one in layer._flatten_layers() for metric in one._metrics for state in metric.variables]

@@ -70,6 +70,8 @@ def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]
     if devices is None:
         gpus = [name for name in existing if name.startswith("GPU")]
         return gpus or [name for name in existing if name.startswith("CPU")]
+    if isinstance(devices, str):
+        raise ValueError(f'devices must be a list of names, received {devices!r}. Write ["{devices}"].')
     names = [name.removeprefix("/").removeprefix("device:").upper() for name in devices]
     for name in names:
         if name not in existing or names.count(name) > 1:

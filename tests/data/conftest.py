@@ -12,7 +12,7 @@ import tfpar
 from tfpar import config
 
 # TensorFlow starts once a session, some tests here start it while they are collected, and other tests need devices.
-tfpar.use_logical_cpus(3)
+tfpar.use_logical_cpus(4)
 
 FEATURES = {
     "image": config.Feature(dtype="float32", shape=(3,)),

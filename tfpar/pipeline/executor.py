@@ -195,7 +195,8 @@ class Execution:
 
     def _add(self, stage: int, gradients: list[Any]) -> None:
         total = self._gradients[stage]
-        self._gradients[stage] = gradients if total is None else list(map(_plus, total, gradients))
+        same_rows = self._programs.stages[stage].same_rows
+        self._gradients[stage] = gradients if total is None else list(map(_plus, total, gradients, same_rows))
 
 
 def _sum_on(device: str | None, tensors: Sequence[Any]) -> Any:
@@ -208,10 +209,16 @@ def _sum_on(device: str | None, tensors: Sequence[Any]) -> Any:
     return total
 
 
-def _plus(one: Any, other: Any) -> Any:
-    """Add two gradients, each a tensor, indexed slices or None; the sum stays sparse where both are."""
+def _plus(one: Any, other: Any, same_rows: bool = False) -> Any:
+    """Add two gradients, each a tensor, indexed slices or None; the sum stays sparse where both are.
+
+    Keras' Adam squares slices one by one, also those of the same row; so rows are listed as on one device, where a
+    lookup of every example gives one slice each, and a lookup that no example takes part in one slice in all.
+    """
     if one is None or other is None:
         return other if one is None else one
+    if same_rows:
+        return tf.IndexedSlices(one.values + other.values, one.indices, one.dense_shape)
     if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
         return tf.IndexedSlices(
             tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0), one.dense_shape

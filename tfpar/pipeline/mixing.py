@@ -118,7 +118,14 @@ def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
     returned = [leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)]
     last_use |= dict.fromkeys(returned, len(calls))
     for index, call in enumerate(calls):
-        trial.test(call)
+        try:
+            trial.test(call)
+        except (tf.errors.InvalidArgumentError, ValueError) as error:
+            raise ValueError(
+                f"Every layer must run on any number of examples, and {call.name!r} does not run on {size // 2} and "
+                f"{size}: {str(error).splitlines()[0]} Leave the number of examples open (None, or -1 in a reshape), "
+                "or use num_microbatches=1."
+            ) from error
         trial.forget(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
     outputs = tuple(value.name for value in dict.fromkeys(returned) if trial.axes[value] != 0)
     return Mixing(tuple(trial.mixing), tuple(trial.batch_normalizations), outputs)
@@ -148,7 +155,7 @@ class _Trial:
         normalizes = _normalizes(call)
         if normalizes:
             self.batch_normalizations.append(call.name)
-        if _is_safe(call) and all(self.axes[value] == 0 for value in call.inputs):
+        if _is_safe(call) and call.inputs and all(self.axes[value] == 0 for value in call.inputs):
             for value, tensor in zip(call.outputs, _run(call, self._whole, training=True), strict=True):
                 self._whole[value] = tensor
                 self._cut(value, 0, len(tensor) // 2)

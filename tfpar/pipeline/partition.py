@@ -55,7 +55,7 @@ def check_balance(balance: Any, num_stages: int) -> None:
         if balance not in MEASURES:
             raise ValueError(f"balance must be one of {', '.join(MEASURES)}, received {balance!r}.")
         return
-    values = list(balance)
+    values = list(balance) if isinstance(balance, Sequence) else [balance]
     if values and all(isinstance(value, str) for value in values):
         if len(values) != num_stages - 1:
             raise ValueError(

@@ -132,6 +132,15 @@ class StageProgram:
         ]
 
     @property
+    def same_rows(self) -> list[bool]:
+        """Whether the gradient of each of `parameters` has the same rows for every micro-batch, as of positions."""
+        varying = _reached_from(self._flows)
+        return [
+            isinstance(gradient, tf.IndexedSlices) and gradient.indices.op not in varying
+            for gradient in self._weight_gradients
+        ]
+
+    @property
     def sends_back(self) -> list[bool]:
         """Whether a gradient goes back for each value that it takes."""
         found = iter(self._input_gradients)

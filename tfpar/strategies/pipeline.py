@@ -73,9 +73,12 @@ class Pipeline(Strategy):
         memory_limit_bytes: int | None = None,
         allow_mixing: bool = False,
     ) -> None:
-        for name, value in {"num_stages": num_stages, "num_microbatches": num_microbatches}.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be a whole number, received {value!r}.")
+        numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+        if memory_limit_bytes is not None:
+            numbers["memory_limit_bytes"] = memory_limit_bytes
+        for name, value in numbers.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, received {value!r}.")
         check_balance(balance, num_stages)
         chosen = None if devices is None else cluster.resolve_devices(devices)
         self.schedule = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
@@ -130,14 +133,18 @@ class Pipeline(Strategy):
         """Divide the model into stages with the first batch, and give its weights memory there.
 
         Raises:
-            ValueError: If it cannot be divided.
+            ValueError: If it cannot be divided, or a layer mixes the examples of a batch.
         """
         if model in self._lowerings:
             return
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        graph = model_graph.trace(model, inputs)
-        size = self._microbatch_size(inputs)
-        partition = self._divide(model, graph, self._balance, model_graph.standardize(model, inputs), size)
+        with _compat_pipeline.undrawn():
+            given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            graph = model_graph.trace(model, given)
+            inputs = model_graph.standardize(model, given)
+            if self.schedule.num_microbatches > 1 and not self._allow_mixing:
+                _check_synchronized(graph)
+                check_mixing(graph, inputs)
+            partition = self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
         devices = self._stage_devices
         self._lowerings[model] = Lowering(model, graph, partition.stages, self.schedule, devices, self._recompute)
 
@@ -200,17 +207,13 @@ class Pipeline(Strategy):
         return [f"/device:{self.devices[self.schedule.device_of(s)]}" for s in range(self.schedule.num_stages)]
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Refuse what micro-batches would silently compute differently; find out how losses divide.
+        """Find out how losses divide over micro-batches.
 
         Raises:
-            ValueError: If a loss does not divide, or a layer mixes the examples of a batch.
+            ValueError: If a loss does not divide.
         """
-        if self.schedule.num_microbatches > 1 and not self._allow_mixing:
-            graph = self._partitions[model].graph
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            _check_synchronized(graph)
-            check_mixing(graph, model_graph.standardize(model, inputs))
-        self._lowerings[model].prepare(batch)
+        with _compat_pipeline.undrawn():
+            self._lowerings[model].prepare(batch)
 
     def check_batch(self, batch: Any) -> None:
         """Refuse to train with batches of fewer examples than micro-batches.
