@@ -214,7 +214,9 @@ def _kinds(
     """Classify each loss by its values on one example, on some others, and on all of them together."""
 
     def measure() -> list[list[float]]:
-        return [losses_of(model, part) for part in parts]
+        first = losses_of(model, parts[0])
+        # Most models add no loss, and a large one takes long to run.
+        return [first, *(losses_of(model, part) for part in parts[1:])] if first else []
 
     num_others = float(data.num_rows(parts[1]))
     kinds = [_kind(values, num_others, what) for values in zip(*_tried(model, measure), strict=True)]

@@ -99,7 +99,7 @@ class Lowering:
         gradients = run.execution.gradients()
         loss = self._finish(batch, run, self._penalties(gradients, scale))
         # Updates wait for all that reads weights.
-        with tf.control_dependencies([*run.execution.ends, loss]), follow_data():
+        with tf.control_dependencies([tf.group(*run.execution.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
             if after:
                 variables = self._model.trainable_variables
@@ -215,8 +215,8 @@ class Lowering:
     def _finish(self, batch: Any, run: Run, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the loss of the batch; keep new states and count the loss."""
         loss = tf.add_n([tf.cast(part, keras.config.floatx()) for part in (*run.execution.losses, *penalties)])
-        with tf.control_dependencies([*run.execution.ends, loss]), follow_data():
-            new_states = [*run.execution.new_states(), *zip(run.loss.states, run.states, strict=True)]
+        new_states = [*run.execution.new_states(), *zip(run.loss.states, run.states, strict=True)]
+        with tf.control_dependencies([tf.group(*run.execution.ends, loss)]), follow_data():
             for variable, value in new_states:
                 variable.assign(value)
         self._update_trackers(batch, loss, run.execution)

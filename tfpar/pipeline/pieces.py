@@ -71,14 +71,14 @@ def cut(
         pieces_ops.append(ops)
         # What draws at random by TensorFlow's own state would draw something else a second time.
         known = known | ({op for op in ops if op.op_def.is_stateful} if again and number == 0 else ops)
-    pieces = []
+    pieces, whole = [], graph.as_graph_def()
     for number, ops in enumerate(pieces_ops):
         takes = _taken(ops, [])
         later = _wanted(pieces_ops[number + 1 :], results[number + 1 :])
         if again and number == 0:
             later = [tensor for tensor in later if tensor.op.op_def.is_stateful]
         gives = [tensor for tensor in _unique([*results[number], *later]) if tensor.op in ops]
-        pieces.append(_piece(graph, ops, takes, gives, device, jit_compile))
+        pieces.append(_piece(graph, whole, ops, takes, gives, device, jit_compile))
     return pieces
 
 
@@ -112,11 +112,11 @@ def _unique(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _piece(
-    graph: Any, ops: set[tf.Operation], takes: Sequence[tf.Tensor], gives: Sequence[tf.Tensor], device: str, jit: bool
-) -> Piece:
+    graph: Any, whole: Any, ops: set[tf.Operation], takes: Sequence[tf.Tensor], gives: Sequence[tf.Tensor], device: str,
+    jit: bool,
+) -> Piece:  # fmt: skip
     constants = {tensor.op for op in ops for tensor in op.inputs if tensor.op.type == "Const"}
     names = {op.name for op in ops | constants}
-    whole = graph.as_graph_def()
     part = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
     for node in whole.node:
         if node.name in names:

@@ -85,7 +85,8 @@ def _measured(
         return known[key]
     seconds = [_timed(call, values, variables) for _ in range(_REPEATS + 1)][1:] if times else [(0.0, 0.0)]
     operations = _count_flops(call, values, variables) if flops else 0.0
-    _forward(call, values, variables)
+    if not times:
+        _forward(call, values, variables)
     known[key] = min(forward for forward, _ in seconds), min(backward for _, backward in seconds), operations
     return known[key]
 
@@ -96,6 +97,7 @@ def _forward(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any
 
 
 def _timed(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, tf.Tensor]]) -> tuple[float, float]:
+    """Run a call forward and backward, add what it makes to the values, and return the seconds of both."""
     trainable = [tensor for variable, tensor in variables if variable.trainable]
     sources = [*(values[value] for value in call.inputs), *trainable]
     sources = [tensor for tensor in sources if tensor.dtype.is_floating]
@@ -109,7 +111,9 @@ def _timed(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, 
     outputs = [made[value] for value in call.outputs if made[value].dtype.is_floating]
     tape.gradient(outputs, sources)
     _wait()
-    return forward_ended - began, time.perf_counter() - forward_ended
+    ended = time.perf_counter()
+    values |= {value: made[value] for value in call.outputs}
+    return forward_ended - began, ended - forward_ended
 
 
 def _wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -27,6 +28,7 @@ class StepVariables:
         self._copies: dict[tuple[int, str], tf.Tensor] = {}
         self._now: dict[tuple[int, int], tf.Tensor] = {}  # by state and micro-batch
         self._changed: dict[int, tuple[keras.Variable, list[tuple[tf.Tensor, Microbatch]]]] = {}
+        self._counted: dict[Any, tf.Tensor] = {}  # by micro-batches and shape
 
     def read(self, stage: int, number: int) -> list[tf.Tensor]:
         """Return what a stage's parameters and states are for a micro-batch."""
@@ -69,9 +71,18 @@ class StepVariables:
         with tf.device(variable.value.device):
             if not first.dtype.is_floating and not counts:
                 return tf.identity(first)
-            # As a mean of changes, so that a state that no micro-batch moves stays to the last bit.
+            # As a mean of changes, so that a state that none moves stays to the last bit; of all micro-batches
+            # at once, since operations for each would be half of the graph of a model with BatchNormalization.
             before = self._read[id(variable)]
-            changes = [
-                (state - before) * tf.cast(one.counted > 0 if counts else one.part, state.dtype) for state, one in found
-            ]
-            return before + tf.add_n(changes)
+            states, microbatches = zip(*found, strict=True)
+            changes = tf.stack(states) - before
+            weights = self._weights(microbatches, changes.shape.rank, first.dtype, counts=counts)
+            return before + tf.reduce_sum(weights * changes, 0)
+
+    def _weights(self, microbatches: Sequence[Microbatch], rank: int, dtype: Any, *, counts: bool) -> tf.Tensor:
+        """Return what the change by each micro-batch counts, `[microbatches, 1, ...]`."""
+        key = tuple(map(id, microbatches)), rank, dtype, counts
+        if key not in self._counted:
+            weights = tf.stack([one.share if counts else one.part for one in microbatches])
+            self._counted[key] = tf.cast(tf.reshape(weights, [-1] + [1] * (rank - 1)), dtype)
+        return self._counted[key]
