@@ -153,8 +153,8 @@ def assert_finite(checkpoints: Path) -> None:
         (["--config", "nowhere.toml"], ["nowhere.toml", "must exist"]),
         (["surplus"], ["'surplus'", "--help"]),
         (
-            settings("strategy.kind=mirrored", "strategy.num_logical_cpus=3", "training.global_batch_size=2"),
-            ["training.global_batch_size = 2", "at least 3"],
+            settings("strategy.kind=mirrored", "strategy.num_logical_cpus=4", "training.global_batch_size=2"),
+            ["training.global_batch_size = 2", "at least 4"],
         ),
     ],
 )

@@ -192,7 +192,8 @@ def test_all_that_a_run_can_ask_of_the_loop_is_alike_on_three_replicas(
     ]
     one = call("--config", config_file, "--directory", "one", *settings(*asked, "strategy.kind=single_device"))
     assert one.code == 0, one
-    three = ["strategy.kind=mirrored", "callbacks.check_replicas_every_steps=5"]
+    three = ["strategy.kind=mirrored", 'strategy.devices=["CPU:0", "CPU:1", "CPU:2"]']
+    three.append("callbacks.check_replicas_every_steps=5")
     mirrored = call("--config", config_file, "--directory", "three", *settings(*asked, *three))
     assert mirrored.code == 0, mirrored
     assert "64 examples = 3 replicas x 21 to 22" in mirrored.out
