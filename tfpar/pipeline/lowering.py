@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_pipeline
+from tfpar import _compat, _compat_pipeline, data
 from tfpar.division import Division
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.executor import Execution
@@ -62,6 +62,7 @@ class Lowering:
         schedule: The order of a train step.
         devices: One a stage.
         recompute: Whether the backward pass runs the forward pass again.
+        adds_losses: Whether a layer adds a loss.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class Lowering:
         schedule: Schedule,
         devices: Sequence[str],
         recompute: bool,
+        adds_losses: bool,
     ) -> None:
-        self._model, self._graph, self._stages = model, graph, stages
+        self._model, self._graph, self._stages, self._adds_losses = model, graph, stages, adds_losses
         self._schedule, self._devices, self._recompute = schedule, devices, recompute
         self._division: Division | None = None
         self._compiled: dict[Any, Compiled] = {}
@@ -88,7 +90,13 @@ class Lowering:
         Raises:
             ValueError: If a loss does not divide.
         """
-        self._division = Division(self._model, batch, lambda model, inputs, training: self._call(inputs, training))
+
+        def call(model: keras.Model, inputs: Any, training: bool) -> Any:
+            return self._call(inputs, training) if depends_on_values else self._zeros(inputs)
+
+        # Else only the shapes of the losses are looked at, and a large model takes long to run without a graph.
+        depends_on_values = self._adds_losses or _compat.overridden(self._model, "compute_loss") or not self._has_shapes
+        self._division = Division(self._model, batch, call)
 
     def train_step(self, batch: Any) -> tf.Tensor:
         """Add one optimizer update to the graph; return the loss, a scalar."""
@@ -288,6 +296,18 @@ class Lowering:
         for stage in self._stages:
             model_graph.run(stage.calls, tensors, training)
         return keras.tree.map_structure(lambda value: tensors[value], self._graph.outputs)
+
+    @property
+    def _has_shapes(self) -> bool:
+        """Whether all sizes of the outputs but the number of examples are known."""
+        return all(None not in value.shape[1:] for value in keras.tree.flatten(self._graph.outputs))
+
+    def _zeros(self, inputs: Any) -> Any:
+        """Return outputs of the right shapes and types."""
+        num_examples = data.num_rows(inputs)
+        return keras.tree.map_structure(
+            lambda value: tf.zeros([num_examples, *value.shape[1:]], value.dtype), self._graph.outputs
+        )
 
     def _penalties(self, gradients: dict[int, Any], scale: tf.Tensor) -> list[tf.Tensor]:
         """Return the penalties on weights, once a step, and add their gradients."""

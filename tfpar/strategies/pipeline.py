@@ -139,14 +139,18 @@ class Pipeline(Strategy):
             return
         with _compat_pipeline.undrawn():
             given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            graph = model_graph.trace(model, given)
+            added: list[Any] = []
+            with _compat.collect_added_losses(lambda: added):
+                graph = model_graph.trace(model, given)
             inputs = model_graph.standardize(model, given)
             if self.schedule.num_microbatches > 1 and not self._allow_mixing:
                 _check_synchronized(graph)
                 check_mixing(graph, inputs)
             partition = self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
-        devices = self._stage_devices
-        self._lowerings[model] = Lowering(model, graph, partition.stages, self.schedule, devices, self._recompute)
+        adds_losses = bool(added) or any(layer.activity_regularizer for layer in _compat.all_layers(model))
+        self._lowerings[model] = Lowering(
+            model, graph, partition.stages, self.schedule, self._stage_devices, self._recompute, adds_losses
+        )
 
     def _divide(
         self, model: keras.Model, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
