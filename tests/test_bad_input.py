@@ -179,7 +179,7 @@ def test_each_of_several_problems_is_an_error_line(call: command.InProcess) -> N
 
 def test_a_batch_smaller_than_the_devices_found_is_refused(call: command.InProcess, digits: list[str]) -> None:
     outcome = call(*digits, *settings("strategy.kind=mirrored", "training.global_batch_size=2"))
-    assert_one_sentence(outcome, "global_batch_size", "2", "3")
+    assert_one_sentence(outcome, "global_batch_size", "2", "4")
 
 
 def test_a_device_that_does_not_exist_is_refused_with_those_that_do(call: command.InProcess) -> None:
