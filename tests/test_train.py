@@ -2,6 +2,7 @@
 
 import configparser
 import importlib
+import itertools
 import json
 import os
 import pty
@@ -177,9 +178,8 @@ def test_two_replicas_train_the_weights_of_one_device(on_terminal: Outcome, fold
         assert line == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.usefixtures("logical_cpus")
 def test_all_that_a_run_can_ask_of_the_loop_is_alike_on_three_replicas(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    logical_cpus: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     call = command.InProcess(capfd, monkeypatch, tmp_path)
     config_file = str(ROOT / "configs" / "regression_small.toml")
@@ -193,6 +193,7 @@ def test_all_that_a_run_can_ask_of_the_loop_is_alike_on_three_replicas(
     one = call("--config", config_file, "--directory", "one", *settings(*asked, "strategy.kind=single_device"))
     assert one.code == 0, one
     three = ["strategy.kind=mirrored", 'strategy.devices=["CPU:0", "CPU:1", "CPU:2"]']
+    three.append(f"strategy.num_logical_cpus={len(logical_cpus)}")
     three.append("callbacks.check_replicas_every_steps=5")
     mirrored = call("--config", config_file, "--directory", "three", *settings(*asked, *three))
     assert mirrored.code == 0, mirrored
@@ -247,7 +248,8 @@ def test_the_command_in_a_configs_header_is_one_that_runs_it(path: Path, tmp_pat
     if words[2] == "tfpar.launch":  # what follows -- are the train command's
         words = ["python", "-m", "tfpar.train", *words[words.index("--") + 1 :]]
     assert words[:5] == ["python", "-m", "tfpar.train", "--config", f"configs/{path.name}"]
-    config.load(ROOT / words[4], [value for flag, value in zip(words[5::2], words[6::2], strict=True)])
-    assert set(words[5::2]) <= {"--set"}
+    overrides = [value for flag, value in itertools.pairwise(words[5:]) if flag == "--set"]
+    config.load(ROOT / words[4], overrides)
+    assert set(words[5:]) <= {"--set", "--trace", *overrides}
     for key in ("Time", "Result"):
         assert "to be measured" not in header[key], f"{key} is to be measured, and then to stand there"
