@@ -16,8 +16,8 @@ from tests import multi_worker_cases as cases
 from tests import small, workers
 from tests.multi_worker_cases import Trained
 from tests.parity_cases import CASES
-from tests.test_parity import computing_in, reference
-from tfpar.parity import TOLERANCES, relative_difference
+from tests.test_parity import computing_in, differences, reference
+from tfpar.parity import relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 
@@ -56,17 +56,10 @@ def job(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Iterator
 def test_equals_one_device_after_20_steps(job: Job, num_workers: int, dtype: str, name: str) -> None:
     answers_of = job(num_workers).answers
     with computing_in(dtype):
-        expected_history, expected_weights = reference(name, dtype)
+        expected = reference(name, dtype)
     for rank, answer in enumerate(answers_of(f"{dtype} {name}")):
         assert not isinstance(answer, workers.Raised), f"worker {rank}: {answer.trace}"
-        history, weights = answer
-        assert history.keys() == expected_history.keys(), f"worker {rank}"
-        for key, values in expected_history.items():
-            difference = relative_difference(np.array(history[key]), np.array(values))
-            assert difference <= TOLERANCES[dtype], f"worker {rank}, {key}: {history[key]} instead of {values}"
-        for index, (actual, expected) in enumerate(zip(weights, expected_weights, strict=True)):
-            difference = relative_difference(actual, expected)
-            assert difference <= TOLERANCES[dtype], f"worker {rank}, weight {index} differs by {difference:.2g}"
+        assert not list(differences(answer, expected, dtype)), f"worker {rank}"
 
 
 @pytest.fixture(scope="module")

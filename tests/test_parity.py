@@ -41,7 +41,10 @@ def computing_in(dtype: str) -> Iterator[None]:
     keras.config.set_dtype_policy("float32")
 
 
-def train(case: Case, fit: Any, model: keras.Model, **more: Any) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+Result = tuple[dict[str, list[float]], list[np.ndarray]]  # the history, and the weights of model and optimizer
+
+
+def train(case: Case, fit: Any, model: keras.Model, **more: Any) -> Result:
     data = case.data()
     validation = {"validation_data": data} if case.validates else {}
     history = fit(data, epochs=case.epochs, verbose=0, **case.fit, **validation, **more).history
@@ -49,24 +52,33 @@ def train(case: Case, fit: Any, model: keras.Model, **more: Any) -> tuple[dict[s
 
 
 @functools.cache
-def reference(name: str, dtype: str) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+def reference(name: str, dtype: str) -> Result:
     """Keras' own `fit`, without any strategy; the same for all strategies."""
     keras.utils.set_random_seed(0)
     model = CASES[name].build()
     return train(CASES[name], model.fit, model)
 
 
+def differences(found: Result, expected: Result, dtype: str) -> Iterator[str]:
+    """Say what of a result is not as expected."""
+    (logs, weights), (expected_logs, expected_weights) = found, expected
+    if logs.keys() != expected_logs.keys():
+        yield f"the logs hold {list(logs)} instead of {list(expected_logs)}"
+        return
+    for name, values in expected_logs.items():
+        if not relative_difference(np.array(logs[name]), np.array(values)) <= TOLERANCES[dtype]:
+            yield f"{name}: {logs[name]} instead of {values}"
+    for index, (actual, wanted) in enumerate(zip(weights, expected_weights, strict=True)):
+        difference = relative_difference(actual, wanted)
+        if not difference <= TOLERANCES[dtype]:
+            yield f"weight {index} of shape {actual.shape} differs by {difference:.2g}"
+
+
 @pytest.mark.parametrize(("dtype", "strategy", "name"), TABLE, ids=lambda value: str(value).replace(" ", "_"))
 def test_equals_one_device_after_20_steps(dtype: str, strategy: str, name: str) -> None:
     case = CASES[name]
     with computing_in(dtype):
-        expected_history, expected_weights = reference(name, dtype)
+        expected = reference(name, dtype)
         trainer = tfpar.Trainer(case.build, STRATEGIES[strategy](), seed=0)
-        history, weights = train(case, trainer.fit, trainer.model, steps_per_call=case.steps_per_call)
-    assert history.keys() == expected_history.keys()
-    for key, values in expected_history.items():
-        difference = relative_difference(np.array(history[key]), np.array(values))
-        assert difference <= TOLERANCES[dtype], f"{key}: {history[key]} instead of {values}"
-    for index, (actual, expected) in enumerate(zip(weights, expected_weights, strict=True)):
-        difference = relative_difference(actual, expected)
-        assert difference <= TOLERANCES[dtype], f"weight {index} of shape {actual.shape} differs by {difference:.2g}"
+        found = train(case, trainer.fit, trainer.model, steps_per_call=case.steps_per_call)
+    assert not list(differences(found, expected, dtype))

@@ -47,4 +47,4 @@ def test_the_rows_cover_the_table() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row).replace(" ", "_"))
 def test_equals_one_device_after_20_steps(row: Row) -> None:
-    assert list(pipeline_cases.differences(row)) == []
+    assert pipeline_cases.differences_of(row) == []
