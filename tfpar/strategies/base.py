@@ -76,6 +76,9 @@ class Strategy(abc.ABC):
     def check_scope(self, model: keras.Model) -> None:
         """Refuse a model that was not built in this strategy's scope.
 
+        It comes right after the scope, so that a strategy that gives weights their memory later does it here where
+        the model's shapes are known.
+
         Raises:
             ValueError: If it was not.
         """

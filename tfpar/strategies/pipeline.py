@@ -21,10 +21,10 @@ from tfpar.pipeline.partition import Balance, MemoryNeeds, Partition, check_bala
 from tfpar.pipeline.placement import place_weights
 from tfpar.pipeline.profile import measure
 from tfpar.pipeline.simulate import Timeline
-from tfpar.strategies.base import Distributed, Strategy
+from tfpar.strategies.one_copy import OneCopy
 
 
-class Pipeline(Strategy):
+class Pipeline(OneCopy):
     """Train a model in stages on several devices of this machine, equal to one device.
 
         device 0   F0 F1 F2    B0 F3 B1 …        F: a micro-batch forward through the layers of this stage
@@ -58,7 +58,6 @@ class Pipeline(Strategy):
         >>> trainer = tfpar.Trainer(build_model, tfpar.Pipeline(num_stages=2, num_microbatches=8))
     """
 
-    num_replicas = 1
     compiles_with_xla = False
 
     def __init__(
@@ -102,29 +101,13 @@ class Pipeline(Strategy):
             * self._recompute
         )
 
-    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
-        """Return the global batches as they are: the step cuts them."""
-        return Distributed(dataset.whole() if isinstance(dataset, data.Sharded) else dataset)
-
-    def local_batch(self, element: Any) -> Any:
-        """Return the element: it is the global batch."""
-        return element
-
-    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
-        """Return the number of examples of the batch."""
-        return data.num_rows(element)
-
     def check_scope(self, model: keras.Model) -> None:
         """Give the model's weights memory where their stages run, as far as layers and shapes are known.
 
         Raises:
             ValueError: If it was built for several devices already, or cannot be divided.
         """
-        if isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy):
-            raise ValueError(
-                f"{model.name!r} must be built for one device, and it was built in the scope of a MirroredStrategy. "
-                "Build it in the model function that tfpar.Trainer calls."
-            )
+        super().check_scope(model)
         if model.built and getattr(model, "inputs", None):
             graph = model_graph.trace(model)
             self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
@@ -244,14 +227,6 @@ class Pipeline(Strategy):
         """Return the model's outputs, `[batch, ...]` each."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         return self._lowerings[model].predict_step(inputs)
-
-    def end_call(self, model: keras.Model) -> None:
-        """Do nothing: every step is complete by itself."""
-
-    def finalize_weights(self, model: keras.Model) -> None:
-        """Overwrite the weights with their moving average where the optimizer keeps one."""
-        with _compat.one_device_optimizer():
-            model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
 def _check_synchronized(graph: model_graph.Graph) -> None:

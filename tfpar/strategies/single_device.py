@@ -9,10 +9,10 @@ import keras
 import tensorflow as tf
 
 from tfpar import _compat, cluster, data
-from tfpar.strategies.base import Distributed, Strategy
+from tfpar.strategies.one_copy import OneCopy
 
 
-class SingleDevice(Strategy):
+class SingleDevice(OneCopy):
     """Train on one device, without any `tf.distribute` strategy.
 
     The steps are those of Keras' own `fit`, in tfpar's loop: the same weights, with less time spent between steps.
@@ -25,8 +25,6 @@ class SingleDevice(Strategy):
         >>> strategy.num_replicas
         1
     """
-
-    num_replicas = 1
 
     def __init__(self, device: str | None = None) -> None:
         self.device = None if device is None else cluster.resolve_devices([device])[0]
@@ -42,32 +40,8 @@ class SingleDevice(Strategy):
         gpus = tf.config.list_logical_devices("GPU")
         return f"SingleDevice on {'GPU:0' if gpus else 'CPU:0'}"
 
-    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
-        """Return the global batches as they are."""
-        return Distributed(dataset.whole() if isinstance(dataset, data.Sharded) else dataset)
-
-    def local_batch(self, element: Any) -> Any:
-        """Return the element: it is the global batch."""
-        return element
-
-    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
-        """Return the number of examples of the batch."""
-        return data.num_rows(element)
-
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Accept every model: one device is what the others are measured by."""
-
-    def check_scope(self, model: keras.Model) -> None:
-        """Refuse a model that was built for several devices.
-
-        Raises:
-            ValueError: If it was built in the scope of a strategy for several.
-        """
-        if isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy):
-            raise ValueError(
-                f"{model.name!r} must be built for one device, and it was built in the scope of a MirroredStrategy. "
-                "Build it in the model function that tfpar.Trainer calls, or train it with tfpar.fit."
-            )
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
@@ -93,13 +67,6 @@ class SingleDevice(Strategy):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with self.scope():
             return _compat.call_model(model, inputs, training=False)
-
-    def end_call(self, model: keras.Model) -> None:
-        """Do nothing: every step is complete by itself."""
-
-    def finalize_weights(self, model: keras.Model) -> None:
-        """Overwrite the weights with their moving average where the optimizer keeps one."""
-        model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
 def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any, list[Any]]:

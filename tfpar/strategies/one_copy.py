@@ -1,0 +1,49 @@
+"""What strategies with one copy of the model have in common: their steps take whole global batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, data
+from tfpar.strategies.base import Distributed, Strategy
+
+
+class OneCopy(Strategy):
+    """A strategy under which each weight exists once, and whose steps take every global batch whole."""
+
+    num_replicas = 1
+
+    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
+        """Return the global batches as they are."""
+        return Distributed(dataset.whole() if isinstance(dataset, data.Sharded) else dataset)
+
+    def local_batch(self, element: Any) -> Any:
+        """Return the element: it is the global batch."""
+        return element
+
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the number of examples of the batch, an int64 scalar."""
+        return data.num_rows(element)
+
+    def check_scope(self, model: keras.Model) -> None:
+        """Refuse a model that was built for several devices.
+
+        Raises:
+            ValueError: If it was built in the scope of a strategy for several.
+        """
+        if isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy):
+            raise ValueError(
+                f"{model.name!r} must be built for one device, and it was built in the scope of a MirroredStrategy. "
+                "Build it in the model function that tfpar.Trainer calls, or train it with tfpar.fit."
+            )
+
+    def end_call(self, model: keras.Model) -> None:
+        """Do nothing: every step is complete by itself."""
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average where the optimizer keeps one."""
+        with _compat.one_device_optimizer():
+            model.optimizer.finalize_variable_values(model.trainable_variables)
