@@ -170,6 +170,11 @@ def own_metrics(model: keras.Model) -> list[keras.Metric]:
     return [metric for metric in held if not any(metric is other for other in compiled)]
 
 
+def counts_metrics(model: keras.Model) -> bool:
+    """Say whether a model was compiled with metrics, or counts some of its own (Keras 3.15)."""
+    return model._compile_metrics is not None or overridden(model, "compute_metrics")
+
+
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
     """Call a model as Keras' own step does: `training` only where its `call` takes it (Keras 3.15)."""
     return model(inputs, training=training) if model._call_has_training_arg else model(inputs)

@@ -30,7 +30,7 @@ class Compiled(NamedTuple):
     Args:
         programs: Of the stages.
         loss: Behind the last stage.
-        update_metrics: Takes how many examples count, a micro-batch, the outputs and their masks.
+        update_metrics: Takes how many examples count, a micro-batch, the outputs and their masks; None without metrics.
     """
 
     programs: Programs
@@ -79,6 +79,7 @@ class Lowering:
         self._schedule, self._devices, self._recompute = schedule, devices, recompute
         self._division: Division | None = None
         self._compiled: dict[Any, Compiled] = {}
+        self._forward: tuple[Any, Programs] | None = None  # evaluate and predict have them in common
         _compat_pipeline.random_state_of_no_layer()  # made now, so that no step makes it and is traced twice for it
 
     def prepare(self, batch: Any) -> None:
@@ -165,7 +166,7 @@ class Lowering:
         """
         assert self._division is not None, "prepare comes before the steps"
         specs = _specs(batch)
-        key = (training, str(specs), tuple(map(id, self._model.trainable_variables)))
+        key = (training, str(specs), self._trainable)
         if key not in self._compiled:
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
             programs = self._programs(inputs, training=training)
@@ -180,7 +181,8 @@ class Lowering:
                 programs = without_dead_ends(programs, live, **self._options(training=True))
             self._check_own_loss(programs)
             self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
-            self._compiled[key] = Compiled(programs, loss, self._metrics_program(programs, specs))
+            metrics = self._metrics_program(programs, specs) if _compat.counts_metrics(self._model) else None
+            self._compiled[key] = Compiled(programs, loss, metrics)
         return self._compiled[key]
 
     @property
@@ -212,7 +214,7 @@ class Lowering:
             one = microbatches[number]
             part = compiled.loss.part(one, outputs, states, divisors, scale)
             states[:] = [tf.where(one.counted > 0, new, old) for new, old in zip(part.states, states, strict=True)]
-            if not timed:
+            if compiled.update_metrics is not None and not timed:
                 tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
                 compiled.update_metrics(one.counted, one.batch, tensors, masks)
             return part
@@ -231,13 +233,24 @@ class Lowering:
         return loss
 
     def _programs(self, inputs: Any, *, training: bool) -> Programs:
+        key = (str(inputs), self._trainable)
+        if not training and self._forward is not None and self._forward[0] == key:
+            return self._forward[1]
         flat = tf.function(self._flat_list, autograph=False).get_concrete_function(inputs).structured_outputs
         flows = {
             value: Flow(tf.TensorSpec([None, *one.shape[1:]], one.dtype))
             for value, one in zip(self._graph.inputs, flat, strict=True)
         }
         outputs = keras.tree.flatten(self._graph.outputs)
-        return compile_stages(self._stages, flows, outputs, self._devices, **self._options(training=training))
+        programs = compile_stages(self._stages, flows, outputs, self._devices, **self._options(training=training))
+        if not training:
+            self._forward = key, programs
+        return programs
+
+    @property
+    def _trainable(self) -> tuple[int, ...]:
+        """Which weights train, for what was compiled with others."""
+        return tuple(map(id, self._model.trainable_variables))
 
     def _options(self, *, training: bool) -> dict[str, Any]:
         options = {
