@@ -94,16 +94,21 @@ def place(variable: Any, device: str) -> bool:
         Whether it was elsewhere, or nowhere, before.
     """
     current = variable._value
+    if current is not None and _short(current.device) == _short(device):
+        return False
     with tf.init_scope(), tf.device(device):
         if current is None:
             variable._initialize_with_initializer(variable._initializer)
             variable._initializer = None
-        elif tf.DeviceSpec.from_string(current.device).to_string().endswith(tf.DeviceSpec.from_string(
-            device if device.startswith("/") else f"/device:{device}").to_string()):  # fmt: skip
-            return False
         else:
             variable._initialize(tf.identity(current))
     return True
+
+
+def _short(device: str) -> tuple[str, int]:
+    """Return type and number of a device of this process, named in full or in short."""
+    spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
+    return spec.device_type, spec.device_index
 
 
 def random_state_of_no_layer() -> Any:

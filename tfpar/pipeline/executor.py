@@ -22,7 +22,7 @@ from tfpar.pipeline.microbatches import Microbatch
 from tfpar.pipeline.programs import Programs
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.split import Stage
-from tfpar.pipeline.stage import Forward, Travelling
+from tfpar.pipeline.stage import Forward, Travelling, tensors_of
 from tfpar.pipeline.variables import StepVariables
 
 
@@ -184,14 +184,14 @@ class Execution:
         if weights is not None:
             self._add(stage, weights)
             del self._forwards[stage, number]
-        return _dense([*inputs, *(weights or [])]) or [tf.zeros([])]
+        return tensors_of([inputs, weights]) or [tf.zeros([])]
 
     def _weights(self, action: Action) -> list[tf.Tensor]:
         _, stage, number = action
         program = self._programs.stages[stage]
         weights = program.weight_gradients(self._forwards.pop((stage, number)))
         self._add(stage, weights)
-        return _dense(weights) or [tf.zeros([])]
+        return tensors_of(weights) or [tf.zeros([])]
 
     def _add(self, stage: int, gradients: list[Any]) -> None:
         total = self._gradients[stage]
@@ -224,8 +224,3 @@ def _plus(one: Any, other: Any, same_rows: bool = False) -> Any:
             tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0), one.dense_shape
         )
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
-
-
-def _dense(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    """Return one tensor that stands for all results of a function call, or none if it gives none."""
-    return [tensor for tensor in tf.nest.flatten(gradients, expand_composites=True) if tensor is not None]

@@ -66,12 +66,11 @@ class LossProgram:
         self._num_divisors = 0
         self._found: list[bool] = []
         count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
-        # Traced a first time to learn how many divisors must be known before.
         specs = [batch, [flow.spec for flow in self._flows], [flow.mask for flow in self._flows]]
         specs += [[tf.TensorSpec(variable.shape, variable.dtype) for variable in self.states], count, count, count]
-        _traced(self._body, *specs, None, scalar)
-        divisors = tf.TensorSpec([self._num_divisors], tf.float64)
-        self._function = _traced(self._body, *specs, divisors, scalar)
+        self._function = tf.function(
+            self._body, autograph=False, experimental_attributes={"_noinline": True}
+        ).get_concrete_function(*specs, tf.TensorSpec([None], tf.float64), scalar)
         self._check_reads()
 
     @property
@@ -136,7 +135,7 @@ class LossProgram:
 
     def _body(
         self, batch: Any, tensors: list[tf.Tensor], masks: list[Any], states: list[tf.Tensor], counted: tf.Tensor,
-        size: tf.Tensor, num_examples: tf.Tensor, divisors: tf.Tensor | None, scale: tf.Tensor,
+        size: tf.Tensor, num_examples: tf.Tensor, divisors: tf.Tensor, scale: tf.Tensor,
     ) -> Any:  # fmt: skip
         share = tf.cast(counted > 0, keras.config.floatx())
         outputs = [_compat_pipeline.with_mask(one, mask) for one, mask in zip(tensors, masks, strict=True)]
@@ -145,7 +144,7 @@ class LossProgram:
         def known(weight: tf.Tensor) -> tf.Tensor:
             nonlocal taken
             taken += 1
-            return weight if divisors is None else tf.cast(divisors[taken - 1], weight.dtype)
+            return tf.cast(divisors[taken - 1], weight.dtype)
 
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._trackers]
@@ -195,8 +194,3 @@ class LossProgram:
                     f"{type(self._model).__name__}.compute_loss reads the weight {variable.path!r}. Let a layer "
                     "compute what needs it, with add_loss or as an output, or train on SingleDevice()."
                 )
-
-
-def _traced(body: Callable[..., Any], *specs: Any) -> Any:
-    attributes = {"_noinline": True}
-    return tf.function(body, autograph=False, experimental_attributes=attributes).get_concrete_function(*specs)

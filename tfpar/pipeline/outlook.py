@@ -58,7 +58,7 @@ def look_ahead(
         activation_bytes=tuple(program.kept_bytes(microbatch_size) for program in programs.stages),
         fixed_bytes=tuple(memory.fixed(costs) for costs in partition.costs_of_stages),
     )
-    alive = schedules.peak_activations(schedule)
+    alive, crossing = schedules.peak_activations(schedule), partition.crossing
     rows = [
         StageRow(
             stage=index,
@@ -70,7 +70,7 @@ def look_ahead(
             forward_seconds=durations.forward_seconds[index],
             backward_seconds=durations.backward_seconds[index] + durations.weight_gradient_seconds[index],
             memory_bytes=durations.fixed_bytes[index] + alive[index] * durations.activation_bytes[index],
-            cut_bytes=microbatch_size * sum(map(bytes_per_example, partition.crossing[index]))
+            cut_bytes=microbatch_size * sum(map(bytes_per_example, crossing[index]))
             if index < len(partition.stages) - 1
             else None,
         )

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import _compat_pipeline
-from tfpar.pipeline.split import Stage
+from tfpar.pipeline.split import Stage, owner_of
 
 
 def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence[str]) -> None:
@@ -24,12 +24,8 @@ def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence
         stages: Its stages.
         devices: One a stage.
     """
-    home: dict[int, str] = {}
-    for stage, device in zip(stages, devices, strict=True):
-        for call in stage.calls:
-            for variable in call.variables:
-                home.setdefault(id(variable), device)
-    moved = [_compat_pipeline.place(variable, home.get(id(variable), devices[-1])) for variable in model.variables]
+    owners = owner_of(stages, model.variables)
+    moved = [_compat_pipeline.place(variable, devices[owners[id(variable)]]) for variable in model.variables]
     if any(moved) and model.optimizer is not None and model.optimizer.built:
         _compat_pipeline.move_optimizer(model.optimizer, model.trainable_variables)
 
@@ -44,26 +40,27 @@ def follow_data() -> Iterator[None]:
     if tf.executing_eagerly():
         yield
         return
-    with tf.compat.v1.get_default_graph().device(_device_of_largest_input):
+    captured: dict[int, Any] = {}
+
+    def device_of(tensor: Any) -> str:
+        """Return where a tensor is; that of a captured one is known outside of its graph."""
+        while not tensor.device and hasattr(tensor, "op") and tensor.op.type == "Placeholder":
+            if id(tensor) not in captured:
+                captured.update((id(inner), outer) for outer, inner in tensor.graph.captures)
+            if id(tensor) not in captured:
+                return ""
+            tensor = captured[id(tensor)]
+        return str(tensor.device)
+
+    def device_of_largest_input(op: tf.Operation) -> str:
+        largest, where = -1.0, ""
+        for tensor in op.inputs:
+            device = device_of(tensor)
+            # A handle stands for all of its variable.
+            size = float("inf") if tensor.dtype == tf.resource else tensor.shape.num_elements() or 0
+            if device and size > largest:
+                largest, where = size, device
+        return op.device or where
+
+    with tf.compat.v1.get_default_graph().device(device_of_largest_input):
         yield
-
-
-def _device_of_largest_input(op: tf.Operation) -> str:
-    largest, where = -1.0, ""
-    for tensor in op.inputs:
-        device = _device_of(tensor)
-        # A handle stands for all of its variable.
-        size = float("inf") if tensor.dtype == tf.resource else tensor.shape.num_elements() or 0
-        if device and size > largest:
-            largest, where = size, device
-    return op.device or where
-
-
-def _device_of(tensor: Any) -> str:
-    """Return where a tensor is; that of a captured one is known outside of its graph."""
-    while not tensor.device and hasattr(tensor, "op"):
-        outer = next((outer for outer, inner in getattr(tensor.graph, "captures", ()) if inner is tensor), None)
-        if outer is None:
-            return ""
-        tensor = outer
-    return str(tensor.device)

@@ -77,6 +77,9 @@ class StageProgram:
         model_variables: All variables of the model, among which a layer may read those of another.
         dead: Values that it makes and that no loss depends on, so that no gradient comes back for them.
 
+    Attributes:
+        same_rows: For each of `parameters`, whether its gradient has the same rows for every micro-batch.
+
     Raises:
         ValueError: If a layer changes a weight while it is called.
     """
@@ -107,8 +110,9 @@ class StageProgram:
             self._trace()
         results = [[t for t in (*self._made, *self._masks, *self._new_states, *self._losses) if t is not None]]
         if training:
-            both = [_tensors(self._input_gradients), _tensors(self._weight_gradients)]
+            both = [tensors_of(self._input_gradients), tensors_of(self._weight_gradients)]
             results += both if splits_backward else [[*both[0], *both[1]]]
+        self.same_rows = self._find_same_rows()
         inputs = [*self._arguments, *(tensor for tensor in self._upstream if tensor is not None)]
         pieces: list[Any] = cut(self._graph, inputs, results, device, again=recompute, jit_compile=jit_compile)
         self._forward, self._backward, self._weights = (*pieces, None, None)[:3]
@@ -123,21 +127,23 @@ class StageProgram:
         handles = {id(outer) for outer, _ in self._graph.captures if outer.dtype == tf.resource}
         return [variable for variable in variables if id(variable.value.handle) in handles]
 
+    def _find_same_rows(self) -> list[bool]:
+        """Say of the gradient of each of `parameters` whether it has the same rows for every micro-batch."""
+        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in self._weight_gradients]
+        if not any(sparse):
+            return sparse
+        varying = _reached_from(self._flows)  # a position is looked up whatever the examples are
+        return [
+            is_sparse and gradient.indices.op not in varying
+            for is_sparse, gradient in zip(sparse, self._weight_gradients, strict=True)
+        ]
+
     @property
     def sends(self) -> list[Flow]:
         """What is known of the values that it makes, in the order of `stage.outputs`."""
         return [
             Flow(tf.TensorSpec(made.shape, made.dtype), _spec(mask), upstream is not None)
             for made, mask, upstream in zip(self._made, self._masks, self._upstream, strict=True)
-        ]
-
-    @property
-    def same_rows(self) -> list[bool]:
-        """Whether the gradient of each of `parameters` has the same rows for every micro-batch, as of positions."""
-        varying = _reached_from(self._flows)
-        return [
-            isinstance(gradient, tf.IndexedSlices) and gradient.indices.op not in varying
-            for gradient in self._weight_gradients
         ]
 
     @property
@@ -244,7 +250,7 @@ class StageProgram:
             self._new_states = [None if new is old else new for new, old in zip(new_states, before, strict=True)]
             self._losses = list(scope.losses)
             self._differentiate()
-        return [*_tensors(self._made), *_tensors(self._input_gradients), *_tensors(self._weight_gradients)]
+        return [*tensors_of(self._made), *tensors_of(self._input_gradients), *tensors_of(self._weight_gradients)]
 
     def _check_parameters(self, after: Sequence[tf.Tensor], before: Sequence[tf.Tensor]) -> None:
         for variable, new, old in zip(self.parameters, after, before, strict=False):
@@ -293,7 +299,8 @@ def _reached_from(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
     return reached
 
 
-def _tensors(structure: Any) -> list[tf.Tensor]:
+def tensors_of(structure: Any) -> list[tf.Tensor]:
+    """Return all tensors in a structure, those of indexed slices too; a None holds none."""
     return [tensor for tensor in tf.nest.flatten(structure, expand_composites=True) if tensor is not None]
 
 
