@@ -16,6 +16,7 @@ from tfpar.pipeline.executor import Execution
 from tfpar.pipeline.graph import Graph, Value
 from tfpar.pipeline.loss import LossPart, LossProgram
 from tfpar.pipeline.microbatches import cut_batch
+from tfpar.pipeline.penalties import add_penalties
 from tfpar.pipeline.placement import follow_data
 from tfpar.pipeline.programs import Programs, compile_stages, without_dead_ends
 from tfpar.pipeline.schedule import Action, Schedule
@@ -106,7 +107,7 @@ class Lowering:
         run = self._begin(batch, scale, training=True)
         run.execution.run(self._schedule.in_order())
         gradients = run.execution.gradients()
-        loss = self._finish(batch, run, self._penalties(gradients, scale))
+        loss = self._finish(batch, run, add_penalties(self._model, gradients, scale))
         # Updates wait for all that reads weights.
         with tf.control_dependencies([tf.group(*run.execution.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
@@ -121,7 +122,7 @@ class Lowering:
         scale = tf.ones((), keras.config.floatx())
         run = self._begin(batch, scale, training=False)
         run.execution.run(self._forwards())
-        return self._finish(batch, run, self._penalties({}, scale))
+        return self._finish(batch, run, add_penalties(self._model, {}, scale))
 
     def predict_step(self, inputs: Any) -> Any:
         """Add the forward pass of a batch to the graph; return the model's outputs, `[batch, ...]` each."""
@@ -321,24 +322,6 @@ class Lowering:
         return keras.tree.map_structure(
             lambda value: tf.zeros([num_examples, *value.shape[1:]], value.dtype), self._graph.outputs
         )
-
-    def _penalties(self, gradients: dict[int, Any], scale: tf.Tensor) -> list[tf.Tensor]:
-        """Return the penalties on weights, once a step, and add their gradients."""
-        penalties = []
-        for variable in self._model.trainable_variables:
-            if variable.regularizer is None:
-                continue
-            with tf.device(variable.value.device), tf.GradientTape() as tape:
-                weight = variable.value.read_value()
-                tape.watch(weight)
-                penalty = tf.reduce_sum(variable.regularizer(weight))
-                scaled = penalty * tf.cast(scale, penalty.dtype)
-            gradient = tape.gradient(scaled, weight)
-            if gradient is not None:
-                known = gradients.get(id(variable))
-                gradients[id(variable)] = gradient if known is None else tf.convert_to_tensor(known) + gradient
-            penalties.append(penalty)
-        return penalties
 
     def _update_trackers(self, batch: Any, loss: tf.Tensor, execution: Execution) -> None:
         """Count the loss of the step, and that of each output where Keras logs them."""
