@@ -1,7 +1,9 @@
 """Four logical CPUs for the whole session: a strategy takes as many of them as its test asks for."""
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,3 +26,11 @@ def logical_cpus() -> list[str]:
 
     tfpar.use_logical_cpus(4)
     return ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_remains() -> Iterator[None]:
+    """Collections of garbage leave out the millions of objects that TensorFlow keeps of what earlier modules traced."""
+    yield
+    gc.collect()
+    gc.freeze()
