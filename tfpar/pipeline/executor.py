@@ -16,13 +16,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpar.pipeline.gradients import sum_on, tensors_of
 from tfpar.pipeline.graph import Value
 from tfpar.pipeline.loss import LossPart
 from tfpar.pipeline.microbatches import Microbatch
 from tfpar.pipeline.programs import Programs
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.split import Stage
-from tfpar.pipeline.stage import Forward, Travelling, tensors_of
+from tfpar.pipeline.stage import Forward, Travelling
 from tfpar.pipeline.variables import StepVariables
 
 
@@ -102,7 +103,7 @@ class Execution:
             for variable, gradient in zip(program.parameters, gradients or [], strict=False):
                 if gradient is not None:
                     found[id(variable)].append(gradient)
-        return {key: _sum_on(None, gradients) for key, gradients in found.items()}
+        return {key: sum_on(None, gradients) for key, gradients in found.items()}
 
     def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
         """Return every state that changed with its value after the step."""
@@ -124,7 +125,7 @@ class Execution:
         return self._arrived[key]
 
     def _sum(self, value: Value, microbatch: int, device: str) -> tf.Tensor | None:
-        return _sum_on(device, self._upstream.pop((value, microbatch), []))
+        return sum_on(device, self._upstream.pop((value, microbatch), []))
 
     def _at(
         self, action: Action, device: str, arrived: Sequence[tf.Tensor], act: Callable[[], list[tf.Tensor]]
@@ -177,50 +178,18 @@ class Execution:
     def _backward(self, action: Action, upstream: list[tf.Tensor | None]) -> list[tf.Tensor]:
         _, stage, number = action
         program, done = self._programs.stages[stage], self._forwards[stage, number]
-        inputs, weights = program.backward(done, upstream)
+        inputs, sums = program.backward(done, upstream, self._gradients[stage])
         for value, gradient in zip(program.stage.inputs, inputs, strict=True):
             if gradient is not None:
                 self._upstream[value, number].append(gradient)
-        if weights is not None:
-            self._add(stage, weights)
+        if sums is not None:
+            self._gradients[stage] = sums
             del self._forwards[stage, number]
-        return tensors_of([inputs, weights]) or [tf.zeros([])]
+        return tensors_of([inputs, sums]) or [tf.zeros([])]
 
     def _weights(self, action: Action) -> list[tf.Tensor]:
         _, stage, number = action
-        program = self._programs.stages[stage]
-        weights = program.weight_gradients(self._forwards.pop((stage, number)))
-        self._add(stage, weights)
-        return tensors_of(weights) or [tf.zeros([])]
-
-    def _add(self, stage: int, gradients: list[Any]) -> None:
-        total = self._gradients[stage]
-        same_rows = self._programs.stages[stage].same_rows
-        self._gradients[stage] = gradients if total is None else list(map(_plus, total, gradients, same_rows))
-
-
-def _sum_on(device: str | None, tensors: Sequence[Any]) -> Any:
-    total = None
-    for tensor in tensors:
-        if device is not None:
-            with tf.device(device):
-                tensor = tf.identity(tensor)
-        total = tensor if total is None else _plus(total, tensor)
-    return total
-
-
-def _plus(one: Any, other: Any, same_rows: bool = False) -> Any:
-    """Add two gradients, each a tensor, indexed slices or None; the sum stays sparse where both are.
-
-    Keras' Adam squares slices one by one, also those of the same row; so rows are listed as on one device, where a
-    lookup of every example gives one slice each, and a lookup that no example takes part in one slice in all.
-    """
-    if one is None or other is None:
-        return other if one is None else one
-    if same_rows:
-        return tf.IndexedSlices(one.values + other.values, one.indices, one.dense_shape)
-    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0), one.dense_shape
-        )
-    return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+        done = self._forwards.pop((stage, number))
+        sums = self._programs.stages[stage].weight_gradients(done, self._gradients[stage])
+        self._gradients[stage] = sums
+        return tensors_of(sums) or [tf.zeros([])]

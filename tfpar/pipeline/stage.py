@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfpar import _compat, _compat_pipeline
 from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline.gradients import plus, tensors_of, value_of
 from tfpar.pipeline.pieces import cut
 from tfpar.pipeline.split import Stage
 
@@ -110,10 +111,10 @@ class StageProgram:
             self._trace()
         results = [[t for t in (*self._made, *self._masks, *self._new_states, *self._losses) if t is not None]]
         if training:
-            both = [tensors_of(self._input_gradients), tensors_of(self._weight_gradients)]
+            both = [tensors_of(self._input_gradients), tensors_of(self._sums)]
             results += both if splits_backward else [[*both[0], *both[1]]]
         self.same_rows = self._find_same_rows()
-        inputs = [*self._arguments, *(tensor for tensor in self._upstream if tensor is not None)]
+        inputs = [*self._arguments, *tensors_of([self._upstream, self._totals])]
         pieces: list[Any] = cut(self._graph, inputs, results, device, again=recompute, jit_compile=jit_compile)
         self._forward, self._backward, self._weights = (*pieces, None, None)[:3]
 
@@ -164,7 +165,7 @@ class StageProgram:
             microbatch_size: Its examples.
         """
         later = [piece for piece in (self._backward, self._weights) if piece is not None]
-        given = {tensor.ref() for tensor in (*self._variables, *self._upstream, self._scale) if tensor is not None}
+        given = {tensor.ref() for tensor in tensors_of([self._variables, self._upstream, self._totals, self._scale])}
         given |= {tensor.ref() for tensor in self._forward.takes} - {tensor.ref() for tensor in self._flows}
         if self._weights is not None:
             given |= {tensor.ref() for tensor in self._backward.gives}
@@ -193,30 +194,52 @@ class StageProgram:
         states = [None if state is None else known[state.ref()] for state in self._new_states]
         return Forward(made, states, [known[loss.ref()] for loss in self._losses], known)
 
-    def backward(self, done: Forward, upstream: Sequence[tf.Tensor | None]) -> tuple[list[Any], list[Any] | None]:
+    def backward(
+        self, done: Forward, upstream: Sequence[tf.Tensor | None], totals: Sequence[Any] | None
+    ) -> tuple[list[Any], list[Any] | None]:
         """Run the backward pass on one micro-batch.
 
         Args:
             done: Its forward pass.
             upstream: The gradient of each value that the stage made; None for those without.
+            totals: What the micro-batches before gave as gradients of `parameters`; None for the first.
 
         Returns:
-            The gradient of each value taken, and of each of `parameters`; None for none. The latter is None as a whole
-            where `weight_gradients` gives it.
+            The gradient of each value taken, None for none; and the new totals, None as a whole where
+            `weight_gradients` gives them.
         """
         for wanted, given in zip(self._upstream, upstream, strict=True):
             if wanted is not None:
                 assert given is not None, "values without a gradient are dead"
                 done.known[wanted.ref()] = given
-        self._backward(done.known)
+        if self._weights is not None:
+            self._backward(done.known)
+        sums = None if self._weights is not None else self._run_and_sum(self._backward, done, totals)
         found = iter(self._input_gradients)
-        inputs = [_value(next(found), done.known) if flow.needs_gradient else None for flow in self._taken]
-        return inputs, None if self._weights else [_value(one, done.known) for one in self._weight_gradients]
+        return [value_of(next(found), done.known) if flow.needs_gradient else None for flow in self._taken], sums
 
-    def weight_gradients(self, done: Forward) -> list[Any]:
-        """Return the gradient of each of `parameters`, after `backward`."""
-        self._weights(done.known)
-        return [_value(gradient, done.known) for gradient in self._weight_gradients]
+    def weight_gradients(self, done: Forward, totals: Sequence[Any] | None) -> list[Any]:
+        """Return the new totals of the gradients of `parameters`, after `backward`; None for a weight without one.
+
+        Args:
+            done: The forward pass of the micro-batch.
+            totals: What the micro-batches before gave; None for the first.
+        """
+        return self._run_and_sum(self._weights, done, totals)
+
+    def _run_and_sum(self, piece: Any, done: Forward, totals: Sequence[Any] | None) -> list[Any]:
+        for index, total in enumerate(self._totals):
+            if total is not None:
+                done.known[total.ref()] = tf.zeros(total.shape, total.dtype) if totals is None else totals[index]
+        piece(done.known)
+        sums = [value_of(one, done.known) for one in self._sums]
+        if totals is None:
+            return sums
+        # Rows are listed, not added.
+        return [
+            plus(before, now, same) if isinstance(now, tf.IndexedSlices) else now
+            for before, now, same in zip(totals, sums, self.same_rows, strict=True)
+        ]
 
     def _trace(self) -> None:
         """Trace forward and backward pass together, and keep the tensors of the traced graph by what they are."""
@@ -250,7 +273,7 @@ class StageProgram:
             self._new_states = [None if new is old else new for new, old in zip(new_states, before, strict=True)]
             self._losses = list(scope.losses)
             self._differentiate()
-        return [*tensors_of(self._made), *tensors_of(self._input_gradients), *tensors_of(self._weight_gradients)]
+        return [*tensors_of(self._made), *tensors_of(self._input_gradients), *tensors_of(self._sums)]
 
     def _check_parameters(self, after: Sequence[tf.Tensor], before: Sequence[tf.Tensor]) -> None:
         for variable, new, old in zip(self.parameters, after, before, strict=False):
@@ -281,6 +304,15 @@ class StageProgram:
         if ends:
             found = tf.gradients([end for end, _ in ends], [*sources, *parameters], [up for _, up in ends])
             self._input_gradients, self._weight_gradients = found[: len(sources)], found[len(sources) :]
+        # A sum is added where its gradient still is in the processor's cache, and into its memory.
+        self._totals = [
+            tf.compat.v1.placeholder(one.dtype, one.shape) if isinstance(one, tf.Tensor) else None
+            for one in self._weight_gradients
+        ]
+        self._sums = [
+            one if total is None else total + one
+            for one, total in zip(self._weight_gradients, self._totals, strict=True)
+        ]
 
 
 def _unique(variables: Iterable[Any]) -> list[Any]:
@@ -297,19 +329,6 @@ def _reached_from(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
                 reached.add(op)
                 waiting += op.outputs
     return reached
-
-
-def tensors_of(structure: Any) -> list[tf.Tensor]:
-    """Return all tensors in a structure, those of indexed slices too; a None holds none."""
-    return [tensor for tensor in tf.nest.flatten(structure, expand_composites=True) if tensor is not None]
-
-
-def _value(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
-    """Return a tensor, indexed slices or None of the traced graph with its tensors' values."""
-    if isinstance(structure, tf.IndexedSlices):
-        parts = (structure.values, structure.indices, structure.dense_shape)
-        return tf.IndexedSlices(*(None if part is None else known[part.ref()] for part in parts))
-    return None if structure is None else known[structure.ref()]
 
 
 def _bytes(tensor: tf.Tensor, num_examples: int) -> int:
