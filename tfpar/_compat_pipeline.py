@@ -6,7 +6,7 @@ Written for Keras 3.15 and TensorFlow 2.21, as `tfpar._compat`, which is at its 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import global_seed_generator
+from tensorflow.python.eager.polymorphic_function import attributes
 
 
 @contextlib.contextmanager
@@ -109,6 +110,30 @@ def _short(device: str) -> tuple[str, int]:
     """Return type and number of a device of this process, named in full or in short."""
     spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
     return spec.device_type, spec.device_index
+
+
+def called_apart(body: Callable[..., Any], *specs: Any, jit_compile: bool = False) -> Any:
+    """Trace a function that stays one: its calls are not inlined, and not compiled for each of their places anew.
+
+    TensorFlow 2.21's graph optimizer makes a copy of a function for each call with a constant among its arguments or
+    with a result that nobody takes, and optimizes every copy: 3 of 22 seconds until ResNet50's first step in 4 stages.
+    It knows an attribute against that (tensorflow/core/grappler/optimizers/function_optimizer.cc), which
+    `tf.function` does not let through.
+
+    Args:
+        body: What to trace.
+        *specs: Of its arguments.
+        jit_compile: Compile it with XLA.
+    """
+    wanted = {"_noinline", "_nospecialize"}
+    lists = ("POLYMORPHIC_FUNCTION_ALLOWLIST", "TRACING_COMPILATION_ALLOWLIST", "MONOMORPHIC_FUNCTION_ALLOWLIST")
+    with mock.patch.multiple(attributes, **{name: getattr(attributes, name) | wanted for name in lists}):
+        return tf.function(
+            body,
+            autograph=False,
+            jit_compile=jit_compile or None,
+            experimental_attributes=dict.fromkeys(sorted(wanted), True),
+        ).get_concrete_function(*specs)
 
 
 def random_state_of_no_layer() -> Any:

@@ -68,9 +68,7 @@ class LossProgram:
         count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
         specs = [batch, [flow.spec for flow in self._flows], [flow.mask for flow in self._flows]]
         specs += [[tf.TensorSpec(variable.shape, variable.dtype) for variable in self.states], count, count, count]
-        self._function = tf.function(
-            self._body, autograph=False, experimental_attributes={"_noinline": True}
-        ).get_concrete_function(*specs, tf.TensorSpec([None], tf.float64), scalar)
+        self._function = _compat_pipeline.called_apart(self._body, *specs, tf.TensorSpec([None], tf.float64), scalar)
         self._check_reads()
 
     @property

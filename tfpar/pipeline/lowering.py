@@ -291,8 +291,9 @@ class Lowering:
             return tf.cond(counted > 0, count, lambda: tf.constant(False))
 
         specs = [tf.TensorSpec([], tf.int64), batch, [flow.spec for flow in flows], [flow.mask for flow in flows]]
-        attributes = {"_noinline": True}  # its conditional has no place in the loop around the steps
-        return tf.function(update, autograph=False, experimental_attributes=attributes).get_concrete_function(*specs)
+        return _compat_pipeline.called_apart(
+            update, *specs
+        )  # its conditional has no place in the loop around the steps
 
     def _forwards(self) -> list[Action]:
         stages, microbatches = range(self._schedule.num_stages), range(self._schedule.num_microbatches)

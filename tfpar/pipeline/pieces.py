@@ -16,6 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpar._compat_pipeline import called_apart
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -136,7 +138,5 @@ def _piece(
             imported = tf.graph_util.import_graph_def(part, known, [tensor.name for tensor in gives], name="")
         return list(imported)
 
-    function = tf.function(
-        body, autograph=False, jit_compile=jit or None, experimental_attributes={"_noinline": True}
-    ).get_concrete_function(*(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments))
-    return Piece(tuple(arguments), tuple(gives), function)
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments]
+    return Piece(tuple(arguments), tuple(gives), called_apart(body, *specs, jit_compile=jit))
