@@ -15,7 +15,7 @@ from keras import layers, ops
 
 import tfpar
 from tests.parity_cases import NUM_CLASSES, NUM_FEATURES, classifier, inputs, labels
-from tests.small import assert_same_history, assert_same_state, state
+from tests.small import assert_same_history, assert_same_state, shuffled, state
 from tests.test_parity import computing_in
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -613,3 +613,14 @@ def test_a_layer_that_mixes_examples_is_refused_in_evaluation_and_prediction_too
             getattr(trainer, verb)(labelled(), verbose=0)
     insisted = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters", allow_mixing=True), seed=0)
     assert insisted.predict(labelled(), verbose=0).shape == (NUM_EXAMPLES, NUM_CLASSES)
+
+
+@pytest.mark.parametrize("steps_per_epoch", [None, 3])
+def test_looking_ahead_leaves_the_order_of_a_shuffled_dataset_as_it_is(steps_per_epoch: int | None) -> None:
+    def fitted(*, looks: bool) -> dict[str, list[float]]:
+        trainer, dataset = tfpar.Trainer(classifier(), tfpar.Pipeline(2, 2, balance="parameters"), seed=0), shuffled()
+        if looks:
+            trainer.strategy.look_ahead(trainer.model, trainer.build(dataset))
+        return trainer.fit(dataset, epochs=2, steps_per_epoch=steps_per_epoch, verbose=0).history
+
+    assert fitted(looks=True) == fitted(looks=False)

@@ -22,6 +22,7 @@ class Stream:
         dataset: What `Strategy.distribute` returned.
         steps_per_epoch: Steps an epoch; None for a whole pass.
         has_more: Says whether there is an upcoming element to train on; None asks the element itself.
+        begun: A stream of the same dataset of which nothing was taken yet; this one goes on with its first pass.
 
     Raises:
         ValueError: If the dataset is empty.
@@ -37,6 +38,7 @@ class Stream:
         dataset: tf.data.Dataset,
         steps_per_epoch: int | None = None,
         has_more: Callable[[tf.experimental.Optional], tf.Tensor] | None = None,
+        begun: Stream | None = None,
     ) -> None:
         # TensorFlow 2.21's autotuning thread sleeps for up to seconds, and an iterator waits for it when it is dropped:
         # once an epoch. Without it, AUTOTUNE stands for as many calls as there are cores, up to 16.
@@ -48,7 +50,12 @@ class Stream:
         cardinality = int(dataset.cardinality())
         self.steps_per_epoch = steps_per_epoch or (cardinality if cardinality >= 0 else None)
         self.passes = -1
-        self._begin_pass()
+        if begun is None:
+            self._begin_pass()
+        else:
+            self.passes, self.batches = 0, 0
+            self.iterator: Any = begun.iterator
+            self.upcoming: tf.experimental.Optional = begun.upcoming
         if not self.has_more():
             raise ValueError(EMPTY)
 

@@ -54,6 +54,7 @@ class Trainer:
         self.strategy.check_scope(self.model)
         self.interrupted = False
         self._compiled = CompiledSteps(self.model, self.strategy)
+        self._begun: tuple[Any, Stream] | None = None
 
     def interrupt(self) -> None:
         """Let `fit` stop after the steps that run now, write a checkpoint and return; meant for signal handlers."""
@@ -61,6 +62,9 @@ class Trainer:
 
     def build(self, x: Any, y: Any = None, batch_size: int | None = None) -> Any:
         """Create and check with the first batch all that `fit` would before its first step.
+
+        A `fit` on the same dataset then begins with that batch: a shuffled dataset has another order each time it is
+        read, and looking ahead must not change what is trained on.
 
         Args:
             x: A dataset or arrays, as for `fit`.
@@ -75,6 +79,7 @@ class Trainer:
         """
         dataset = self._dataset(x, y, None, batch_size or 32, shuffle=False)
         stream, _ = self._stream(dataset, None, "train")
+        self._begun = (dataset, stream)
         return self.strategy.local_batch(stream.peek())
 
     def fit(
@@ -264,7 +269,12 @@ class Trainer:
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
             return self.strategy.has_more(upcoming, distributed)
 
-        stream = Stream(distributed.dataset, steps, has_more)
+        begun = None
+        if kind == "train":
+            if self._begun is not None and self._begun[0] is dataset:
+                begun = self._begun[1]
+            self._begun = None
+        stream = Stream(distributed.dataset, steps, has_more, begun)
         batch = self._build(stream, targets=True)
         if kind == "train":
             self.strategy.check_batch(batch)
