@@ -140,7 +140,8 @@ class Trainer:
         dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=shuffle)
         if class_weight is not None:
             dataset = data.class_weights(dataset, class_weight)
-        stream, run_steps = self._stream(dataset, steps_per_epoch, "train")
+        begun, self._begun = self._begun, None
+        stream, run_steps = self._stream(dataset, steps_per_epoch, "train", begun)
         listeners = self._listeners(callbacks, verbose, stream, epochs, add_history=True)
         self.interrupted = self.model.stop_training = False
         training = Training(
@@ -261,7 +262,11 @@ class Trainer:
         return data.as_dataset(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=self.seed or 0)
 
     def _stream(
-        self, dataset: tf.data.Dataset | data.Sharded, steps: int | None, kind: str
+        self,
+        dataset: tf.data.Dataset | data.Sharded,
+        steps: int | None,
+        kind: str,
+        begun: tuple[Any, Stream] | None = None,
     ) -> tuple[Stream, Callable[..., loop.CallResult]]:
         """Distribute a dataset, create what the model only can with its first batch, and compile the loop over it."""
         distributed = self.strategy.distribute(dataset)
@@ -269,12 +274,8 @@ class Trainer:
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
             return self.strategy.has_more(upcoming, distributed)
 
-        begun = None
-        if kind == "train":
-            if self._begun is not None and self._begun[0] is dataset:
-                begun = self._begun[1]
-            self._begun = None
-        stream = Stream(distributed.dataset, steps, has_more, begun)
+        goes_on = begun[1] if begun is not None and begun[0] is dataset else None
+        stream = Stream(distributed.dataset, steps, has_more, goes_on)
         batch = self._build(stream, targets=True)
         if kind == "train":
             self.strategy.check_batch(batch)

@@ -47,7 +47,7 @@ def follow_data() -> Iterator[None]:
         while not tensor.device and hasattr(tensor, "op") and tensor.op.type == "Placeholder":
             if id(tensor) not in captured:
                 captured.update((id(inner), outer) for outer, inner in tensor.graph.captures)
-            if id(tensor) not in captured:
+            if captured.setdefault(id(tensor), None) is None:  # an argument, not captured
                 return ""
             tensor = captured[id(tensor)]
         return str(tensor.device)

@@ -78,9 +78,6 @@ class StageProgram:
         model_variables: All variables of the model, among which a layer may read those of another.
         dead: Values that it makes and that no loss depends on, so that no gradient comes back for them.
 
-    Attributes:
-        same_rows: For each of `parameters`, whether its gradient has the same rows for every micro-batch.
-
     Raises:
         ValueError: If a layer changes a weight while it is called.
     """
@@ -113,7 +110,7 @@ class StageProgram:
         if training:
             both = [tensors_of(self._input_gradients), tensors_of(self._sums)]
             results += both if splits_backward else [[*both[0], *both[1]]]
-        self.same_rows = self._find_same_rows()
+        self._same_rows = self._find_same_rows()
         inputs = [*self._arguments, *tensors_of([self._upstream, self._totals])]
         pieces: list[Any] = cut(self._graph, inputs, results, device, again=recompute, jit_compile=jit_compile)
         self._forward, self._backward, self._weights = (*pieces, None, None)[:3]
@@ -212,9 +209,11 @@ class StageProgram:
             if wanted is not None:
                 assert given is not None, "values without a gradient are dead"
                 done.known[wanted.ref()] = given
-        if self._weights is not None:
+        sums = None
+        if self._weights is None:
+            sums = self._run_and_sum(self._backward, done, totals)
+        else:
             self._backward(done.known)
-        sums = None if self._weights is not None else self._run_and_sum(self._backward, done, totals)
         found = iter(self._input_gradients)
         return [value_of(next(found), done.known) if flow.needs_gradient else None for flow in self._taken], sums
 
@@ -238,7 +237,7 @@ class StageProgram:
         # Rows are listed, not added.
         return [
             plus(before, now, same) if isinstance(now, tf.IndexedSlices) else now
-            for before, now, same in zip(totals, sums, self.same_rows, strict=True)
+            for before, now, same in zip(totals, sums, self._same_rows, strict=True)
         ]
 
     def _trace(self) -> None:
