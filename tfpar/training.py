@@ -75,7 +75,8 @@ class Caller:
         """
         num_steps = num_steps if num_steps_left is None else min(num_steps, num_steps_left)
         began = time.perf_counter()
-        result = self.run_steps(self.stream.iterator, self.stream.upcoming, num_steps)
+        with self.strategy.around_steps():
+            result = self.run_steps(self.stream.iterator, self.stream.upcoming, num_steps)
         done = int(result.num_steps)
         self._steps.record(done, time.perf_counter() - began)
         self.stream.advance(result.upcoming, done)

@@ -118,6 +118,10 @@ class Strategy(abc.ABC):
             ValueError: If it cannot; the message names what stands in the way.
         """
 
+    def around_steps(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the compiled loop over train or evaluate steps is called."""
+        return contextlib.nullcontext()
+
     @abc.abstractmethod
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on one element of the distributed dataset; return the loss, a scalar."""

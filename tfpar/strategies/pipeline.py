@@ -165,15 +165,16 @@ class Pipeline(OneCopy):
             0.12
         """
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        return look_ahead(
-            self._partitions[model],
-            self._lowerings[model],
-            self.schedule,
-            self._stage_devices,
-            self._memory(model),
-            batch,
-            self._microbatch_size(inputs),
-        )
+        with self.around_steps():
+            return look_ahead(
+                self._partitions[model],
+                self._lowerings[model],
+                self.schedule,
+                self._stage_devices,
+                self._memory(model),
+                batch,
+                self._microbatch_size(inputs),
+            )
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
         """Run all actions of a step a few times and note when each really runs; nothing is trained.
@@ -183,7 +184,8 @@ class Pipeline(OneCopy):
             batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
         """
         lowering = self._lowerings[model]
-        return measure_step(self.schedule, lambda actions, alone: lowering.timed(batch, actions, alone=alone))
+        with self.around_steps():
+            return measure_step(self.schedule, lambda actions, alone: lowering.timed(batch, actions, alone=alone))
 
     def _microbatch_size(self, inputs: Any) -> int:
         return -(-int(data.num_rows(inputs)) // self.schedule.num_microbatches)
@@ -214,6 +216,10 @@ class Pipeline(OneCopy):
                 f"A global batch must hold at least one example for each micro-batch, received a batch of {size} and "
                 f"num_microbatches={wanted}. Use larger batches, or at most {size} micro-batches."
             )
+
+    def around_steps(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which TensorFlow takes less time over the graph of a step, which is a large one."""
+        return _compat_pipeline.optimized_once()
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
