@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -10,6 +11,9 @@ import pytest
 from tests.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# A shell lets what it starts in the background ignore SIGINT, and so would every process that a test starts and stops.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
