@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -17,7 +17,6 @@ from tfpar import _compat, data
 from tfpar.reduction import ONE_VALUE, WAY_OUT, Counts, global_mean, global_sum, local_replica_id, reduce_loss
 
 Kind = Literal["mean", "sum"]
-Result = TypeVar("Result")
 
 
 class Division:
@@ -46,18 +45,18 @@ class Division:
         parts = _parts(batch)
         own_loss = functools.partial(_own_loss, call=call)
         added_losses = functools.partial(_added_losses, call=call)
-        _tried(model, lambda: _check_shapes(model, parts[1:], call))
-        if _compat.overridden(model, "compute_loss"):
-            (self._own_loss,) = _kinds(model, parts, own_loss, f"What {type(model).__name__}.compute_loss returns")
-        else:
-            what = f"A loss added with add_loss to {model.name!r}"
-            evaluating = _kinds(model, parts, functools.partial(added_losses, training=False), what)
-            num_training = len(_tried(model, lambda: added_losses(model, parts[0], training=True)))
-            if num_training == len(evaluating):
-                training = evaluating  # found without the chance that training may bring into play
+        with _restored(model):
+            _check_shapes(model, parts[1:], call)
+            if _compat.overridden(model, "compute_loss"):
+                (self._own_loss,) = _kinds(model, parts, own_loss, f"What {type(model).__name__}.compute_loss returns")
             else:
-                training = _kinds(model, parts, functools.partial(added_losses, training=True), what)
-            self._added_losses = {True: training, False: evaluating}
+                what = f"A loss added with add_loss to {model.name!r}"
+                evaluating = _kinds(model, parts, functools.partial(added_losses, training=False), what)
+                if len(added_losses(model, parts[0], training=True)) == len(evaluating):
+                    training = evaluating  # found without the chance that training may bring into play
+                else:
+                    training = _kinds(model, parts, functools.partial(added_losses, training=True), what)
+                self._added_losses = {True: training, False: evaluating}
 
     def to_json(self) -> str:
         """Return what was found out, for other workers."""
@@ -193,19 +192,23 @@ def _own_loss(model: keras.Model, batch: Any, call: Callable[..., Any]) -> list[
     return [float(_compat.compute_loss(model, inputs, targets, outputs, weights, training=False))]
 
 
-def _tried(model: keras.Model, call: Callable[[], Result], shake: bool = False) -> Result:
-    """Return what a call gives, and leave the model as it was; `shake` moves its weights for the time."""
+@contextlib.contextmanager
+def _restored(model: keras.Model) -> Iterator[None]:
+    """Leave the model's weights and states as they were before this context."""
     before = [(variable, variable.numpy()) for variable in model.variables]
     try:
-        if shake:
-            random = np.random.default_rng(0)
-            for variable in model.trainable_variables:
-                variable.assign_add(random.uniform(0.1, 0.3, variable.shape))
-        return call()
+        yield
     finally:
         for variable, value in before:
             if not np.array_equal(variable.numpy(), value, equal_nan=True):
                 variable.assign(value)
+
+
+def _shake(model: keras.Model) -> None:
+    """Move all weights a little."""
+    random = np.random.default_rng(0)
+    for variable in model.trainable_variables:
+        variable.assign_add(random.uniform(0.1, 0.3, variable.shape))
 
 
 def _kinds(
@@ -219,9 +222,11 @@ def _kinds(
         return [first, *(losses_of(model, part) for part in parts[1:])] if first else []
 
     num_others = float(data.num_rows(parts[1]))
-    kinds = [_kind(values, num_others, what) for values in zip(*_tried(model, measure), strict=True)]
+    kinds = [_kind(values, num_others, what) for values in zip(*measure(), strict=True)]
     if None in kinds:  # nothing to see with these weights: zero on every part
-        again = zip(*_tried(model, measure, shake=True), strict=True)
+        with _restored(model):
+            _shake(model)
+            again = zip(*measure(), strict=True)
         kinds = [kind or _kind(values, num_others, what) or "mean" for kind, values in zip(kinds, again, strict=True)]
     return [kind for kind in kinds if kind is not None]
 
