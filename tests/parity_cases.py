@@ -204,9 +204,21 @@ CASES: dict[str, Case] = {
 }
 
 
+class TokensAndPositions(keras.layers.Layer):
+    """Looks up tokens for each example, and positions once for a whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = keras.layers.Embedding(20, 5)
+        self.positions = keras.layers.Embedding(4, 5)
+
+    def call(self, tokens: Any) -> Any:
+        return self.tokens(tokens) + self.positions(keras.ops.arange(keras.ops.shape(tokens)[-1]))
+
+
 def _embedding() -> keras.Model:
     model = keras.Sequential(
-        [keras.Input((4,), dtype="int32"), keras.layers.Embedding(20, 5), keras.layers.Flatten(), keras.layers.Dense(3)]
+        [keras.Input((4,), dtype="int32"), TokensAndPositions(), keras.layers.Flatten(), keras.layers.Dense(3)]
     )
     model.compile(keras.optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model

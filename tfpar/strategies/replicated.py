@@ -140,8 +140,18 @@ class Replicated(Strategy):
         return loss
 
     def _sum_gradients(self, model: keras.Model, gradients: Sequence[Any]) -> list[Any]:
-        """Sum the gradients over all replicas, and the loss, a scalar, behind them; called in replica context."""
-        return reduction.all_reduce_gradients(gradients, self._pack_bytes, self._compression)
+        """Sum the gradients over all replicas, and the loss, a scalar, behind them; called in replica context.
+
+        Rows that all replicas look up alike are summed, as on one device, where one lookup serves the whole batch:
+        Keras' Adam squares slices one by one, also those of the same row. Others are listed, as there.
+        """
+        alike = [_looks_up_constants(gradient) for gradient in gradients]
+        sent = [gradient.values if same else gradient for gradient, same in zip(gradients, alike, strict=True)]
+        sums = reduction.all_reduce_gradients(sent, self._pack_bytes, self._compression)
+        return [
+            tf.IndexedSlices(total, gradient.indices, gradient.dense_shape) if same else total
+            for total, gradient, same in zip(sums, gradients, alike, strict=True)
+        ]
 
     def _apply(self, model: keras.Model, gradients: Any) -> None:
         """Run the optimizer on every replica, where every variable stands for its local copy."""
@@ -247,6 +257,22 @@ class Replicated(Strategy):
                 stack.enter_context(tf.xla.experimental.jit_scope())
             loss, *others = self._strategy.run(on_own_part, args=(parts,))
         return self._strategy.experimental_local_results(loss)[0], *others
+
+
+def _looks_up_constants(gradient: Any) -> bool:
+    """Say whether a gradient's rows are written in the graph, as the positions of a sequence of fixed length are."""
+    if not isinstance(gradient, tf.IndexedSlices) or tf.executing_eagerly():
+        return False
+    waiting, seen = [gradient.indices.op], set()
+    while waiting:
+        op = waiting.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        if op.type != "Const" and (op.op_def.is_stateful or not op.inputs):
+            return False
+        waiting += [tensor.op for tensor in op.inputs]
+    return True
 
 
 def _of_any_size(part: Any) -> Any:
