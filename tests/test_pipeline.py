@@ -627,6 +627,42 @@ def test_looking_ahead_leaves_the_order_of_a_shuffled_dataset_as_it_is(steps_per
     assert fitted(looks=True) == fitted(looks=False)
 
 
+class AddsDrawnRow(layers.Layer):
+    """Adds one row of a table to all examples that it sees together, drawn at random."""
+
+    def __init__(self, draw: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.table = layers.Embedding(1000, NUM_FEATURES, embeddings_initializer="zeros")
+        self.generator = keras.random.SeedGenerator(0)
+
+    def build(self, shape: Any) -> None:
+        self.table.build(None)
+
+    def call(self, features: Any) -> Any:
+        return features + self.table(self.draw(self.generator))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda generator: keras.random.randint((1,), 0, 1000, seed=generator),
+        lambda generator: tf.random.uniform((1,), maxval=1000, dtype="int32", seed=0),
+    ],
+    ids=["Keras", "TensorFlow"],
+)
+def test_each_micro_batch_trains_the_row_that_it_drew(draw: Callable[[Any], Any]) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((NUM_FEATURES,)), AddsDrawnRow(draw), layers.Dense(NUM_CLASSES)])
+        model.compile("sgd", crossentropy())
+        return model
+
+    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 4, balance=[1, 1]), seed=0)
+    trainer.fit(inputs(8), labels(8), batch_size=8, verbose=0)
+    table = trainer.model.layers[0].table.embeddings.numpy()
+    assert np.count_nonzero(np.any(table != 0, axis=1)) == 4
+
+
 @pytest.fixture
 def graph_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """What TensorFlow shall do to graphs: set what a user would, and read what a function called now would get."""

@@ -130,7 +130,9 @@ class StageProgram:
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in self._weight_gradients]
         if not any(sparse):
             return sparse
-        varying = _reached_from(self._flows)  # a position is looked up whatever the examples are
+        # A position is looked up whatever the examples are; what is drawn at random is another for each micro-batch.
+        drawn = [tensor for op in self._graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
+        varying = _reached_from([*self._flows, self._microbatch, *drawn])
         return [
             is_sparse and gradient.indices.op not in varying
             for is_sparse, gradient in zip(sparse, self._weight_gradients, strict=True)
@@ -251,7 +253,7 @@ class StageProgram:
 
     def _body(self, flows: list[tf.Tensor], variables: list[tf.Tensor], microbatch: tf.Tensor, scale: tf.Tensor) -> Any:
         self._arguments = [*flows, *variables, microbatch, scale]
-        self._flows, self._variables, self._scale = flows, variables, scale
+        self._flows, self._variables, self._microbatch, self._scale = flows, variables, microbatch, scale
         masks = iter(flows[len(self._taken) :])
         tensors: dict[model_graph.Value, Any] = {}
         for value, flow, tensor in zip(self.stage.inputs, self._taken, flows, strict=False):
