@@ -663,6 +663,30 @@ def test_each_micro_batch_trains_the_row_that_it_drew(draw: Callable[[Any], Any]
     assert np.count_nonzero(np.any(table != 0, axis=1)) == 4
 
 
+def test_a_traced_step_shows_devices_that_work_at_the_same_time() -> None:
+    """stage 0  F0 F1 F2 F3 …
+    stage 1     F0 F1 F2 …      in TensorFlow's own order, all clocks were read one after the other, and so ran this."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((256,)), layers.Dense(2048, "gelu"), layers.Dense(2048, "gelu")])
+        model.compile("sgd", "mse")
+        return model
+
+    pipeline = tfpar.Pipeline(2, 4, "gpipe", balance=[1, 1])
+    trainer = tfpar.Trainer(build, pipeline, seed=0)
+    arrays = np.ones((256, 256), "float32"), np.ones((256, 2048), "float32")
+    batch = trainer.build(tf.data.Dataset.from_tensor_slices(arrays).batch(256))
+    spans = pipeline.trace(trainer.model, batch).spans
+    stages = [[span for span in spans if span.device == device] for device in range(2)]
+    together = [
+        (one.action, other.action)
+        for one in stages[0]
+        for other in stages[1]
+        if one.begin_seconds < other.end_seconds and other.begin_seconds < one.end_seconds
+    ]
+    assert together, f"no two actions of different devices overlap in {spans}"
+
+
 @pytest.fixture
 def graph_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """What TensorFlow shall do to graphs: set what a user would, and read what a function called now would get."""

@@ -137,6 +137,19 @@ def called_apart(body: Callable[..., Any], *specs: Any, jit_compile: bool = Fals
         ).get_concrete_function(*specs)
 
 
+def now() -> tf.Tensor:
+    """Return the time when it runs, seconds in float64; it waits for the control dependencies given and nothing else.
+
+    TensorFlow 2.21 lets the operations of a function that read the clock run one after the other
+    (tensorflow/python/framework/auto_control_deps.py), and with them everything that is timed.
+    """
+    moment = tf.timestamp()
+    manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+    if manager is not None:
+        manager.run_independently(moment.op)
+    return moment
+
+
 @contextlib.contextmanager
 def optimized_once() -> Iterator[None]:
     """Spare functions that are traced or called inside this context most of what TensorFlow 2.21 does to their graphs.

@@ -16,6 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpar import _compat_pipeline
 from tfpar.pipeline.gradients import sum_on, tensors_of
 from tfpar.pipeline.graph import Value
 from tfpar.pipeline.loss import LossPart
@@ -47,7 +48,6 @@ class Execution:
         added_factors: For each micro-batch, what each loss added by a layer counts in the whole, in the stages' order.
         loss: Computes a micro-batch's loss; None where there is none.
         timed: Whether to note when each action runs.
-        alone: Whether an action waits for all before it, on any device, so that its time is its own.
     """
 
     def __init__(
@@ -60,11 +60,9 @@ class Execution:
         loss: Callable[[int, list[Travelling]], LossPart] | None = None,
         *,
         timed: bool = False,
-        alone: bool = False,
     ) -> None:
         self._programs, self.microbatches, self._scale = programs, microbatches, scale
-        self._timed, self._alone = timed, alone
-        self._added_factors, self._loss = added_factors, loss
+        self._timed, self._added_factors, self._loss = timed, added_factors, loss
         self.devices = [program.device for program in programs.stages]
         self._values = [{value: Travelling(tensor) for value, tensor in tensors.items()} for tensors in inputs]
         self._arrived: dict[tuple[Value, int, str], Travelling] = {}
@@ -131,19 +129,18 @@ class Execution:
         self, action: Action, device: str, arrived: Sequence[tf.Tensor], act: Callable[[], list[tf.Tensor]]
     ) -> None:
         """Run an action when its device has done those before, and, to be timed, when what it takes has arrived."""
-        order = "all" if self._alone else device
-        with tf.device(device), tf.control_dependencies(self._before[order]):
+        with tf.device(device), tf.control_dependencies(self._before[device]):
             if not self._timed:
-                self._before[order] = act()
+                self._before[device] = act()
                 return
             with tf.control_dependencies(arrived):
-                begin = tf.timestamp()
+                begin = _compat_pipeline.now()
             with tf.control_dependencies([begin]):
                 done = act()
             with tf.control_dependencies(done):
-                end = tf.timestamp()
+                end = _compat_pipeline.now()
         self.moments.append(Moment(action, begin, end))
-        self._before[order] = [end]
+        self._before[device] = [end]
 
     def _forward(self, action: Action, values: list[Travelling]) -> list[tf.Tensor]:
         _, stage, number = action

@@ -1,7 +1,8 @@
-"""What a step will take and what it took: durations measured action by action, and the timeline of a real step."""
+"""What a step will take and what it took: the durations of its actions, and the timeline of a real step."""
 
 from __future__ import annotations
 
+import collections
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,57 +12,63 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import _compat
+from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.programs import Programs
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.simulate import Durations, Span, Timeline
 
-Timed = Callable[[Sequence[Action], bool], tuple[tf.Tensor, list[tf.Tensor]]]
+Timed = Callable[[Sequence[Action]], tuple[tf.Tensor, list[tf.Tensor]]]
 _RUNS = 5
-_MICROBATCHES = 3
+_MICROBATCHES_PER_DEVICE = 3
+Moments = dict[Action, list[float]]  # when each began and ended
 
 
 def measure_durations(schedule: Schedule, timed: Timed) -> Durations:
-    """Measure how long the actions of each stage take, and what stands between them, one after the other.
+    """Measure how long the actions of each stage take, and what travels between them, in a step cut short.
 
-    Nothing runs beside an action, so that its time is its own; what devices take from each other when they share
-    memory or threads is not seen. The first run is left out, then medians are taken.
+    Devices work beside each other as they do in training, so what they take from each other, as logical CPUs do that
+    share threads and memory, is in the times: an action that had the machine to itself would spread over all cores. The
+    first run is left out, then medians are taken.
 
     Args:
-        schedule: Which actions there are.
+        schedule: The order of actions; some micro-batches of it are run.
         timed: Runs actions on a batch and returns when each began and ended, float64 `[actions, 2]`, and gradients
-            that must not be dropped; its second argument says whether each waits for all before it.
+            that must not be dropped.
     """
-    num_stages, splits = schedule.num_stages, schedule.splits_backward
-    numbers = range(min(_MICROBATCHES, schedule.num_microbatches))
-    actions = [action for number in numbers for action in _there_and_back(num_stages, number, splits)]
-    run = tf.function(lambda: timed(actions, True), autograph=False)
-    moments = np.array([run()[0].numpy() for _ in range(_RUNS)][1:])
-    seconds = dict(zip(actions, np.median(moments[:, :, 1] - moments[:, :, 0], axis=0), strict=True))
+    num_stages, num_devices = schedule.num_stages, schedule.num_devices
+    num_microbatches = min(_MICROBATCHES_PER_DEVICE * num_devices, schedule.num_microbatches)
+    short = schedules.make(schedule.name, num_stages, num_microbatches, num_devices)
+    runs = _run(short, timed)
+
+    seconds: dict[tuple[str, int], list[float]] = collections.defaultdict(list)
+    for moments in runs:
+        for (kind, stage, _), (begin, end) in moments.items():
+            seconds[kind, stage].append(end - begin)
 
     def of(kind: str) -> tuple[float, ...]:
-        found = [[seconds[a] for a in actions if a.kind == kind and a.stage == s] for s in range(num_stages)]
-        return tuple(float(statistics.median(values)) if values else 0.0 for values in found)
+        return tuple(statistics.median(seconds[kind, stage] or [0.0]) for stage in range(num_stages))
 
-    gaps = np.median(moments[:, 1:, 0] - moments[:, :-1, 1], axis=0)
-    pairs = list(zip(actions, actions[1:], gaps, strict=False))
-    transfers = [
-        [gap for one, other, gap in pairs if one.kind == other.kind == "F" and one.stage == cut]
-        for cut in range(num_stages - 1)
-    ]
     backward = of("B")
     return Durations(
         forward_seconds=of("F"),
         backward_seconds=backward,
         input_gradient_seconds=backward,
         weight_gradient_seconds=of("W"),
-        transfer_seconds=tuple(float(statistics.median(values)) for values in transfers),
+        transfer_seconds=tuple(_transfer_seconds(short, runs, cut) for cut in range(num_stages - 1)),
     )
 
 
-def _there_and_back(num_stages: int, number: int, splits: bool) -> list[Action]:
-    forward = [Action("F", stage, number) for stage in range(num_stages)]
-    backward = [Action("B", stage, number) for stage in reversed(range(num_stages))]
-    return forward + backward + ([Action("W", stage, number) for stage in range(num_stages)] if splits else [])
+def _transfer_seconds(schedule: Schedule, runs: Sequence[Moments], cut: int) -> float:
+    """Return how long a device waits for a value from the stage before a cut, where it waits for nothing else."""
+    order = schedule.actions[schedule.device_of(cut + 1)]
+    seconds = []
+    for moments in runs:
+        for before, action in zip((None, *order), order, strict=False):
+            if action.kind == "F" and action.stage == cut + 1:
+                sent = moments[Action("F", cut, action.microbatch)][1]
+                if before is None or moments[before][1] < sent:
+                    seconds.append(moments[action][0] - sent)
+    return statistics.median(seconds or [0.0])
 
 
 def measure_updates(optimizer: keras.Optimizer, programs: Programs) -> tuple[float, ...]:
@@ -109,16 +116,23 @@ def measure_step(schedule: Schedule, timed: Timed) -> Timeline:
     Returns:
         The timeline of the median of some runs; memory is not measured.
     """
-    actions = schedule.in_order()
-    run = tf.function(lambda: timed(actions, False), autograph=False)
-    runs = sorted(
-        [run()[0].numpy() for _ in range(_RUNS)][1:], key=lambda moments: float(moments.max() - moments.min())
-    )
+
+    def seconds_of(moments: Moments) -> float:
+        return max(end for _, end in moments.values()) - min(begin for begin, _ in moments.values())
+
+    runs = sorted(_run(schedule, timed), key=seconds_of)
     moments = runs[(len(runs) - 1) // 2]
-    moments = moments - moments.min()
+    start = min(begin for begin, _ in moments.values())
     spans = [
-        Span(action, schedule.device_of(action.stage), float(begin), float(end))
-        for action, (begin, end) in zip(actions, moments, strict=True)
+        Span(action, schedule.device_of(action.stage), begin - start, end - start)
+        for action, (begin, end) in moments.items()
     ]
     spans.sort(key=lambda span: span.begin_seconds)
-    return Timeline(schedule.num_devices, tuple(spans), float(moments.max()), ())
+    return Timeline(schedule.num_devices, tuple(spans), seconds_of(moments), ())
+
+
+def _run(schedule: Schedule, timed: Timed) -> list[Moments]:
+    """Run a schedule some times, and return when each action began and ended; the first run is left out."""
+    actions = schedule.in_order()
+    run = tf.function(lambda: timed(actions), autograph=False)
+    return [dict(zip(actions, run()[0].numpy().tolist(), strict=True)) for _ in range(_RUNS)][1:]

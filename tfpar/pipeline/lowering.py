@@ -140,19 +140,18 @@ class Lowering:
             ]
         return keras.tree.pack_sequence_as(self._graph.outputs, whole)
 
-    def timed(self, batch: Any, actions: Sequence[Action], *, alone: bool) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    def timed(self, batch: Any, actions: Sequence[Action]) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Add actions on a batch to the graph, without an update, and note when each runs.
 
         Args:
             batch: A global batch.
             actions: In an order in which each comes after what it needs.
-            alone: Whether an action waits for all before it, on any device, so that its time is its own.
 
         Returns:
             When each action began and ended, in seconds of TensorFlow's clock, float64 `[actions, 2]`; and the
             gradients, without which TensorFlow would leave out what makes them.
         """
-        run = self._begin(batch, self._loss_scale(), training=True, timed=True, alone=alone)
+        run = self._begin(batch, self._loss_scale(), training=True, timed=True)
         run.execution.run(actions)
         sums = tf.nest.flatten(list(run.execution.gradients().values()), expand_composites=True)
         moments = {moment.action: [moment.begin, moment.end] for moment in run.execution.moments}
@@ -196,7 +195,7 @@ class Lowering:
             scale: tf.Tensor = self._model.optimizer.scale_loss(tf.ones((), keras.config.floatx()))
             return scale
 
-    def _begin(self, batch: Any, scale: tf.Tensor, *, training: bool, timed: bool = False, alone: bool = False) -> Run:
+    def _begin(self, batch: Any, scale: tf.Tensor, *, training: bool, timed: bool = False) -> Run:
         """Cut a batch and prepare to run it, with the losses and, unless it is only timed, metrics behind it."""
         with tf.init_scope():
             compiled = self.compile(batch, training=training)
@@ -220,7 +219,7 @@ class Lowering:
                 compiled.update_metrics(one.counted, one.batch, tensors, masks)
             return part
 
-        execution = Execution(compiled.programs, microbatches, flat, scale, factors, loss, timed=timed, alone=alone)
+        execution = Execution(compiled.programs, microbatches, flat, scale, factors, loss, timed=timed)
         return Run(execution, compiled.loss, states)
 
     def _finish(self, batch: Any, run: Run, penalties: Sequence[tf.Tensor]) -> tf.Tensor:

@@ -22,7 +22,7 @@ class Outlook:
 
     Args:
         rows: One a stage.
-        durations: How long its actions take, measured one by one, and what they keep.
+        durations: How long its actions take, measured in a short step, and what they keep.
         planned: The step that follows from them, the optimizer included.
     """
 
@@ -53,7 +53,7 @@ def look_ahead(
     """
     programs = lowering.compile(batch, training=True).programs
     durations = dataclasses.replace(
-        forecast.measure_durations(schedule, lambda actions, alone: lowering.timed(batch, actions, alone=alone)),
+        forecast.measure_durations(schedule, lambda actions: lowering.timed(batch, actions)),
         update_seconds=forecast.measure_updates(lowering.optimizer, programs),
         activation_bytes=tuple(program.kept_bytes(microbatch_size) for program in programs.stages),
         fixed_bytes=tuple(memory.fixed(costs) for costs in partition.costs_of_stages),

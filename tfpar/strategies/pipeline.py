@@ -185,7 +185,7 @@ class Pipeline(OneCopy):
         """
         lowering = self._lowerings[model]
         with self.around_steps():
-            return measure_step(self.schedule, lambda actions, alone: lowering.timed(batch, actions, alone=alone))
+            return measure_step(self.schedule, lambda actions: lowering.timed(batch, actions))
 
     def _microbatch_size(self, inputs: Any) -> int:
         return -(-int(data.num_rows(inputs)) // self.schedule.num_microbatches)
