@@ -302,8 +302,17 @@ def test_other_models_are_an_error_on_all_and_nobody_waits_for_ever(job: workers
         assert_same(answer, keras_fit(small.data()))
 
 
+def test_strategies_are_made_one_after_another(job: workers.Workers) -> None:
+    for rank, descriptions in enumerate(asked(job, "many_strategies")):
+        assert len(descriptions) == 20
+        assert descriptions[0] == f"MultiWorker over 2 workers, 4 replicas; this is worker {rank} on CPU:0, CPU:1"
+        assert descriptions[1] == f"MultiWorker over 2 workers, 2 replicas; this is worker {rank} on CPU:0"
+        # TensorFlow says this where it takes the collectives of the strategies before away.
+        assert "Enabling collective ops after program startup" not in (job.folder / f"{rank}.out").read_text()
+
+
 def test_the_workers_end_well(job: workers.Workers) -> None:
-    asked(job, "after_other_models")
+    asked(job, "many_strategies")
     assert job.finish() == [0, 0]
 
 

@@ -5,6 +5,7 @@ The same questions run on both of two workers, each with two logical CPUs. What 
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -31,14 +32,21 @@ def trained(trainer: tfpar.Trainer, dataset: Any, **fit: Any) -> cases.Trained:
 class Questions:
     """Every method that does not begin with an underscore is a question; they are asked in this order."""
 
-    def __init__(self) -> None:
-        self._plain = tfpar.MultiWorker(ONE)
-        self._two_devices = tfpar.MultiWorker()
+    @functools.cached_property
+    def _plain(self) -> tfpar.MultiWorker:
+        return tfpar.MultiWorker(ONE)
+
+    @functools.cached_property
+    def _two_devices(self) -> tfpar.MultiWorker:
+        return tfpar.MultiWorker()
 
     # --- parity beyond the table
 
     def drop_in(self) -> Any:
-        """A model that somebody built under TensorFlow's own strategy, which reads TF_CONFIG by itself."""
+        """A model that somebody built under TensorFlow's own strategy, which reads TF_CONFIG by itself.
+
+        It comes first: one that is made later takes the collectives of those before it away.
+        """
         with tf.distribute.MultiWorkerMirroredStrategy().scope():
             keras.utils.set_random_seed(RANK)  # the chief's weights count
             model = small.build_model()
@@ -209,6 +217,10 @@ class Questions:
     def after_other_models(self) -> Any:
         """The error above left all workers able to go on together."""
         return trained(tfpar.Trainer(small.build_model, self._plain, seed=0), small.data())
+
+    def many_strategies(self) -> Any:
+        """Each meets the other worker's at once."""
+        return [tfpar.MultiWorker(devices).describe() for devices in [None, ONE] * 10]
 
 
 def main() -> None:

@@ -239,8 +239,8 @@ def form_cluster(
     def local_devices(extended: Any, resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
         return tuple(f"{worker_device}/device:{name}" for name in devices), devices[0].split(":")[0]
 
-    spec = resolver.cluster_spec()
-    if spec.jobs and not has_cluster():
+    spec, formed = resolver.cluster_spec(), has_cluster()
+    if spec.jobs and not formed:
         context.context().configure_coordination_service(
             service_type="standalone",
             service_leader="/job:worker/replica:0/task:0",
@@ -250,7 +250,12 @@ def form_cluster(
             cluster_register_timeout_in_ms=int(1000 * form_seconds),
             heartbeat_timeout_in_ms=int(1000 * silence_seconds),
         )
-    with mock.patch.object(CollectiveAllReduceExtended, "_initialize_local_devices", local_devices):
+    patches: dict[str, Any] = {"_initialize_local_devices": local_devices}
+    if formed:
+        # A second strategy would take the collectives of the first away while another worker waits in them: both would
+        # wait for ever, or crash.
+        patches |= {"_std_server_started": True, "_enable_check_health": False}
+    with mock.patch.multiple(CollectiveAllReduceExtended, create=True, **patches):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     if threading.current_thread() is threading.main_thread():
         # The coordination service takes SIGTERM for a notice of preemption that nobody reads: a worker asked to stop
