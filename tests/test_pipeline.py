@@ -627,6 +627,36 @@ def test_looking_ahead_leaves_the_order_of_a_shuffled_dataset_as_it_is(steps_per
     assert fitted(looks=True) == fitted(looks=False)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "expected"),
+    [
+        ("1f1b", False, [(160 + 640, 0, 0, 0), (320, 0, 0, 0)]),
+        ("1f1b", True, [(160, 640, 0, 0), (320, 0, 0, 0)]),
+        # Nothing comes before stage 0 that needs a gradient: all that its B has to do is left to W.
+        ("zero_bubble", False, [(160 + 640, 0, 0, 320), (320, 0, 0, 80)]),
+        ("zero_bubble", True, [(160, 0, 640, 320), (320, 0, 0, 80)]),
+    ],
+)
+def test_what_a_micro_batch_keeps_is_known(schedule: str, recompute: bool, expected: list[tuple[int, ...]]) -> None:
+    """Of 5 examples in float32: 160 bytes into stage 0, 320 from each of its two layers, 80 out of stage 1."""
+
+    def build() -> keras.Model:
+        hidden = [layers.Dense(16, "relu"), layers.Dense(16, "relu")]
+        model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(4)])
+        model.compile("adam", "mse")
+        return model
+
+    pipeline = tfpar.Pipeline(2, 4, schedule, [2, 1], recompute=recompute)
+    trainer = tfpar.Trainer(build, pipeline, seed=0)
+    arrays = np.ones((20, 8), "float32"), np.ones((20, 4), "float32")
+    batch = trainer.build(tf.data.Dataset.from_tensor_slices(arrays).batch(20))
+    outlook = pipeline.look_ahead(trainer.model, batch)
+    sizes = outlook.durations
+    kept = (sizes.activation_bytes, sizes.backward_bytes, sizes.weight_gradient_bytes, sizes.waiting_bytes)
+    assert list(zip(*kept, strict=True)) == expected
+    assert tuple(row.memory_bytes for row in outlook.rows) == outlook.planned.peak_bytes
+
+
 class AddsDrawnRow(layers.Layer):
     """Adds one row of a table to all examples that it sees together, drawn at random."""
 

@@ -200,6 +200,25 @@ def test_a_smaller_microbatch_keeps_less() -> None:
     assert peak_bytes(made, activation_bytes=(101,), microbatch_scale=(1.0, 0.5)) == (152,)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    # Of 8 micro-batches all are kept, or 2 and 1; one of them is made again at a time. With zero bubble device 1 runs
+    # F0 B0 F1 B1 W0 ...: beside a second micro-batch stands what the first one's B has left for its W, 5 bytes.
+    [("gpipe", (8 + 50, 8 + 60)), ("1f1b", (2 + 50, 1 + 60)), ("zero_bubble", (2 + 50, 2 + 60 + 5))],
+)
+def test_recomputation_keeps_little_and_makes_the_rest_again(name: str, expected: tuple[int, ...]) -> None:
+    sizes = {"activation_bytes": (1, 1), "backward_bytes": (50, 60), "waiting_bytes": (5, 5)}
+    assert peak_bytes(schedule.make(name, 2, 8), **sizes) == expected
+
+
+def test_what_waits_for_the_weight_gradient_is_kept_until_then() -> None:
+    made = schedule.parse("waits\n0: F0.0 B0.0 F0.1 B0.1 W0.0 W0.1")
+    sizes = {"activation_bytes": (100,), "waiting_bytes": (10,)}
+    assert peak_bytes(made, **sizes) == (220,)
+    assert peak_bytes(made, **sizes, backward_bytes=(1000,)) == (1210,)
+    assert peak_bytes(made, **sizes, weight_gradient_bytes=(1000,)) == (1220,)
+
+
 def test_without_sizes_no_memory_is_predicted() -> None:
     assert peak_bytes(schedule.make("1f1b", 3, 4)) == (0, 0, 0)
 

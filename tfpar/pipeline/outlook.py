@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfpar.pipeline import forecast
-from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.lowering import Lowering
 from tfpar.pipeline.partition import MemoryNeeds, Partition
 from tfpar.pipeline.schedule import Schedule
-from tfpar.pipeline.simulate import Durations, Timeline, simulate
+from tfpar.pipeline.simulate import Durations, Timeline, peak_bytes, simulate
 from tfpar.pipeline.split import bytes_per_example
 from tfpar.pipeline.table import StageRow
 
@@ -52,13 +51,17 @@ def look_ahead(
         microbatch_size: Examples of a micro-batch.
     """
     programs = lowering.compile(batch, training=True).programs
+    kept = [program.kept(microbatch_size) for program in programs.stages]
     durations = dataclasses.replace(
         forecast.measure_durations(schedule, lambda actions: lowering.timed(batch, actions)),
         update_seconds=forecast.measure_updates(lowering.optimizer, programs),
-        activation_bytes=tuple(program.kept_bytes(microbatch_size) for program in programs.stages),
+        activation_bytes=tuple(one.activation for one in kept),
+        backward_bytes=tuple(one.backward for one in kept),
+        weight_gradient_bytes=tuple(one.weight_gradient for one in kept),
+        waiting_bytes=tuple(one.waiting for one in kept),
         fixed_bytes=tuple(memory.fixed(costs) for costs in partition.costs_of_stages),
     )
-    alive, crossing = schedules.peak_activations(schedule), partition.crossing
+    crossing = partition.crossing
     rows = [
         StageRow(
             stage=index,
@@ -69,7 +72,7 @@ def look_ahead(
             num_parameters=sum(cost.parameters for cost in costs),
             forward_seconds=durations.forward_seconds[index],
             backward_seconds=durations.backward_seconds[index] + durations.weight_gradient_seconds[index],
-            memory_bytes=durations.fixed_bytes[index] + alive[index] * durations.activation_bytes[index],
+            memory_bytes=peak_bytes(schedule, durations, [index]),
             cut_bytes=microbatch_size * sum(map(bytes_per_example, crossing[index]))
             if index < len(partition.stages) - 1
             else None,

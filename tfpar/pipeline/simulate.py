@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from tfpar.pipeline.schedule import Action, Kind, Schedule
@@ -28,6 +28,10 @@ class Durations:
         update_seconds: Of the optimizer, which begins when all actions of the step have ended. () for none.
         activation_bytes: What one micro-batch keeps from the beginning of its F to the end of its W, or of its B where
             there is no W. () for nothing.
+        backward_bytes: What is there besides while its B runs: activations that recomputation makes again. () for
+            nothing.
+        weight_gradient_bytes: The same while its W runs. () for nothing.
+        waiting_bytes: What it keeps besides from the end of its B to the end of its W. () for nothing.
         fixed_bytes: Weights, gradients, optimizer state. () for nothing.
         microbatch_scale: One entry a micro-batch: its size, where 1 is a full one. Times, transfers and activations
             are in proportion. () for full ones; (1, 1, 1, 0.5) for a smaller last one.
@@ -40,6 +44,9 @@ class Durations:
     transfer_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...] = ()
     activation_bytes: tuple[int, ...] = ()
+    backward_bytes: tuple[int, ...] = ()
+    weight_gradient_bytes: tuple[int, ...] = ()
+    waiting_bytes: tuple[int, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
     microbatch_scale: tuple[float, ...] = ()
 
@@ -118,7 +125,10 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
         schedule.num_devices,
         tuple(sorted(spans.values(), key=lambda span: (span.begin_seconds, span.device))),
         max(free_seconds) + update_seconds,
-        tuple(_peak_bytes(schedule, durations)),
+        tuple(
+            peak_bytes(schedule, durations, range(device, schedule.num_stages, schedule.num_devices))
+            for device in range(schedule.num_devices)
+        ),
     )
 
 
@@ -138,21 +148,37 @@ def _sum_per_device(schedule: Schedule, of_stage: Sequence[float]) -> list[float
     return [sum(of_stage[device :: schedule.num_devices]) for device in range(schedule.num_devices)]
 
 
-def _peak_bytes(schedule: Schedule, durations: Durations) -> list[int]:
-    """Follow what each device keeps through its actions; the order alone decides, no times."""
-    scale = _scale(schedule, durations)
-    activation_bytes = durations.activation_bytes or (0,) * schedule.num_stages
-    last = "W" if schedule.splits_backward else "B"
-    peaks = []
-    for fixed_bytes, order in zip(_sum_per_device(schedule, durations.fixed_bytes), schedule.actions, strict=True):
-        peak = kept = fixed_bytes
-        for kind, stage, microbatch in order:
-            size = activation_bytes[stage] * scale[microbatch]
-            kept += size * (kind == "F")
-            peak = max(peak, kept)
-            kept -= size * (kind == last)
-        peaks.append(math.ceil(peak))
-    return peaks
+def peak_bytes(schedule: Schedule, durations: Durations, stages: Collection[int]) -> int:
+    """Return the most memory that some stages of one device hold at once; the order alone decides, no times.
+
+    Args:
+        schedule: The order of actions.
+        durations: What they keep.
+        stages: Numbers of stages.
+
+    Example:
+        >>> from tfpar.pipeline import schedule
+        >>> sizes = Durations((), (), (), (), (), activation_bytes=(100, 10), fixed_bytes=(7, 3))
+        >>> peak_bytes(schedule.make("1f1b", num_stages=2, num_microbatches=8), sizes, stages=[0])
+        207
+    """
+    none, scale, splits = (0,) * schedule.num_stages, _scale(schedule, durations), schedule.splits_backward
+    activation_bytes = durations.activation_bytes or none
+    waiting_bytes = (splits and durations.waiting_bytes) or none
+    beside_bytes = {"F": none, "B": durations.backward_bytes or none, "W": durations.weight_gradient_bytes or none}
+    peak = kept = float(sum((durations.fixed_bytes or none)[stage] for stage in stages))
+    device = schedule.device_of(next(iter(stages)))
+    for kind, stage, microbatch in schedule.actions[device]:
+        if stage not in stages:
+            continue
+        size = scale[microbatch]
+        kept += size * activation_bytes[stage] * (kind == "F")
+        peak = max(peak, kept + size * beside_bytes[kind][stage])
+        kept += size * waiting_bytes[stage] * (kind == "B")
+        peak = max(peak, kept)
+        if kind == ("W" if splits else "B"):
+            kept -= size * (activation_bytes[stage] + waiting_bytes[stage])
+    return math.ceil(peak)
 
 
 def _check(schedule: Schedule, durations: Durations) -> None:
@@ -160,7 +186,8 @@ def _check(schedule: Schedule, durations: Durations) -> None:
     needed = ("forward_seconds", *(backward if schedule.splits_backward else ("backward_seconds",)))
     _check_entries(durations, needed, schedule.num_stages, "stages")
     _check_entries(durations, ("transfer_seconds",), schedule.num_stages - 1, "cuts")
-    optional = ("update_seconds", "activation_bytes", "fixed_bytes")
+    sizes = [field.name for field in dataclasses.fields(durations) if field.name.endswith("_bytes")]
+    optional = ("update_seconds", *sizes)
     _check_entries(durations, [name for name in optional if getattr(durations, name)], schedule.num_stages, "stages")
     if durations.microbatch_scale:
         _check_entries(durations, ("microbatch_scale",), schedule.num_microbatches, "micro-batches")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import tensorflow as tf
 from tfpar import _compat, _compat_pipeline
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.gradients import plus, tensors_of, value_of
-from tfpar.pipeline.pieces import cut
+from tfpar.pipeline.pieces import Kept, cut, kept_between
 from tfpar.pipeline.split import Stage
 
 
@@ -157,19 +156,14 @@ class StageProgram:
         """How many losses its layers add."""
         return len(self._losses)
 
-    def kept_bytes(self, microbatch_size: int) -> int:
-        """Return what a micro-batch keeps from its forward pass to the end of its backward pass.
+    def kept(self, microbatch_size: int) -> Kept:
+        """Return what a micro-batch keeps on this stage, in bytes.
 
         Args:
             microbatch_size: Its examples.
         """
-        later = [piece for piece in (self._backward, self._weights) if piece is not None]
-        given = {tensor.ref() for tensor in tensors_of([self._variables, self._upstream, self._totals, self._scale])}
-        given |= {tensor.ref() for tensor in self._forward.takes} - {tensor.ref() for tensor in self._flows}
-        if self._weights is not None:
-            given |= {tensor.ref() for tensor in self._backward.gives}
-        kept = {tensor.ref(): tensor for piece in later for tensor in piece.takes if tensor.ref() not in given}
-        return sum(_bytes(tensor, microbatch_size) for tensor in kept.values())
+        forward, later = self._forward, [self._backward, *([self._weights] if self._weights else [])]
+        return kept_between([*self._flows, *forward.gives], later, tensors_of(self._upstream), microbatch_size)
 
     def forward(
         self, values: Sequence[Travelling], variables: Sequence[tf.Tensor], microbatch: Any, scale: Any
@@ -330,12 +324,6 @@ def _reached_from(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
                 reached.add(op)
                 waiting += op.outputs
     return reached
-
-
-def _bytes(tensor: tf.Tensor, num_examples: int) -> int:
-    sizes = (tensor.shape or ()) if tensor.shape.rank is not None else ()
-    known = [num_examples if axis == 0 and size is None else size or 1 for axis, size in enumerate(sizes)]
-    return math.prod(known) * int(max(tensor.dtype.size, 1))
 
 
 def _spec(tensor: tf.Tensor | None) -> tf.TensorSpec | None:

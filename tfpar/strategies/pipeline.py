@@ -146,10 +146,11 @@ class Pipeline(OneCopy):
         return partition
 
     def _memory(self, model: keras.Model) -> MemoryNeeds:
+        # Where the gradient of the weights waits, what recomputation made again for it waits too.
+        makes_again = self._recompute and not self.schedule.splits_backward
+        num_activations = 1 if makes_again else max(schedules.peak_activations(self.schedule))
         return MemoryNeeds(
-            self._memory_limit_bytes,
-            _compat_pipeline.slots_per_weight(model.optimizer),
-            1 if self._recompute else max(schedules.peak_activations(self.schedule)),
+            self._memory_limit_bytes, _compat_pipeline.slots_per_weight(model.optimizer), num_activations
         )
 
     def look_ahead(self, model: keras.Model, batch: Any) -> Outlook:
