@@ -15,6 +15,7 @@ import tensorflow as tf
 import tfpar
 from benchmarks.pipeline import Answer, Setting
 from benchmarks.pipeline_examples import arrays
+from benchmarks.pipeline_memory import together_bytes
 from benchmarks.pipeline_models import BUILD_MODEL
 
 CLEAR_REFERENCES = Path("/proc/self/clear_refs")
@@ -40,14 +41,14 @@ def _model_of(setting: Setting) -> Any:
     return tfpar.Trainer(build_model, strategy, seed=0)
 
 
-def _predicted(trainer: Any, dataset: Any) -> Any:
-    """Return the step that the simulator computes from the times of single actions, a `Timeline`.
+def _outlook(trainer: Any, dataset: Any) -> Any:
+    """Return the step that the simulator computes from the times of single actions, an `Outlook`.
 
     Args:
         trainer: A `tfpar.Trainer` of a pipeline.
         dataset: Batches of the size that the answer is for.
     """
-    return trainer.strategy.look_ahead(trainer.model, trainer.build(dataset)).planned
+    return trainer.strategy.look_ahead(trainer.model, trainer.build(dataset))
 
 
 def _batches(setting: Setting, num_rows: int) -> Any:
@@ -61,7 +62,7 @@ def _laps(setting: Setting) -> Answer:
 
 def _prediction(setting: Setting) -> Answer:
     trainer = _model_of(setting)
-    predicted = _predicted(trainer, _batches(setting, setting.batch_size))
+    predicted = _outlook(trainer, _batches(setting, setting.batch_size)).planned
     return {**_train_laps(setting, trainer), "predicted_seconds": predicted.step_seconds}
 
 
@@ -142,7 +143,7 @@ def _memory(setting: Setting) -> Answer:
     if setting.trainer == "pipeline":
         trainer = _model_of(setting)  # another, for the first one has been told of the small batch
         trainer.fit(full, verbose=0)
-        answer["predicted_bytes"] = float(sum(_predicted(trainer, full).peak_bytes))
+        answer["predicted_bytes"] = together_bytes(_outlook(trainer, full))
     return answer
 
 

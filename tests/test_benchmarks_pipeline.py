@@ -258,3 +258,22 @@ def test_a_question_is_answered_with_its_figures(setting: Setting) -> None:
     assert set(answer) == set(expected)
     # A step of four rows may need no page that was not there.
     assert all(value > 0 for figure, value in answer.items() if figure != "peak_bytes")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"activation_bytes": (100, 100)}, 300),  # two on device 0, one on device 1
+        # Device 1 has made all again when device 0, a second ahead, has let half of its go.
+        ({"activation_bytes": (0, 0), "backward_bytes": (100, 100)}, 150),
+    ],
+)
+def test_devices_that_share_a_memory_need_the_most_at_different_times(sizes: Any, expected: float) -> None:
+    from benchmarks.pipeline_memory import together_bytes
+    from tfpar.pipeline import schedule
+    from tfpar.pipeline.outlook import Outlook
+    from tfpar.pipeline.simulate import Durations, simulate
+
+    durations = Durations((1.0, 1.0), (3.0, 3.0), (), (), transfer_seconds=(0.0,), **sizes)
+    planned = simulate(schedule.make("1f1b", 2, 8), durations)
+    assert together_bytes(Outlook((), durations, planned)) == pytest.approx(expected)

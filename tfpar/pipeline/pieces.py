@@ -11,15 +11,14 @@ before it has run, and what it takes from those is saved for it, nothing else.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfpar._compat_pipeline import called_apart
 
-_LOOKS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
+_SUMS_BEHIND = 2  # a product and a bias: two threads may work beside each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,28 +47,13 @@ class Piece:
         known.update(zip((tensor.ref() for tensor in self.gives), results, strict=True))
 
 
-class Kept(NamedTuple):
-    """What one micro-batch keeps on a stage, in bytes.
-
-    Args:
-        activation: From its forward pass to the end of its backward pass.
-        backward: What the backward pass, or its part for the inputs, makes again and has besides while it runs.
-        weight_gradient: The same of its part for the weights.
-        waiting: From the end of its part for the inputs to the end of that for the weights.
-    """
-
-    activation: int
-    backward: int
-    weight_gradient: int
-    waiting: int
-
-
 def cut(
     graph: Any,
     inputs: Sequence[tf.Tensor],
     results: Sequence[Sequence[tf.Tensor]],
     device: str,
     *,
+    sums: Sequence[tf.Tensor] = (),
     again: bool = False,
     jit_compile: bool = False,
 ) -> list[Piece]:
@@ -80,6 +64,7 @@ def cut(
         inputs: Its tensors that are known to every piece.
         results: For each piece the tensors that it must give.
         device: Where the pieces run.
+        sums: Tensors of the graph that a piece shall make as soon as it can.
         again: Whether the others run what they need of the first again, instead of taking what was saved.
         jit_compile: Compile the pieces with XLA.
 
@@ -102,54 +87,36 @@ def cut(
             later = [tensor for tensor in later if tensor.op.op_def.is_stateful]
         gives = [tensor for tensor in _unique([*results[number], *later]) if tensor.op in ops]
         repeated = ops & pieces_ops[0] if number else set()
-        used = [_buffer(tensor) for tensor in (*_taken(ops - repeated), *gives) if tensor.op in repeated]
-        made_again = _unique([tensor for tensor in used if tensor.op in repeated])
-        pieces.append(_piece(graph, whole, ops, takes, gives, made_again, device, jit_compile))
+        made_again = [tensor for tensor in (*_taken(ops - repeated), *gives) if tensor.op in repeated]
+        pieces.append(
+            _piece(graph, whole, ops, takes, gives, made_again, _turns(graph, ops, sums), device, jit_compile)
+        )
     return pieces
 
 
-def kept_between(
-    before: Sequence[tf.Tensor], later: Sequence[Piece], upstream: Sequence[tf.Tensor], num_examples: int
-) -> Kept:
-    """Return what the pieces of a backward pass keep from a forward pass and from each other.
+def _turns(graph: Any, ops: set[tf.Operation], sums: Sequence[tf.Tensor]) -> dict[str, str]:
+    """Return which operation waits for which sum, by their names.
 
-    Args:
-        before: What the forward pass takes and gives.
-        later: The backward pass: one piece, or that for the inputs and that for the weights.
-        upstream: The gradients that the backward pass begins with.
-        num_examples: Of the micro-batch.
+        dz3 ─► dw3 ─► sum
+         ▼
+        dz2 ─► dw2 ─► sum          TensorFlow goes down to the end first, and keeps every dz for its dw
+         ▼
+        dz1 waits for the sum of dw3
+
+    What waits comes later in the graph than what it waits for, so that none wait for each other.
     """
-    first, *others = later
-    taken = _unique([tensor for piece in later for tensor in piece.takes])
-    handed_on = _unique([tensor for piece in others for tensor in piece.takes])
-    return Kept(
-        _bytes(_among(before, taken), num_examples),
-        _bytes(first.again, num_examples),
-        sum(_bytes(piece.again, num_examples) for piece in others),
-        _bytes(_among([*first.gives, *upstream], handed_on), num_examples),
-    )
-
-
-def _among(tensors: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    references = {tensor.ref() for tensor in tensors}
-    return [tensor for tensor in others if tensor.ref() in references]
-
-
-def _bytes(tensors: Sequence[tf.Tensor], num_examples: int) -> int:
-    return sum(_bytes_of(tensor, num_examples) for tensor in _unique([_buffer(tensor) for tensor in tensors]))
-
-
-def _buffer(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the tensor whose memory a tensor is another look at."""
-    while tensor.op.type in _LOOKS:
-        tensor = tensor.op.inputs[0]
-    return tensor
-
-
-def _bytes_of(tensor: tf.Tensor, num_examples: int) -> int:
-    sizes = (tensor.shape or ()) if tensor.shape.rank is not None else ()
-    known = [num_examples if axis == 0 and size is None else size or 1 for axis, size in enumerate(sizes)]
-    return math.prod(known) * int(max(tensor.dtype.size, 1))
+    place: dict[tf.Operation, float] = {op: number for number, op in enumerate(graph.get_operations()) if op in ops}
+    ends = {total.op for total in sums if total.op in ops}
+    for op in ends:  # behind what it adds, not at the end of the graph, where it was made
+        place[op] = 0.5 + max((place[tensor.op] for tensor in op.inputs if tensor.op in ops), default=0.0)
+    ended: list[str] = []
+    turns = {}
+    for op in sorted(ops, key=place.__getitem__):
+        if len(ended) > _SUMS_BEHIND and op.type != "Const":
+            turns[op.name] = ended[-1 - _SUMS_BEHIND]
+        if op in ends:
+            ended.append(op.name)
+    return turns
 
 
 def _wanted(pieces_ops: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
@@ -183,7 +150,7 @@ def _unique(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 def _piece(
     graph: Any, whole: Any, ops: set[tf.Operation], takes: Sequence[tf.Tensor], gives: Sequence[tf.Tensor],
-    made_again: Sequence[tf.Tensor], device: str, jit: bool,
+    made_again: Sequence[tf.Tensor], turns: Mapping[str, str], device: str, jit: bool,
 ) -> Piece:  # fmt: skip
     constants = {tensor.op for op in ops for tensor in op.inputs if tensor.op.type == "Const"}
     names = {op.name for op in ops | constants}
@@ -193,6 +160,8 @@ def _piece(
             kept = part.node.add()
             kept.CopyFrom(node)
             kept.input[:] = [name for name in node.input if not name.startswith("^") or name[1:] in names]
+            if node.name in turns:
+                kept.input.append(f"^{turns[node.name]}")
             kept.attr.pop("_class", None)  # it may name operations of another piece
             kept.device = ""
     captured = {inner.ref(): outer for outer, inner in graph.captures}

@@ -12,7 +12,8 @@ import tensorflow as tf
 from tfpar import _compat, _compat_pipeline
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.gradients import plus, tensors_of, value_of
-from tfpar.pipeline.pieces import Kept, cut, kept_between
+from tfpar.pipeline.kept import Kept, kept_between
+from tfpar.pipeline.pieces import cut
 from tfpar.pipeline.split import Stage
 
 
@@ -111,7 +112,10 @@ class StageProgram:
             results += both if splits_backward else [[*both[0], *both[1]]]
         self._same_rows = self._find_same_rows()
         inputs = [*self._arguments, *tensors_of([self._upstream, self._totals])]
-        pieces: list[Any] = cut(self._graph, inputs, results, device, again=recompute, jit_compile=jit_compile)
+        sums = [one for one, total in zip(self._sums, self._totals, strict=True) if total is not None]
+        pieces: list[Any] = cut(
+            self._graph, inputs, results, device, sums=sums, again=recompute, jit_compile=jit_compile
+        )
         self._forward, self._backward, self._weights = (*pieces, None, None)[:3]
 
     def _find_variables(self, variables: Iterable[keras.Variable]) -> None:

@@ -1,0 +1,52 @@
+"""What logical CPUs, which share one memory, hold together at any time of a predicted step.
+
+bytes                         .:.
+                            .::::::.       its activations are made again in B and go one by one
+       .............................
+       F                   B
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from tfpar.pipeline.outlook import Outlook
+from tfpar.pipeline.schedule import Action
+
+Corner = tuple[float, float]  # seconds, bytes
+
+
+def together_bytes(outlook: Outlook) -> float:
+    """Return the most bytes of activations that all devices together hold at one time.
+
+    `Timeline.peak_bytes` says what each device needs of a memory of its own, and devices need the most at different
+    times. What a backward pass makes again grows until its end of the forward pass and then shrinks.
+
+    Args:
+        outlook: A pipeline's predicted step, for a schedule without W.
+    """
+    forms = list(_forms(outlook))
+    moments = {seconds for form in forms for seconds, _ in form}
+    return max(sum(_height(form, moment) for form in forms) for moment in moments)
+
+
+def _forms(outlook: Outlook) -> Iterator[list[Corner]]:
+    """Draw what each micro-batch holds on each stage, as a line from corner to corner."""
+    durations = outlook.durations
+    times = {span.action: (span.begin_seconds, span.end_seconds) for span in outlook.planned.spans}
+    for kind, stage, microbatch in times:
+        if kind == "F":
+            kept_bytes = float(durations.activation_bytes[stage])
+            again_bytes = float((durations.backward_bytes or (0,) * (stage + 1))[stage])
+            (begin, _), (again, end) = times[Action("F", stage, microbatch)], times[Action("B", stage, microbatch)]
+            turn = min(again + durations.forward_seconds[stage], end)
+            yield [(begin, kept_bytes), (again, kept_bytes), (turn, kept_bytes + again_bytes), (end, kept_bytes)]
+
+
+def _height(form: list[Corner], seconds: float) -> float:
+    """Return how high a line is at a time; it ends before its last corner."""
+    for (left, low), (right, high) in itertools.pairwise(form):
+        if left <= seconds < right:
+            return low + (high - low) * (seconds - left) / (right - left)
+    return 0.0

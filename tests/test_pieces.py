@@ -1,0 +1,76 @@
+"""One traced graph cut into pieces: what runs in which, and in which order."""
+
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfpar.pipeline.pieces import Piece, cut
+
+NUM_LAYERS = 6
+
+
+@pytest.fixture
+def chain() -> tuple[Any, dict[str, Any]]:
+    """x ─► h1 = tanh(x w1) ─► h2 = tanh(h1 w2) ─► …, and dw += h dz on the way back."""
+    named: dict[str, Any] = {}
+
+    def body(x: tf.Tensor, *weights: tf.Tensor) -> Any:
+        made = x
+        for weight in weights:
+            made = tf.tanh(made @ weight)
+        upstream = tf.compat.v1.placeholder(made.dtype, made.shape)
+        dx, *gradients = tf.gradients(made, [x, *weights], upstream)
+        totals = [tf.compat.v1.placeholder(one.dtype, one.shape) for one in gradients]
+        sums = [total + one for total, one in zip(totals, gradients, strict=True)]
+        named.update(inputs=[x, *weights, upstream, *totals], made=made, dx=dx, sums=sums)
+        return [made, dx, *sums]
+
+    specs = [tf.TensorSpec([None, 4], "float64")] + [tf.TensorSpec([4, 4], "float64")] * NUM_LAYERS
+    return tf.function(body, autograph=False).get_concrete_function(*specs).graph, named
+
+
+def values(named: dict[str, Any]) -> dict[Any, tf.Tensor]:
+    generator = tf.random.Generator.from_seed(0)
+    shapes = [[2 if size is None else size for size in tensor.shape] for tensor in named["inputs"]]
+    return {
+        tensor.ref(): generator.normal(shape, dtype="float64")
+        for tensor, shape in zip(named["inputs"], shapes, strict=True)
+    }
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_pieces_give_together_what_the_graph_gives(chain: tuple[Any, dict[str, Any]], again: bool) -> None:
+    graph, named = chain
+    wanted = [named["made"], named["dx"], *named["sums"]]
+    known = values(named)
+    given = dict(known)
+    (whole,) = cut(graph, named["inputs"], [wanted], "CPU:0")
+    whole(known)
+    for piece in cut(graph, named["inputs"], [wanted[:1], wanted[1:2], wanted[2:]], "CPU:0", again=again):
+        piece(given)
+    for tensor in wanted:
+        tf.debugging.assert_near(given[tensor.ref()], known[tensor.ref()], rtol=1e-14)
+
+
+def before(piece: Piece, name: str) -> set[str]:
+    """The names of all operations that must have run before one."""
+    found: set[str] = set()
+    waiting = [piece.function.graph.get_operation_by_name(name)]
+    while waiting:
+        op = waiting.pop()
+        more = [*(tensor.op for tensor in op.inputs), *op.control_inputs]
+        waiting += [one for one in more if one.name not in found]
+        found |= {one.name for one in more}
+    return found
+
+
+def test_the_gradients_of_weights_are_summed_on_the_way(chain: tuple[Any, dict[str, Any]]) -> None:
+    """dz6 ─► dz5 ─► dz4 ─► … to the end first, and then all products, would keep every dz."""
+    graph, named = chain
+    results = [[named["made"]], [named["dx"], *named["sums"]]]
+    _, backward = cut(graph, named["inputs"], results, "CPU:0", sums=named["sums"])
+    first_to_last = [total.op.name for total in reversed(named["sums"])]
+    assert set(first_to_last[:-3]) <= before(backward, named["dx"].op.name)
+    _, unordered = cut(graph, named["inputs"], results, "CPU:0")
+    assert not set(first_to_last) & before(unordered, named["dx"].op.name)
