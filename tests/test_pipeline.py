@@ -163,6 +163,14 @@ def loops_and_lookups() -> keras.Model:
     return model
 
 
+def layers_behind_a_loop() -> keras.Model:
+    """What keeps the steps of a loop is made when TensorFlow differentiates it, after the gradients of what follows."""
+    behind = [layers.Dense(4, "tanh"), layers.Dense(4, "tanh"), layers.Dense(NUM_CLASSES)]
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), layers.Embedding(11, 4), layers.LSTM(4), *behind])
+    model.compile("sgd", crossentropy())
+    return model
+
+
 MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] = {
     "a graph of layers": (graph_of_layers, graph_data, {"num_stages": 4, "schedule": "interleaved"}),
     "tied weights": (tied_weights, lambda: batched(tokens(6), tokens(6)), {"num_stages": 4, "schedule": "zero_bubble"}),
@@ -177,6 +185,11 @@ MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] =
         loops_and_lookups,
         lambda: batched(np.array(["a", "b", "c"])[labels(NUM_EXAMPLES)][:, None], labels(NUM_EXAMPLES)),
         {"num_stages": 3, "recompute": True},
+    ),
+    "layers behind a loop": (
+        layers_behind_a_loop,
+        lambda: batched(tokens(6), labels(NUM_EXAMPLES)),
+        {"num_stages": 1, "recompute": True},
     ),
 }
 

@@ -11,7 +11,9 @@ before it has run, and what it takes from those is saved for it, nothing else.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import graphlib
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -97,26 +99,41 @@ def cut(
 def _turns(graph: Any, ops: set[tf.Operation], sums: Sequence[tf.Tensor]) -> dict[str, str]:
     """Return which operation waits for which sum, by their names.
 
-        dz3 ─► dw3 ─► sum
-         ▼
-        dz2 ─► dw2 ─► sum          TensorFlow goes down to the end first, and keeps every dz for its dw
-         ▼
-        dz1 waits for the sum of dw3
-
-    What waits comes later in the graph than what it waits for, so that none wait for each other.
+    dz3 ─► dw3 ─► sum
+     ▼
+    dz2 ─► dw2 ─► sum          TensorFlow goes down to the end first, and keeps every dz for its dw
+     ▼
+    dz1 waits for the sum of dw3
     """
-    place: dict[tf.Operation, float] = {op: number for number, op in enumerate(graph.get_operations()) if op in ops}
     ends = {total.op for total in sums if total.op in ops}
+    if not ends:
+        return {}
+    place: dict[tf.Operation, float] = {op: number for number, op in enumerate(graph.get_operations()) if op in ops}
     for op in ends:  # behind what it adds, not at the end of the graph, where it was made
         place[op] = 0.5 + max((place[tensor.op] for tensor in op.inputs if tensor.op in ops), default=0.0)
     ended: list[str] = []
     turns = {}
-    for op in sorted(ops, key=place.__getitem__):
+    for op in _in_order(ops, place):
         if len(ended) > _SUMS_BEHIND and op.type != "Const":
             turns[op.name] = ended[-1 - _SUMS_BEHIND]
         if op in ends:
             ended.append(op.name)
     return turns
+
+
+def _in_order(ops: set[tf.Operation], place: Mapping[tf.Operation, float]) -> Iterator[tf.Operation]:
+    """Go through operations by their places, each after what it needs: a loop takes what its gradient made later."""
+    needs = {op: [one for one in (*(t.op for t in op.inputs), *op.control_inputs) if one in ops] for op in ops}
+    sorter = graphlib.TopologicalSorter(needs)
+    sorter.prepare()
+    ready: list[tuple[float, str]] = []
+    by_name = {op.name: op for op in ops}
+    while sorter.is_active():
+        for op in sorter.get_ready():
+            heapq.heappush(ready, (place[op], op.name))
+        op = by_name[heapq.heappop(ready)[1]]
+        yield op
+        sorter.done(op)
 
 
 def _wanted(pieces_ops: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
