@@ -1,8 +1,8 @@
 """What logical CPUs, which share one memory, hold together at any time of a predicted step.
 
-bytes                         .:.
+                              .:.
                             .::::::.       its activations are made again in B and go one by one
-       .............................
+bytes  .............................
        F                   B
 """
 
@@ -21,7 +21,7 @@ def together_bytes(outlook: Outlook) -> float:
     """Return the most bytes of activations that all devices together hold at one time.
 
     `Timeline.peak_bytes` says what each device needs of a memory of its own, and devices need the most at different
-    times. What a backward pass makes again grows until its end of the forward pass and then shrinks.
+    times. What a backward pass makes again grows until the forward pass has run again, and then shrinks.
 
     Args:
         outlook: A pipeline's predicted step, for a schedule without W.
@@ -37,8 +37,7 @@ def _forms(outlook: Outlook) -> Iterator[list[Corner]]:
     times = {span.action: (span.begin_seconds, span.end_seconds) for span in outlook.planned.spans}
     for kind, stage, microbatch in times:
         if kind == "F":
-            kept_bytes = float(durations.activation_bytes[stage])
-            again_bytes = float((durations.backward_bytes or (0,) * (stage + 1))[stage])
+            kept_bytes, again_bytes = durations.activation_bytes[stage], durations.backward_bytes[stage]
             (begin, _), (again, end) = times[Action("F", stage, microbatch)], times[Action("B", stage, microbatch)]
             turn = min(again + durations.forward_seconds[stage], end)
             yield [(begin, kept_bytes), (again, kept_bytes), (turn, kept_bytes + again_bytes), (end, kept_bytes)]

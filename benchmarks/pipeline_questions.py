@@ -42,7 +42,7 @@ def _model_of(setting: Setting) -> Any:
 
 
 def _outlook(trainer: Any, dataset: Any) -> Any:
-    """Return the step that the simulator computes from the times of single actions, an `Outlook`.
+    """Return what a pipeline says of its step before it trains.
 
     Args:
         trainer: A `tfpar.Trainer` of a pipeline.

@@ -147,8 +147,8 @@ class Pipeline(OneCopy):
 
     def _memory(self, model: keras.Model) -> MemoryNeeds:
         # Where the gradient of the weights waits, what recomputation made again for it waits too.
-        makes_again = self._recompute and not self.schedule.splits_backward
-        num_activations = 1 if makes_again else max(schedules.peak_activations(self.schedule))
+        one_at_a_time = self._recompute and not self.schedule.splits_backward
+        num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule))
         return MemoryNeeds(
             self._memory_limit_bytes, _compat_pipeline.slots_per_weight(model.optimizer), num_activations
         )
