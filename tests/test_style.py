@@ -21,7 +21,7 @@ LADDER = [
     ["pipeline"],
     ["strategies", "checkpoint", "stream"],
     ["alike", "callbacks", "compiled"],
-    ["training", "trainer", "drop_in", "interruption", "parity"],
+    ["training", "preparation", "trainer", "drop_in", "interruption", "parity"],
     ["pipeline_view"],
     ["session"],
     ["evaluator"],

@@ -9,15 +9,13 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from tfpar import _compat, checks, data, loop
-from tfpar.callbacks import callback_list
+from tfpar import _compat, checks, data
 from tfpar.checkpoint import Checkpoints
-from tfpar.compiled import CompiledSteps
+from tfpar.preparation import Preparation
 from tfpar.strategies import SingleDevice, Strategy
 from tfpar.stream import Stream
-from tfpar.training import Caller, Training, evaluate
+from tfpar.training import Training, evaluate
 
 Verbose = int | str
 
@@ -53,7 +51,7 @@ class Trainer:
         checks.check_model(self.model)
         self.strategy.check_scope(self.model)
         self.interrupted = False
-        self._compiled = CompiledSteps(self.model, self.strategy)
+        self._preparation = Preparation(self.model, self.strategy)
         self._begun: tuple[Any, Stream] | None = None
 
     def interrupt(self) -> None:
@@ -77,8 +75,8 @@ class Trainer:
         Raises:
             ValueError: As `fit`.
         """
-        dataset = self._dataset(x, y, None, batch_size or 32, shuffle=False)
-        stream, _ = self._stream(dataset, None, "train")
+        dataset = self._preparation.dataset(x, y, None, batch_size or 32)
+        stream, _ = self._preparation.stream(dataset, None, "train")
         self._begun = (dataset, stream)
         return self.strategy.local_batch(stream.peek())
 
@@ -137,16 +135,16 @@ class Trainer:
         batch_size = batch_size or 32
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
-        dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=shuffle)
+        dataset = self._preparation.dataset(x, y, sample_weight, batch_size, shuffle=shuffle, seed=self.seed)
         if class_weight is not None:
             dataset = data.class_weights(dataset, class_weight)
         begun, self._begun = self._begun, None
-        stream, run_steps = self._stream(dataset, steps_per_epoch, "train", begun)
-        listeners = self._listeners(callbacks, verbose, stream, epochs, add_history=True)
+        stream, run_steps = self._preparation.stream(dataset, steps_per_epoch, "train", begun)
+        listeners = self._preparation.listeners(callbacks, verbose, stream, epochs, add_history=True)
         self.interrupted = self.model.stop_training = False
         training = Training(
-            self._caller(run_steps, stream, listeners, steps_per_call),
-            self._validation(
+            self._preparation.caller(run_steps, stream, listeners, steps_per_call),
+            self._preparation.validation(
                 validation_data, validation_batch_size or batch_size, validation_steps, validation_freq, listeners
             ),
             checkpoints,
@@ -189,10 +187,10 @@ class Trainer:
         Raises:
             ValueError: If the data are empty or do not fit the model.
         """
-        dataset = self._dataset(x, y, sample_weight, batch_size or 32, shuffle=False)
-        stream, run_steps = self._stream(dataset, steps, "evaluate")
-        listeners = self._listeners(callbacks, verbose, stream)
-        logs = evaluate(self._caller(run_steps, stream, listeners, testing=True))
+        dataset = self._preparation.dataset(x, y, sample_weight, batch_size or 32)
+        stream, run_steps = self._preparation.stream(dataset, steps, "evaluate")
+        listeners = self._preparation.listeners(callbacks, verbose, stream)
+        logs = evaluate(self._preparation.caller(run_steps, stream, listeners, testing=True))
         return logs if return_dict else _compat.metrics_in_order(self.model, logs)
 
     def predict(
@@ -215,13 +213,9 @@ class Trainer:
         Raises:
             ValueError: If the data are empty or do not fit the model.
         """
-        dataset = self._dataset(x, None, None, batch_size or 32, shuffle=False)
-        dataset = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
-        distributed = self.strategy.distribute(data.first_batches(dataset, steps))
-        stream = Stream(distributed.dataset)
-        self._build(stream, targets=False)
-        predict_batch = self._compiled.predict(distributed.dataset.element_spec)
-        listeners = self._listeners(callbacks, verbose, stream)
+        dataset = self._preparation.dataset(x, None, None, batch_size or 32)
+        stream, predict_batch = self._preparation.predictions(dataset, steps)
+        listeners = self._preparation.listeners(callbacks, verbose, stream)
         outputs: list[Any] = []
         listeners.on_predict_begin()
         while stream.has_more():
@@ -255,83 +249,3 @@ class Trainer:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
-
-    def _dataset(
-        self, x: Any, y: Any, sample_weight: Any, batch_size: int, *, shuffle: bool
-    ) -> tf.data.Dataset | data.Sharded:
-        return data.as_dataset(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=self.seed or 0)
-
-    def _stream(
-        self,
-        dataset: tf.data.Dataset | data.Sharded,
-        steps: int | None,
-        kind: str,
-        begun: tuple[Any, Stream] | None = None,
-    ) -> tuple[Stream, Callable[..., loop.CallResult]]:
-        """Distribute a dataset, create what the model only can with its first batch, and compile the loop over it."""
-        distributed = self.strategy.distribute(dataset)
-
-        def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
-            return self.strategy.has_more(upcoming, distributed)
-
-        goes_on = begun[1] if begun is not None and begun[0] is dataset else None
-        stream = Stream(distributed.dataset, steps, has_more, goes_on)
-        batch = self._build(stream, targets=True)
-        if kind == "train":
-            self.strategy.check_batch(batch)
-        self._compiled.once("prepare", lambda: self.strategy.prepare(self.model, batch))
-        return stream, self._compiled.loop(kind, distributed)
-
-    def _build(self, stream: Stream, targets: bool) -> Any:
-        batch = self.strategy.local_batch(stream.peek())
-        with self.strategy.scope():
-            checks.check_inputs(self.model, keras.utils.unpack_x_y_sample_weight(batch)[0])
-            self.strategy.place(self.model, batch)
-            checks.build(self.model, batch, targets)
-        return batch
-
-    def _caller(
-        self,
-        run_steps: Callable[..., loop.CallResult],
-        stream: Stream,
-        listeners: keras.callbacks.CallbackList,
-        steps_per_call: int | None = None,
-        testing: bool = False,
-    ) -> Caller:
-        fixed = self._steps_per_call(steps_per_call)
-        return Caller(run_steps, self.model, self.strategy, stream, listeners, fixed, testing)
-
-    def _listeners(
-        self, callbacks: Any, verbose: Verbose, stream: Stream, epochs: int = 1, add_history: bool = False
-    ) -> Any:
-        return callback_list(
-            callbacks, self.model, self.strategy.is_chief, verbose, epochs, stream.steps_per_epoch, add_history
-        )
-
-    def _validation(
-        self,
-        validation_data: Any,
-        batch_size: int,
-        steps: int | None,
-        frequency: int | Sequence[int],
-        listeners: keras.callbacks.CallbackList,
-    ) -> Callable[[int], dict[str, float]]:
-        """Return what evaluates after an epoch and gives its logs, none where none is due."""
-        if validation_data is None:
-            return lambda epoch: {}
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-        dataset = self._dataset(x, y, sample_weight, batch_size, shuffle=False)
-        stream, run_steps = self._stream(data.first_batches(dataset, steps), None, "evaluate")
-        caller = self._caller(run_steps, stream, listeners, testing=True)
-
-        def validate(epoch: int) -> dict[str, float]:
-            due = (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency
-            return {f"val_{name}": value for name, value in evaluate(caller).items()} if due else {}
-
-        return validate
-
-    def _steps_per_call(self, steps_per_call: int | None) -> int | None:
-        if steps_per_call is not None and steps_per_call < 1:
-            raise ValueError(f"steps_per_call must be at least 1, received {steps_per_call}. Leave it out for auto.")
-        compiled = self.model.steps_per_execution
-        return steps_per_call or (compiled if compiled > 1 else None) or (1 if self.model.run_eagerly else None)

@@ -1,0 +1,126 @@
+"""What `fit`, `evaluate` and `predict` need before their first step: a stream, a built model, a compiled loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfpar import checks, data, loop
+from tfpar.callbacks import callback_list
+from tfpar.compiled import CompiledSteps
+from tfpar.strategies import Strategy
+from tfpar.stream import Stream
+from tfpar.training import Caller, evaluate
+
+Dataset: TypeAlias = tf.data.Dataset | data.Sharded
+RunSteps = Callable[..., loop.CallResult]
+
+
+class Preparation:
+    """Prepare one model for its calls of `fit`, `evaluate` and `predict` under one strategy.
+
+    Args:
+        model: The model.
+        strategy: Distributes data and supplies the steps.
+    """
+
+    def __init__(self, model: keras.Model, strategy: Strategy) -> None:
+        self._model, self._strategy = model, strategy
+        self._compiled = CompiledSteps(model, strategy)
+
+    def dataset(
+        self, x: Any, y: Any, sample_weight: Any, batch_size: int, *, shuffle: bool = False, seed: int | None = 0
+    ) -> Dataset:
+        """Return global batches of what a user gave; `seed` orders arrays that are shuffled."""
+        return data.as_dataset(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed or 0)
+
+    def stream(
+        self, dataset: Dataset, steps: int | None, kind: str, begun: tuple[Any, Stream] | None = None
+    ) -> tuple[Stream, RunSteps]:
+        """Distribute a dataset, create what the model only can with its first batch, and compile the loop over it.
+
+        Args:
+            dataset: Global batches.
+            steps: Steps an epoch; None for a whole pass.
+            kind: "train" or "evaluate".
+            begun: A dataset and a stream of it of which nothing was taken yet.
+        """
+        distributed = self._strategy.distribute(dataset)
+
+        def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
+            return self._strategy.has_more(upcoming, distributed)
+
+        goes_on = begun[1] if begun is not None and begun[0] is dataset else None
+        stream = Stream(distributed.dataset, steps, has_more, goes_on)
+        batch = self._build(stream, targets=True)
+        if kind == "train":
+            self._strategy.check_batch(batch)
+        self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
+        return stream, self._compiled.loop(kind, distributed)
+
+    def predictions(self, dataset: Dataset, steps: int | None) -> tuple[Stream, Callable[[Any], Any]]:
+        """Distribute a dataset, build the model with its first batch, and compile what predicts on one element."""
+        dataset = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
+        distributed = self._strategy.distribute(data.first_batches(dataset, steps))
+        stream = Stream(distributed.dataset)
+        self._build(stream, targets=False)
+        return stream, self._compiled.predict(distributed.dataset.element_spec)
+
+    def _build(self, stream: Stream, targets: bool) -> Any:
+        batch = self._strategy.local_batch(stream.peek())
+        with self._strategy.scope():
+            checks.check_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+            self._strategy.place(self._model, batch)
+            checks.build(self._model, batch, targets)
+        return batch
+
+    def caller(
+        self,
+        run_steps: RunSteps,
+        stream: Stream,
+        listeners: keras.callbacks.CallbackList,
+        steps_per_call: int | None = None,
+        testing: bool = False,
+    ) -> Caller:
+        """Return what calls a compiled loop on a stream."""
+        fixed = self._steps_per_call(steps_per_call)
+        return Caller(run_steps, self._model, self._strategy, stream, listeners, fixed, testing)
+
+    def listeners(
+        self, callbacks: Any, verbose: int | str, stream: Stream, epochs: int = 1, add_history: bool = False
+    ) -> Any:
+        """Return the list of callbacks of one call."""
+        return callback_list(
+            callbacks, self._model, self._strategy.is_chief, verbose, epochs, stream.steps_per_epoch, add_history
+        )
+
+    def validation(
+        self,
+        validation_data: Any,
+        batch_size: int,
+        steps: int | None,
+        frequency: int | Sequence[int],
+        listeners: keras.callbacks.CallbackList,
+    ) -> Callable[[int], dict[str, float]]:
+        """Return what evaluates after an epoch and gives its logs, none where none is due."""
+        if validation_data is None:
+            return lambda epoch: {}
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
+        dataset = self.dataset(x, y, sample_weight, batch_size)
+        stream, run_steps = self.stream(data.first_batches(dataset, steps), None, "evaluate")
+        caller = self.caller(run_steps, stream, listeners, testing=True)
+
+        def validate(epoch: int) -> dict[str, float]:
+            due = (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency
+            return {f"val_{name}": value for name, value in evaluate(caller).items()} if due else {}
+
+        return validate
+
+    def _steps_per_call(self, steps_per_call: int | None) -> int | None:
+        if steps_per_call is not None and steps_per_call < 1:
+            raise ValueError(f"steps_per_call must be at least 1, received {steps_per_call}. Leave it out for auto.")
+        compiled = self._model.steps_per_execution
+        return steps_per_call or (compiled if compiled > 1 else None) or (1 if self._model.run_eagerly else None)
