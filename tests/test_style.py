@@ -22,7 +22,7 @@ LADDER = [
     ["strategies", "checkpoint", "stream"],
     ["alike", "callbacks", "compiled"],
     ["training", "preparation", "trainer", "drop_in", "interruption", "parity"],
-    ["pipeline_view"],
+    ["pipeline_view", "run_header", "trainer_class"],
     ["session"],
     ["evaluator"],
     ["train", "launch"],

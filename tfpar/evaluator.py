@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpar import config, strategies
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.run_directory import RunDirectory
-from tfpar.session import trainer_class
+from tfpar.trainer_class import trainer_class
 
 POLL_SECONDS = 1.0
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import importlib
-import inspect
 import json
 import os
 import re
@@ -17,14 +14,12 @@ import rich.console
 import rich.table
 import tensorflow as tf
 
-import tfpar
-from tfpar import callbacks, config, data, pipeline_view, strategies
+from tfpar import callbacks, config, data, pipeline_view, run_header, strategies
 from tfpar.checkpoint import Checkpoints
 from tfpar.interruption import interruptible
 from tfpar.run_directory import RunDirectory
 from tfpar.trainer import Trainer
-
-BY_BATCH = "by batch: every worker takes its share of each global batch"
+from tfpar.trainer_class import trainer_class, trainer_source
 
 
 def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> bool:
@@ -63,7 +58,7 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
 
 def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     strategy = strategies.from_settings(run.strategy)
-    strategy.require_equal({"configuration": config.dump(run), "trainer's code": _source(run.trainer)})
+    strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
     checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
     position = checkpoints.position() if strategy.is_chief else None
     trained = position is not None and (position.stopped or position.epoch >= run.training.epochs)
@@ -88,7 +83,7 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
             )
     _check_monitor(run.callbacks, trainer)
     if strategy.is_chief:
-        _print_plan(run, directory, trainer)
+        run_header.print_header(run, directory, trainer)
     if isinstance(strategy, strategies.Pipeline):
         batch = trainer.build(trainer.train_data)
         outlook = pipeline_view.show_stages(trainer, strategy, batch)
@@ -137,48 +132,13 @@ def audit(run: config.Run, num_workers: int) -> bool:
     """
     trainer = trainer_class(run.trainer)(run, strategies.SingleDevice())
     found = data.audit(trainer.train_data, num_workers)
-    print(f"division  {getattr(trainer, 'division', BY_BATCH)}\n\n{found}")
+    print(f"division  {getattr(trainer, 'division', run_header.BY_BATCH)}\n\n{found}")
     return found.ok
 
 
 def _meet(strategy: strategies.Strategy) -> None:
     """Wait until the chief has written everything: a worker that leaves first would be taken for a lost one."""
     strategy.add_up([0.0])
-
-
-def _source(path: str) -> str:
-    """Return the source of the module that holds a trainer class; empty where there is none to read."""
-    with contextlib.suppress(ImportError, OSError, TypeError, ValueError):
-        return inspect.getsource(inspect.getmodule(trainer_class(path)) or sys)
-    return ""
-
-
-def trainer_class(path: str) -> Any:
-    """Import the class of trainers that a run names.
-
-    Args:
-        path: Its import path, such as `trainers.regression.Regression`.
-
-    Raises:
-        ValueError: If there is none under that path.
-    """
-    module_name, _, name = path.rpartition(".")
-    # The command may run from any folder; a trainer class of the user's own lies in the current one.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(
-            f"trainer must be the import path of a class, received {path!r}: {error}. "
-            "trainers.image_classification.ImageClassification is one."
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, Trainer) and found is not Trainer):
-        raise ValueError(
-            f"trainer must name a subclass of tfpar.Trainer, and {path!r} is none. "
-            "trainers.image_classification.ImageClassification is one."
-        )
-    return found
 
 
 def _callbacks(run: config.Run, directory: RunDirectory) -> list[keras.callbacks.Callback]:
@@ -205,45 +165,6 @@ def _callbacks(run: config.Run, directory: RunDirectory) -> list[keras.callbacks
     if settings.check_replicas_every_steps is not None:
         wanted.append(callbacks.ReplicaCheck(settings.check_replicas_every_steps))
     return wanted
-
-
-def _print_plan(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
-    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
-    here = [spec for spec in specs if spec.task in (None, trainer.strategy.rank)]
-    devices = ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in here)
-    batch, replicas = run.training.global_batch_size, trainer.strategy.num_replicas
-    steps = int(trainer.train_data.cardinality())
-    share = f"{batch // replicas}" if batch % replicas == 0 else f"{batch // replicas} to {-(-batch // replicas)}"
-    lines = {
-        "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
-        "devices": f"{devices} ({os.cpu_count()} cores)",
-        "strategy": trainer.strategy.describe(),
-        "model": f"{trainer.model.name}, {_num_parameters(trainer.model)}, {run.training.precision}",
-        "data": _data_line(run.data, trainer),
-        "division": getattr(trainer, "division", BY_BATCH),
-        "batch": f"{batch} examples = {replicas} replica{'s' * (replicas > 1)} x {share}",
-        "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
-    }
-    for name, text in lines.items():
-        print(f"{name:10}{text}")
-    print(flush=True)
-
-
-def _data_line(settings: config.Data, trainer: Any) -> str:
-    origin = {
-        "tfds": settings.name,
-        "tfrecord": f"TFRecord files in {settings.directory}",
-        "generated": "generated",
-        "python_source": f"Python source files in {settings.directory or 'the standard library'}",
-    }
-    examples = f"{trainer.num_train_examples:,} examples" if trainer.num_train_examples else "examples not counted"
-    return f"{origin[settings.source]}, {examples} to train" + (
-        "" if trainer.validation_data is None else ", validated"
-    )
-
-
-def _num_parameters(model: keras.Model) -> str:
-    return f"{model.count_params():,} parameters" if model.built else "parameters counted at the first batch"
 
 
 def _check_monitor(settings: config.Callbacks, trainer: Any) -> None:
