@@ -22,15 +22,17 @@ class CompiledSteps:
 
     def __init__(self, model: keras.Model, strategy: Strategy) -> None:
         self._model, self._strategy = model, strategy
-        self._compiled: dict[str, tuple[Any, Any]] = {}
+        self._compiled: dict[str, tuple[Any, list[int], Any]] = {}
 
     def once(self, kind: str, compile_it: Callable[[], Any]) -> Any:
         """Compile once, for as long as the model is not compiled anew and the same weights are trainable."""
         model = self._model
-        key = (id(_compat.compilation(model)), [id(weight) for weight in model.trainable_variables])
-        if kind not in self._compiled or self._compiled[kind][0] != key:
-            self._compiled[kind] = (key, compile_it())
-        return self._compiled[kind][1]
+        # The object itself, which stays alive here: a later compilation could get the address of one that is gone.
+        compilation, trainable = _compat.compilation(model), [id(weight) for weight in model.trainable_variables]
+        before = self._compiled.get(kind)
+        if before is None or before[0] is not compilation or before[1] != trainable:
+            self._compiled[kind] = (compilation, trainable, compile_it())
+        return self._compiled[kind][2]
 
     def loop(self, kind: str, distributed: Distributed) -> Callable[..., loop.CallResult]:
         """Return the inner loop over train steps, or over evaluate steps.

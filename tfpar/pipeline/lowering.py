@@ -13,15 +13,14 @@ from tfpar import _compat, _compat_pipeline, data
 from tfpar.division import Division
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.executor import Execution
-from tfpar.pipeline.graph import Graph, Value
+from tfpar.pipeline.graph import Value
 from tfpar.pipeline.loss import LossPart, LossProgram
 from tfpar.pipeline.microbatches import cut_batch
 from tfpar.pipeline.penalties import add_penalties
 from tfpar.pipeline.placement import follow_data
-from tfpar.pipeline.programs import Programs, compile_stages, without_dead_ends
+from tfpar.pipeline.programs import Programs, StagesOfModel
 from tfpar.pipeline.schedule import Action, Schedule
-from tfpar.pipeline.split import Stage
-from tfpar.pipeline.stage import Flow, Travelling
+from tfpar.pipeline.stage import Travelling
 from tfpar.reduction import Counts
 
 
@@ -54,33 +53,21 @@ class Run(NamedTuple):
 
 
 class Lowering:
-    """The steps of one model in stages.
+    """The steps of one model in stages, for as long as the model is not compiled again.
 
     Args:
         model: A built and compiled model, its weights on the devices of their stages.
-        graph: Its operations.
         stages: Its stages.
         schedule: The order of a train step.
-        devices: One a stage.
-        recompute: Whether the backward pass runs the forward pass again.
         adds_losses: Whether a layer adds a loss.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        graph: Graph,
-        stages: Sequence[Stage],
-        schedule: Schedule,
-        devices: Sequence[str],
-        recompute: bool,
-        adds_losses: bool,
-    ) -> None:
-        self._model, self._graph, self._stages, self._adds_losses = model, graph, stages, adds_losses
-        self._schedule, self._devices, self._recompute = schedule, devices, recompute
+    def __init__(self, model: keras.Model, stages: StagesOfModel, schedule: Schedule, adds_losses: bool) -> None:
+        self.compilation = _compat.compilation(model)
+        self._model, self._of_stages, self._adds_losses = model, stages, adds_losses
+        self._graph, self._devices, self._schedule = stages.graph, stages.devices, schedule
         self._division: Division | None = None
         self._compiled: dict[Any, Compiled] = {}
-        self._forward: tuple[Any, Programs] | None = None  # evaluate and predict have them in common
         _compat_pipeline.random_state_of_no_layer()  # made now, so that no step makes it and is traced twice for it
 
     def prepare(self, batch: Any) -> None:
@@ -178,7 +165,7 @@ class Lowering:
             loss = LossProgram(self._model, self._division, outputs, specs, device, training=training, states=states)
             if training:
                 live = [value for value, back in zip(programs.outputs, loss.sends_back, strict=True) if back]
-                programs = without_dead_ends(programs, live, **self._options(training=True))
+                programs = self._of_stages.without_dead_ends(programs, live)
             self._check_own_loss(programs)
             self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
             metrics = self._metrics_program(programs, specs) if _compat.counts_metrics(self._model) else None
@@ -233,34 +220,12 @@ class Lowering:
         return loss
 
     def _programs(self, inputs: Any, *, training: bool) -> Programs:
-        key = (str(inputs), self._trainable)
-        if not training and self._forward is not None and self._forward[0] == key:
-            return self._forward[1]
-        flat = tf.function(self._flat_list, autograph=False).get_concrete_function(inputs).structured_outputs
-        flows = {
-            value: Flow(tf.TensorSpec([None, *one.shape[1:]], one.dtype))
-            for value, one in zip(self._graph.inputs, flat, strict=True)
-        }
-        outputs = keras.tree.flatten(self._graph.outputs)
-        programs = compile_stages(self._stages, flows, outputs, self._devices, **self._options(training=training))
-        if not training:
-            self._forward = key, programs
-        return programs
+        return self._of_stages.programs(inputs, self._trainable, training=training)
 
     @property
     def _trainable(self) -> tuple[int, ...]:
         """Which weights train, for what was compiled with others."""
         return tuple(map(id, self._model.trainable_variables))
-
-    def _options(self, *, training: bool) -> dict[str, Any]:
-        options = {
-            "training": training,
-            "jit_compile": bool(self._model.jit_compile),
-            "model_variables": self._model.variables,
-        }
-        if training:
-            options |= {"recompute": self._recompute, "splits_backward": self._schedule.splits_backward}
-        return options
 
     def _check_own_loss(self, programs: Programs) -> None:
         """Refuse a compute_loss of the user's own together with losses that it would have to add up."""
@@ -298,16 +263,13 @@ class Lowering:
         stages, microbatches = range(self._schedule.num_stages), range(self._schedule.num_microbatches)
         return [Action("F", stage, number) for number in microbatches for stage in stages]
 
-    def _flat_list(self, inputs: Any) -> list[tf.Tensor]:
-        return model_graph.standardize(self._model, inputs)
-
     def _flat(self, inputs: Any) -> dict[Value, tf.Tensor]:
-        return dict(zip(self._graph.inputs, self._flat_list(inputs), strict=True))
+        return dict(zip(self._graph.inputs, model_graph.standardize(self._model, inputs), strict=True))
 
     def _call(self, inputs: Any, training: bool) -> Any:
         """Run the whole model, stage after stage, in the order in which its added losses count."""
         tensors: dict[Value, Any] = self._flat(inputs)
-        for stage in self._stages:
+        for stage in self._of_stages.stages:
             model_graph.run(stage.calls, tensors, training)
         return keras.tree.map_structure(lambda value: tensors[value], self._graph.outputs)
 

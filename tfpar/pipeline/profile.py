@@ -163,6 +163,20 @@ def _cost(call: Call, found: tuple[float, float, float], microbatch_size: int, s
     )
 
 
+def retrained(graph: Graph, costs: Sequence[CallCost]) -> list[CallCost]:
+    """Return the costs of a model that trains other weights than when they were measured.
+
+    Args:
+        graph: The model.
+        costs: Of its operations, as `measure` returned them.
+    """
+    seen: set[int] = set()
+    fresh = [_cost(call, (0.0, 0.0, 0.0), 1, seen) for call in graph.calls]
+    return [
+        dataclasses.replace(cost, trainable_bytes=now.trainable_bytes) for cost, now in zip(costs, fresh, strict=True)
+    ]
+
+
 def _size(shape: Sequence[int | None]) -> int:
     return math.prod(size or 1 for size in shape)
 

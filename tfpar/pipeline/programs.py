@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tfpar.pipeline.graph import Value
+import keras
+import tensorflow as tf
+
+from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline.graph import Graph, Value
 from tfpar.pipeline.split import Stage
 from tfpar.pipeline.stage import Flow, StageProgram
 
@@ -65,3 +69,78 @@ def without_dead_ends(programs: Programs, live: Iterable[Value], **options: Any)
         back = zip(program.stage.inputs, stages[index].sends_back, strict=True)
         alive |= {value for value, goes_back in back if goes_back}
     return programs._replace(stages=stages)
+
+
+class StagesOfModel:
+    """The stages of one model, compiled when first asked for, and kept when the model is compiled again by Keras.
+
+    What they compute depends on the weights that train and on XLA, not on losses, metrics or the optimizer.
+
+    Args:
+        model: A built model.
+        graph: Its operations.
+        stages: Its stages.
+        devices: One a stage.
+        recompute: Whether the backward pass runs the forward pass again.
+        splits_backward: Whether weight gradients are functions of their own.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        graph: Graph,
+        stages: Sequence[Stage],
+        devices: Sequence[str],
+        *,
+        recompute: bool,
+        splits_backward: bool,
+    ) -> None:
+        self.graph, self.stages, self.devices = graph, stages, devices
+        self._model = model
+        self._of_training = {"recompute": recompute, "splits_backward": splits_backward}
+        self._compiled: dict[bool, tuple[Any, Programs]] = {}  # evaluate and predict have theirs in common
+
+    def programs(self, inputs: Any, trainable: Any, *, training: bool) -> Programs:
+        """Return the compiled stages.
+
+        Args:
+            inputs: Specs of a batch of any size, in the structure that the model is called with.
+            trainable: A key of the weights that train.
+            training: Whether the model trains.
+        """
+        key = str(inputs), trainable, bool(self._model.jit_compile)
+        if training not in self._compiled or self._compiled[training][0] != key:
+            outputs = keras.tree.flatten(self.graph.outputs)
+            options = self._options(training=training)
+            programs = compile_stages(self.stages, self._flows(inputs), outputs, self.devices, **options)
+            self._compiled[training] = key, programs
+        return self._compiled[training][1]
+
+    def without_dead_ends(self, programs: Programs, live: Iterable[Value]) -> Programs:
+        """Return stages that train, without what no loss depends on.
+
+        Args:
+            programs: The compiled stages.
+            live: The outputs of the model that the loss sends a gradient for.
+        """
+        return without_dead_ends(programs, live, **self._options(training=True))
+
+    def _options(self, *, training: bool) -> dict[str, Any]:
+        options = {
+            "training": training,
+            "jit_compile": bool(self._model.jit_compile),
+            "model_variables": self._model.variables,
+        }
+        return options | self._of_training if training else options
+
+    def _flows(self, inputs: Any) -> dict[Value, Flow]:
+        """Return what is known of the model's inputs."""
+
+        def flat(inputs: Any) -> list[tf.Tensor]:
+            return model_graph.standardize(self._model, inputs)
+
+        tensors = tf.function(flat, autograph=False).get_concrete_function(inputs).structured_outputs
+        return {
+            value: Flow(tf.TensorSpec([None, *one.shape[1:]], one.dtype))
+            for value, one in zip(self.graph.inputs, tensors, strict=True)
+        }

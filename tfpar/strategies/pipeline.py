@@ -19,7 +19,8 @@ from tfpar.pipeline.mixing import check_mixing
 from tfpar.pipeline.outlook import Outlook, look_ahead
 from tfpar.pipeline.partition import Balance, MemoryNeeds, Partition, check_balance, divide
 from tfpar.pipeline.placement import place_weights
-from tfpar.pipeline.profile import measure
+from tfpar.pipeline.profile import CallCost, measure, retrained
+from tfpar.pipeline.programs import StagesOfModel
 from tfpar.pipeline.simulate import Timeline
 from tfpar.strategies.one_copy import OneCopy
 
@@ -85,6 +86,8 @@ class Pipeline(OneCopy):
         self._balance, self._recompute = balance, recompute
         self._memory_limit_bytes, self._allow_mixing = memory_limit_bytes, allow_mixing
         self._partitions: weakref.WeakKeyDictionary[keras.Model, Partition] = weakref.WeakKeyDictionary()
+        self._stages: weakref.WeakKeyDictionary[keras.Model, StagesOfModel] = weakref.WeakKeyDictionary()
+        self._adds_losses: weakref.WeakKeyDictionary[keras.Model, bool] = weakref.WeakKeyDictionary()
         self._lowerings: weakref.WeakKeyDictionary[keras.Model, Lowering] = weakref.WeakKeyDictionary()
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -115,13 +118,35 @@ class Pipeline(OneCopy):
     def place(self, model: keras.Model, batch: Any) -> None:
         """Divide the model into stages with the first batch, and give its weights memory there.
 
+        A model that was compiled again keeps its stages; what depends on losses, metrics and the optimizer is new.
+
         Raises:
             ValueError: If it cannot be divided, or a layer mixes the examples of a batch.
         """
-        if model in self._lowerings:
+        if model in self._lowerings and self._lowerings[model].compilation is _compat.compilation(model):
             return
+        if model not in self._stages:
+            self._adds_losses[model] = self._read(model, batch)
+        elif self._memory_limit_bytes is not None:  # the new optimizer may keep more for each weight
+            before = self._partitions[model]
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            size = self._microbatch_size(inputs)
+            self._cut(model, before.graph, self._balance, retrained(before.graph, before.costs), size)
+        if model not in self._stages:
+            self._stages[model] = StagesOfModel(
+                model,
+                self._partitions[model].graph,
+                self._partitions[model].stages,
+                self._stage_devices,
+                recompute=self._recompute,
+                splits_backward=self.schedule.splits_backward,
+            )
+        self._lowerings[model] = Lowering(model, self._stages[model], self.schedule, self._adds_losses[model])
+
+    def _read(self, model: keras.Model, batch: Any) -> bool:
+        """Read a model's operations, check and divide them; return whether a layer adds a loss."""
+        given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with _compat_pipeline.undrawn():
-            given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             added: list[Any] = []
             with _compat.collect_added_losses(lambda: added):
                 graph = model_graph.trace(model, given)
@@ -129,21 +154,23 @@ class Pipeline(OneCopy):
             if self.schedule.num_microbatches > 1 and not self._allow_mixing:
                 _check_synchronized(graph)
                 check_mixing(graph, inputs)
-            partition = self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
-        adds_losses = bool(added) or any(layer.activity_regularizer for layer in _compat.all_layers(model))
-        self._lowerings[model] = Lowering(
-            model, graph, partition.stages, self.schedule, self._stage_devices, self._recompute, adds_losses
-        )
+            self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
+        return bool(added) or any(layer.activity_regularizer for layer in _compat.all_layers(model))
 
     def _divide(
         self, model: keras.Model, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
-    ) -> Partition:
+    ) -> None:
         costs = measure(graph, inputs, size, self.devices[0], times=balance == "time", flops=balance == "flops")
+        self._cut(model, graph, balance, costs, size)
+
+    def _cut(
+        self, model: keras.Model, graph: model_graph.Graph, balance: Balance, costs: Sequence[CallCost], size: int
+    ) -> None:
         memory = self._memory(model)
         partition = divide(graph, balance, self.schedule.num_stages, len(self.devices), costs, size, memory)
         place_weights(model, partition.stages, self._stage_devices)
         self._partitions[model] = partition
-        return partition
+        self._stages.pop(model, None)
 
     def _memory(self, model: keras.Model) -> MemoryNeeds:
         # Where the gradient of the weights waits, what recomputation made again for it waits too.
@@ -160,16 +187,20 @@ class Pipeline(OneCopy):
             model: A model that `Trainer.build` or a call of `fit` has prepared.
             batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
 
+        Raises:
+            ValueError: If nothing has prepared the model, or not since it was compiled again.
+
         Example:
             >>> trainer.build(dataset)
             >>> strategy.look_ahead(trainer.model, next(iter(dataset))).planned.bubble
             0.12
         """
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        lowering = self._prepared(model)
         with self.around_steps():
             return look_ahead(
                 self._partitions[model],
-                self._lowerings[model],
+                lowering,
                 self.schedule,
                 self._stage_devices,
                 self._memory(model),
@@ -183,10 +214,22 @@ class Pipeline(OneCopy):
         Args:
             model: A model that `Trainer.build` or a call of `fit` has prepared.
             batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+
+        Raises:
+            ValueError: If nothing has prepared the model, or not since it was compiled again.
         """
-        lowering = self._lowerings[model]
+        lowering = self._prepared(model)
         with self.around_steps():
             return measure_step(self.schedule, lambda actions: lowering.timed(batch, actions))
+
+    def _prepared(self, model: keras.Model) -> Lowering:
+        lowering = self._lowerings.get(model)
+        if lowering is None or lowering.compilation is not _compat.compilation(model):
+            raise ValueError(
+                f"A model must be prepared with its first batch before its stages are measured, and {model.name!r} was "
+                f"{'compiled again since' if lowering else 'not yet'}. Call trainer.build(dataset) first."
+            )
+        return lowering
 
     def _microbatch_size(self, inputs: Any) -> int:
         return -(-int(data.num_rows(inputs)) // self.schedule.num_microbatches)
