@@ -278,6 +278,12 @@ class _OldBatches(keras.callbacks.Callback):
     def on_batch_end(self, batch: int, logs: Any = None) -> None: ...
 
 
+class _InAModuleOfKeras(keras.callbacks.Callback):
+    __module__ = "keras.src.trainers.trainer_test"
+
+    def on_batch_end(self, batch: int, logs: Any = None) -> None: ...
+
+
 class _BearsMany(_Batches):
     single_batches = False
 
@@ -304,6 +310,7 @@ WANTS_SINGLE = {
     "own, epochs": (lambda: _EpochsOnly(), False),
     "own, batches": (lambda: _Batches(), True),
     "own, by the old name": (lambda: _OldBatches(), True),
+    "own, in a module below keras": (lambda: _InAModuleOfKeras(), True),
     "own, bears many": (lambda: _BearsMany(), False),
     "Throughput": (lambda: tfpar.Throughput(), False),
     "ReplicaCheck": (lambda: tfpar.ReplicaCheck(every_steps=5), False),

@@ -48,7 +48,7 @@ def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = Fal
     # LambdaCallback sets its hooks on the object; the other callbacks of Keras' own bear several batches a call.
     if any(name in vars(callback) for name in hooks):
         return True
-    if type(callback).__module__.startswith("keras."):
+    if getattr(keras.callbacks, type(callback).__name__, None) is type(callback):
         return False
     return any(getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in hooks)
 
