@@ -116,6 +116,21 @@ class AddsLoss(keras.layers.Layer):
         return features
 
 
+class CallsLoss(keras.layers.Layer):
+    """Calls a loss object whose divisor depends on the examples, and counts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = keras.losses.Huber(reduction="mean_with_sample_weight")
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, features: Any) -> Any:
+        loss = self.loss(keras.ops.zeros_like(features), features, sample_weight=features[:, 0] ** 2)
+        self.add_loss(0.1 * loss)
+        self.seen.update_state(loss)
+        return features
+
+
 def binary(**compiled: Any) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((NUM_FEATURES,)), keras.layers.Dense(1, "sigmoid")])
@@ -175,6 +190,7 @@ CASES: dict[str, Case] = {
     "outputs as list": Case(two_outputs(False), two_outputs_data(False)),
     "L1, L2 and activity": Case(classifier(layers=_l1_l2), RAGGED),
     "add_loss": Case(classifier(layers=lambda: [AddsLoss()]), RAGGED),
+    "loss object in a layer": Case(classifier(layers=lambda: [CallsLoss()]), RAGGED),
     "clipnorm": Case(optimizer("SGD", learning_rate=0.5, clipnorm=0.05), RAGGED),
     "global_clipnorm": Case(optimizer("SGD", learning_rate=0.5, global_clipnorm=0.05), RAGGED),
     "clipvalue": Case(optimizer("SGD", learning_rate=0.5, clipvalue=0.01), RAGGED),

@@ -72,3 +72,24 @@ def assert_same_history(actual: dict[str, list[Any]], expected: dict[str, list[A
         np.testing.assert_allclose(
             np.array(actual[name]), np.array(values), rtol=tolerance, atol=tolerance, err_msg=f"{name} differs"
         )
+
+
+def assert_trains_as_one_device(
+    build: Callable[[], keras.Model],
+    dataset: Callable[[], Any],
+    strategy: Callable[[], tfpar.Strategy] = STRATEGIES["mirrored"],
+    tolerance: float = 1e-5,
+    epochs: int = 2,
+) -> None:
+    """Train and evaluate under a strategy and with Keras itself, and compare logs, weights and optimizer."""
+    keras.utils.set_random_seed(0)
+    model = build()
+    expected = model.fit(dataset(), epochs=epochs, verbose=0).history
+    trainer = tfpar.Trainer(build, strategy(), seed=0)
+    assert_same_history(trainer.fit(dataset(), epochs=epochs, verbose=0).history, expected, tolerance)
+    variables = [
+        [*one.get_weights(), *(slot.numpy() for slot in one.optimizer.variables)] for one in (trainer.model, model)
+    ]
+    assert_same_state(*variables, tolerance)
+    evaluated, wanted = (one.evaluate(dataset(), verbose=0, return_dict=True) for one in (trainer, model))
+    assert_same_history({k: [v] for k, v in evaluated.items()}, {k: [v] for k, v in wanted.items()}, tolerance)

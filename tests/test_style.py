@@ -13,11 +13,12 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
-    ["_toml", "background", "checkpoint_file", "config_sections", "slurm"],
+    ["_compat_losses", "_toml", "background", "checkpoint_file", "config_sections", "slurm"],
     ["config", "_compat", "_compat_graph", "_compat_pipeline", "batch_systems", "tf_config"],
     ["callback_state", "cluster", "collectives", "data", "launcher", "meeting", "model_state"],
     ["reduction", "run_directory"],
-    ["checks", "division", "loop"],
+    ["checks", "loop", "whole_batch"],
+    ["division"],
     ["pipeline"],
     ["strategies", "checkpoint", "stream"],
     ["alike", "callbacks", "compiled"],

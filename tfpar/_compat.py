@@ -26,6 +26,8 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.eager import context
 
+from tfpar import _compat_losses
+
 LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
 AddedLossReduction = Callable[[keras.Model, Any], tf.Tensor]
 
@@ -177,7 +179,8 @@ def counts_metrics(model: keras.Model) -> bool:
 
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
     """Call a model as Keras' own step does: `training` only where its `call` takes it (Keras 3.15)."""
-    return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+    with _compat_losses.in_call():
+        return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
 
 
 def compute_loss(model: keras.Model, inputs: Any, targets: Any, outputs: Any, weights: Any, training: bool) -> Any:

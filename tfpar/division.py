@@ -13,8 +13,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, data
+from tfpar import _compat, _compat_losses, data
 from tfpar.reduction import ONE_VALUE, WAY_OUT, Counts, global_mean, global_sum, local_replica_id, reduce_loss
+from tfpar.whole_batch import Trial, losses_in_call
 
 Kind = Literal["mean", "sum"]
 
@@ -25,46 +26,73 @@ class Division:
     Keras' own losses are divided by their true weights, summed over the replicas. What a layer adds with `add_loss`,
     and what an overridden `compute_loss` returns, says nothing about how it was averaged, and on one device it makes
     no difference. So those are computed on two parts of a batch and on both together: a sum adds up, a mean averages,
-    anything else cannot be divided.
+    anything else cannot be divided. A loss object that `call` itself calls gives the loss of the whole batch there,
+    as on one device, if what is made of it divides so; or else that of the part.
 
     Args:
         model: A built and compiled model.
         batch: Its first global batch, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
         call: Runs the model, in the order in which its added losses shall count; None for the model's own.
+        communicates: Whether parts can add up values while the model is called; micro-batches cannot.
 
     Raises:
         ValueError: If a loss cannot be divided over replicas.
     """
 
-    def __init__(self, model: keras.Model, batch: Any, call: Callable[..., Any] = _compat.call_model) -> None:
+    def __init__(
+        self, model: keras.Model, batch: Any, call: Callable[..., Any] = _compat.call_model, communicates: bool = True
+    ) -> None:
         check_divisible(model)
         # With several outputs Keras keeps the loss of each in its logs, and needs it as of the global batch.
         self.in_parts = len(_compat.flat_losses(model)) < 2
         self._own_loss: Kind | None = None
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
+        # Whether a loss that `call` computes is that of the whole batch: in training, and in evaluation.
+        self._whole_in_call = {True: communicates, False: communicates}
         parts = _parts(batch)
         own_loss = functools.partial(_own_loss, call=call)
         added_losses = functools.partial(_added_losses, call=call)
         with _restored(model):
             _check_shapes(model, parts[1:], call)
             if _compat.overridden(model, "compute_loss"):
-                (self._own_loss,) = _kinds(model, parts, own_loss, f"What {type(model).__name__}.compute_loss returns")
+                (kind,) = _kinds(model, parts, own_loss, f"What {type(model).__name__}.compute_loss returns")
+                self._own_loss = kind or "mean"
+                self._whole_in_call = {True: False, False: False}
             else:
-                what = f"A loss added with add_loss to {model.name!r}"
-                evaluating = _kinds(model, parts, functools.partial(added_losses, training=False), what)
-                if len(added_losses(model, parts[0], training=True)) == len(evaluating):
-                    training = evaluating  # found without the chance that training may bring into play
-                else:
-                    training = _kinds(model, parts, functools.partial(added_losses, training=True), what)
-                self._added_losses = {True: training, False: evaluating}
+                find = functools.partial(self._find_added_losses, model, parts)
+                evaluating = find(False, functools.partial(added_losses, training=False))
+                training = functools.partial(added_losses, training=True)
+                # As in evaluation, where that tells: found without the chance that training may bring into play.
+                as_in_evaluation = None not in evaluating and len(training(model, parts[0])) == len(evaluating)
+                if as_in_evaluation:
+                    self._whole_in_call[True] = self._whole_in_call[False]
+                kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
+                self._added_losses = {key: [kind or "mean" for kind in found] for key, found in kinds.items()}
+
+    def _find_added_losses(
+        self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]
+    ) -> list[Kind | None]:
+        """Find out the kind of each loss that layers add; None for one that is zero on every part."""
+        what = f"A loss added with add_loss to {model.name!r}"
+        if self._whole_in_call[training]:
+            with contextlib.suppress(ValueError):
+                return _kinds(model, parts, losses_of, what, Trial())
+            self._whole_in_call[training] = False
+        return _kinds(model, parts, losses_of, what)
 
     def to_json(self) -> str:
         """Return what was found out, for other workers."""
-        return json.dumps([self._own_loss, self._added_losses[True], self._added_losses[False]])
+        return json.dumps([self._own_loss, *([found[True], found[False]] for found in self._found)])
 
     def take_over(self, text: str) -> None:
         """Believe what another worker found out, from examples of its own."""
-        self._own_loss, self._added_losses[True], self._added_losses[False] = json.loads(text)
+        self._own_loss, *others = json.loads(text)
+        for found, (training, evaluating) in zip(self._found, others, strict=True):
+            found[True], found[False] = training, evaluating
+
+    @property
+    def _found(self) -> tuple[dict[bool, Any], dict[bool, Any]]:
+        return self._added_losses, self._whole_in_call
 
     def added_factors(self, training: bool, counts: Counts) -> list[tf.Tensor]:
         """Return, for each loss that layers add, the share of a part's value that counts in the whole."""
@@ -106,16 +134,18 @@ class Division:
             kind = "mean" if position is None else self._added_losses[training][position]
             return _reduce_kind(kind, value, counts())
 
-        with _compat.collect_added_losses(lambda: added[local_replica_id()]):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_compat.collect_added_losses(lambda: added[local_replica_id()]))
             if self._own_loss is None:
-                with _compat.loss_reduction(reduce_values, reduce_added_loss):
-                    yield
+                stack.enter_context(_compat.loss_reduction(reduce_values, reduce_added_loss))
             else:
-                with (
-                    _compat.local_losses(),
-                    _compat.compute_loss_then(lambda loss: _reduce_kind(self._own_loss, loss, counts())),
-                ):
-                    yield
+                stack.enter_context(_compat.local_losses())
+                stack.enter_context(
+                    _compat.compute_loss_then(lambda loss: _reduce_kind(self._own_loss, loss, counts()))
+                )
+            in_call = losses_in_call(counts) if self._whole_in_call[training] else _compat_losses.losses_in_call()
+            stack.enter_context(in_call)
+            yield
 
 
 def _reduce_kind(kind: Kind | None, value: tf.Tensor, counts: Counts) -> tf.Tensor:
@@ -179,7 +209,10 @@ def _check_shapes(model: keras.Model, parts: Sequence[Any], call: Callable[..., 
             seen.append(tuple(tf.convert_to_tensor(values).shape))
             return tf.zeros((), tf.convert_to_tensor(values).dtype)
 
-        with _compat.loss_reduction(note, lambda model, loss: tf.zeros((), tf.convert_to_tensor(loss).dtype)):
+        def nothing(model: keras.Model, loss: Any) -> tf.Tensor:
+            return tf.zeros((), tf.convert_to_tensor(loss).dtype)
+
+        with _compat.loss_reduction(note, nothing), _compat_losses.losses_in_call():
             _own_loss(model, part, call)
     for of_few, of_all in zip(*shapes, strict=True):
         if of_few[1:] != of_all[1:]:
@@ -212,14 +245,33 @@ def _shake(model: keras.Model) -> None:
 
 
 def _kinds(
-    model: keras.Model, parts: Sequence[Any], losses_of: Callable[[keras.Model, Any], list[float]], what: str
-) -> list[Kind]:
-    """Classify each loss by its values on one example, on some others, and on all of them together."""
+    model: keras.Model,
+    parts: Sequence[Any],
+    losses_of: Callable[[keras.Model, Any], list[float]],
+    what: str,
+    trial: Trial | None = None,
+) -> list[Kind | None]:
+    """Classify each loss by its values on one example, on some others, and on all of them together.
+
+    Args:
+        model: The model.
+        parts: One example, some others, all of them.
+        losses_of: Returns the losses of a part.
+        what: Names a loss in messages.
+        trial: Gives parts the losses of all examples that `call` computes; None for those of the part.
+
+    Returns:
+        The kind of each; None where it is zero on every part.
+    """
 
     def measure() -> list[list[float]]:
-        first = losses_of(model, parts[0])
-        # Most models add no loss, and a large one takes long to run.
-        return [first, *(losses_of(model, part) for part in parts[1:])] if first else []
+        with trial.recording() if trial else _compat_losses.losses_in_call():
+            both = losses_of(model, parts[2])
+        found = []
+        for part in parts[:2] if both else ():  # most models add no loss, and a large one takes long to run
+            with trial.replaying() if trial else _compat_losses.losses_in_call():
+                found.append(losses_of(model, part))
+        return [*found, both] if both else []
 
     num_others = float(data.num_rows(parts[1]))
     kinds = [_kind(values, num_others, what) for values in zip(*measure(), strict=True)]
@@ -227,8 +279,8 @@ def _kinds(
         with _restored(model):
             _shake(model)
             again = zip(*measure(), strict=True)
-        kinds = [kind or _kind(values, num_others, what) or "mean" for kind, values in zip(kinds, again, strict=True)]
-    return [kind for kind in kinds if kind is not None]
+        kinds = [kind or _kind(values, num_others, what) for kind, values in zip(kinds, again, strict=True)]
+    return kinds
 
 
 def _kind(values: Sequence[float], num_others: float, what: str) -> Kind | None:

@@ -51,6 +51,15 @@ def global_sum(total: tf.Tensor, in_parts: bool = False) -> tf.Tensor:
     return total if in_parts else total + (_all_reduce_sum(total) - tf.stop_gradient(total))
 
 
+def sum_over_replicas(part: tf.Tensor) -> tf.Tensor:
+    """Sum over all replicas, as value and for whatever each replica computes from it as gradient.
+
+    Args:
+        part: This replica's part.
+    """
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, part)
+
+
 class Counts(NamedTuple):
     """How many examples there are, here and in all.
 

@@ -85,7 +85,7 @@ class Lowering:
 
         # Else only the shapes of the losses are looked at, and a large model takes long to run without a graph.
         depends_on_values = self._adds_losses or _compat.overridden(self._model, "compute_loss") or not self._has_shapes
-        self._division = Division(self._model, batch, call)
+        self._division = Division(self._model, batch, call, communicates=False)
 
     def train_step(self, batch: Any) -> tf.Tensor:
         """Add one optimizer update to the graph; return the loss, a scalar."""

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, data, reduction
+from tfpar import _compat, _compat_losses, data, reduction
 from tfpar.data import Sharded
 from tfpar.division import Division
 from tfpar.reduction import local_replica_id, replica_id
@@ -44,7 +44,9 @@ class Replicated(Strategy):
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
-        scope: contextlib.AbstractContextManager[Any] = self._strategy.scope()
+        scope = contextlib.ExitStack()
+        scope.enter_context(self._strategy.scope())
+        scope.enter_context(_compat_losses.undivided())  # a Functional model may hold a loss among its operations
         return scope
 
     def distribute(self, dataset: tf.data.Dataset | Sharded) -> Distributed:

@@ -1,0 +1,162 @@
+"""Losses that a layer or a model computes in its `call`: on replicas they are those of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfpar
+from tests import parity_cases, small
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+MSE = keras.losses.MeanSquaredError
+
+
+class Endpoint(layers.Layer):
+    """Adds what a function makes of targets and predictions to the loss, and counts it."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.function, self.seen = function, keras.metrics.Mean(name="seen")
+
+    def call(self, targets: Any, predictions: Any, training: bool = False) -> Any:
+        loss = self.function(targets, predictions, training)
+        self.add_loss(loss)
+        self.seen.update_state(loss)
+        return predictions
+
+
+def with_endpoint(function: Callable[..., Any], **compiled: Any) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        features, targets = keras.Input((parity_cases.NUM_FEATURES,)), keras.Input((1,))
+        predictions = layers.Dense(1)(layers.Dense(4, "tanh")(features))
+        model = keras.Model([features, targets], Endpoint(function)(targets, predictions))
+        model.compile(keras.optimizers.SGD(0.05, momentum=0.5), **compiled)
+        return model
+
+    return build
+
+
+class OwnCall(keras.Model):
+    """Computes its loss in the model's own `call`, in a nested model, and with a penalty on a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nested = keras.Sequential([layers.Dense(4, "tanh"), layers.Dense(1)])
+        self.loss_of_batch = keras.losses.Huber()
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        features, targets = inputs
+        predictions = self.nested(features)
+        self.add_loss(self.loss_of_batch(targets, predictions))
+        if training:
+            self.add_loss(0.1 * MSE()(targets, 2.0 * predictions) + 0.01 * ops.mean(ops.abs(predictions)))
+        self.add_loss(keras.regularizers.L2(0.01)(self.nested.layers[0].kernel))
+        return predictions
+
+
+def own_call() -> keras.Model:
+    model = OwnCall()
+    model.compile(keras.optimizers.SGD(0.05))
+    return model
+
+
+class AddsValue(layers.Layer):
+    """Adds a value to the loss."""
+
+    def call(self, loss: Any, predictions: Any) -> Any:
+        self.add_loss(loss)
+        return predictions
+
+
+def in_the_graph() -> keras.Model:
+    """A loss object called on symbolic tensors, so that its operations are the model's, with the batch size given."""
+    features, targets = keras.Input((parity_cases.NUM_FEATURES,), 8), keras.Input((1,), 8)
+    predictions = layers.Dense(1)(features)
+    model = keras.Model([features, targets], AddsValue()(MSE()(targets, predictions), predictions))
+    model.compile(keras.optimizers.SGD(0.05))
+    return model
+
+
+def pairs(batch_size: int = 8) -> tf.data.Dataset:
+    """The last batch is smaller; the model takes the targets too."""
+    features = parity_cases.inputs(37)
+    targets = np.sin(features.sum(1, keepdims=True))
+    return tf.data.Dataset.from_tensor_slices(((features, targets),)).batch(batch_size)
+
+
+def some_targets() -> tf.data.Dataset:
+    return pairs().map(lambda pair: (pair, pair[1]))
+
+
+def weighted(**settings: Any) -> Callable[..., Any]:
+    def loss(targets: Any, predictions: Any, training: bool) -> Any:
+        weights = ops.cast(targets[:, 0] > 0.2, predictions.dtype)
+        return MSE(**settings)(targets, predictions, sample_weight=weights)
+
+    return loss
+
+
+ENDPOINTS: dict[str, Callable[..., Any]] = {
+    "mean": lambda y, p, training: MSE()(y, p),
+    "sum": lambda y, p, training: 0.1 * MSE(reduction="sum")(y, p),
+    "weighted": weighted(),
+    "mean by weight": weighted(reduction="mean_with_sample_weight"),
+    "not linear": lambda y, p, training: ops.sqrt(MSE()(y, p)) + ops.mean(ops.abs(p)),
+    "times another mean": lambda y, p, training: MSE()(y, p) * ops.mean(ops.square(p)),
+    "with a sum": lambda y, p, training: 0.1 * MSE(reduction="sum")(y, p) + 0.1 * ops.sum(ops.abs(p)),
+    "only some values": lambda y, p, training: MSE()(y[y > 0][:, None], p[y > 0][:, None]),
+    "sum in training": lambda y, p, training: 0.1 * ops.sum(ops.square(y - p)) if training else ops.sum(0.0 * p),
+    "no reduction": lambda y, p, training: ops.mean(MSE(reduction=None)(y, p)),
+}
+# A replica sees only its part of a sum that is no mean of anything.
+COUNTED_BY_PART = ("with a sum", "sum in training", "no reduction", "not linear", "times another mean")
+
+
+@pytest.mark.parametrize("name", ENDPOINTS)
+def test_a_loss_in_a_layer_equals_one_device(name: str) -> None:
+    def build() -> keras.Model:
+        model = with_endpoint(ENDPOINTS[name])()
+        if name in COUNTED_BY_PART:
+            model.layers[-1]._metrics.clear()
+        return model
+
+    small.assert_trains_as_one_device(build, pairs)
+
+
+@pytest.mark.parametrize("build", [own_call, in_the_graph], ids=["own call", "in the graph"])
+def test_a_loss_in_a_models_call_equals_one_device(build: Callable[[], keras.Model]) -> None:
+    small.assert_trains_as_one_device(build, pairs)
+
+
+def test_a_loss_in_a_layer_adds_to_that_of_compile() -> None:
+    small.assert_trains_as_one_device(with_endpoint(weighted(), loss="mae", metrics=["mse"]), some_targets)
+
+
+def test_a_loss_in_a_layer_equals_one_device_eagerly() -> None:
+    small.assert_trains_as_one_device(with_endpoint(ENDPOINTS["mean"], run_eagerly=True), pairs, epochs=1)
+
+
+def test_a_loss_in_a_layer_equals_one_device_where_replicas_have_the_same_examples() -> None:
+    small.assert_trains_as_one_device(
+        with_endpoint(weighted()), lambda: pairs(2), lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"])
+    )
+
+
+def test_a_mean_in_a_layer_of_a_pipeline_equals_one_device() -> None:
+    def pipeline() -> tfpar.Strategy:
+        return tfpar.Pipeline(2, 3, balance="parameters")
+
+    def build() -> keras.Model:
+        model = with_endpoint(ENDPOINTS["mean"])()
+        model.layers[-1]._metrics.clear()
+        return model
+
+    small.assert_trains_as_one_device(build, lambda: pairs().take(4), pipeline)
