@@ -241,7 +241,7 @@ def test_an_unknown_key_names_the_closest_one_and_all_that_are_allowed() -> None
 def test_an_unknown_section_is_refused_with_the_known_ones(override: str, start: str) -> None:
     message = refusal(override)
     assert message.startswith(start)
-    assert "trainer, seed, model, data, training, optimizer, strategy, callbacks" in message
+    assert "trainer, seed, model, data, training, optimizer, strategy, callbacks, options" in message
 
 
 def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
@@ -351,11 +351,6 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             ["data.source=generated", "data.directory=/data"],
             'data.directory = "/data" is read only from data.source tf',
         ),
-        (
-            ["model.name=transformer", "model.width=130"],
-            "model.width = 130 must be a multiple of model.num_heads = 4: set it to 132, or change",
-        ),
-        (["model.num_blocks=2"], 'model.num_blocks = 2 is of the transformer, received model.name = "cnn": leave it'),
         (
             ["data.source=python_source"],
             'data.normalization = "unit" is for measured values, but data.source = "python_source" gives bytes: set',

@@ -49,7 +49,8 @@ def test_the_first_command_installs_as_the_second_does() -> None:
 def test_the_commands_of_the_readme_end_well(command: str, tmp_path: Path) -> None:
     # The command as it stands, but in a folder of its own and with the Python that runs the tests.
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "script.py").write_text(next(block for block in blocks(README, "python") if "script.py" in block))
+    for name in ("script.py", "my_trainer.py"):
+        (tmp_path / name).write_text(next(block for block in blocks(README, "python") if f"# {name}" in block))
     arguments = [sys.executable if part == ".venv/bin/python" else part for part in shlex.split(command)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     completed = subprocess.run(

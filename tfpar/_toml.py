@@ -29,8 +29,11 @@ _LIMIT_WORDS = {
     "exclusiveMinimum": "above",
     "maximum": "of at most",
     "exclusiveMaximum": "below",
+    "multipleOf": "that is a multiple of",
     "minLength": "of length at least",
     "minItems": "of length at least",
+    "maxLength": "of length at most",
+    "maxItems": "of length at most",
 }
 
 
@@ -158,7 +161,7 @@ def sentences(error: ValidationError, tables: Tables, schema: Mapping[str, Any])
 
 
 def _lines(detail: ErrorDetails, tables: Tables, schema: Mapping[str, Any]) -> Iterator[str]:
-    if detail["type"] == "value_error":
+    if detail["type"] == "value_error" and not detail["loc"]:
         yield from str(detail["ctx"]["error"]).splitlines()
         return
     path, value, node, parent = _locate(detail["loc"], tables, schema)
@@ -171,6 +174,8 @@ def _lines(detail: ErrorDetails, tables: Tables, schema: Mapping[str, Any]) -> I
         yield f"{name} = {show(value)} is not a known key: {way_out} Allowed here: {', '.join(allowed)}."
     elif detail["type"] == "missing":
         yield f"{name} is missing: set it to {_allowed(node, schema)}."
+    elif detail["type"] in ("value_error", "assertion_error"):  # a rule of a user's own model
+        yield f"{name} = {show(value)} is refused: {detail['ctx']['error']}"
     else:
         default = f" (default {show(node['default'])})" if not isinstance(node.get("default", {}), dict) else ""
         yield f"{name} = {show(value)} must be {_allowed(node, schema)}{default}."
@@ -190,7 +195,8 @@ def _locate(
         path.append(str(part))
         value = value.get(part) if isinstance(value, dict) else value
         parent = table
-        node = table.get("properties", {}).get(part) or table.get("additionalProperties") or {}
+        inner = table.get("properties", {}).get(part) or table.get("additionalProperties")
+        node = inner if isinstance(inner, dict) else {}
     return path, value, node, parent
 
 
@@ -211,4 +217,4 @@ def _allowed(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     if "examples" in node:
         limits = f"such as {show(node['examples'][0])}"
     items = f", each {_allowed(node['items'], schema)}" if "items" in node else ""
-    return f"{_TYPE_WORDS[node['type']]} {limits}".rstrip() + items
+    return f"{_TYPE_WORDS.get(node.get('type', ''), 'a valid value')} {limits}".rstrip() + items

@@ -9,9 +9,9 @@ TOML has no null, so the word "none" unsets a key that may be unset: `data.valid
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
 
 from tfpar import _toml
 from tfpar.config_sections import (
@@ -41,6 +41,8 @@ __all__ = [
     "schema",
 ]
 
+Options = TypeVar("Options", bound=BaseModel)
+
 
 class Run(Section):
     """One whole run; `Run()` is the default run.
@@ -60,6 +62,7 @@ class Run(Section):
     optimizer: Optimizer = Field(Optimizer(), description="How gradients become updates.")
     strategy: Strategy = Field(Strategy(), description="On which devices.")
     callbacks: Callbacks = Field(Callbacks(), description="What watches.")
+    options: dict[str, Any] = Field({}, description="Whatever the trainer class reads there; see `options_as`.")
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> "Run":
@@ -67,6 +70,36 @@ class Run(Section):
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    def options_as(self, model: type[Options]) -> Options:
+        """The section `[options]` as a pydantic model of the trainer's author, checked as all other sections are.
+
+        Keys that the model does not declare are refused, unless its configuration sets `extra`. The word "none" unsets
+        a field that may be None.
+
+        Args:
+            model: What the options are; most trainer classes name it in their attribute `Options`.
+
+        Raises:
+            ValueError: keys or values are refused; one line for each problem.
+
+        >>> class Perceptron(BaseModel):
+        ...     hidden: int = 32
+        >>> load(None, ["options.hidden=64"]).options_as(Perceptron)
+        Perceptron(hidden=64)
+        """
+        unset = {key for key, field in model.model_fields.items() if type(None) in get_args(field.annotation)}
+        values = {key: None if key in unset and value == "none" else value for key, value in self.options.items()}
+        section = create_model("Section", options=(model, ...))
+        try:
+            checked: Any = section.model_validate(
+                {"options": values}, extra=None if "extra" in model.model_config else "forbid"
+            )
+        except ValidationError as error:
+            section_schema = section.model_json_schema(schema_generator=_toml.Schema)
+            raise ValueError("\n".join(_toml.sentences(error, {"options": values}, section_schema))) from None
+        options: Options = checked.options
+        return options
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Run:
@@ -133,26 +166,10 @@ def cross_field_problems(run: Run) -> list[str]:
     []
     """
     return [
-        *_model_problems(run.model),
         *_training_problems(run),
         *_strategy_problems(run.strategy),
         *_data_problems(run.data),
     ]
-
-
-def _model_problems(model: Model) -> Iterator[str]:
-    if model.width % model.num_heads:
-        below = model.width // model.num_heads * model.num_heads
-        yield (
-            f"model.width = {model.width} must be a multiple of model.num_heads = {model.num_heads}: set it to "
-            f"{below + model.num_heads}, or change the number of heads."
-        )
-    for key in ("num_blocks", "width", "num_heads"):
-        if model.name in ("cnn", "linear") and getattr(model, key) != Model.model_fields[key].default:
-            yield (
-                f'model.{key} = {getattr(model, key)} is of the transformer, received model.name = "{model.name}": '
-                "leave it out, or set the name."
-            )
 
 
 def _training_problems(run: Run) -> Iterator[str]:

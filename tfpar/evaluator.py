@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpar import config, strategies
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.run_directory import RunDirectory
-from tfpar.trainer_class import trainer_class
+from tfpar.trainer_class import make_trainer
 
 POLL_SECONDS = 1.0
 
@@ -33,7 +33,7 @@ def evaluate_checkpoints(run: config.Run, directory: RunDirectory) -> bool:
     Raises:
         ValueError: If the run has no validation data, or a checkpoint is of another model.
     """
-    trainer = trainer_class(run.trainer)(run, strategies.SingleDevice())
+    trainer = make_trainer(run, strategies.SingleDevice())
     if trainer.validation_data is None:
         raise ValueError(
             "An evaluator needs validation data, and data.validation_split is none. Set it, or start no evaluator."

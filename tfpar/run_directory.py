@@ -79,12 +79,25 @@ class RunDirectory:
             self._refuse_other(run)
         else:
             try:
-                unfinished = self.config.with_suffix(".unfinished")
-                unfinished.write_text(config.dump(run))
-                unfinished.replace(self.config)
+                self.record(config.dump(run))
             except OSError:
                 self._lock.close()
                 raise
+
+    def record(self, text: str) -> None:
+        """Write config.toml, whole or not at all; it stays untouched where it says the same already.
+
+        Args:
+            text: The run as TOML.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        if self.config.exists() and self.config.read_text() == text:
+            return
+        unfinished = self.config.with_suffix(".unfinished")
+        unfinished.write_text(text)
+        unfinished.replace(self.config)
 
     def _refuse_other(self, run: config.Run) -> None:
         try:

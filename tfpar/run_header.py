@@ -9,8 +9,9 @@ import keras
 import tensorflow as tf
 
 import tfpar
-from tfpar import config
+from tfpar import _toml, built, config, config_use, data
 from tfpar.run_directory import RunDirectory
+from tfpar.trainer_class import trainer_options, trainer_reads
 
 BY_BATCH = "by batch: every worker takes its share of each global batch"
 
@@ -26,35 +27,44 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: Any) -> None
     specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
     here = [spec for spec in specs if spec.task in (None, trainer.strategy.rank)]
     devices = ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in here)
-    batch, replicas = run.training.global_batch_size, trainer.strategy.num_replicas
+    read = config_use.read_keys(trainer_reads(run))
     steps = int(trainer.train_data.cardinality())
-    share = f"{batch // replicas}" if batch % replicas == 0 else f"{batch // replicas} to {-(-batch // replicas)}"
     lines = {
         "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
         "devices": f"{devices} ({os.cpu_count()} cores)",
         "strategy": trainer.strategy.describe(),
-        "model": f"{trainer.model.name}, {_num_parameters(trainer.model)}, {run.training.precision}",
-        "data": _data_line(run.data, trainer),
+        "model": f"{trainer.model.name}, {_num_parameters(trainer.model)}, {built.describe_precision(trainer.model)}",
+        "optimizer": built.describe_optimizer(trainer.model),
+        "options": _options_line(run),
+        "data": _data_line(run, trainer, "data.source" in read),
         "division": getattr(trainer, "division", BY_BATCH),
-        "batch": f"{batch} examples = {replicas} replica{'s' * (replicas > 1)} x {share}",
+        "batch": _batch_line(run, trainer.strategy.num_replicas, config_use.BATCH in read),
         "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
     }
     for name, text in lines.items():
-        print(f"{name:10}{text}")
+        if text:
+            print(f"{name:10}{text}")
     print(flush=True)
 
 
-def _data_line(settings: config.Data, trainer: Any) -> str:
-    origin = {
-        "tfds": settings.name,
-        "tfrecord": f"TFRecord files in {settings.directory}",
-        "generated": "generated",
-        "python_source": f"Python source files in {settings.directory or 'the standard library'}",
-    }
+def _batch_line(run: config.Run, num_replicas: int, is_read: bool) -> str:
+    replicas = f"{num_replicas} replica{'s' * (num_replicas > 1)}"
+    if not is_read:
+        return f"as {run.trainer} makes it, over {replicas}"
+    batch = run.training.global_batch_size
+    share = f"{batch // num_replicas}" + (f" to {-(-batch // num_replicas)}" if batch % num_replicas else "")
+    return f"{batch} examples = {replicas} x {share}"
+
+
+def _options_line(run: config.Run) -> str:
+    options = trainer_options(run)
+    return ", ".join(f"{key} = {_toml.show(value)}" for key, value in options.items())
+
+
+def _data_line(run: config.Run, trainer: Any, is_read: bool) -> str:
+    origin = data.describe(run.data) if is_read else f"of {run.trainer}"
     examples = f"{trainer.num_train_examples:,} examples" if trainer.num_train_examples else "examples not counted"
-    return f"{origin[settings.source]}, {examples} to train" + (
-        "" if trainer.validation_data is None else ", validated"
-    )
+    return f"{origin}, {examples} to train" + ("" if trainer.validation_data is None else ", validated")
 
 
 def _num_parameters(model: keras.Model) -> str:

@@ -14,12 +14,12 @@ import rich.console
 import rich.table
 import tensorflow as tf
 
-from tfpar import callbacks, config, data, pipeline_view, run_header, strategies
+from tfpar import callbacks, config, config_use, data, pipeline_view, run_header, strategies
 from tfpar.checkpoint import Checkpoints
 from tfpar.interruption import interruptible
 from tfpar.run_directory import RunDirectory
 from tfpar.trainer import Trainer
-from tfpar.trainer_class import trainer_class, trainer_source
+from tfpar.trainer_class import check_trainer, make_trainer, trainer_reads, trainer_source
 
 
 def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> bool:
@@ -58,7 +58,10 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
 
 def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     strategy = strategies.from_settings(run.strategy)
+    check_trainer(run)  # not before: a module of a user's own may start TensorFlow
     strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
+    if strategy.is_chief:
+        directory.record(config_use.dump_read(run, trainer_reads(run), run.trainer))
     checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
     position = checkpoints.position() if strategy.is_chief else None
     trained = position is not None and (position.stopped or position.epoch >= run.training.epochs)
@@ -69,18 +72,12 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
             _print_summary(directory)
         return True
     batch = run.training.global_batch_size
-    if batch < strategy.num_replicas:
+    if batch < strategy.num_replicas and config_use.BATCH in config_use.read_keys(trainer_reads(run)):
         raise ValueError(
             f"training.global_batch_size = {batch} does not reach every one of {strategy.num_replicas} replicas: "
             f"set it to at least {strategy.num_replicas}, or name fewer devices in strategy.devices."
         )
-    trainer = trainer_class(run.trainer)(run, strategy)
-    for name in ("train_data", "validation_data", "num_train_examples"):
-        if not hasattr(trainer, name):
-            raise ValueError(
-                f"trainer must have train_data, validation_data and num_train_examples, and {run.trainer!r} lacks "
-                f"{name}: set it in __init__, None where there is none."
-            )
+    trainer = make_trainer(run, strategy)
     _check_monitor(run.callbacks, trainer)
     if strategy.is_chief:
         run_header.print_header(run, directory, trainer)
@@ -130,7 +127,7 @@ def audit(run: config.Run, num_workers: int) -> bool:
     Returns:
         Whether together they read what one worker alone reads.
     """
-    trainer = trainer_class(run.trainer)(run, strategies.SingleDevice())
+    trainer = make_trainer(run, strategies.SingleDevice())
     found = data.audit(trainer.train_data, num_workers)
     print(f"division  {getattr(trainer, 'division', run_header.BY_BATCH)}\n\n{found}")
     return found.ok
@@ -174,6 +171,11 @@ def _check_monitor(settings: config.Callbacks, trainer: Any) -> None:
     if not watches or not all(isinstance(metric, str | dict) for metric in metrics) or isinstance(metrics, dict):
         return  # several outputs have names of their own
     names = ["loss", *(metric if isinstance(metric, str) else metric["config"]["name"] for metric in metrics)]
+    if settings.monitor.startswith("val_") and trainer.validation_data is None:
+        raise ValueError(
+            f'callbacks.monitor = "{settings.monitor}" is not measured, as there are no validation data: monitor '
+            f'"{settings.monitor.removeprefix("val_")}", or validate.'
+        )
     if settings.monitor.removeprefix("val_") not in names:
         raise ValueError(
             f'callbacks.monitor = "{settings.monitor}" is no metric of this model. There are: '

@@ -35,6 +35,8 @@ class ImageClassification(tfpar.Trainer):
         >>> trainer.fit(trainer.train_data, epochs=10, validation_data=trainer.validation_data)
     """
 
+    reads = recipe.READS
+
     def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
         keras.utils.set_random_seed(run.seed)
         loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)

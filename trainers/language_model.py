@@ -31,13 +31,16 @@ class LanguageModel(tfpar.Trainer):
         strategy: Where and how a step runs.
 
     Raises:
-        ValueError: If the run asks for another model than "transformer", or for other data than bytes.
+        ValueError: If the run asks for another model than "transformer", for heads that do not divide its width, or
+            for other data than bytes.
 
     Example:
         >>> trainer = LanguageModel(config.load("configs/language_model.toml"), tfpar.SingleDevice())
         >>> trainer.fit(trainer.train_data, epochs=1, validation_data=trainer.validation_data)
         >>> trainer.generate(b"import ", 20)
     """
+
+    reads = ("model", *recipe.READS)
 
     def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
         for key, received, allowed in (
@@ -49,6 +52,13 @@ class LanguageModel(tfpar.Trainer):
                     f'trainers.language_model.LanguageModel needs {key} = "{allowed}", received "{received}": set it, '
                     "or use another trainer."
                 )
+        model = run.model
+        if model.width % model.num_heads:
+            below = model.width // model.num_heads * model.num_heads
+            raise ValueError(
+                f"model.width = {model.width} must be a multiple of model.num_heads = {model.num_heads}: set it to "
+                f"{below + model.num_heads}, or change the number of heads."
+            )
         keras.utils.set_random_seed(run.seed)
         loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
         self.train_data, self.validation_data = loaded.train, loaded.validation

@@ -10,6 +10,9 @@ import keras
 
 from tfpar import config
 
+# Sections and keys of a run that all trainer classes here read; of [model], each names what its networks know.
+READS = ("seed", "data", "training", "optimizer", "model.name", "model.l1", "model.l2", "model.dropout")
+
 
 def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
     """Build the optimizer of a run: any Keras optimizer by name and settings, with clipping, accumulation and EMA.

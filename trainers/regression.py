@@ -26,6 +26,8 @@ class Regression(tfpar.Trainer):
         >>> trainer.fit(trainer.train_data, epochs=1)
     """
 
+    reads = recipe.READS
+
     def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
         if run.model.name != "linear":
             raise ValueError(

@@ -173,6 +173,7 @@ def test_a_prompt_of_nothing_and_a_temperature_of_zero_are_refused(untrained: La
             ["data.source=generated", "data.context_bytes=128", "data.train_split=train"],
             'needs data.source = "python_source", received "generated"',
         ),
+        (["model.width=130"], "model.width = 130 must be a multiple of model.num_heads = 4: set it to 132, or change"),
     ],
 )
 def test_another_model_or_other_data_are_refused(overrides: list[str], message: str) -> None:

@@ -5,7 +5,7 @@ from tfpar.data.audit import Audit, audit
 from tfpar.data.batches import class_weights, join_batches, num_rows, split_batch, take_rows
 from tfpar.data.divided import by_example, by_file
 from tfpar.data.explain import explain
-from tfpar.data.load import Loaded, load
+from tfpar.data.load import Loaded, describe, load
 from tfpar.data.position import seek
 from tfpar.data.shards import Sharded, first_batches
 
@@ -18,6 +18,7 @@ __all__ = [
     "by_example",
     "by_file",
     "class_weights",
+    "describe",
     "explain",
     "first_batches",
     "from_arrays",

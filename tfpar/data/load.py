@@ -28,6 +28,21 @@ class Loaded(NamedTuple):
     division: str  # how workers divide the training examples and why, in a sentence
 
 
+def describe(settings: config.Data) -> str:
+    """Where the examples come from, in a few words.
+
+    >>> describe(config.Data(name="mnist"))
+    'mnist'
+    """
+    words = {
+        "tfds": settings.name,
+        "tfrecord": f"TFRecord files in {settings.directory}",
+        "generated": "generated",
+        "python_source": f"Python source files in {settings.directory or 'the standard library'}",
+    }
+    return words[settings.source]
+
+
 def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: Augment | None = None) -> Loaded:
     """The training and validation batches that the settings describe; what cannot be read is refused here.
 

@@ -1,0 +1,58 @@
+"""What a trainer has built, in words: read off the model, whoever built it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+def describe_precision(model: keras.Model) -> str:
+    """Return the dtype policies of the model's weighted layers, the most frequent first.
+
+    Args:
+        model: Any model.
+
+    Example:
+        >>> describe_precision(keras.Sequential([keras.layers.Dense(1, dtype="mixed_bfloat16")]))
+        'mixed_bfloat16'
+    """
+    names = [layer.dtype_policy.name for layer in _layers(model) if layer.variables or not layer.built]
+    counts = {name: names.count(name) for name in names}
+    return " and ".join(sorted(counts, key=lambda name: -counts[name])) or model.dtype_policy.name
+
+
+def _layers(model: keras.Model) -> list[keras.Layer]:
+    """All layers that hold no others."""
+    found = [layer for child in model.layers for layer in (_layers(child) if hasattr(child, "layers") else [child])]
+    return found or [model]
+
+
+def describe_optimizer(model: keras.Model) -> str:
+    """Return the optimizer that the model was compiled with, and what it does to gradients.
+
+    Args:
+        model: A compiled model.
+
+    Example:
+        >>> model.compile(keras.optimizers.SGD(0.1, clipnorm=1.0), "mse")
+        >>> describe_optimizer(model)
+        'SGD, learning_rate 0.1, clipnorm 1'
+    """
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    settings = optimizer.get_config()
+    words = [type(optimizer).__name__, f"learning_rate {_rate(settings.get('learning_rate'))}"]
+    for key in ("weight_decay", "clipnorm", "global_clipnorm", "clipvalue", "gradient_accumulation_steps"):
+        if settings.get(key):
+            words.append(f"{key} {settings[key]:g}")
+    if settings.get("use_ema"):
+        words.append(f"ema_momentum {settings['ema_momentum']:g}")
+    if optimizer is not model.optimizer:
+        words.append("dynamic loss scaling")
+    if model.jit_compile:
+        words.append("XLA")
+    return ", ".join(words)
+
+
+def _rate(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, int | float) else f"from {value['class_name']}"
