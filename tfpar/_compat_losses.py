@@ -1,4 +1,4 @@
-"""Losses computed inside a model's `call`, apart from those that `compile` was given.
+"""Losses computed inside a model's `call`, apart from those that `compile` was given; and means of whole batches.
 
 Written for Keras 3.15, as `tfpar._compat`, which is at its full length.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import keras
 import tensorflow as tf
 from keras.src.losses import loss as loss_module
 
@@ -60,4 +61,24 @@ def losses_in_call(reduce_loss: LossReduction | None = None) -> Iterator[None]:
 def undivided() -> Iterator[None]:
     """Let no loss be divided by the number of replicas inside this context, as Keras 3.15 does under a strategy."""
     with mock.patch.object(loss_module, "scale_loss_for_distribution", lambda value: value):
+        yield
+
+
+@contextlib.contextmanager
+def scalars_weighted(weight: Callable[[], tf.Tensor | None]) -> Iterator[None]:
+    """Let `keras.metrics.Mean` count a scalar, which stands for a whole batch, with a weight inside this context.
+
+    Keras 3.15 counts each with weight one, and every replica has such a scalar for the same batch.
+
+    Args:
+        weight: Returns the share of the batch's examples that the calling replica counts, a scalar; None for one.
+    """
+
+    def update_state(metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
+        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+            sample_weight = weight()
+        original(metric, values, sample_weight)
+
+    original = keras.metrics.Mean.update_state
+    with mock.patch.object(keras.metrics.Mean, "update_state", update_state):
         yield

@@ -109,15 +109,34 @@ def reduce_loss(
             "'sum', 'mean' or 'mean_with_sample_weight'."
         )
     share = tf.cast(counts.share, values.dtype)
-    total = share * _compat.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype)
+    total, weight = loss_sums(values, sample_weight, mask, reduction, dtype)
+    if weight is None:
+        return global_sum(share * total, counts.in_parts)
+    by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+    all_weight = None if mask is not None or by_weight else _num_values(values, counts)
+    return _mean(share * total, share * weight, all_weight, counts)
+
+
+def loss_sums(
+    values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str, dtype: Any
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Return the weighted sum of losses and what Keras divides it by on one device, scalars; None for a plain sum.
+
+    Args:
+        values: Losses `[batch, ...]`.
+        sample_weight: `[batch, ...]` or None.
+        mask: `[batch, ...]` or None; what it leaves out counts in no divisor.
+        reduction: A reduction of `keras.losses.Loss`.
+        dtype: The dtype in which to compute.
+    """
+    total = _compat.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype)
     if reduction == "sum":
-        return global_sum(total, counts.in_parts)
+        return total, None
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         weights = _compat.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
         _, weights = _compat.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
-        return _mean(total, share * tf.reduce_sum(weights), None, counts)
-    all_weight = None if mask is not None else _num_values(values, counts)
-    return _mean(total, share * _num_valid(values, mask), all_weight, counts)
+        return total, tf.reduce_sum(weights)
+    return total, _num_valid(values, mask)
 
 
 def _mean(total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None, counts: Counts) -> tf.Tensor:

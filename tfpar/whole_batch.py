@@ -13,8 +13,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
 from tfpar import _compat_losses
-from tfpar.reduction import Counts, reduce_loss, sum_over_replicas
+from tfpar.reduction import Counts, loss_sums, sum_over_replicas
 
 
 class Trial:
@@ -71,8 +73,12 @@ def losses_in_call(counts: Callable[[], Counts]) -> Iterator[None]:
         loss = values, sample_weight, mask, reduction, dtype
         if not _reduces(*loss):
             return _compat_losses.reduce_of_these(*loss)
-        # How many values an example has is not known here: a layer may leave some out.
-        return sum_over_replicas(reduce_loss(*loss, counts()._replace(everywhere=None, in_parts=True)))
+        share = tf.cast(counts().share, dtype)
+        total, weight = loss_sums(tf.convert_to_tensor(values, dtype), sample_weight, mask, reduction or "", dtype)
+        if weight is None:
+            return sum_over_replicas(share * total)
+        # Not counted from the number of examples: a layer may leave some values out, or compute weights.
+        return tf.math.divide_no_nan(*tf.unstack(sum_over_replicas(share * tf.stack([total, weight]))))
 
     with _compat_losses.losses_in_call(reduce):
         yield

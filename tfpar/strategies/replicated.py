@@ -247,11 +247,19 @@ class Replicated(Strategy):
         parts, counted, share, num_examples = batch
         sizes = [data.num_rows(part) for part in parts]
 
+        shares: dict[int, tf.Tensor] = {}
+
         def on_own_part(parts: Sequence[Any]) -> Any:
-            return on_replica(parts[local_replica_id()], counted[local_replica_id()])
+            replica, everywhere = local_replica_id(), num_examples
+            if everywhere is None and _compat.own_metrics(model):
+                everywhere = reduction.sum_over_replicas(counted[replica])
+            if everywhere is not None:
+                shares[replica] = tf.cast(counted[replica] / everywhere, keras.config.floatx())
+            return on_replica(parts[replica], counted[replica])
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(_compat.replica_seeds(replica_id))
+            stack.enter_context(_compat_losses.scalars_weighted(lambda: shares.get(local_replica_id())))
             if model in self._divisions:
                 stack.enter_context(self._divisions[model].over_replicas(training, sizes, share, num_examples))
             if model.jit_compile:
