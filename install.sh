@@ -1,7 +1,14 @@
 #!/bin/sh
-# Make .venv beside this file and install tfpar into it: `sh install.sh`, or `sh install.sh test` with what tests need.
-# Nothing outside .venv is touched, except that a Debian or Ubuntu without its venv package gets it when root asks.
+# Make .venv next to this file and install tfpar into it: `sh install.sh`, `sh install.sh test` with what tests need,
+# or `sh install.sh cuda` with what NVIDIA GPUs need. Nothing outside .venv is changed, except that a Debian or Ubuntu
+# without its venv package gets it when root asks.
 set -eu
+extra=${1:-}
+case $extra in "" | test | cuda | test,cuda | cuda,test) ;; *)
+    echo "install.sh takes nothing, test, cuda or test,cuda, received '$extra'." >&2
+    exit 1
+    ;;
+esac
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
 
@@ -19,5 +26,10 @@ if ! "$python" -c 'import ensurepip' 2>/dev/null; then
         exit 1
     fi
 fi
+echo "Installing tfpar${extra:+ [$extra]}, TensorFlow and Keras into $PWD/.venv: 3 GB, one to three minutes."
 [ -x .venv/bin/pip ] || "$python" -m venv .venv
-.venv/bin/pip install --quiet --disable-pip-version-check --editable ".${1:+[$1]}"
+.venv/bin/pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
+echo "Installed. Next, train the default run (10 seconds), or list the configurations and the flags:
+  .venv/bin/python -m tfpar.train
+  .venv/bin/python -m tfpar.train --help"
+case $extra in *test*) echo "Run the tests: .venv/bin/python -m pytest" ;; esac
