@@ -152,6 +152,7 @@ def assert_finite(checkpoints: Path) -> None:
         (settings("training.epochs=ten"), ['training.epochs = "ten" must be an integer']),
         (["--config", "nowhere.toml"], ["nowhere.toml", "must exist"]),
         (["surplus"], ["'surplus'", "--help"]),
+        (["--config", "digit"], ["'digit'", "Did you mean digits?"]),
         (
             settings("strategy.kind=mirrored", "strategy.num_logical_cpus=4", "training.global_batch_size=2"),
             ["training.global_batch_size = 2", "at least 4"],
@@ -257,9 +258,9 @@ def test_a_label_out_of_range_is_named(call: command.InProcess, records: Path, s
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["model.name=resnet50"], ['"cnn"', "ResNet50"]),
+        (["model.name=resnet50"], ['"cnn"', "ResNet50V2", "Did you mean ResNet50?"]),
         (["model.name=MobileNetV2"], ["MobileNetV2", "(8, 8, 1)", "at least 32x32", 'model.name="cnn"']),
-        (["optimizer.name=adamant"], ["optimizer.name", "'adamant'"]),
+        (["optimizer.name=adamant"], ["optimizer.name", "'adamant'", "Did you mean adam"]),
         (["optimizer.name=multioptimizer"], ["optimizer.name", "'multioptimizer'"]),
         (["optimizer.settings.momentum=0.9"], ["optimizer.settings", "'momentum'"]),
         (["optimizer.settings.beta_1=high"], ["optimizer.settings", "beta_1"]),
@@ -306,6 +307,7 @@ def test_the_classification_refuses_data_without_classes_or_without_images(
     [
         ("nowhere.Trainer", ["'nowhere.Trainer'", "import path"]),
         ("own.Nothing_of_the_kind", ["'own.Nothing_of_the_kind'"]),
+        ("own.Mismach", ["'own.Mismach'", "Did you mean Mismatch?"]),
         ("pathlib.Path", ["'pathlib.Path'", "tfpar.Trainer"]),
         ("tfpar.Trainer", ["'tfpar.Trainer'", "trainers.image_classification.ImageClassification"]),
         ("own.Uncompiled", ["not compiled", "model.compile"]),

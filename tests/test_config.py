@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfpar import _toml, config
+from tfpar import _toml, config, config_files, suggestions
 from tfpar.config import Callbacks, Data, Feature, Model, Optimizer, Run, Strategy, Training
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
@@ -141,12 +141,13 @@ def test_schema_describes_every_key_and_knows_none_as_a_word() -> None:
         ),
         (
             "data.normalization=unti",
-            'data.normalization = "unti" must be one of "none", "unit", "standard" (default "unit").',
+            'data.normalization = "unti" must be one of "none", "unit", "standard" (default "unit"): did you mean '
+            '"unit"?',
         ),
         (
             "data.features.image.dtype=jpg",
             'data.features.image.dtype = "jpg" must be one of "float32", "float64", "int32", "int64", "string", '
-            '"jpeg", "png".',
+            '"jpeg", "png": did you mean "jpeg"?',
         ),
         (
             "data.features.image.shape=[2]",
@@ -229,6 +230,28 @@ def test_an_unknown_key_names_the_closest_one_and_all_that_are_allowed() -> None
     )
     for key in Training.model_fields:
         assert key in message
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("lr=0.1", "optimizer.learning_rate"),
+        ("training.lr=0.1", "optimizer.learning_rate"),
+        ("optimizer.lr=0.1", "optimizer.learning_rate"),
+        ("epochs=3", "training.epochs"),
+        ("batch_size=8", "training.global_batch_size"),
+        ("data.precision=float64", "training.precision"),
+        ("optimizer.momentum=0.9", "optimizer.settings.momentum"),
+        ("optimiser.name=sgd", "optimizer"),
+        ("strategy.kind=mirored", '"mirrored"'),
+        ("strategy.kind=MultiWorker", '"multi_worker"'),
+        ("data.source=tfrecords", '"tfrecord"'),
+    ],
+)
+def test_a_key_or_value_that_is_abbreviated_misplaced_or_mistyped_is_answered_with_the_right_one(
+    override: str, meant: str
+) -> None:
+    assert f"did you mean {meant}?" in refusal(override)
 
 
 @pytest.mark.parametrize(
@@ -436,6 +459,33 @@ def test_a_missing_file_is_refused_and_the_closest_name_suggested(tmp_path: Path
     )
 
 
+def test_a_configuration_that_comes_with_tfpar_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config_files.names() == [path.stem for path in CONFIGS]
+    for path in CONFIGS:
+        assert config.load(config_files.find(path.stem)) == config.load(path)
+    (tmp_path / "digits").write_text("seed = 7\n")
+    assert config.load(config_files.find("digits")).seed == 7, "a file of that name here comes first"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("digit", r"one of .*digits_mirrored.*, received 'digit'\. Did you mean digits\?"),
+        ("zzz", r"one of .*, received 'zzz'\.$"),
+        ("configs/mnist.toml", r"\"configs/mnist\.toml\" must exist, found nothing there: write mnist for "),
+    ],
+)
+def test_a_configuration_that_is_not_there_is_answered_with_those_that_are(
+    given: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=said):
+        config_files.find(given)
+
+
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="must exist, found a folder: check the path"):
         config.load(tmp_path)
@@ -470,7 +520,7 @@ def test_importing_config_imports_no_tensorflow() -> None:
     assert completed.returncode == 0, "tfpar.config must come without TensorFlow, Keras and NumPy"
 
 
-@pytest.mark.parametrize("module", [config, _toml], ids=["config", "_toml"])
+@pytest.mark.parametrize("module", [config, _toml, config_files, suggestions], ids=lambda module: module.__name__)
 def test_examples_in_docstrings_hold(module: object) -> None:
     results = doctest.testmod(module)  # type: ignore[arg-type]
     assert results.attempted > 0

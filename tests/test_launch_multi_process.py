@@ -353,7 +353,7 @@ def test_the_trains_own_flags_follow_the_two_dashes(tmp_path: Path) -> None:
         check=False,
     )
     assert completed.returncode == 1, "tfpar.train has no such flag, and says so"
-    assert "Unknown command line flag 'num_workers'" in completed.stderr
+    assert "error: --num_workers is no flag." in completed.stderr
     assert "worker 0 failed with exit code 1" in completed.stderr
 
 
@@ -363,8 +363,8 @@ def test_a_bad_flag_is_one_sentence(tmp_path: Path) -> None:
     )
     assert (completed.returncode, completed.stdout) == (1, "")
     assert completed.stderr == (
-        "error: Unknown command line flag 'config'. What the workers get follows after --, as in "
-        "python -m tfpar.launch --num_workers 2 -- --config configs/digits.toml\n"
+        "error: --config is no flag. What the workers get follows after --, as in python -m tfpar.launch "
+        "--num_workers 2 -- --config digits_workers. See python -m tfpar.launch --help.\n"
     )
 
 

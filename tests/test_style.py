@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
-    ["_compat_losses", "_toml", "background", "checkpoint_file", "config_sections", "slurm"],
+    ["_compat_losses", "suggestions"],
+    ["_toml", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
     ["config", "_compat", "_compat_graph", "_compat_pipeline", "batch_systems", "tf_config"],
     ["config_use", "callback_state", "cluster", "collectives", "data", "launcher", "meeting", "model_state"],
     ["reduction", "run_directory"],
@@ -27,7 +28,7 @@ LADDER = [
     ["run_header"],
     ["session"],
     ["evaluator"],
-    ["train", "launch"],
+    ["train", "launch", "__main__"],
 ]
 RUNG = {module: rung for rung, modules in enumerate(LADDER) for module in modules}
 

@@ -3,7 +3,6 @@
 The words for what is allowed come from the JSON schema, so that no error text repeats a limit that may change.
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,8 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import ErrorDetails, core_schema
+
+from tfpar.suggestions import closest
 
 Tables = dict[str, Any]
 _TYPE_WORDS = {
@@ -61,8 +62,8 @@ def read(path: str | Path) -> Tables:
     path = Path(path)
     if not path.is_file():
         found = "a folder" if path.is_dir() else "nothing there"
-        near = difflib.get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
-        way_out = f'did you mean "{path.with_name(near[0])}"?' if near else "check the path."
+        near = closest(path.name, [other.name for other in path.parent.glob("*.toml")])
+        way_out = f'did you mean "{path.with_name(near)}"?' if near else "check the path."
         raise FileNotFoundError(f'The configuration file "{path}" must exist, found {found}: {way_out}')
     content = path.read_bytes()
     try:
@@ -167,10 +168,9 @@ def _lines(detail: ErrorDetails, tables: Tables, schema: Mapping[str, Any]) -> I
     path, value, node, parent = _locate(detail["loc"], tables, schema)
     name = ".".join(path)
     if detail["type"] == "extra_forbidden":
-        allowed = list(parent.get("properties", {}))
-        near = difflib.get_close_matches(path[-1], allowed, n=1)
-        prefix = "".join(f"{part}." for part in path[:-1])
-        way_out = f"did you mean {prefix}{near[0]}?" if near else "rename or remove it."
+        allowed = parent.get("properties", {})
+        near = _closest_key(path, allowed, schema)
+        way_out = f"did you mean {near}?" if near else "rename or remove it."
         yield f"{name} = {show(value)} is not a known key: {way_out} Allowed here: {', '.join(allowed)}."
     elif detail["type"] == "missing":
         yield f"{name} is missing: set it to {_allowed(node, schema)}."
@@ -178,7 +178,54 @@ def _lines(detail: ErrorDetails, tables: Tables, schema: Mapping[str, Any]) -> I
         yield f"{name} = {show(value)} is refused: {detail['ctx']['error']}"
     else:
         default = f" (default {show(node['default'])})" if not isinstance(node.get("default", {}), dict) else ""
-        yield f"{name} = {show(value)} must be {_allowed(node, schema)}{default}."
+        near = closest(value, _words(node, schema)) if isinstance(value, str) else None
+        end = f': did you mean "{near}"?' if near else "."
+        yield f"{name} = {show(value)} must be {_allowed(node, schema)}{default}{end}"
+
+
+def keys(schema: Mapping[str, Any]) -> list[str]:
+    """Every key that a TOML file can set, with its section: `seed`, `training.epochs`.
+
+    Args:
+        schema: the JSON schema of the model, made with `Schema`.
+    """
+    found = []
+    for name, node in schema["properties"].items():
+        inner = _resolve(node, schema).get("properties")
+        found += [name] if inner is None else [f"{name}.{key}" for key in inner]
+    return found
+
+
+def closest_key(name: str, schema: Mapping[str, Any]) -> str | None:
+    """The key of any section whose last part is nearest to `name`, with its section; None if none is near.
+
+    Args:
+        name: a word without a section, such as "lr".
+        schema: the JSON schema of the model, made with `Schema`.
+    """
+    by_name: dict[str, str] = {}
+    for key in keys(schema):
+        by_name.setdefault(key.rpartition(".")[2], key)
+    near = closest(name, by_name)
+    return None if near is None else by_name[near]
+
+
+def _closest_key(path: Sequence[str], allowed: Mapping[str, Any], schema: Mapping[str, Any]) -> str | None:
+    """What an unknown key was meant to be: one of its section, or else one of another section."""
+    elsewhere = closest_key(path[-1], schema)
+    if elsewhere is not None and elsewhere.rpartition(".")[2] == path[-1]:
+        return elsewhere
+    near = closest(path[-1], allowed.keys())
+    if near is None and len(path) > 1:  # a table of the section that takes any key, as optimizer.settings
+        tables = (key for key, node in allowed.items() if "anyOf" in (node.get("additionalProperties") or ()))
+        near = next((f"{table}.{path[-1]}" for table in tables), None)
+    return elsewhere if near is None else ".".join([*path[:-1], near])
+
+
+def _words(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
+    """The strings that a part of the schema accepts, where it names them."""
+    node = _resolve(node, schema)
+    return [word for member in node.get("anyOf", [node]) for word in member.get("enum", ()) if isinstance(word, str)]
 
 
 def _locate(

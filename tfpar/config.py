@@ -35,6 +35,7 @@ __all__ = [
     "Run",
     "Strategy",
     "Training",
+    "closest_key",
     "cross_field_problems",
     "dump",
     "load",
@@ -151,6 +152,15 @@ def schema() -> dict[str, Any]:
     1
     """
     return Run.model_json_schema(schema_generator=_toml.Schema)
+
+
+def closest_key(name: str) -> str | None:
+    """The key of any section that `name` most likely stands for, with its section; None if none is near.
+
+    >>> closest_key("lr")
+    'optimizer.learning_rate'
+    """
+    return _toml.closest_key(name, schema())
 
 
 def cross_field_problems(run: Run) -> list[str]:

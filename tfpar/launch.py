@@ -15,8 +15,9 @@ from pathlib import Path
 
 from absl import app, flags
 
-from tfpar import batch_systems
+from tfpar import batch_systems, command_line
 from tfpar.launcher import Job, launch
+from tfpar.suggestions import closest
 
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", None, "How many workers; worker 0 is the chief.")
 _MAX_RESTARTS = flags.DEFINE_integer("max_restarts", 0, "How many times all start again after a failure.")
@@ -27,6 +28,31 @@ _GRACE_SECONDS = flags.DEFINE_float("grace_seconds", 30.0, "Seconds between the 
 _PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_AFTER_DASHES = (
+    "What the workers get follows after --, as in python -m tfpar.launch --num_workers 2 -- --config digits_workers."
+)
+COMMAND: command_line.Command = command_line.Command(
+    name="tfpar.launch",
+    usage=[
+        "--num_workers N [FLAG ...] -- TRAIN_FLAGS ...",
+        "--num_workers N [FLAG ...] -- SCRIPT.py ...",
+        "--num_workers N [FLAG ...] -- -m MODULE ...",
+    ],
+    flags={
+        "num_workers": "N",
+        "max_restarts": "TIMES",
+        "cores_per_worker": "CORES",
+        "grace_seconds": "SECONDS",
+        "print": "KIND",
+    },
+    examples=[
+        "python -m tfpar.launch --num_workers 2 -- --config digits_workers",
+        "python -m tfpar.launch --num_workers 2 --max_restarts 3 -- script.py --width 8",
+        "python -m tfpar.launch --num_workers 4 --print slurm -- --config mnist",
+    ],
+    details=lambda: "What follows -- is the workers' own; python -m tfpar.train --help lists flags.",
+    way_out=lambda flag: "" if closest(flag, COMMAND.flags) else f" {_AFTER_DASHES}",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -123,16 +149,9 @@ def _refuse_other_job() -> None:
 def _parse(arguments: Sequence[str]) -> list[str]:
     """Take the flags before `--`; what follows is the workers' own, even where it looks like one of ours."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    try:
-        _, *others = flags.FLAGS(arguments[:end])
-        if others:
-            raise flags.Error(f"{others[0]!r} is no flag")
-    except flags.Error as error:
-        print(
-            f"error: {error}. What the workers get follows after --, as in "
-            "python -m tfpar.launch --num_workers 2 -- --config configs/digits.toml",
-            file=sys.stderr,
-        )
+    _, *others = command_line.parse(COMMAND, arguments[:end])
+    if others:
+        print(f"error: {others[0]!r} is no flag. {_AFTER_DASHES}", file=sys.stderr)
         sys.exit(1)
     return [arguments[0], *arguments[end + 1 :]]
 

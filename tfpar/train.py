@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shlex
 import sys
@@ -10,17 +11,57 @@ from pathlib import Path
 
 from absl import app, flags
 
-from tfpar import config, tf_config
+from tfpar import command_line, config, config_files, tf_config
 from tfpar.run_directory import RunDirectory
+from tfpar.suggestions import closest
 
-_CONFIG = flags.DEFINE_string("config", None, "TOML file of the run; without it, the default run.")
-_SET = flags.DEFINE_multi_string("set", [], "Override, as section.key=value; may be repeated.")
+_CONFIG = flags.DEFINE_string("config", None, "Name below, or a TOML file of your own; by default, the default run.")
+_SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.")
 _DIRECTORY = flags.DEFINE_string("directory", None, "Folder of the run; by default runs/<name of the config>.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved run and exit, without TensorFlow.")
-_AUDIT = flags.DEFINE_integer("audit", None, "Count what each of this many workers would read in an epoch, and exit.")
-_TRACE = flags.DEFINE_bool("trace", False, "Pipelines: measure when each action runs, and draw it beside the plan.")
+_AUDIT = flags.DEFINE_integer("audit", None, "Count what each of so many workers would read in an epoch, and exit.")
+_TRACE = flags.DEFINE_bool("trace", False, "Pipelines: measure when each action runs, and draw it below the plan.")
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def _details() -> str:
+    configurations = [(name, config_files.describe(name)) for name in config_files.names()]
+    return f"""configurations:
+{command_line.two_columns(configurations)}
+
+Without --config the settings are those of digits. To see every setting, or to
+write a file of your own:
+  python -m tfpar.train --config digits --print_config > my_run.toml"""
+
+
+def _way_out(flag: str) -> str:
+    """Return how to write a setting that was given as if it were a flag."""
+    key = config.closest_key(flag)
+    own = closest(flag, COMMAND.flags)
+    if key is None or (own is not None and key.rpartition(".")[2] != flag):
+        return ""
+    return f" A setting is changed with --set: did you mean --set {key}=...?"
+
+
+COMMAND = command_line.Command(
+    name="tfpar.train",
+    usage=["[--config CONFIG] [--set KEY=VALUE ...] [FLAG ...]"],
+    flags={
+        "config": "CONFIG",
+        "set": "SECTION.KEY=VALUE",
+        "directory": "FOLDER",
+        "print_config": "",
+        "audit": "WORKERS",
+        "trace": "",
+    },
+    examples=[
+        "python -m tfpar.train",
+        "python -m tfpar.train --config digits_mirrored --set training.epochs=2",
+    ],
+    details=_details,
+    way_out=_way_out,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -34,8 +75,9 @@ def main(argv: list[str]) -> int:
     """
     try:
         if len(argv) > 1:
-            raise ValueError(f"There are flags only, received {argv[1]!r}. See python -m tfpar.train --help.")
-        run = config.load(_CONFIG.value, _SET.value)
+            raise ValueError(_surplus(argv[1]))
+        file = None if _CONFIG.value is None else config_files.find(_CONFIG.value)
+        run = config.load(file, _SET.value)
         if _TRACE.value and run.strategy.kind != "pipeline":
             raise ValueError(
                 f'--trace draws the actions of a pipeline, received strategy.kind = "{run.strategy.kind}": leave it '
@@ -47,7 +89,7 @@ def main(argv: list[str]) -> int:
         if _AUDIT.value is not None:
             return _audit(run, _AUDIT.value)
         job = tf_config.from_environment(os.environ)
-        directory = RunDirectory(_DIRECTORY.value or Path("runs") / Path(_CONFIG.value or "default").stem)
+        directory = RunDirectory(_DIRECTORY.value or Path("runs") / (file.stem if file else "default"))
         if job is not None and job.role == "evaluator":
             return _evaluate(run, directory)
         if job is not None and job.num_workers > 1:
@@ -66,6 +108,12 @@ def main(argv: list[str]) -> int:
         for line in sentence.splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 1
+
+
+def _surplus(word: str) -> str:
+    flag = "set" if "=" in word else "config" if word in config_files.names() or word.endswith(".toml") else None
+    way_out = f"Did you mean --{flag} {word}?" if flag else "See python -m tfpar.train --help."
+    return f"There are flags only, received {word!r}. {way_out}"
 
 
 def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
@@ -116,7 +164,7 @@ def _sentence(error: Exception) -> str | None:
 
 def run() -> None:
     """Entry point of the console script `tfpar-train`."""
-    app.run(main)
+    app.run(main, flags_parser=functools.partial(command_line.parse, COMMAND))
 
 
 if __name__ == "__main__":

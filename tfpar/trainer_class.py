@@ -30,7 +30,10 @@ import pydantic
 
 from tfpar import config, config_use
 from tfpar.strategies import Strategy
+from tfpar.suggestions import did_you_mean
 from tfpar.trainer import Trainer
+
+_EXAMPLE = "trainers.image_classification.ImageClassification is one."
 
 
 def make_trainer(run: config.Run, strategy: Strategy) -> Any:
@@ -133,18 +136,21 @@ def trainer_class(path: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module_name), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(
-            f"trainer must be the import path of a class, received {path!r}: {error}. "
-            "trainers.image_classification.ImageClassification is one."
-        ) from error
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(_no_class(path, str(error), _EXAMPLE)) from error
+    found = getattr(module, name, None)
+    if found is None:
+        classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Trainer)]
+        way_out = did_you_mean(name, classes).strip() or _EXAMPLE
+        raise ValueError(_no_class(path, f"module {module_name!r} has no {name!r}", way_out))
     if not (isinstance(found, type) and issubclass(found, Trainer) and found is not Trainer):
-        raise ValueError(
-            f"trainer must name a subclass of tfpar.Trainer, and {path!r} is none. "
-            "trainers.image_classification.ImageClassification is one."
-        )
+        raise ValueError(f"trainer must name a subclass of tfpar.Trainer, and {path!r} is none. {_EXAMPLE}")
     return found
+
+
+def _no_class(path: str, reason: str, way_out: str) -> str:
+    return f"trainer must be the import path of a class, received {path!r}: {reason}. {way_out}"
 
 
 def trainer_source(path: str) -> str:

@@ -10,6 +10,7 @@ import keras
 
 import tfpar
 from tfpar import config, data
+from tfpar.suggestions import did_you_mean
 from trainers import recipe
 
 _WAYS_TO_CLASSES = {
@@ -117,7 +118,7 @@ def _application(settings: config.Model, image_shape: tuple[int, ...], *, synchr
         names = [name for name in dir(keras.applications) if name[0].isupper()]
         raise ValueError(
             f'model.name must be "cnn" or a network of keras.applications, received {settings.name!r}. '
-            f"There are: {', '.join(names)}."
+            f"There are: {', '.join(names)}.{did_you_mean(settings.name, names)}"
         )
     try:
         # The data are normalized already.

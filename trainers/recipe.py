@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfpar import config
+from tfpar.suggestions import did_you_mean
 
 # Sections and keys of a run that all trainer classes here read; of [model], each names what its networks know.
 READS = ("seed", "data", "training", "optimizer", "model.name", "model.l1", "model.l2", "model.dropout")
@@ -39,11 +40,16 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
             settings["ema_overwrite_frequency"] = training.ema_overwrite_frequency
     # Not keras.optimizers.get: in Keras 3.15 it does not know Lamb.
     classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
+    if run.optimizer.name.lower() not in classes:
+        raise ValueError(
+            f"optimizer.name must be that of a Keras optimizer, received {run.optimizer.name!r}."
+            f"{did_you_mean(run.optimizer.name, classes)}"
+        )
     try:
         optimizer = classes[run.optimizer.name.lower()](learning_rate=run.optimizer.learning_rate, **settings)
         _check_numbers(optimizer, run.optimizer.settings)
         return optimizer
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(
             f"optimizer.name and optimizer.settings must be those of a Keras optimizer, received "
             f"{run.optimizer.name!r} with {settings}. Keras says: {str(error).splitlines()[0]}"

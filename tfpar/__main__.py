@@ -1,0 +1,39 @@
+"""`python -m tfpar`: list the commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tfpar import command_line
+from tfpar.suggestions import closest
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the commands, or the versions.
+
+    Args:
+        arguments: What follows `python -m tfpar`.
+
+    Returns:
+        The exit code: 0, or 1 if something was asked that this command does not do.
+    """
+    if arguments and arguments[0] in ("--version", "-V"):
+        print(command_line.version())
+        return 0
+    if arguments and arguments[0] not in ("-h", "--help"):
+        names = {name.removeprefix("tfpar."): name for name in command_line.COMMANDS}
+        near = names.get(closest(arguments[0], names) or "", "tfpar")
+        print(
+            f"error: python -m tfpar lists the commands and takes nothing else, received {arguments[0]!r}. "
+            f"Write python -m {near}.",
+            file=sys.stderr,
+        )
+        return 1
+    rows = [(f"python -m {name}", summary) for name, summary in command_line.COMMANDS.items()]
+    print(f"{command_line.version()}\n\n{command_line.two_columns(rows)}\n\nEach explains itself with --help.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""What the commands of tfpar share: help, version and flags; absl's flags underneath, no TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+
+from absl import flags
+
+import tfpar
+from tfpar.suggestions import closest
+
+COMMANDS = {
+    "tfpar.train": "Train a run from its configuration; the same command again resumes it.",
+    "tfpar.launch": "Start the workers of a job on this machine, or print what starts them on a cluster.",
+}
+_MOST_COLUMNS = 100
+
+
+def _no_way_out(flag: str) -> str:
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command and how it explains itself.
+
+    Args:
+        name: The module that Python runs, one of `COMMANDS`.
+        usage: What follows the name, such as "[--config CONFIG] [--trace]"; a line for each way to call it.
+        flags: Names of its flags, with the placeholder of each one's value; an empty one for a switch.
+        examples: Whole command lines.
+        details: Returns what stands at the end of the help.
+        way_out: Returns what to say of an unknown flag, after a space; by default nothing.
+    """
+
+    name: str
+    usage: Sequence[str]
+    flags: Mapping[str, str]
+    examples: Sequence[str]
+    details: Callable[[], str] = str
+    way_out: Callable[[str], str] = _no_way_out
+
+
+def parse(command: Command, arguments: Sequence[str]) -> list[str]:
+    """Take a command's flags out of a command line: the flags parser to give to `absl.app.run`.
+
+    Help and version are answered here; what is wrong is said in one sentence on standard error.
+
+    Args:
+        command: The command.
+        arguments: The program's name and what follows it; after `--` nothing is a flag.
+
+    Returns:
+        The program's name and what is no flag.
+
+    Raises:
+        SystemExit: With code 0 after help or version, with code 1 after an error.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    asked = set(arguments[1:end])
+    if asked & {"-h", "-help", "--help", "-?"}:
+        print(help_text(command))
+        raise SystemExit(0)
+    if asked & {"--version", "-version", "-V"}:
+        print(version())
+        raise SystemExit(0)
+    try:
+        return [*flags.FLAGS(arguments[:end]), *arguments[end + 1 :]]
+    except flags.Error as error:
+        print(f"error: {_sentence(command, error)} See python -m {command.name} --help.", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _sentence(command: Command, error: flags.Error) -> str:
+    if isinstance(error, flags.UnrecognizedFlagError):
+        near = closest(error.flagname, command.flags)
+        way_out = command.way_out(error.flagname) or (f" Did you mean --{near}?" if near else "")
+        return f"--{error.flagname} is no flag.{way_out}"
+    if refused := re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL):
+        name, value = refused.groups()
+        allowed = flags.FLAGS[name].parser.syntactic_help or "true or false"
+        return f"--{name} must be {allowed}, received {value!r}."
+    if lacking := re.match(r"Missing value for flag -*(\w+)", str(error)):
+        return f"--{lacking[1]} needs a value."
+    return f"{str(error).rstrip('.')}."
+
+
+def help_text(command: Command) -> str:
+    """Return what `--help` prints: summary, usage, flags, examples, details.
+
+    Args:
+        command: The command.
+    """
+    shown = [("-h, --help", "Print this and exit."), ("--version", "Print the versions and exit.")]
+    for name, placeholder in command.flags.items():
+        # absl adds to a repeated flag's text, after a semicolon, that it may be repeated.
+        text = (flags.FLAGS[name].help or "").partition(";\n")[0]
+        shown.append((f"--{name} {placeholder}".rstrip(), text))
+    calls = [f"python -m {command.name} {usage}" for usage in command.usage]
+    parts = [
+        textwrap.fill(COMMANDS[command.name], _columns()),
+        "usage: " + "\n       ".join(calls),
+        two_columns(shown),
+        "examples:\n" + "\n".join(f"  {example}" for example in command.examples),
+        command.details(),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Return names and what they mean as text that fits the terminal.
+
+    Args:
+        rows: A name and a text each.
+
+    Example:
+        >>> print(two_columns([("--trace", "Measure."), ("--config CONFIG", "Read.")]))
+          --trace          Measure.
+          --config CONFIG  Read.
+    """
+    indent = max(len(name) for name, _ in rows) + 4
+    return "\n".join(
+        textwrap.fill(
+            text,
+            _columns(),
+            initial_indent=f"  {name:{indent - 2}}",
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, text in rows
+    )
+
+
+def _columns() -> int:
+    return min(_MOST_COLUMNS, shutil.get_terminal_size().columns)
+
+
+def version() -> str:
+    """Return the versions of tfpar and what it runs on, read without importing them.
+
+    Example:
+        >>> version().split()[0]
+        'tfpar'
+    """
+    return (
+        f"tfpar {tfpar.__version__} (TensorFlow {_installed('tensorflow')}, Keras {_installed('keras')}, "
+        f"Python {platform.python_version()})"
+    )
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
