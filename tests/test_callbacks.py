@@ -15,7 +15,8 @@ import tensorflow as tf
 
 import tfpar
 from tests import small
-from tfpar.callbacks import read_metrics, wants_single_batches
+from tfpar.callback_list import wants_single_batches
+from tfpar.callbacks import read_metrics
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

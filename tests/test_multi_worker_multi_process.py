@@ -15,6 +15,7 @@ import pytest
 import tfpar
 from tests import multi_worker_cases as cases
 from tests import small, workers
+from tests import test_hooks as hooks
 from tests.multi_worker_cases import Trained
 from tests.test_parity import computing_in, reference
 from tfpar import tf_config
@@ -194,6 +195,12 @@ def test_a_stop_on_one_worker_stops_all_at_the_same_step(job: workers.Workers) -
         assert_same(answer, expected)
     for answer in asked(job, "stopped_on_worker_1_after_an_epoch"):
         assert_same(answer, keras_fit(small.data(), epochs=2))
+
+
+def test_a_callback_of_one_worker_ends_evaluation_and_prediction_of_all(job: workers.Workers) -> None:
+    expected = hooks.of_endless_data(tfpar.Trainer(hooks.build(3), tfpar.SingleDevice(), seed=0), decides=True)
+    for answer in asked(job, "ended_by_worker_1"):
+        assert_same(answer, expected)
 
 
 def test_an_interruption_of_one_worker_stops_all_with_a_checkpoint(job: workers.Workers) -> None:

@@ -17,6 +17,7 @@ import tensorflow as tf
 import tfpar
 from tests import multi_worker_cases as cases
 from tests import small, workers
+from tests import test_hooks as hooks
 from tests.parity_cases import CASES
 from tfpar.strategies import preflight
 
@@ -119,6 +120,10 @@ class Questions:
     def stopped_on_worker_1_after_an_epoch(self) -> Any:
         trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
         return trained(trainer, small.data(), epochs=5, callbacks=[cases.Stop(RANK == 1, at_epoch=1)])
+
+    def ended_by_worker_1(self) -> Any:
+        trainer = tfpar.Trainer(hooks.build(3), self._plain, seed=0)
+        return hooks.of_endless_data(trainer, RANK == 1)
 
     def interrupted_on_worker_1(self) -> Any:
         trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)

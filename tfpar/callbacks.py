@@ -1,10 +1,9 @@
-"""Callbacks of our own, each a plain `keras.callbacks.Callback`, and which callbacks ask for single batches."""
+"""Callbacks of our own, each a plain `keras.callbacks.Callback`."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,99 +11,6 @@ import keras
 import numpy as np
 
 FIGURES = ("examples_per_second", "step_milliseconds", "data_wait_share")
-_WRITERS = (
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
-_TRAIN_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-_TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
-
-
-def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = False) -> bool:
-    """Say whether a callback must be called after every single batch.
-
-    A callback says so itself with an attribute `single_batches`. Of Keras' own, those want it whose frequency is
-    given in batches. Any other does if it has a method for batches at all.
-
-    Args:
-        callback: Any Keras callback.
-        testing: Whether the batches are those of an evaluation.
-
-    Example:
-        >>> wants_single_batches(keras.callbacks.EarlyStopping())
-        False
-        >>> wants_single_batches(keras.callbacks.ModelCheckpoint("best.keras", save_freq=10))
-        True
-    """
-    single_batches = getattr(callback, "single_batches", None)
-    if single_batches is not None:
-        return bool(single_batches)
-    if not testing and _counts_batches(callback):
-        return True
-    hooks = _TEST_HOOKS if testing else _TRAIN_HOOKS
-    # LambdaCallback sets its hooks on the object; the other callbacks of Keras' own bear several batches a call.
-    if any(name in vars(callback) for name in hooks):
-        return True
-    if getattr(keras.callbacks, type(callback).__name__, None) is type(callback):
-        return False
-    return any(getattr(type(callback), name) is not getattr(keras.callbacks.Callback, name) for name in hooks)
-
-
-def writes_files(callback: keras.callbacks.Callback) -> bool:
-    """Say whether a callback is for the chief alone, since it writes what all workers would write alike.
-
-    A callback says so itself with an attribute `chief_only`; of Keras' own, those that write files do. What decides
-    about the training, such as `EarlyStopping`, runs on every worker.
-
-    Args:
-        callback: Any Keras callback.
-
-    Example:
-        >>> writes_files(keras.callbacks.CSVLogger("log.csv"))
-        True
-    """
-    return bool(getattr(callback, "chief_only", isinstance(callback, _WRITERS)))
-
-
-def callback_list(
-    callbacks: Sequence[keras.callbacks.Callback] | None,
-    model: keras.Model,
-    is_chief: bool,
-    verbose: int | str,
-    epochs: int,
-    steps: int | None,
-    add_history: bool,
-) -> keras.callbacks.CallbackList:
-    """Put together what listens to a training, as Keras' `fit` does; the chief alone writes and shows progress.
-
-    Args:
-        callbacks: The user's; None for none.
-        model: The model.
-        is_chief: Whether this process writes files and shows progress.
-        verbose: 0 silent, 1 or "auto" a progress bar, 2 a line an epoch.
-        epochs: Epochs in all, for the progress bar.
-        steps: Steps an epoch, for the progress bar; None where unknown.
-        add_history: Whether to add a `History`.
-    """
-    return keras.callbacks.CallbackList(
-        [callback for callback in callbacks or () if is_chief or not writes_files(callback)],
-        add_history=add_history,
-        add_progbar=verbose != 0 and is_chief,
-        verbose=1 if verbose == "auto" else verbose,
-        epochs=epochs,
-        steps=steps,
-        model=model,
-    )
-
-
-def _counts_batches(callback: keras.callbacks.Callback) -> bool:
-    frequencies = [getattr(callback, name, "epoch") for name in ("save_freq", "update_freq")]
-    if any(frequency not in ("epoch", None) for frequency in frequencies):
-        return True
-    return isinstance(callback, keras.callbacks.TensorBoard) and bool(callback._should_trace)
 
 
 class Throughput(keras.callbacks.Callback):
@@ -132,6 +38,11 @@ class Throughput(keras.callbacks.Callback):
         """Begin anew; the next call compiles and is left out."""
         self._warm = False
         self._total = np.zeros(4)
+        self._call: tuple[int, float, float] | None = None
+
+    def measure_call(self, num_steps: int, num_examples: int, data_wait_seconds: float) -> None:
+        """Take what the loop counted in the call that ends; plain Keras tells nothing."""
+        self._call = (num_steps, num_examples, data_wait_seconds)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begin the sums of an epoch: seconds, steps, examples, seconds of waiting."""
@@ -147,10 +58,8 @@ class Throughput(keras.callbacks.Callback):
         """Add one call to the sums."""
         seconds = time.perf_counter() - self._began
         if self._warm and self._next_step is not None:
-            steps = batch + 1 - self._next_step
-            examples = self.params.get("num_examples", float("nan"))
-            wait_seconds = self.params.get("data_wait_seconds", float("nan"))
-            self._epoch += (seconds, steps, examples, wait_seconds)
+            unknown = (batch + 1 - self._next_step, float("nan"), float("nan"))
+            self._epoch += (seconds, *(self._call or unknown))
         self._warm = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -36,12 +36,12 @@ def compile_loop(
     *,
     jit_compile: bool = False,
     run_eagerly: bool = False,
-) -> Callable[[tf.data.Iterator, tf.experimental.Optional, int], CallResult]:
+) -> Callable[..., CallResult]:
     """Compile a loop of steps over an iterator.
 
     The next batch travels through the loop as an optional value, so the end of the data is a plain loop condition:
     no exception leaves the loop, no step runs under a conditional, and the caller sees whether anything is left.
-    The loop also stops after a step whose loss is not finite, so that the step can be named.
+    Unless told otherwise, the loop also stops after a step whose loss is not finite, so that the step can be named.
 
     Args:
         step: Runs on one batch and returns the loss, a scalar.
@@ -52,10 +52,11 @@ def compile_loop(
         run_eagerly: Run Python step by step, for debugging.
 
     Returns:
-        A function of the iterator, the upcoming batch (an optional), and the largest number of steps to run.
+        A function of the iterator, the upcoming batch (an optional), the largest number of steps to run, and whether
+        to stop at a loss that is not finite (True if left out).
     """
 
-    def loop(iterator: tf.data.Iterator, upcoming: tf.experimental.Optional, num_steps: tf.Tensor) -> CallResult:
+    def loop(iterator: tf.data.Iterator, upcoming: Any, num_steps: tf.Tensor, stops: tf.Tensor) -> CallResult:
         def more(going: Any, done: Any, *others: Any) -> tf.Tensor:
             return going & (done < num_steps)
 
@@ -70,19 +71,24 @@ def compile_loop(
                 data_arrived = tf.timestamp()
             waited += tf.maximum(data_arrived - step_ended, 0.0)
             finite = tf.math.is_finite(loss)
-            return has_more(following) & finite, done + 1, finite, examples + num_examples(batch), waited, following
+            goes_on = finite | ~stops
+            return has_more(following) & goes_on, done + 1, finite, examples + num_examples(batch), waited, following
 
         zero = tf.constant(0, tf.int64)
         begin = (has_more(upcoming), tf.constant(0), tf.constant(True), zero, tf.constant(0.0, tf.float64), upcoming)
         _, done, finite, examples, waited, upcoming = tf.while_loop(more, one, begin)
         return CallResult(upcoming, done, finite, examples, waited, logs())
 
-    if run_eagerly:
-        return lambda iterator, upcoming, num_steps: loop(iterator, upcoming, tf.constant(num_steps))
     # The step is a function of its own, so that its end is the end of every update in it.
-    step = tf.function(step, autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
-    compiled = tf.function(loop, autograph=False, reduce_retracing=True)
-    return lambda iterator, upcoming, num_steps: compiled(iterator, upcoming, tf.constant(num_steps))
+    if not run_eagerly:
+        step = tf.function(step, autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
+    run = loop if run_eagerly else tf.function(loop, autograph=False, reduce_retracing=True)
+
+    def call(iterator: Any, upcoming: Any, num_steps: int, stop_at_nonfinite: bool = True) -> CallResult:
+        result: CallResult = run(iterator, upcoming, tf.constant(num_steps), tf.constant(stop_at_nonfinite))
+        return result
+
+    return call
 
 
 class StepsPerCall:

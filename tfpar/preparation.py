@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from tfpar import checks, data, loop
-from tfpar.callbacks import callback_list
+from tfpar import checks, data
+from tfpar.callback_list import callback_list
+from tfpar.calls import Caller, RunSteps, limited_steps, whole_executions
 from tfpar.compiled import CompiledSteps
+from tfpar.evaluation import evaluate
 from tfpar.strategies import Strategy
 from tfpar.stream import Stream
-from tfpar.training import Caller, evaluate
 
 Dataset: TypeAlias = tf.data.Dataset | data.Sharded
-RunSteps = Callable[..., loop.CallResult]
 
 
 class Preparation:
@@ -64,7 +64,7 @@ class Preparation:
     def predictions(self, dataset: Dataset, steps: int | None) -> tuple[Stream, Callable[[Any], Any]]:
         """Distribute a dataset, build the model with its first batch, and compile what predicts on one element."""
         dataset = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
-        distributed = self._strategy.distribute(data.first_batches(dataset, steps))
+        distributed = self._strategy.distribute(self._first_batches(dataset, steps))
         stream = Stream(distributed.dataset)
         self._build(stream, targets=False)
         return stream, self._compiled.predict(distributed.dataset.element_spec)
@@ -86,8 +86,7 @@ class Preparation:
         testing: bool = False,
     ) -> Caller:
         """Return what calls a compiled loop on a stream."""
-        fixed = self._steps_per_call(steps_per_call)
-        return Caller(run_steps, self._model, self._strategy, stream, listeners, fixed, testing)
+        return Caller(run_steps, self._model, self._strategy, stream, listeners, steps_per_call, testing)
 
     def listeners(
         self, callbacks: Any, verbose: int | str, stream: Stream, epochs: int = 1, add_history: bool = False
@@ -105,12 +104,20 @@ class Preparation:
         frequency: int | Sequence[int],
         listeners: keras.callbacks.CallbackList,
     ) -> Callable[[int], dict[str, float]]:
-        """Return what evaluates after an epoch and gives its logs, none where none is due."""
+        """Return what evaluates after an epoch and gives its logs, none where none is due.
+
+        Raises:
+            ValueError: If the frequency is neither a number of epochs nor a list of them.
+        """
         if validation_data is None:
             return lambda epoch: {}
+        if not (frequency >= 1 if isinstance(frequency, int) else isinstance(frequency, Collection)):
+            raise ValueError(
+                f"validation_freq must be a number of epochs of at least 1 or a list of epochs, received {frequency!r}."
+            )
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         dataset = self.dataset(x, y, sample_weight, batch_size)
-        stream, run_steps = self.stream(data.first_batches(dataset, steps), None, "evaluate")
+        stream, run_steps = self.stream(self._first_batches(dataset, steps), None, "evaluate")
         caller = self.caller(run_steps, stream, listeners, testing=True)
 
         def validate(epoch: int) -> dict[str, float]:
@@ -119,8 +126,9 @@ class Preparation:
 
         return validate
 
-    def _steps_per_call(self, steps_per_call: int | None) -> int | None:
-        if steps_per_call is not None and steps_per_call < 1:
-            raise ValueError(f"steps_per_call must be at least 1, received {steps_per_call}. Leave it out for auto.")
-        compiled = self._model.steps_per_execution
-        return steps_per_call or (compiled if compiled > 1 else None) or (1 if self._model.run_eagerly else None)
+    def _first_batches(self, dataset: Dataset, steps: int | None) -> Dataset:
+        """Return as many batches as `steps` take in whole executions, all for None."""
+        steps = limited_steps(steps)
+        return data.first_batches(
+            dataset, None if steps is None else whole_executions(steps, self._model.steps_per_execution)
+        )

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
-import numpy as np
 
 from tfpar import _compat, checks, data
+from tfpar.calls import limited_epochs, limited_steps
 from tfpar.checkpoint import Checkpoints
+from tfpar.evaluation import evaluate, predict
 from tfpar.preparation import Preparation
 from tfpar.strategies import SingleDevice, Strategy
 from tfpar.stream import Stream
-from tfpar.training import Training, evaluate
+from tfpar.training import NonfiniteLoss, Training
 
 Verbose = int | str
+Callbacks: TypeAlias = keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None
 
 
 class Trainer:
@@ -87,7 +89,7 @@ class Trainer:
         batch_size: int | None = None,
         epochs: int = 1,
         verbose: Verbose = "auto",
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        callbacks: Callbacks = None,
         validation_split: float = 0.0,
         validation_data: Any = None,
         shuffle: bool = True,
@@ -101,6 +103,7 @@ class Trainer:
         *,
         steps_per_call: int | None = None,
         checkpoints: Checkpoints | None = None,
+        nonfinite_loss: NonfiniteLoss = "stop",
     ) -> keras.callbacks.History:
         """Train, as `keras.Model.fit` does.
 
@@ -111,7 +114,8 @@ class Trainer:
             batch_size: Global batch of arrays; None for 32.
             epochs: The epoch at whose end training stops.
             verbose: 0 silent, 1 or "auto" a progress bar, 2 a line an epoch.
-            callbacks: Keras callbacks. One that looks at batches makes every call run a single step.
+            callbacks: Keras callbacks: one, a list of them or a `keras.callbacks.CallbackList`. One that looks at
+                batches makes every call run a single step.
             validation_split: Share of the arrays' last rows to validate on instead of training on them.
             validation_data: A dataset, or a tuple of arrays, evaluated after every `validation_freq` epochs.
             shuffle: Whether arrays are shuffled, anew every epoch.
@@ -124,6 +128,8 @@ class Trainer:
             validation_freq: Epochs from one validation to the next, or the epochs to validate after.
             steps_per_call: Steps of one call of the inner loop; None for about a tenth of a second's worth.
             checkpoints: Where to write checkpoints, and from which to resume if there are any.
+            nonfinite_loss: "stop" raises after the step, or the validation, whose loss is not finite; "continue"
+                trains on and reports it, as Keras does.
 
         Returns:
             The history of logs, one entry an epoch.
@@ -132,14 +138,14 @@ class Trainer:
             ValueError: If data and model do not fit together, or the strategy cannot honour the model exactly.
             FloatingPointError: If the loss is no longer finite; the message names the step.
         """
-        batch_size = batch_size or 32
+        batch_size, epochs = batch_size or 32, limited_epochs(epochs)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
         dataset = self._preparation.dataset(x, y, sample_weight, batch_size, shuffle=shuffle, seed=self.seed)
         if class_weight is not None:
             dataset = data.class_weights(dataset, class_weight)
         begun, self._begun = self._begun, None
-        stream, run_steps = self._preparation.stream(dataset, steps_per_epoch, "train", begun)
+        stream, run_steps = self._preparation.stream(dataset, limited_steps(steps_per_epoch), "train", begun)
         listeners = self._preparation.listeners(callbacks, verbose, stream, epochs, add_history=True)
         self.interrupted = self.model.stop_training = False
         training = Training(
@@ -149,11 +155,12 @@ class Trainer:
             ),
             checkpoints,
             lambda: self.interrupted,
+            nonfinite_loss,
         )
         with checkpoints or contextlib.nullcontext():
             logs = training.run(initial_epoch, epochs)
         self.interrupted = training.was_interrupted
-        if not self.interrupted:
+        if not self.interrupted and epochs > 0:
             self.strategy.finalize_weights(self.model)
         listeners.on_train_end(logs)
         return self.model.history
@@ -166,7 +173,7 @@ class Trainer:
         verbose: Verbose = "auto",
         sample_weight: Any = None,
         steps: int | None = None,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        callbacks: Callbacks = None,
         return_dict: bool = False,
     ) -> Any:
         """Compute loss and metrics, as `keras.Model.evaluate` does.
@@ -178,7 +185,7 @@ class Trainer:
             verbose: 0 silent, 1 or "auto" a progress bar, 2 a line.
             sample_weight: Weights where `x` is arrays.
             steps: Number of batches; None for all.
-            callbacks: Keras callbacks.
+            callbacks: Keras callbacks; one may set `model.stop_evaluating`.
             return_dict: Whether to return a dict by name instead of a list.
 
         Returns:
@@ -188,7 +195,7 @@ class Trainer:
             ValueError: If the data are empty or do not fit the model.
         """
         dataset = self._preparation.dataset(x, y, sample_weight, batch_size or 32)
-        stream, run_steps = self._preparation.stream(dataset, steps, "evaluate")
+        stream, run_steps = self._preparation.stream(dataset, limited_steps(steps), "evaluate")
         listeners = self._preparation.listeners(callbacks, verbose, stream)
         logs = evaluate(self._preparation.caller(run_steps, stream, listeners, testing=True))
         return logs if return_dict else _compat.metrics_in_order(self.model, logs)
@@ -199,7 +206,7 @@ class Trainer:
         batch_size: int | None = None,
         verbose: Verbose = "auto",
         steps: int | None = None,
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
+        callbacks: Callbacks = None,
     ) -> Any:
         """Return the model's outputs `[examples, ...]` as NumPy arrays, in the order of the inputs.
 
@@ -208,7 +215,7 @@ class Trainer:
             batch_size: Global batch of arrays; None for 32.
             verbose: 0 silent, 1 or "auto" a progress bar, 2 a line.
             steps: Number of batches; None for all.
-            callbacks: Keras callbacks.
+            callbacks: Keras callbacks; one may set `model.stop_predicting`.
 
         Raises:
             ValueError: If the data are empty or do not fit the model.
@@ -216,15 +223,7 @@ class Trainer:
         dataset = self._preparation.dataset(x, None, None, batch_size or 32)
         stream, predict_batch = self._preparation.predictions(dataset, steps)
         listeners = self._preparation.listeners(callbacks, verbose, stream)
-        outputs: list[Any] = []
-        listeners.on_predict_begin()
-        while stream.has_more():
-            listeners.on_predict_batch_begin(len(outputs))
-            outputs.append(keras.tree.map_structure(np.asarray, predict_batch(stream.peek())))
-            stream.advance(stream.iterator.get_next_as_optional(), 1)
-            listeners.on_predict_batch_end(len(outputs) - 1, {"outputs": outputs[-1]})
-        listeners.on_predict_end()
-        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+        return predict(self.model, self.strategy, stream, predict_batch, listeners)
 
     def save(self, path: str | Path) -> None:
         """Save the model as plain Keras, whole or not at all: it is written beside its place and renamed.

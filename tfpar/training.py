@@ -1,4 +1,4 @@
-"""One training and one evaluation: calls of the inner loop, callbacks, validation and checkpoints in order.
+"""One training: calls of the inner loop, callbacks, validation and checkpoints in order.
 
 epoch ─┬─ call of the inner loop ─ callbacks ─ checkpoint if due ─┐  until the epoch's steps are done
        │      ▲                                                   │
@@ -9,86 +9,19 @@ epoch ─┬─ call of the inner loop ─ callbacks ─ checkpoint if due ─�
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
 
 from tfpar import _compat, callback_state
 from tfpar.alike import begin_alike
-from tfpar.callbacks import wants_single_batches
+from tfpar.calls import Caller, to_python
 from tfpar.checkpoint import Checkpoints, Position
-from tfpar.loop import CallResult, StepsPerCall
-from tfpar.strategies import Strategy
-from tfpar.stream import Stream
 
-RunSteps = Callable[[Any, Any, int], CallResult]
-
-
-@dataclasses.dataclass
-class Caller:
-    """Call an inner loop on a stream, as many steps at a time as is right.
-
-    Args:
-        run_steps: The compiled loop.
-        model: The model, whose metrics are the logs.
-        strategy: Its workers run the same number of steps.
-        stream: Where the batches come from.
-        callbacks: They may ask for single batches, and are told how many examples a call took.
-        steps_per_call: A number of steps to keep to; None to choose by time.
-        testing: Whether the loop evaluates.
-    """
-
-    run_steps: RunSteps
-    model: keras.Model
-    strategy: Strategy
-    stream: Stream
-    callbacks: keras.callbacks.CallbackList
-    steps_per_call: int | None = None
-    testing: bool = False
-
-    def __post_init__(self) -> None:
-        """Begin with a single step: the first call compiles."""
-        self._steps = StepsPerCall(self.steps_per_call, self.strategy.seconds_per_call)
-
-    def wanted_steps(self) -> int:
-        """Return how many steps this worker would run in the next call; the chief's wish counts."""
-        if not self.strategy.is_chief:
-            return 0
-        single = self.steps_per_call is None and any(
-            wants_single_batches(callback, self.testing) for callback in self.callbacks.callbacks
-        )
-        multiple = self.strategy.steps_multiple
-        return -(-(1 if single else self._steps.next()) // multiple) * multiple
-
-    def call(self, num_steps: int, num_steps_left: int | None) -> tuple[int, bool, dict[str, float]]:
-        """Run the next steps.
-
-        Args:
-            num_steps: How many steps; the same on all workers.
-            num_steps_left: The most steps to run; None for no limit but the data's.
-
-        Returns:
-            The steps done, whether their losses were finite, and the logs.
-        """
-        num_steps = num_steps if num_steps_left is None else min(num_steps, num_steps_left)
-        began = time.perf_counter()
-        with self.strategy.around_steps():
-            result = self.run_steps(self.stream.iterator, self.stream.upcoming, num_steps)
-        done = int(result.num_steps)
-        self._steps.record(done, time.perf_counter() - began)
-        self.stream.advance(result.upcoming, done)
-        figures = {
-            "num_examples": float(result.num_examples),
-            "data_wait_seconds": float(result.data_wait_seconds),
-        }
-        for callback in self.callbacks.callbacks:
-            if callback.params is not None:  # Keras' ProgbarLogger keeps none
-                callback.params.update(figures)
-        logs = to_python(result.logs)
-        return done, bool(result.finite) and bool(np.isfinite(logs.get("loss", 0.0))), logs
+NonfiniteLoss = Literal["stop", "continue"]
+_CONTINUE = 'nonfinite_loss="continue" trains on, as Keras does.'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +33,14 @@ class Decision:
         stop: Whether the training ends: a callback of some worker stops it.
         interrupted: Whether it is interrupted: some worker was asked to stop.
         save: Whether a checkpoint is written now, as the chief wishes.
+        end_at_nonfinite: Whether the next call ends after a loss that is not finite, as some worker needs.
     """
 
     num_steps: int
     stop: bool
     interrupted: bool
     save: bool
+    end_at_nonfinite: bool
 
 
 class Training:
@@ -116,6 +51,11 @@ class Training:
         validate: Evaluates after an epoch and returns its logs; none where no validation is due.
         checkpoints: Where to write checkpoints; None for nowhere.
         interrupted: Says whether this worker was asked to stop after the current call.
+        nonfinite_loss: "stop" raises after a step, or a validation, whose loss is not finite; "continue" goes on as
+            Keras does.
+
+    Raises:
+        ValueError: If `nonfinite_loss` is something else.
     """
 
     def __init__(
@@ -124,8 +64,12 @@ class Training:
         validate: Callable[[int], dict[str, float]],
         checkpoints: Checkpoints | None,
         interrupted: Callable[[], bool],
+        nonfinite_loss: NonfiniteLoss = "stop",
     ) -> None:
+        if nonfinite_loss not in ("stop", "continue"):
+            raise ValueError(f"nonfinite_loss must be 'stop' or 'continue', received {nonfinite_loss!r}.")
         self._caller = caller
+        self._stops = nonfinite_loss == "stop"
         self._model = caller.model
         self._strategy = caller.strategy
         self._stream = caller.stream
@@ -153,7 +97,8 @@ class Training:
                 self._save()
                 break
             validation = self._validate(epoch)
-            if not np.isfinite(validation.get("val_loss", 0.0)) and not self._model.stop_training:
+            finite = np.isfinite(validation.get("val_loss", 0.0))
+            if self._stops and not finite and not self._model.stop_training:
                 raise _validation_not_finite(epoch, validation["val_loss"])
             logs.update(validation)
             self._callbacks.on_epoch_end(epoch, logs)
@@ -170,9 +115,10 @@ class Training:
     def _decide(self, may_save: bool) -> Decision:
         """Let all workers agree on what comes next."""
         saves = may_save and self._strategy.is_chief and self._checkpoints is not None and self._checkpoints.due()
-        votes = (self._caller.wanted_steps(), self._model.stop_training, self._interrupted(), saves)
-        num_steps, stop, interrupted, save = self._strategy.add_up([float(vote) for vote in votes])
-        return Decision(int(num_steps), bool(stop > 0), bool(interrupted > 0), bool(save > 0))
+        ends = self._caller.ends_at_nonfinite(self._stops)
+        votes = (self._caller.wanted_steps(), self._model.stop_training, self._interrupted(), saves, ends)
+        num_steps, *others = self._strategy.add_up([float(vote) for vote in votes])
+        return Decision(int(num_steps), *(bool(sum_of_votes > 0) for sum_of_votes in others))
 
     def _epoch(self, epoch: int) -> dict[str, float]:
         """Run the steps of an epoch that are left; return the logs at its end."""
@@ -182,16 +128,16 @@ class Training:
             self._stream.begin_epoch()
         self._callbacks.on_epoch_begin(epoch)
         logs: dict[str, float] = {}
-        num_steps = self._stream.steps_per_epoch
+        num_steps = self._caller.num_steps
         decision = self._decide(may_save=False)
         while self._stream.has_more() and (num_steps is None or step < num_steps):
             self._callbacks.on_train_batch_begin(step)
-            done, finite, logs = self._caller.call(decision.num_steps, None if num_steps is None else num_steps - step)
+            done, last, finite, logs = self._caller.call(step, decision.num_steps, decision.end_at_nonfinite)
             step += done
-            self._callbacks.on_train_batch_end(step - 1, logs)
+            self._callbacks.on_train_batch_end(last, logs)
             self._position = Position(epoch, step, self._stream.passes, self._stream.batches)
-            decision = self._decide(may_save=finite)
-            if not finite and not decision.stop:
+            decision = self._decide(may_save=finite or not self._stops)
+            if self._stops and not finite and not decision.stop:
                 raise _not_finite(self._model, epoch, step)
             if decision.stop or decision.interrupted:
                 break
@@ -219,34 +165,11 @@ class Training:
             self._checkpoints.save(self._model, self._position, state)
 
 
-def evaluate(caller: Caller) -> dict[str, float]:
-    """Run one evaluation over a fresh stream and return its logs."""
-    callbacks, stream, model = caller.callbacks, caller.stream, caller.model
-    callbacks.on_test_begin()
-    model.reset_metrics()
-    stream.begin_epoch()
-    logs: dict[str, float] = {}
-    step, num_steps = 0, stream.steps_per_epoch
-    while stream.has_more() and (num_steps is None or step < num_steps):
-        callbacks.on_test_batch_begin(step)
-        (wanted,) = caller.strategy.add_up([caller.wanted_steps()])
-        done, _, logs = caller.call(int(wanted), None if num_steps is None else num_steps - step)
-        step += done
-        callbacks.on_test_batch_end(step - 1, logs)
-    callbacks.on_test_end(logs)
-    return logs
-
-
-def to_python(logs: dict[str, Any]) -> dict[str, Any]:
-    """Turn metric results into Python numbers; one of several values stays an array."""
-    arrays = {name: np.asarray(value) for name, value in logs.items()}
-    return {name: float(array) if array.size == 1 else array for name, array in arrays.items()}
-
-
 def _validation_not_finite(epoch: int, loss: float) -> FloatingPointError:
     return FloatingPointError(
         f"The validation's loss must stay finite, and val_loss is {loss} after epoch {epoch + 1}. Lower the learning "
-        "rate, clip the gradients (global_clipnorm) or look at the data; the model is not saved."
+        "rate, clip the gradients (global_clipnorm) or look at the data; the model is not saved. "
+        f"{_CONTINUE}"
     )
 
 
@@ -255,5 +178,5 @@ def _not_finite(model: keras.Model, epoch: int, step: int) -> FloatingPointError
     return FloatingPointError(
         f"The loss must stay finite, and it did not at step {update} (step {step} of epoch {epoch + 1}). "
         "Lower the learning rate, clip the gradients (global_clipnorm) or look at that batch; checkpoints written "
-        "before this step are good."
+        f"before this step are good. {_CONTINUE}"
     )
