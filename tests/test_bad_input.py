@@ -1,5 +1,6 @@
 """Bad input to the command: one clear sentence, a code that is not zero, and nothing lost or overwritten."""
 
+import json
 import re
 import shutil
 import socket
@@ -360,6 +361,13 @@ def test_a_loss_that_explodes_in_one_long_call_names_the_same_step(call: command
     assert steps[0] is not None
     assert steps[1] is not None
     assert steps[0][1] == steps[1][1]
+
+
+def test_a_run_may_continue_after_a_loss_that_is_not_finite(call: command.InProcess, tmp_path: Path) -> None:
+    outcome = call(*REGRESSION, *settings("optimizer.learning_rate=3.0", "training.nonfinite_loss=continue"))
+    assert outcome.code == 0, outcome
+    assert (tmp_path / "run" / "model.keras").exists()
+    assert np.isnan(json.loads((tmp_path / "run" / "results.json").read_text())["loss"])
 
 
 @pytest.mark.parametrize("learning_rate", ["1e38", "1e39"], ids=["the loss overflows", "the weights overflow"])

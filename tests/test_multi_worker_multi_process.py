@@ -227,6 +227,12 @@ def test_a_loss_that_is_not_finite_is_an_error_on_all(job: workers.Workers) -> N
         assert "at step 3 (step 3 of epoch 1)" in answer
 
 
+def test_all_continue_after_a_loss_that_is_not_finite(job: workers.Workers) -> None:
+    for history, state in asked(job, "continued_after_not_finite"):
+        assert np.isnan(history["loss"]).all()
+        assert int(state[4]) == 5, "the iterations of the optimizer"
+
+
 # --- files
 
 

@@ -140,6 +140,10 @@ class Questions:
         except FloatingPointError as error:
             return str(error)
 
+    def continued_after_not_finite(self) -> Any:
+        trainer = tfpar.Trainer(cases.plain_sgd, self._plain, seed=0)
+        return trained(trainer, cases.not_finite(), epochs=1, nonfinite_loss="continue", steps_per_call=5)
+
     # --- files
 
     def _chiefs_only(self, name: str) -> Path:

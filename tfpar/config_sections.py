@@ -126,6 +126,9 @@ class Training(Section):
     ema_momentum: OrNone[Momentum] = Field(None, description="Moving average of the weights with this momentum.")
     ema_overwrite_frequency: OrNone[Count] = Field(None, description="Updates before it replaces the weights.")
     validation_freq: int = Field(1, ge=1, description="Epochs between two validations.")
+    nonfinite_loss: Literal["stop", "continue"] = Field(
+        "stop", description="After a loss that is not finite: stop with the step named, or continue as Keras does."
+    )
     checkpoint_seconds: float = Field(
         60.0, ge=0, description="Least time between two checkpoints; one more at the end."
     )

@@ -14,7 +14,7 @@ from tfpar.config_sections import Section
 COMMAND_READS = (
     *("trainer", "strategy", "callbacks", "optimizer.warmup_steps"),
     *("training.epochs", "training.steps_per_call", "training.validation_freq"),
-    *("training.checkpoint_seconds", "training.keep_checkpoints"),
+    *("training.nonfinite_loss", "training.checkpoint_seconds", "training.keep_checkpoints"),
 )
 BATCH = "training.global_batch_size"
 SCALING = "optimizer.base_batch_size"

@@ -100,6 +100,7 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
             validation_freq=run.training.validation_freq,
             steps_per_call=None if run.training.steps_per_call == "auto" else run.training.steps_per_call,
             checkpoints=checkpoints,
+            nonfinite_loss=run.training.nonfinite_loss,
         )
     if trainer.interrupted:
         _meet(strategy)
