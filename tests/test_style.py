@@ -15,7 +15,7 @@ MAX_LINES = 350
 LADDER = [
     ["_compat_losses", "suggestions"],
     ["_toml", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
-    ["config", "_compat", "_compat_graph", "_compat_pipeline", "batch_systems", "tf_config"],
+    ["config", "_compat", "_compat_graph", "_compat_pipeline", "_compat_random", "batch_systems", "tf_config"],
     ["config_use", "callback_state", "cluster", "collectives", "data", "launcher", "meeting", "model_state"],
     ["reduction", "run_directory"],
     ["checks", "loop", "whole_batch"],

@@ -14,7 +14,6 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.random.seed_generator import global_seed_generator
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
 
@@ -174,25 +173,9 @@ def optimized_once() -> Iterator[None]:
         here.function_call_options = before
 
 
-def random_state_of_no_layer() -> Any:
-    """Return the state of Keras 3.15's global generator, which draws for `keras.random` without a seed."""
-    return global_seed_generator().state
-
-
 def trackers_of_losses(model: keras.Model) -> list[keras.metrics.Mean]:
     """Return the metrics behind the log entries of single outputs' losses (Keras 3.15)."""
     return list(model._compile_loss.metrics) if model._compile_loss else []
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """Put back what is drawn from Keras' global generator inside this context, so that trials leave no trace."""
-    state = random_state_of_no_layer()
-    before = state.numpy()
-    try:
-        yield
-    finally:
-        state.assign(before)
 
 
 def metric_states(layer: keras.Layer) -> list[Any]:

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, data
+from tfpar import _compat, _compat_losses, _compat_random, data
 from tfpar.reduction import ONE_VALUE, WAY_OUT, Counts, global_mean, global_sum, local_replica_id, reduce_loss
 from tfpar.whole_batch import Trial, losses_in_call
 
@@ -52,7 +52,7 @@ class Division:
         parts = _parts(batch)
         own_loss = functools.partial(_own_loss, call=call)
         added_losses = functools.partial(_added_losses, call=call)
-        with _restored(model):
+        with _compat_random.preserved_random_state(), _restored(model):
             _check_shapes(model, parts[1:], call)
             if _compat.overridden(model, "compute_loss"):
                 (kind,) = _kinds(model, parts, own_loss, f"What {type(model).__name__}.compute_loss returns")

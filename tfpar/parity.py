@@ -15,6 +15,7 @@ import rich.console
 import rich.table
 import tensorflow as tf
 
+from tfpar import _compat_random
 from tfpar.strategies import Strategy
 from tfpar.trainer import Trainer
 
@@ -84,6 +85,7 @@ class ParityReport:
         return table
 
 
+@_compat_random.preserved_random_state()
 def check_parity(
     build_model: Callable[[], keras.Model],
     dataset: tf.data.Dataset,
@@ -97,7 +99,8 @@ def check_parity(
     """Train a model with Keras' own `fit` on one device and under a strategy, and compare.
 
     In float64 nothing hides in rounding, so a difference above 1e-9 is a real one: Dropout, whose masks differ by
-    nature, BatchNormalization without `synchronized=True`, or a layer that looks at the whole batch.
+    nature, BatchNormalization without `synchronized=True`, or a layer that looks at the whole batch. Global random
+    states are afterwards as before.
 
     Args:
         build_model: The model function, as for `tfpar.Trainer`.

@@ -103,6 +103,14 @@ class Execution:
                     found[id(variable)].append(gradient)
         return {key: sum_on(None, gradients) for key, gradients in found.items()}
 
+    def state(self, variable: keras.Variable, microbatch: int) -> tf.Tensor:
+        """Return what a state is for a micro-batch, after the actions so far, on the last stage's device."""
+        return self._variables.state(variable, microbatch, self.devices[-1])
+
+    def note(self, variables: Sequence[keras.Variable], microbatch: int, states: Sequence[tf.Tensor]) -> None:
+        """Take in what the loss made of states for a micro-batch."""
+        self._variables.note(variables, microbatch, states, self.microbatches[microbatch])
+
     def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
         """Return every state that changed with its value after the step."""
         return self._variables.new_states()
@@ -151,7 +159,7 @@ class Execution:
         done = program.forward(values, variables, tf.constant(number, tf.int64), scales)
         self._forwards[stage, number] = done
         self._values[number] |= dict(zip(program.stage.outputs, done.made, strict=True))
-        self._variables.note(stage, number, done.states, self.microbatches[number])
+        self._variables.note(program.states, number, done.states, self.microbatches[number])
         self.losses += [
             factor * tf.cast(loss, factor.dtype) for factor, loss in zip(factors, done.losses, strict=False)
         ]

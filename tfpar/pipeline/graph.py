@@ -22,7 +22,7 @@ from tfpar._compat_graph import Recorded
 from tfpar.pipeline.arrange import assemble
 from tfpar.pipeline.calls import Call, Graph, Value, run
 
-__all__ = ["Call", "Graph", "Value", "run", "standardize", "trace"]
+__all__ = ["Call", "Graph", "Value", "build", "run", "standardize", "trace"]
 
 
 def trace(model: keras.Model, input_specs: Any = None) -> Graph:
@@ -50,9 +50,8 @@ def trace(model: keras.Model, input_specs: Any = None) -> Graph:
             f"A model that is cut into stages must end with its outputs, received {type(model).__name__} with a "
             "compute_mask or activity_regularizer of its own; move that into a layer at its end."
         )
+    build(model, input_specs)
     inputs = _symbolic_inputs(model, input_specs)
-    if not _compat_graph.is_built(model):
-        model(inputs)
     recorded, outputs = _record(model, inputs, training=True)
     told: list[bool | None] = [None] * len(recorded)
     if any(isinstance(layer, keras.Model) and _compat_graph.has_own_call(layer) for layer in _compat.all_layers(model)):
@@ -61,6 +60,20 @@ def trace(model: keras.Model, input_specs: Any = None) -> Graph:
         both = zip(recorded, inference[0], strict=True)
         told = [one.training if one.training == other.training else None for one, other in both]
     return assemble(inputs, recorded, told, outputs)
+
+
+def build(model: keras.Model, input_specs: Any = None) -> None:
+    """Let a model make the weights that wait for the shapes of its inputs.
+
+    Args:
+        model: Any model.
+        input_specs: As for `trace`.
+
+    Raises:
+        ValueError: If the inputs of the model are not known.
+    """
+    if not _compat_graph.is_built(model):
+        model(_symbolic_inputs(model, input_specs))
 
 
 def standardize(model: keras.Model, inputs: Any) -> list[Any]:

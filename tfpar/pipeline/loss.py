@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_pipeline
+from tfpar import _compat, _compat_pipeline, _compat_random
 from tfpar.division import Division
 from tfpar.pipeline.microbatches import Microbatch
 from tfpar.pipeline.stage import Flow, Travelling
@@ -23,12 +23,14 @@ class LossPart(NamedTuple):
         of_outputs: The same for single outputs, where Keras logs them.
         gradients: Of the outputs, `[examples, ...]` each; None for none.
         states: New values of the metrics that `compute_loss` itself counts.
+        draws: New values of the random states that it draws from.
     """
 
     value: tf.Tensor
     of_outputs: list[tf.Tensor]
     gradients: list[tf.Tensor | None]
     states: list[tf.Tensor]
+    draws: list[tf.Tensor]
 
 
 class LossProgram:
@@ -63,13 +65,23 @@ class LossProgram:
         self._flows: list[Flow] = keras.tree.flatten(outputs)
         self._trackers = [variable for one in _compat_pipeline.trackers_of_losses(model) for variable in one.variables]
         self.states = states
+        self.draws: list[Any] = []
         self._num_divisors = 0
         self._found: list[bool] = []
+        with _compat_random.stand_in_generator():
+            self._trace(batch)
+        if self._draws_from_no_layer:
+            self.draws.append(_compat_random.state_of_no_layer())
+            self._trace(batch)
+        self._check_reads()
+
+    def _trace(self, batch: Any) -> None:
         count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
         specs = [batch, [flow.spec for flow in self._flows], [flow.mask for flow in self._flows]]
-        specs += [[tf.TensorSpec(variable.shape, variable.dtype) for variable in self.states], count, count, count]
-        self._function = _compat_pipeline.called_apart(self._body, *specs, tf.TensorSpec([None], tf.float64), scalar)
-        self._check_reads()
+        for variables in (self.states, self.draws):
+            specs.append([tf.TensorSpec(variable.shape, variable.dtype) for variable in variables])
+        specs += [[count] * 4, tf.TensorSpec([None], tf.float64), scalar]
+        self._function = _compat_pipeline.called_apart(self._body, *specs)
 
     @property
     def sends_back(self) -> list[bool]:
@@ -84,27 +96,32 @@ class LossProgram:
 
     def part(
         self,
+        number: int,
         microbatch: Microbatch,
         outputs: Sequence[Travelling],
         states: Sequence[tf.Tensor],
+        draws: Sequence[tf.Tensor],
         divisors: tf.Tensor,
         scale: tf.Tensor,
     ) -> LossPart:
         """Return a micro-batch's part of the loss.
 
         Args:
+            number: Of the micro-batch.
             microbatch: Its examples.
             outputs: The model's outputs for them.
             states: Values of `states`.
+            draws: Values of `draws`.
             divisors: What `divisors` returned for the global batch, or an empty tensor.
             scale: What one unit of loss counts in gradients, a scalar in Keras' float type.
         """
         given = [microbatch.batch, [one.tensor for one in outputs], [one.mask for one in outputs], list(states)]
-        counts = [microbatch.counted, microbatch.size, microbatch.num_examples]
-        value, of_outputs, gradients, new_states = self._function(*given, *counts, divisors, scale)
+        given.append(list(draws))
+        counts = [tf.constant(number, tf.int64), microbatch.counted, microbatch.size, microbatch.num_examples]
+        value, of_outputs, gradients, new_states, new_draws = self._function(*given, counts, divisors, scale)
         found = iter(gradients)
         every = [next(found) if sends else None for sends in self.sends_back]
-        return LossPart(value, of_outputs, every, new_states)
+        return LossPart(value, of_outputs, every, new_states, new_draws)
 
     def divisors(self, batch: Any, num_examples: tf.Tensor, call: Callable[[Any], Any]) -> tf.Tensor:
         """Return what the losses over a global batch are divided by, where masks or weights decide.
@@ -132,9 +149,10 @@ class LossProgram:
         return tf.stack(found)
 
     def _body(
-        self, batch: Any, tensors: list[tf.Tensor], masks: list[Any], states: list[tf.Tensor], counted: tf.Tensor,
-        size: tf.Tensor, num_examples: tf.Tensor, divisors: tf.Tensor, scale: tf.Tensor,
+        self, batch: Any, tensors: list[tf.Tensor], masks: list[Any], states: list[tf.Tensor], draws: list[tf.Tensor],
+        counts: list[tf.Tensor], divisors: tf.Tensor, scale: tf.Tensor,
     ) -> Any:  # fmt: skip
+        number, counted, size, num_examples = counts
         share = tf.cast(counted > 0, keras.config.floatx())
         outputs = [_compat_pipeline.with_mask(one, mask) for one, mask in zip(tensors, masks, strict=True)]
         taken = 0
@@ -148,13 +166,16 @@ class LossProgram:
         zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._trackers]
         with (
             tf.device(self._device),
-            keras.StatelessScope([*zeros, *zip(self.states, states, strict=True)]) as scope,
+            keras.StatelessScope([*zeros, *zip((*self.states, *self.draws), (*states, *draws), strict=True)]) as scope,
+            _compat.replica_seeds(lambda: number),
             self._reduced(size, share, num_examples, known),
         ):
             packed = keras.tree.pack_sequence_as(self._outputs, outputs)
             value = self._value(inputs, targets, packed, weights)
             totals = [scope.get_current_value(variable) for variable in self._trackers]
+            self._draws_from_no_layer = _compat_random.draws_from_no_layer(scope, self.draws)
             new_states = [scope.get_current_value(variable) for variable in self.states]
+            new_draws = [scope.get_current_value(variable) for variable in self.draws]
             sources = [one for one, flow in zip(outputs, self._flows, strict=True) if flow.needs_gradient]
             gradients = tf.gradients(value, sources, tf.cast(scale, value.dtype)) if self._training else []
         # A tracker's total is the loss times the number of examples, its count that number.
@@ -162,7 +183,7 @@ class LossProgram:
         self._num_divisors = taken
         self._found = [gradient is not None for gradient in gradients]
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
-        return value, of_outputs, dense, new_states
+        return value, of_outputs, dense, new_states, new_draws
 
     def _value(self, inputs: Any, targets: Any, outputs: Any, weights: Any) -> tf.Tensor:
         """Return what Keras computes; zero where all losses are those that layers add."""

@@ -68,7 +68,6 @@ class Lowering:
         self._graph, self._devices, self._schedule = stages.graph, stages.devices, schedule
         self._division: Division | None = None
         self._compiled: dict[Any, Compiled] = {}
-        _compat_pipeline.random_state_of_no_layer()  # made now, so that no step makes it and is traced twice for it
 
     def prepare(self, batch: Any) -> None:
         """Find out how the model's losses divide over micro-batches.
@@ -199,8 +198,10 @@ class Lowering:
 
         def loss(number: int, outputs: list[Travelling]) -> LossPart:
             one = microbatches[number]
-            part = compiled.loss.part(one, outputs, states, divisors, scale)
+            draws = [execution.state(variable, number) for variable in compiled.loss.draws]
+            part = compiled.loss.part(number, one, outputs, states, draws, divisors, scale)
             states[:] = [tf.where(one.counted > 0, new, old) for new, old in zip(part.states, states, strict=True)]
+            execution.note(compiled.loss.draws, number, part.draws)
             if compiled.update_metrics is not None and not timed:
                 tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
                 compiled.update_metrics(one.counted, one.batch, tensors, masks)

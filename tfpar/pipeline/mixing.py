@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tfpar import _compat, _compat_pipeline
+from tfpar import _compat, _compat_pipeline, _compat_random
 from tfpar.pipeline.calls import Call, Graph, Value, run
 
 NUM_EXAMPLES = 4
@@ -90,11 +90,12 @@ def check_mixing(graph: Graph, inputs: Sequence[Any]) -> None:
         )
 
 
+@_compat_random.preserved_random_state()
 def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
     """Return the calls whose result for an example depends on which others are in the batch.
 
     Layers of Keras that cannot mix are known by their type; every other call that an output depends on runs on four
-    examples and on two halves of them, in training mode. No weight and no state changes.
+    examples and on two halves of them, in training mode. No weight and no state changes, random ones included.
 
     Args:
         graph: The model.
@@ -265,7 +266,7 @@ def _layers(call: Call) -> list[keras.Layer]:
 def _run(call: Call, tensors: dict[Value, Any], training: bool, draw: int = 0) -> list[Any]:
     """Run a call with the states that it has now, and leave them so."""
     given = {value: tensors[value] for value in call.inputs}
-    state = _compat_pipeline.random_state_of_no_layer()
+    state = _compat_random.state_of_no_layer()
     with keras.StatelessScope([(state, state.value + draw)]):
         run([call], given, training)
     return [given[value] for value in call.outputs]

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpar import _compat_random
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.graph import Call, Graph, Value
 from tfpar.pipeline.split import bytes_per_example
@@ -41,6 +42,7 @@ class CallCost:
     activation_bytes: int
 
 
+@_compat_random.preserved_random_state()
 def measure(
     graph: Graph, inputs: Sequence[Any], microbatch_size: int, device: str, *, times: bool, flops: bool
 ) -> list[CallCost]:

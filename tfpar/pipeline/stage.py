@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_pipeline
+from tfpar import _compat, _compat_pipeline, _compat_random
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.gradients import plus, tensors_of, value_of
 from tfpar.pipeline.kept import Kept, kept_between
@@ -100,11 +100,12 @@ class StageProgram:
         layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
         counters = [variable for layer in layers for variable in _compat_pipeline.metric_states(layer)]
         self.counters = set(map(id, counters))
-        self._find_variables([*stage.variables, *counters, _compat_pipeline.random_state_of_no_layer()])
-        self._trace()
-        hidden = self._read_unseen(model_variables)
-        if hidden:  # a Lambda may read the weight of a layer that is not its own
-            self._find_variables([*self.parameters, *self.states, *hidden])
+        self._find_variables([*stage.variables, *counters, *_compat_random.states_of_no_layer()])
+        with _compat_random.stand_in_generator():
+            self._trace()
+        unseen = self._read_unseen(model_variables)
+        if unseen:  # a Lambda may read the weight of a layer that is not its own
+            self._find_variables([*self.parameters, *self.states, *unseen])
             self._trace()
         results = [[t for t in (*self._made, *self._masks, *self._new_states, *self._losses) if t is not None]]
         if training:
@@ -126,7 +127,8 @@ class StageProgram:
     def _read_unseen(self, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
         """Return those of some variables that the traced graph reads by itself, not as its arguments."""
         handles = {id(outer) for outer, _ in self._graph.captures if outer.dtype == tf.resource}
-        return [variable for variable in variables if id(variable.value.handle) in handles]
+        unseen = [variable for variable in variables if id(variable.value.handle) in handles]
+        return [*unseen, _compat_random.state_of_no_layer()] if self._draws_from_stand_in else unseen
 
     def _find_same_rows(self) -> list[bool]:
         """Say of the gradient of each of `parameters` whether it has the same rows for every micro-batch."""
@@ -264,6 +266,7 @@ class StageProgram:
         ):
             model_graph.run(self.stage.calls, tensors, self.training)
             new_states = [scope.get_current_value(variable) for variable in self.states]
+            self._draws_from_stand_in = _compat_random.draws_from_no_layer(scope, self.states)
             self._check_parameters([scope.get_current_value(variable) for variable in self.parameters], variables)
         with tf.device(self.device):
             self._made = [tensors[value] for value in self.stage.outputs]

@@ -34,10 +34,11 @@ class StepVariables:
         """Return what a stage's parameters and states are for a micro-batch."""
         program = self._programs[stage]
         parameters = [self._on(variable, program.device) for variable in program.parameters]
-        states = [
-            self._now.get((id(variable), number), self._on(variable, program.device)) for variable in program.states
-        ]
-        return [*parameters, *states]
+        return [*parameters, *(self.state(variable, number, program.device) for variable in program.states)]
+
+    def state(self, variable: keras.Variable, number: int, device: str) -> tf.Tensor:
+        """Return what a state is for a micro-batch, after what has been noted."""
+        return self._now.get((id(variable), number), self._on(variable, device))
 
     def _on(self, variable: keras.Variable, device: str) -> tf.Tensor:
         key = (id(variable), device)
@@ -49,9 +50,15 @@ class StepVariables:
                 self._copies[key] = tf.identity(self._read[id(variable)])
         return self._copies[key]
 
-    def note(self, stage: int, number: int, states: Sequence[tf.Tensor | None], microbatch: Microbatch) -> None:
-        """Take in what a stage made of its states for a micro-batch."""
-        for variable, state in zip(self._programs[stage].states, states, strict=True):
+    def note(
+        self,
+        variables: Sequence[keras.Variable],
+        number: int,
+        states: Sequence[tf.Tensor | None],
+        microbatch: Microbatch,
+    ) -> None:
+        """Take in what a stage, or the loss, made of its states for a micro-batch; None where one stays."""
+        for variable, state in zip(variables, states, strict=True):
             if state is None:
                 continue
             self._now[id(variable), number] = state

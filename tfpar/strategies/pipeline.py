@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_pipeline, cluster, data
+from tfpar import _compat, _compat_graph, _compat_pipeline, _compat_random, cluster, data
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.forecast import measure_step
@@ -112,7 +112,8 @@ class Pipeline(OneCopy):
         """
         super().check_scope(model)
         if model.built and getattr(model, "inputs", None):
-            graph = model_graph.trace(model)
+            with _compat_random.stand_in_generator():
+                graph = model_graph.trace(model)
             self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
 
     def place(self, model: keras.Model, batch: Any) -> None:
@@ -146,7 +147,8 @@ class Pipeline(OneCopy):
     def _read(self, model: keras.Model, batch: Any) -> bool:
         """Read a model's operations, check and divide them; return whether a layer adds a loss."""
         given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with _compat_pipeline.undrawn():
+        model_graph.build(model, given)
+        with _compat_random.stand_in_generator():
             added: list[Any] = []
             with _compat.collect_added_losses(lambda: added):
                 graph = model_graph.trace(model, given)
@@ -155,7 +157,9 @@ class Pipeline(OneCopy):
                 _check_synchronized(graph)
                 check_mixing(graph, inputs)
             self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
-        return bool(added) or any(layer.activity_regularizer for layer in _compat.all_layers(model))
+        # A layer tells while it runs on symbols; a model whose own `call` adds one is read.
+        tells = added or any(isinstance(call.operation, _compat_graph.AddedLoss) for call in graph.calls)
+        return bool(tells) or any(layer.activity_regularizer for layer in _compat.all_layers(model))
 
     def _divide(
         self, model: keras.Model, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
@@ -245,8 +249,7 @@ class Pipeline(OneCopy):
         Raises:
             ValueError: If a loss does not divide.
         """
-        with _compat_pipeline.undrawn():
-            self._lowerings[model].prepare(batch)
+        self._lowerings[model].prepare(batch)
 
     def check_batch(self, batch: Any) -> None:
         """Refuse to train with batches of fewer examples than micro-batches.

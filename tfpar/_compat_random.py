@@ -1,0 +1,85 @@
+"""The global random states: Keras' generator of no layer, Python's, NumPy's and TensorFlow's eager ones.
+
+Written for Keras 3.15 and TensorFlow 2.21. What is drawn from them before the first step, to try out a model, is drawn
+from nowhere else afterwards: layers that are made later would begin with other weights than after Keras' own `fit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
+from tensorflow.python.eager import context
+
+
+def state_of_no_layer() -> Any:
+    """Return the state of Keras 3.15's global generator, which draws for `keras.random` without a seed.
+
+    Keras makes the generator when something draws from it for the first time, with a seed from Python's `random`.
+    """
+    return global_seed_generator().state
+
+
+def states_of_no_layer() -> list[Any]:
+    """Return that state in a list, which is empty as long as Keras has not made the generator."""
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return [] if generator is None else [generator.state]
+
+
+def draws_from_no_layer(scope: keras.StatelessScope, known: Iterable[Any]) -> bool:
+    """Say whether something drew from Keras' global generator inside a scope.
+
+    Args:
+        scope: Where it would have changed the state.
+        known: States whose new values somebody takes from the scope already.
+    """
+    return any(
+        scope.get_current_value(state) is not None and not any(state is other for other in known)
+        for state in states_of_no_layer()
+    )
+
+
+@contextlib.contextmanager
+def stand_in_generator() -> Iterator[None]:
+    """Let Keras' global generator be after this context as before: in the same state, or not there yet.
+
+    Inside of it there is one. Nothing is drawn from Python's `random` to make it.
+    """
+    before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    value = None if before is None else before.state.numpy()
+    if before is None:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, keras.random.SeedGenerator(0, name="stand_in"))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
+        if before is not None:
+            before.state.assign(value)
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Let every global random state be after this context as before, also where it is seeded inside."""
+    python, of_numpy = random.getstate(), np.random.get_state()
+    of_tensorflow = context.context()
+    seed, generator = of_tensorflow._seed, getattr(of_tensorflow, "_rng", None)  # none before the first seed
+    state = generator and generator.getstate()
+    of_keras = global_state.get_global_attribute(GLOBAL_RANDOM_SEED)
+    try:
+        with stand_in_generator():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        of_tensorflow._seed = seed
+        if generator is not None:
+            of_tensorflow._rng = generator
+            generator.setstate(state)
+        global_state.set_global_attribute(GLOBAL_RANDOM_SEED, of_keras)
