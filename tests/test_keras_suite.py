@@ -1,0 +1,76 @@
+"""A sample of Keras' own tests under every strategy, and how the command that runs all of them counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.keras_suite import __main__ as command
+from tests.keras_suite import expected, processes
+
+SAMPLE = [
+    "callbacks/csv_logger_test.py::CSVLoggerTest::test_CSVLogger",
+    "callbacks/learning_rate_scheduler_test.py::LearningRateSchedulerTest::test_updates_learning_rate",
+    "trainers/trainer_test.py::TestTrainer::test_loss_weights",
+    "trainers/trainer_test.py::TestTrainer::test_steps_per_epoch_match_multi_epoch_non_jit",
+]
+# Stands for Keras' tests, in a process of its own.
+OWN_TESTS = """
+import time, keras, numpy as np
+
+def fit(x):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model.fit(x, np.ones((8, 1)), verbose=0)
+
+def test_that_passes(): assert len(fit(np.ones((8, 2))).history["loss"]) == 1
+def test_that_hangs(): time.sleep(1000)
+def test_that_is_refused(): fit(np.ones((8, 3)))
+def test_without_a_call(): pass
+"""
+
+
+@pytest.mark.slow_start
+@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
+def test_a_sample_passes_or_is_listed(strategy: str) -> None:
+    records = processes.run(strategy, SAMPLE, seconds=120)
+    assert sorted(records) == SAMPLE
+    for test, result in records.items():
+        kind, why = command.verdict(strategy, test, result)
+        assert kind in (command.PASSED, command.LISTED), f"{test} is {kind}: {why}"
+
+
+@pytest.mark.slow_start
+def test_a_test_that_hangs_costs_itself_only(tmp_path: Path) -> None:
+    (tmp_path / "own_test.py").write_text(OWN_TESTS)
+    records = processes.run("single_device", [str(tmp_path / "own_test.py")], seconds=10)
+    outcomes = {name.split("test_")[-1]: (result["outcome"], result["calls"]) for name, result in records.items()}
+    assert outcomes == {
+        "that_passes": ("passed", 1),
+        "that_hangs": ("crashed", 0),
+        "that_is_refused": ("failed", 1),
+        "without_a_call": ("passed", 0),
+    }
+    (refused,) = [result for name, result in records.items() if name.endswith("refused")]
+    assert "shapes of the model's inputs" in refused["refusals"][0]
+
+
+def record(outcome: str, *refusals: str, error: str = "") -> dict[str, Any]:
+    return {"outcome": outcome, "calls": 1, "refusals": list(refusals), "error": error, "where": ""}
+
+
+def test_only_what_the_list_names_may_end_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = expected.Expected("a/*::test_b*", "^ValueError: no", "Some reason.", ("mirrored",))
+    monkeypatch.setattr(expected, "EXPECTED", [listed])
+    refused = record("failed", "ValueError: no way", error="AssertionError: x")
+    cases = {
+        ("mirrored", "a/c_test.py::test_b"): command.LISTED,
+        ("pipeline", "a/c_test.py::test_b"): command.REFUSED,
+        ("mirrored", "b/c_test.py::test_b"): command.REFUSED,
+    }
+    for (strategy, test), wanted in cases.items():
+        assert command.verdict(strategy, test, refused)[0] == wanted
+    assert command.verdict("mirrored", "a/c_test.py::test_b", record("passed")) == (command.PASSED, "")
+    assert command.verdict("mirrored", "a/c_test.py::test_b", record("crashed"))[0] == command.FAILED
