@@ -217,6 +217,7 @@ CASES: dict[str, Case] = {
     "validation data": Case(classifier(), RAGGED, validates=True),
     "AUC, precision, recall": Case(binary(metrics=["AUC", "Precision", "Recall"]), binary_data, validates=True),
     "embedding, sparse gradients": Case(lambda: _embedding(), lambda: _tokens(), epochs=2),
+    "rows looked up in several ways": Case(lambda: lookups(), lambda: _tokens(11), epochs=2),
 }
 
 
@@ -240,5 +241,30 @@ def _embedding() -> keras.Model:
     return model
 
 
-def _tokens() -> tf.data.Dataset:
-    return tf.data.Dataset.from_tensor_slices((_rng(8).integers(0, 20, size=(67, 4)), labels(67))).batch(7)
+class Lookups(keras.layers.Layer):
+    """Looks up the same rows as an embedding, once each, as features of a sparse tensor, and as positions."""
+
+    def build(self, shape: Any) -> None:
+        self.table = self.add_weight(shape=(20, 5), name="table")
+        self.sparse = keras.layers.Dense(5)
+
+    def call(self, tokens: Any) -> Any:
+        numbers, places = tf.unique(tf.reshape(tokens, [-1]))
+        once = tf.reshape(tf.gather(tf.gather(self.table, numbers), places), [-1, 4, 5])
+        positions = tf.gather(self.table, tf.range(tf.shape(tokens)[1]))
+        features = tf.sparse.reorder(tf.sparse.from_dense(tf.one_hot(tokens[:, 0], 20, dtype=self.compute_dtype)))
+        found = tf.nn.safe_embedding_lookup_sparse(
+            tf.convert_to_tensor(self.table), tf.sparse.from_dense(tf.cast(tokens, tf.int64)), combiner="mean"
+        )
+        looked_up = tf.gather(self.table, tokens) + 2.0 * once + positions
+        return tf.reduce_mean(looked_up, 1) + self.sparse(features) + found
+
+
+def lookups(optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.01), **compiled: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), Lookups(), keras.layers.Dense(3)])
+    model.compile(optimizer(), keras.losses.SparseCategoricalCrossentropy(from_logits=True), **compiled)
+    return model
+
+
+def _tokens(batch_size: int = 7) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices((_rng(8).integers(0, 20, size=(67, 4)), labels(67))).batch(batch_size)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
-    ["_compat_losses", "suggestions"],
+    ["_compat_losses", "suggestions", "slices"],
     ["_toml", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
     ["config", "_compat", "_compat_graph", "_compat_pipeline", "_compat_random", "batch_systems", "tf_config"],
     ["config_use", "callback_state", "cluster", "collectives", "data", "launcher", "meeting", "model_state"],

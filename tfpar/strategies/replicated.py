@@ -10,11 +10,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, data, reduction
+from tfpar import _compat, _compat_losses, data, reduction, slices
 from tfpar.data import Sharded
 from tfpar.division import Division
 from tfpar.reduction import local_replica_id, replica_id
 from tfpar.strategies.base import Distributed, Strategy
+from tfpar.strategies.gradients import add_up, kinds_of_lookups
 from tfpar.strategies.single_device import forward, forward_backward, update_metrics
 
 
@@ -39,6 +40,7 @@ class Replicated(Strategy):
         self._strategy = strategy
         self._pack_bytes = pack_bytes
         self._divisions: weakref.WeakKeyDictionary[keras.Model, Division] = weakref.WeakKeyDictionary()
+        self._kinds: weakref.WeakKeyDictionary[keras.Model, list[list[slices.Kind]]] = weakref.WeakKeyDictionary()
         self.num_replicas = strategy.num_replicas_in_sync
         self._num_local_replicas = len(strategy.extended.worker_devices)
 
@@ -122,18 +124,21 @@ class Replicated(Strategy):
         """
         if self.num_replicas > 1:
             self._divisions[model] = Division(model, batch)
+            if model.run_eagerly:
+                self._kinds[model] = kinds_of_lookups(model, batch)
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on the parts of a global batch; return the global loss, a scalar."""
+        _, _, share, _ = batch
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with _own_metrics_counted(model, counted):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if model in self._divisions and self._divisions[model].in_parts:
-                *gradients, loss = self._sum_gradients(model, [*gradients, loss])
+                *gradients, loss = self._sum_gradients(model, [*gradients, loss], share, counted)
             else:
-                gradients = self._sum_gradients(model, gradients)
+                gradients = self._sum_gradients(model, gradients, share, counted)
             _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
             return loss, gradients
 
@@ -141,19 +146,19 @@ class Replicated(Strategy):
         self._apply(model, gradients)
         return loss
 
-    def _sum_gradients(self, model: keras.Model, gradients: Sequence[Any]) -> list[Any]:
+    def _sum_gradients(
+        self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor
+    ) -> list[Any]:
         """Sum the gradients over all replicas, and the loss, a scalar, behind them; called in replica context.
 
-        Rows that all replicas look up alike are summed, as on one device, where one lookup serves the whole batch:
-        Keras' Adam squares slices one by one, also those of the same row. Others are listed, as there.
+        Args:
+            model: The model.
+            gradients: This replica's.
+            share: What each of its examples counts.
+            counted: How many of its examples it counts.
         """
-        alike = [_looks_up_constants(gradient) for gradient in gradients]
-        sent = [gradient.values if same else gradient for gradient, same in zip(gradients, alike, strict=True)]
-        sums = reduction.all_reduce_gradients(sent, self._pack_bytes, self._compression)
-        return [
-            tf.IndexedSlices(total, gradient.indices, gradient.dense_shape) if same else total
-            for total, gradient, same in zip(sums, gradients, alike, strict=True)
-        ]
+        kinds = self._kinds.get(model) if tf.executing_eagerly() else None
+        return add_up(gradients, kinds, share, counted, self._pack_bytes, self._compression)
 
     def _apply(self, model: keras.Model, gradients: Any) -> None:
         """Run the optimizer on every replica, where every variable stands for its local copy."""
@@ -267,22 +272,6 @@ class Replicated(Strategy):
                 stack.enter_context(tf.xla.experimental.jit_scope())
             loss, *others = self._strategy.run(on_own_part, args=(parts,))
         return self._strategy.experimental_local_results(loss)[0], *others
-
-
-def _looks_up_constants(gradient: Any) -> bool:
-    """Say whether a gradient's rows are written in the graph, as the positions of a sequence of fixed length are."""
-    if not isinstance(gradient, tf.IndexedSlices) or tf.executing_eagerly():
-        return False
-    waiting, seen = [gradient.indices.op], set()
-    while waiting:
-        op = waiting.pop()
-        if op in seen:
-            continue
-        seen.add(op)
-        if op.type != "Const" and (op.op_def.is_stateful or not op.inputs):
-            return False
-        waiting += [tensor.op for tensor in op.inputs]
-    return True
 
 
 def _of_any_size(part: Any) -> Any:
