@@ -96,7 +96,9 @@ def test_ctrl_c_ends_the_run_after_its_step_and_says_how_to_resume(chain: Chain)
 @pytest.mark.slow_start
 def test_the_same_command_says_where_it_resumes(chain: Chain) -> None:
     for stood, outcome in ((chain.interrupted_at, chain.killed), (chain.resumed_at, chain.last)):
-        assert f"Resuming after epoch {stood.epoch} and {stood.step} steps" in outcome.out
+        assert f"Resuming after epoch {stood.epoch}" in outcome.out
+        if stood.step:
+            assert f"Resuming after epoch {stood.epoch} and {stood.step} steps" in outcome.out
 
 
 @pytest.mark.slow_start

@@ -43,7 +43,7 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     assert config.load(tmp_path / "config.toml") == RUN
 
 
-def test_the_same_run_goes_on_in_its_folder(folder: Path) -> None:
+def test_the_same_run_resumes_in_its_folder(folder: Path) -> None:
     before = contents(folder, without=[".lock"])
     RunDirectory(folder).claim(config.load(folder / "config.toml"))
     assert contents(folder, without=[".lock"]) == before
@@ -54,11 +54,43 @@ def test_another_run_is_refused_with_the_keys_that_differ_and_ways_out(folder: P
     message = refusal(folder, OTHER)
     assert contents(folder) == before, "a refusal changes nothing"
     assert f"{folder} holds another configuration's run" in message
-    assert "training.epochs is 10 there and 3 now" in message
-    assert "optimizer.settings.beta_1" in message
+    assert "optimizer.settings.beta_1 is not set there and 0.8 now" in message
     assert "{}" not in message, "a table that is empty is no key that differs"
+    assert "epochs" not in message, "more epochs are no reason to refuse"
     for way_out in ("Choose another --directory", f"--config {folder}/config.toml", "delete the folder"):
         assert way_out in message
+
+
+def test_settings_that_change_no_weight_are_marked_in_their_sections() -> None:
+    keys = [
+        f"{section}.{key}" for section, table in RUN.model_dump().items() if isinstance(table, dict) for key in table
+    ]
+    assert [key for key in ["trainer", "seed", *keys] if not config.changes_weights(key)] == [
+        *("training.epochs", "training.steps_per_call", "training.checkpoint_seconds", "training.keep_checkpoints"),
+        *("strategy.form_seconds", "strategy.silence_seconds"),
+        *("callbacks.tensorboard", "callbacks.check_replicas_every_steps"),
+    ]
+
+
+def test_a_run_may_resume_with_other_settings_that_change_no_weight(folder: Path) -> None:
+    before = contents(folder, without=[".lock"])
+    overrides = ["training.epochs=20", "training.keep_checkpoints=9", "callbacks.tensorboard=false"]
+    directory = RunDirectory(folder)
+    directory.claim(config.load(None, overrides))
+    assert directory.resumed == RUN
+    assert contents(folder, without=[".lock"]) == before, "it is recorded when it trains"
+
+
+def test_a_run_is_finished_when_its_results_are_those_of_as_many_epochs(folder: Path) -> None:
+    first = RunDirectory(folder)
+    first.claim(RUN)
+    assert first.finished(RUN) is None
+    first.finish({"epochs": 10, "loss": 0.5})
+    assert first.finished(RUN) == {"epochs": 10, "loss": 0.5}
+    assert first.finished(config.load(None, ["training.epochs=20"])) is None
+    assert first.finished(config.load(None, ["callbacks.tensorboard=false"])) == {"epochs": 10, "loss": 0.5}
+    first.reopen()
+    assert first.finished(RUN) is None
 
 
 def test_numbers_that_are_equal_make_the_same_run(folder: Path) -> None:

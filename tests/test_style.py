@@ -13,16 +13,18 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
+    ["figures"],
     ["_compat_losses", "suggestions", "slices"],
     ["_toml", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
     ["config", "_compat", "_compat_graph", "_compat_pipeline", "_compat_random", "batch_systems", "tf_config"],
     ["config_use", "callback_state", "cluster", "collectives", "data", "launcher", "meeting", "model_state"],
     ["reduction", "run_directory"],
+    ["run_summary"],
     ["checks", "loop", "whole_batch"],
     ["division"],
     ["pipeline"],
     ["strategies", "checkpoint", "stream"],
-    ["alike", "built", "callback_list", "callbacks", "compiled"],
+    ["alike", "built", "callback_list", "callbacks", "compiled", "resume"],
     ["calls", "evaluation", "training", "preparation", "trainer", "drop_in", "interruption", "parity"],
     ["pipeline_view", "trainer_class"],
     ["run_header"],

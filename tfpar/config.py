@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model, model_vali
 
 from tfpar import _toml
 from tfpar.config_sections import (
+    CHANGES_NO_WEIGHT,
     Callbacks,
     Data,
     Feature,
@@ -35,6 +36,7 @@ __all__ = [
     "Run",
     "Strategy",
     "Training",
+    "changes_weights",
     "closest_key",
     "cross_field_problems",
     "dump",
@@ -143,6 +145,20 @@ def dump(run: Run) -> str:
     True
     """
     return _toml.write(run.model_dump())
+
+
+def changes_weights(key: str) -> bool:
+    """Whether another value of a key can train other weights: a run may resume with other values of the other keys.
+
+    Args:
+        key: With its section, such as "training.epochs".
+
+    >>> changes_weights("training.keep_checkpoints"), changes_weights("optimizer.learning_rate")
+    (False, True)
+    """
+    section, _, name = key.partition(".")
+    found = getattr(Run.model_fields[section].default, "__pydantic_fields__", {}).get(name)
+    return found is None or found.json_schema_extra != CHANGES_NO_WEIGHT
 
 
 def schema() -> dict[str, Any]:

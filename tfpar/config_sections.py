@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 
 Value = TypeVar("Value")
 OrNone = Annotated[Value | None, BeforeValidator(lambda value: None if value == "none" else value)]
@@ -15,6 +15,11 @@ Limit = Annotated[float, Field(gt=0)]
 LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
 LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
 Momentum = Annotated[float, Field(gt=0, lt=1)]
+
+
+# Marks a field that changes no weight: a run may resume with another value of it, and with no other change.
+# `training.epochs` has it because a longer run begins with the steps of a shorter one.
+CHANGES_NO_WEIGHT: dict[str, JsonValue] = {"changes_weights": False}
 
 
 class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
@@ -110,10 +115,12 @@ class Training(Section):
     'float32'
     """
 
-    epochs: int = Field(10, ge=1, description="Passes over the training split.")
+    epochs: int = Field(10, ge=1, description="Passes over the training split.", json_schema_extra=CHANGES_NO_WEIGHT)
     global_batch_size: int = Field(64, ge=1, description="Examples in one step, over all replicas together.")
     steps_per_call: Count | Literal["auto"] = Field(
-        "auto", description="Steps in one call of the compiled function; auto: about a tenth of a second's worth."
+        "auto",
+        description="Steps in one call of the compiled function; auto: about a tenth of a second's worth.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
     )
     precision: Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"] = Field(
         "float32", description="Keras dtype policy."
@@ -130,9 +137,14 @@ class Training(Section):
         "stop", description="After a loss that is not finite: stop with the step named, or continue as Keras does."
     )
     checkpoint_seconds: float = Field(
-        60.0, ge=0, description="Least time between two checkpoints; one more at the end."
+        60.0,
+        ge=0,
+        description="Least time between two checkpoints; one more at the end.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
     )
-    keep_checkpoints: int = Field(3, ge=1, description="Newest checkpoints that stay on disk.")
+    keep_checkpoints: int = Field(
+        3, ge=1, description="Newest checkpoints that stay on disk.", json_schema_extra=CHANGES_NO_WEIGHT
+    )
 
 
 class Optimizer(Section):
@@ -178,9 +190,17 @@ class Strategy(Section):
     )
     average_every: Count = Field(1, description='sync = "average": steps between two averages.')
     average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
-    form_seconds: float = Field(300.0, gt=0, description="multi_worker: how long to wait for all workers to appear.")
+    form_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="multi_worker: how long to wait for all workers to appear.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    )
     silence_seconds: float = Field(
-        30.0, ge=1, description="multi_worker: how long a worker may be silent before the others give it up."
+        30.0,
+        ge=1,
+        description="multi_worker: how long a worker may be silent before the others give it up.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
     )
     num_stages: OrNone[Count] = Field(None, description="pipeline: parts of the model, one a device.")
     num_microbatches: OrNone[Count] = Field(None, description="pipeline: parts of every global batch.")
@@ -209,7 +229,11 @@ class Callbacks(Section):
         None, description="Reduce the learning rate after this many epochs without improvement."
     )
     monitor: Text = Field("val_loss", description="The log that decides about improvement.")
-    tensorboard: bool = Field(True, description="Write TensorBoard logs into the run directory.")
+    tensorboard: bool = Field(
+        True, description="Write TensorBoard logs into the run directory.", json_schema_extra=CHANGES_NO_WEIGHT
+    )
     check_replicas_every_steps: OrNone[Count] = Field(
-        None, description="Steps between two checks that all replicas hold equal weights."
+        None,
+        description="Steps between two checks that all replicas hold equal weights.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
     )

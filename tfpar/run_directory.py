@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from pathlib import Path
 from typing import IO, Any
 
 from tfpar import config
 
-_NOT_SET = object()
+_NOT_SET = "not set"
 
 
 class RunDirectory:
@@ -20,7 +21,8 @@ class RunDirectory:
         tensorboard/     logs for `tensorboard --logdir`
         checkpoints/     the newest few
         model.keras      the trained model
-        results.json     its metrics and the speed of its training
+        results.json     its metrics and the speed of its training, once it is trained to its end
+        optimizer.json   the optimizer as it was built
         pipeline.png     with --trace: a step of the pipeline as planned and as run
         tensorflow.log   what TensorFlow's native code wrote
 
@@ -46,10 +48,12 @@ class RunDirectory:
         self.results = self.path / "results.json"
         self.trace = self.path / "pipeline.png"
         self.native_log = self.path / "tensorflow.log"
+        self.optimizer = self.path / "optimizer.json"
+        self.resumed: config.Run | None = None  # the run that the folder held when it was claimed
         self._lock: IO[str] | None = None
 
     def claim(self, run: config.Run) -> None:
-        """Take the folder for a run: make it, or go on with it if it holds the same run.
+        """Take the folder for a run: make it, or resume what it holds if that trains the same weights.
 
         Args:
             run: The resolved run.
@@ -76,7 +80,7 @@ class RunDirectory:
         # Until something is trained there is nothing to lose: a mistyped setting must not block its own correction.
         begun = self.metrics.exists() or self.model.exists() or any(self.checkpoints.glob("*.npz"))
         if self.config.exists() and begun:
-            self._refuse_other(run)
+            self.resumed = self._refuse_other(run)
         else:
             try:
                 self.record(config.dump(run))
@@ -95,26 +99,77 @@ class RunDirectory:
         """
         if self.config.exists() and self.config.read_text() == text:
             return
-        unfinished = self.config.with_suffix(".unfinished")
-        unfinished.write_text(text)
-        unfinished.replace(self.config)
+        _write(self.config, text)
 
-    def _refuse_other(self, run: config.Run) -> None:
+    def finished(self, run: config.Run) -> dict[str, Any] | None:
+        """Return the results of a run that is trained to its end; None if it is not, or is to train more epochs.
+
+        Args:
+            run: The run, for which the folder is claimed.
+        """
+        if self.resumed is None or self.resumed.training.epochs != run.training.epochs or not self.results.exists():
+            return None
+        results: dict[str, Any] = json.loads(self.results.read_text())
+        return results
+
+    def reopen(self) -> None:
+        """Take the results away before more epochs are trained: whoever finds them takes the run for finished.
+
+        Raises:
+            OSError: If they cannot be removed.
+        """
+        self.results.unlink(missing_ok=True)
+
+    def finish(self, results: dict[str, Any]) -> None:
+        """Write the results, whole or not at all: they say that the run is trained to its end.
+
+        Args:
+            results: JSON values by name.
+
+        Raises:
+            OSError: If they cannot be written.
+        """
+        _write(self.results, json.dumps(results, indent=2) + "\n")
+
+    def _refuse_other(self, run: config.Run) -> config.Run:
+        """Return the run that the folder holds; refuse one that trains other weights."""
         try:
             there = config.load(self.config)
         except ValueError as error:
             raise ValueError(f"{self.config} cannot be read: {error} Choose another --directory.") from error
-        old, new = dict(_flat(there.model_dump())), dict(_flat(run.model_dump()))
         differing = [
-            f"{key} is {old.get(key, 'not set')} there and {new.get(key, 'not set')} now"
-            for key in {**old, **new}
-            if old.get(key, _NOT_SET) != new.get(key, _NOT_SET)
+            f"{key} is {old} there and {new} now"
+            for key, old, new in changes(there, run)
+            if config.changes_weights(key)
         ]
-        if there != run:
+        if differing:
             raise ValueError(
                 f"{self.path} holds another configuration's run ({'; '.join(differing[:3])}). Choose another "
                 f"--directory, or repeat that run with --config {self.config}, or delete the folder."
             )
+        return there
+
+
+def changes(old: config.Run, new: config.Run) -> list[tuple[str, Any, Any]]:
+    """Return the keys in which two runs differ, each with both values; "not set" where a table lacks a key.
+
+    Args:
+        old: A run.
+        new: Another run.
+
+    Example:
+        >>> changes(config.Run(), config.load(None, ["training.epochs=20"]))
+        [('training.epochs', 10, 20)]
+    """
+    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    pairs = [(key, before.get(key, _NOT_SET), after.get(key, _NOT_SET)) for key in {**before, **after}]
+    return [(key, one, other) for key, one, other in pairs if one != other]
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import sys
 from typing import Any
 
 import keras
-import rich.console
-import rich.table
 import tensorflow as tf
 
-from tfpar import callbacks, config, config_use, data, pipeline_view, run_header, strategies
+from tfpar import callbacks, config, config_use, data, pipeline_view, resume, run_header, run_summary, strategies
 from tfpar.checkpoint import Checkpoints
 from tfpar.interruption import interruptible
 from tfpar.run_directory import RunDirectory
@@ -60,17 +57,14 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     strategy = strategies.from_settings(run.strategy)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
     strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
-    if strategy.is_chief:
-        directory.record(config_use.dump_read(run, trainer_reads(run), run.trainer))
     checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
-    position = checkpoints.position() if strategy.is_chief else None
-    trained = position is not None and (position.stopped or position.epoch >= run.training.epochs)
-    (ends_here,) = strategy.add_up([trained and directory.results.exists()])
+    results = directory.finished(run) if strategy.is_chief else None
+    (ends_here,) = strategy.add_up([results is not None])
     if ends_here:
-        if strategy.is_chief:
-            print(f"{directory.path} is trained to its end already. To train another run, choose another --directory.")
-            _print_summary(directory)
+        if results is not None:
+            print(run_summary.already_trained(directory, results))
         return True
+    position = checkpoints.position() if strategy.is_chief else None
     batch = run.training.global_batch_size
     if batch < strategy.num_replicas and config_use.BATCH in config_use.read_keys(trainer_reads(run)):
         raise ValueError(
@@ -78,8 +72,12 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
             f"set it to at least {strategy.num_replicas}, or name fewer devices in strategy.devices."
         )
     trainer = make_trainer(run, strategy)
+    resume.optimizer_settings(trainer.model)  # refuses one that cannot be saved
     _check_monitor(run.callbacks, trainer)
     if strategy.is_chief:
+        resume.check(run, directory, position, trainer.model)
+        directory.reopen()
+        directory.record(config_use.dump_read(run, trainer_reads(run), run.trainer))
         run_header.print_header(run, directory, trainer)
     if isinstance(strategy, strategies.Pipeline):
         batch = trainer.build(trainer.train_data)
@@ -88,7 +86,7 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
             tensorboard = directory.tensorboard if run.callbacks.tensorboard else None
             pipeline_view.draw_trace(trainer, strategy, outlook, batch, directory.trace, tensorboard)
     if position is not None:
-        print(f"Resuming after epoch {position.epoch} and {position.step} steps of the next.\n", flush=True)
+        print(f"{resume.describe(run, directory, position)}\n", flush=True)
     throughput = callbacks.Throughput()
     with interruptible(trainer):
         trainer.fit(
@@ -110,8 +108,8 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     results = _results(directory, trainer, throughput)
     if strategy.is_chief:
         trainer.save(directory.model)
-        directory.results.write_text(json.dumps(results, indent=2) + "\n")
-        _print_summary(directory)
+        directory.finish(results)
+        print(f"\n{run_summary.summary(directory, results)}")
         if hasattr(trainer, "report"):
             print(f"\n{trainer.report(results)}")
     _meet(strategy)
@@ -201,15 +199,3 @@ def _results(directory: RunDirectory, trainer: Any, throughput: callbacks.Throug
     results |= {name: value for name, value in last.items() if name != "step" and not name.startswith("val_")}
     results |= {f"val_{name}": value for name, value in logs.items()}
     return results | speed | throughput.summary
-
-
-def _print_summary(directory: RunDirectory) -> None:
-    table = rich.table.Table(show_header=False, title=f"Trained: {directory.path}")
-    for name, value in json.loads(directory.results.read_text()).items():
-        text = f"{value:,.0f}" if value >= 1000 or float(value).is_integer() else f"{value:.4f}"
-        table.add_row(name.replace("_", " "), text)
-    table.add_row("model", str(directory.model))
-    table.add_row("logs", f"{directory.metrics}, {directory.tensorboard}")
-    table.add_row("checkpoints", str(directory.checkpoints))
-    rich.console.Console().print(table)
-    print(f'Load the model with keras.models.load_model("{directory.model}").')

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from tfpar import command_line, config, config_files, tf_config
+from tfpar import command_line, config, config_files, run_summary, tf_config
 from tfpar.run_directory import RunDirectory
 from tfpar.suggestions import closest
 
@@ -97,6 +97,10 @@ def main(argv: list[str]) -> int:
         is_chief = job is None or job.is_chief
         if is_chief:
             directory.claim(run)
+        alone = job is None or job.num_workers == 1
+        if alone and (results := directory.finished(run)) is not None:  # no need to wait for TensorFlow
+            print(run_summary.already_trained(directory, results))
+            return 0
         return _train(run, directory, is_chief)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)

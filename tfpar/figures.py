@@ -1,0 +1,65 @@
+"""Figures and lines as people read them; no TensorFlow."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import textwrap
+from typing import Any
+
+LABEL_COLUMNS = 11
+
+
+def figure(value: Any) -> str:
+    """Return a number, or several, in few digits.
+
+    Args:
+        value: A number, or a list of them.
+
+    Example:
+        >>> [figure(value) for value in (9738.7, 64, 0.0, 1.97482, 0.88244, 0.00012345, 2e-7)]
+        ['9,739', '64', '0', '1.975', '0.8824', '0.000123', '2e-07']
+    """
+    if isinstance(value, list | tuple):
+        return ", ".join(figure(item) for item in value)
+    if not math.isfinite(value) or value == 0:
+        return f"{value:.0f}"
+    size = abs(value)
+    if size >= 1000 or float(value).is_integer():
+        return f"{value:,.0f}"
+    if size >= 1:
+        return f"{value:.{3 - int(math.log10(size))}f}"
+    return f"{value:.4f}" if size >= 0.01 else f"{value:.3g}"
+
+
+def three_digits(value: float) -> str:
+    """Return a number of at least 0 with three digits, or all of those before the point.
+
+    Example:
+        >>> [three_digits(value) for value in (12345.6, 123.4, 12.34, 0.1234, 0)]
+        ['12,346', '123', '12.3', '0.123', '0.000']
+    """
+    decimals = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:,.{decimals}f}"
+
+
+def line(label: str, text: str, label_columns: int = LABEL_COLUMNS) -> str:
+    """Return a label and its text in lines that fit the terminal; words are never cut.
+
+    Args:
+        label: A word.
+        text: What it says.
+        label_columns: Where the text begins.
+
+    Example:
+        >>> line("batch", "64 examples")
+        'batch      64 examples'
+    """
+    return textwrap.fill(
+        text,
+        max(shutil.get_terminal_size().columns, 2 * label_columns),
+        initial_indent=f"{label:{label_columns}}",
+        subsequent_indent=" " * label_columns,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
