@@ -116,7 +116,7 @@ def test_a_model_under_another_strategy_is_refused_by_its_name(kind: Any) -> Non
 
 
 def test_an_uncompiled_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="is not compiled"):
+    with pytest.raises(ValueError, match="is not compiled"):
         tfpar.fit(keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)]), small.data(), verbose=0)
 
 

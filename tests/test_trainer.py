@@ -574,9 +574,20 @@ def test_a_model_function_that_returns_something_else_is_refused() -> None:
         tfpar.Trainer(lambda: keras.layers.Dense(1))
 
 
-def test_an_uncompiled_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"'mine' is not compiled\. Call model.compile"):
-        tfpar.Trainer(lambda: keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)], name="mine"))
+@pytest.mark.parametrize("strategy", [*small.STRATEGIES.values(), lambda: tfpar.Pipeline(2, 2)])
+def test_a_model_that_is_not_compiled_predicts_and_is_refused_by_fit_and_evaluate(strategy: Any) -> None:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(3)], name="mine")
+    trainer = tfpar.Trainer(lambda: model, strategy(), seed=None)
+    expected = keras.ops.convert_to_numpy(model(inputs()))
+    np.testing.assert_allclose(trainer.predict(inputs(), batch_size=8, verbose=0), expected, rtol=1e-6)
+    for method in ("fit", "evaluate"):
+        with pytest.raises(
+            ValueError, match=rf"`compile\(\)` before calling `{method}\(\)`, and 'mine' is not compiled"
+        ):
+            getattr(trainer, method)(small.data(), verbose=0)
+    trainer.compile("sgd", small.build_model().loss)
+    assert np.isfinite(trainer.fit(small.data(), verbose=0).history["loss"]).all()
 
 
 @pytest.mark.parametrize("step", ["train_step", "test_step", "predict_step"])
@@ -627,14 +638,13 @@ def test_steps_per_call_below_one_is_refused(twins: Twins, steps_per_call: int) 
         twins.trainer.fit(small.data(), verbose=0, steps_per_call=steps_per_call)
 
 
-@by_strategy
-def test_a_model_built_outside_the_scope_is_refused_in_a_sentence(strategy: str) -> None:
+def test_a_model_built_outside_the_scope_is_moved_into_it_unless_it_holds_bare_variables() -> None:
     model = small.build_model()
-    if strategy == "single_device":
-        tfpar.Trainer(lambda: model, small.STRATEGIES[strategy]())
-        return
-    with pytest.raises(ValueError, match="scope"):
-        tfpar.Trainer(lambda: model, small.STRATEGIES[strategy]())
+    tfpar.Trainer(lambda: model, tfpar.Mirrored(["CPU:0", "CPU:1"]), seed=None)
+    model = small.build_model()
+    model.layers[0].count = tf.Variable(0.0, name="count")
+    with pytest.raises(ValueError, match=r"Keras variables only, and layer 'dense\w*' holds the tf\.Variable 'count"):
+        tfpar.Trainer(lambda: model, tfpar.Mirrored(["CPU:0", "CPU:1"]), seed=None)
 
 
 # --- randomness -------------------------------------------------------------------------------------------------------

@@ -194,8 +194,19 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
 
 
 def symbolic_build(model: keras.Model, batch: Any) -> None:
-    """Create the weights, metrics and optimizer slots that the first batch calls for, as `fit` does (Keras 3.15)."""
-    model._symbolic_build(data_batch=batch)
+    """Create the weights and metrics that the first batch calls for, as `fit` does; not the optimizer's slots.
+
+    Keras 3.15's method builds the optimizer too, also for an evaluation.
+    """
+    optimizer = model.optimizer
+    was_built = optimizer is None or optimizer.built
+    if not was_built:
+        optimizer.built = True
+    try:
+        model._symbolic_build(data_batch=batch)
+    finally:
+        if not was_built:
+            optimizer.built = False
 
 
 def overridden(model: keras.Model, method: str) -> bool:
@@ -209,8 +220,8 @@ def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
 
 
 def compilation(model: keras.Model) -> Any:
-    """Return an object that `compile` makes anew each time it is called (Keras 3.15)."""
-    return model._compile_config
+    """Return an object that `compile` creates each time it is called, None before (Keras 3.15)."""
+    return getattr(model, "_compile_config", None)
 
 
 def restored_epoch(model: keras.Model) -> int:

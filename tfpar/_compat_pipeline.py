@@ -17,6 +17,8 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
 
+from tfpar import _compat_variables
+
 
 @contextlib.contextmanager
 def deferred_weights() -> Iterator[None]:
@@ -85,7 +87,7 @@ def _is_pure(initializer: Any) -> bool:
 
 
 def place(variable: Any, device: str) -> bool:
-    """Let a variable live on a device: make it there, or move it (Keras 3.15 keeps the memory in `_value`).
+    """Let a variable live on a device: allocate it there, or move it.
 
     Args:
         variable: A Keras variable.
@@ -94,22 +96,12 @@ def place(variable: Any, device: str) -> bool:
     Returns:
         Whether it was elsewhere, or nowhere, before.
     """
-    current = variable._value
-    if current is not None and _short(current.device) == _short(device):
+    if _compat_variables.is_on(variable, device):
         return False
+    current = variable._value
     with tf.init_scope(), tf.device(device):
-        if current is None:
-            variable._initialize_with_initializer(variable._initializer)
-            variable._initializer = None
-        else:
-            variable._initialize(tf.identity(current))
+        _compat_variables.re_create(variable, None if current is None else tf.identity(current))
     return True
-
-
-def _short(device: str) -> tuple[str, int]:
-    """Return type and number of a device of this process, named in full or in short."""
-    spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
-    return spec.device_type, spec.device_index
 
 
 def called_apart(body: Callable[..., Any], *specs: Any, jit_compile: bool = False) -> Any:
@@ -204,22 +196,24 @@ def without_added_losses() -> Iterator[None]:
 
 
 def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
-    """Let a built optimizer follow its weights, which have moved (Keras 3.15 keys them by their memory).
+    """Let the slots of a built optimizer follow its weights, which have moved.
 
     Args:
         optimizer: A built optimizer.
         variables: The weights that it was built for, in their order.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    inner._trainable_variables_indices = {inner._var_key(variable): i for i, variable in enumerate(variables)}
+    _compat_variables.find_slots(inner)
     for slot in inner.variables:
         of = [variable for variable in variables if slot.name.startswith(variable.path.replace("/", "_") + "_")]
         if of and slot.shape == of[0].shape:
             place(slot, of[0].value.device)
 
 
-def slots_per_weight(optimizer: keras.Optimizer) -> int:
+def slots_per_weight(optimizer: keras.Optimizer | None) -> int:
     """Return how many variables of its own size an optimizer keeps for each weight (Keras 3.15)."""
+    if optimizer is None:
+        return 0
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     trial = type(inner).from_config(inner.get_config())
     trial.build([keras.Variable(tf.zeros([1]))])

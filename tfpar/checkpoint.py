@@ -289,6 +289,9 @@ class Checkpoints:
         variables = {name: array for name, array in arrays.items() if not name.startswith("callbacks/")}
         # Older files do not know their step.
         origin = str(self._path(state["step"])) if "step" in state else f"The newest file in {self.directory}"
+        if model.built and model.optimizer is not None and not model.optimizer.built:  # evaluated so far
+            with model.distribute_strategy.scope():
+                model.optimizer.build(model.trainable_variables)
         model_state.assign_arrays(model, variables, origin, assign)
         return Position(**state["position"]), insert_arrays(state["callbacks"], arrays)
 

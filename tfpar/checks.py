@@ -6,16 +6,16 @@ from typing import Any
 
 import keras
 
-from tfpar import _compat
+from tfpar import _compat, _compat_variables
 
 _STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict"}
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no compiled Keras model, or one whose own steps would never run.
+    """Refuse what is no Keras model, or one whose own steps would never run.
 
     Raises:
-        TypeError: If it is no compiled `keras.Model`.
+        TypeError: If it is no `keras.Model`.
         ValueError: If its class overrides a step of Keras' trainer.
     """
     if not isinstance(model, keras.Model):
@@ -23,17 +23,47 @@ def check_model(model: Any) -> None:
             f"The model function must return a compiled keras.Model, received {type(model).__name__}. "
             "End it with `return model`."
         )
-    if not model.compiled or model.optimizer is None:
-        raise TypeError(
-            f"The model function must return a compiled model, and {model.name!r} is not compiled. "
-            "Call model.compile(optimizer, loss) before returning it."
-        )
     for step, method in _STEPS.items():
         if _compat.overridden(model, step):
             raise ValueError(
                 f"{type(model).__name__} overrides {step}, which a strategy replaces by its own. "
                 f"Put the difference into the layers or a loss, or train with keras' own {method}."
             )
+
+
+def check_compiled(model: keras.Model, method: str) -> None:
+    """Refuse to train or evaluate a model that is not compiled; `predict` needs no compilation, as in Keras.
+
+    Args:
+        model: Any model.
+        method: "fit" or "evaluate".
+
+    Raises:
+        ValueError: If it is not compiled, or `fit` has no optimizer.
+    """
+    if not model.compiled:
+        raise ValueError(
+            f"You must call `compile()` before calling `{method}()`, and {model.name!r} is not compiled. Call "
+            "model.compile(optimizer, loss) in the model function, or trainer.compile(optimizer, loss)."
+        )
+    if method == "fit" and model.optimizer is None:
+        raise ValueError(
+            f"`fit()` needs an optimizer, and {model.name!r} is compiled with optimizer=None. Name one in compile()."
+        )
+
+
+def check_variables(model: keras.Model) -> None:
+    """Refuse to move a model into a strategy when it holds variables whose memory belongs to no Keras variable.
+
+    Raises:
+        ValueError: If a layer holds a `tf.Variable`.
+    """
+    for layer, variable in _compat_variables.bare_variables(model):
+        raise ValueError(
+            f"A model that was built outside of the strategy's scope can hold Keras variables only, and layer "
+            f"{layer.name!r} holds the tf.Variable {variable.name!r}. Create it with self.add_weight, or build the "
+            "model in a function that tfpar.Trainer calls."
+        )
 
 
 def check_inputs(model: keras.Model, inputs: Any) -> None:
@@ -79,22 +109,25 @@ def _text(shapes: list[tuple[int | None, ...]]) -> str:
     return ", ".join(str(shape) for shape in shapes)
 
 
-def build(model: keras.Model, batch: Any, targets: bool = True) -> None:
+def build(model: keras.Model, batch: Any, kind: str) -> None:
     """Create weights, metrics and optimizer slots as far as they wait for data; runs inside the strategy's scope.
 
+    The optimizer is built for the weights that train when training begins, as in Keras: layers may be frozen between
+    an evaluation and the first `fit`.
+
     Args:
-        model: A compiled model.
+        model: Any model for "predict", else a compiled one.
         batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
-        targets: Whether the batch has targets, so that metrics and losses can be built too.
+        kind: "train", "evaluate" or "predict".
 
     Raises:
         ValueError: If data and model do not fit together.
     """
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    if not targets:
+    if kind == "predict":
         if not model.built:
             _compat.call_model(model, inputs, training=False)
         return
     _compat.symbolic_build(model, batch)
-    if not model.optimizer.built:
+    if kind == "train" and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

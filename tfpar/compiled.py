@@ -8,12 +8,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, loop
+from tfpar import _compat, _compat_variables, loop
 from tfpar.strategies import Distributed, Strategy
 
 
 class CompiledSteps:
-    """What runs a model's steps, compiled once for as long as the model is not compiled anew.
+    """What runs a model's steps, compiled once for as long as the model is not compiled again.
 
     Args:
         model: A compiled model.
@@ -22,17 +22,25 @@ class CompiledSteps:
 
     def __init__(self, model: keras.Model, strategy: Strategy) -> None:
         self._model, self._strategy = model, strategy
-        self._compiled: dict[str, tuple[Any, list[int], Any]] = {}
+        self._compilation: Any = None
+        self._num_moves = 0
+        self._compiled: dict[str, Any] = {}
 
     def once(self, kind: str, compile_it: Callable[[], Any]) -> Any:
-        """Compile once, for as long as the model is not compiled anew and the same weights are trainable."""
-        model = self._model
+        """Compile once, for as long as the model is not compiled again and its variables keep their memory.
+
+        As in Keras, weights that become trainable or are frozen after a step was traced count from the next call of
+        `compile` on.
+        """
         # The object itself, which stays alive here: a later compilation could get the address of one that is gone.
-        compilation, trainable = _compat.compilation(model), [id(weight) for weight in model.trainable_variables]
-        before = self._compiled.get(kind)
-        if before is None or before[0] is not compilation or before[1] != trainable:
-            self._compiled[kind] = (compilation, trainable, compile_it())
-        return self._compiled[kind][2]
+        compilation = _compat.compilation(self._model)
+        num_moves = _compat_variables.num_moves(_compat_variables.state(self._model))
+        if compilation is not self._compilation or num_moves != self._num_moves:
+            self._compilation, self._num_moves = compilation, num_moves
+            self._compiled.clear()
+        if kind not in self._compiled:
+            self._compiled[kind] = compile_it()
+        return self._compiled[kind]
 
     def loop(self, kind: str, distributed: Distributed) -> Callable[..., loop.CallResult]:
         """Return the inner loop over train steps, or over evaluate steps.

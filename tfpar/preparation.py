@@ -48,6 +48,7 @@ class Preparation:
             kind: "train" or "evaluate".
             begun: A dataset and a stream of it of which nothing was taken yet.
         """
+        checks.check_compiled(self._model, "fit" if kind == "train" else "evaluate")
         distributed = self._strategy.distribute(dataset)
 
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
@@ -55,7 +56,7 @@ class Preparation:
 
         goes_on = begun[1] if begun is not None and begun[0] is dataset else None
         stream = Stream(distributed.dataset, steps, has_more, goes_on)
-        batch = self._build(stream, targets=True)
+        batch = self._build(stream, kind)
         if kind == "train":
             self._strategy.check_batch(batch)
         self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
@@ -66,15 +67,17 @@ class Preparation:
         dataset = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
         distributed = self._strategy.distribute(self._first_batches(dataset, steps))
         stream = Stream(distributed.dataset)
-        self._build(stream, targets=False)
+        self._build(stream, "predict")
         return stream, self._compiled.predict(distributed.dataset.element_spec)
 
-    def _build(self, stream: Stream, targets: bool) -> Any:
+    def _build(self, stream: Stream, kind: str) -> Any:
         batch = self._strategy.local_batch(stream.peek())
+        checks.check_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+        self._strategy.adopt(self._model)  # the model may be compiled again since, outside of the scope
         with self._strategy.scope():
-            checks.check_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
             self._strategy.place(self._model, batch)
-            checks.build(self._model, batch, targets)
+            checks.build(self._model, batch, kind)
+        self._strategy.adopt(self._model)  # metrics of the user's own belong to the model only now
         return batch
 
     def caller(

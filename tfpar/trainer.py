@@ -32,7 +32,7 @@ class Trainer:
             same seed has the same weights; it also orders arrays given to `fit`. None sets nothing.
 
     Raises:
-        TypeError: If the model function returns something else than a compiled `keras.Model`.
+        TypeError: If the model function returns something else than a `keras.Model`.
         ValueError: If the model overrides a step of Keras' own trainer, which would never run.
 
     Example:
@@ -51,7 +51,7 @@ class Trainer:
         with self.strategy.scope():
             self.model = build_model()
         checks.check_model(self.model)
-        self.strategy.check_scope(self.model)
+        self.strategy.adopt(self.model)
         self.interrupted = False
         self._preparation = Preparation(self.model, self.strategy)
         self._begun: tuple[Any, Stream] | None = None
@@ -81,6 +81,25 @@ class Trainer:
         stream, _ = self._preparation.stream(dataset, None, "train")
         self._begun = (dataset, stream)
         return self.strategy.local_batch(stream.peek())
+
+    def compile(self, *arguments: Any, **settings: Any) -> None:
+        """Compile the model again, as `keras.Model.compile` does: for another optimizer, loss or set of metrics.
+
+        `trainer.model.compile(...)` does the same. As in Keras, what changes in the `trainable` attribute of a layer
+        counts from the next compilation on, and an optimizer begins afresh.
+
+        Args:
+            *arguments: As for `compile` of the model, which is usually `keras.Model.compile`.
+            **settings: As for `compile` of the model: `optimizer`, `loss`, `metrics` and so on.
+
+        Example:
+            >>> trainer.fit(dataset)  # the new layers
+            >>> trainer.model.get_layer("base").trainable = True
+            >>> trainer.compile(keras.optimizers.Adam(1e-5), "mse")
+            >>> trainer.fit(dataset)  # all layers
+        """
+        with self.strategy.scope():
+            self.model.compile(*arguments, **settings)
 
     def fit(
         self,
@@ -135,7 +154,8 @@ class Trainer:
             The history of logs, one entry an epoch.
 
         Raises:
-            ValueError: If data and model do not fit together, or the strategy cannot honour the model exactly.
+            ValueError: If data and model do not fit together, the strategy cannot honour the model exactly, or the
+                model is not compiled.
             FloatingPointError: If the loss is no longer finite; the message names the step.
         """
         batch_size, epochs = batch_size or 32, limited_epochs(epochs)
@@ -209,6 +229,8 @@ class Trainer:
         callbacks: Callbacks = None,
     ) -> Any:
         """Return the model's outputs `[examples, ...]` as NumPy arrays, in the order of the inputs.
+
+        The model need not be compiled.
 
         Args:
             x: A dataset (targets are left aside) or arrays.

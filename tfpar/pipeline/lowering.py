@@ -152,7 +152,7 @@ class Lowering:
         """
         assert self._division is not None, "prepare comes before the steps"
         specs = _specs(batch)
-        key = (training, str(specs), self._trainable)
+        key = (training, str(specs))  # not what trains: that is fixed where a step is first traced, as in Keras
         if key not in self._compiled:
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
             programs = self._programs(inputs, training=training)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat_pipeline
+from tfpar import _compat_pipeline, _compat_variables
 from tfpar.pipeline.split import Stage, owner_of
 
 
@@ -26,8 +26,9 @@ def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence
     """
     owners = owner_of(stages, model.variables)
     moved = [_compat_pipeline.place(variable, devices[owners[id(variable)]]) for variable in model.variables]
-    if any(moved) and model.optimizer is not None and model.optimizer.built:
-        _compat_pipeline.move_optimizer(model.optimizer, model.trainable_variables)
+    optimizer = _compat_variables.optimizer_of(model)
+    if any(moved) and optimizer is not None and optimizer.built:
+        _compat_pipeline.move_optimizer(optimizer, model.trainable_variables)
 
 
 @contextlib.contextmanager

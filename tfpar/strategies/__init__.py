@@ -7,7 +7,7 @@ import os
 import keras
 import tensorflow as tf
 
-from tfpar import cluster, config, tf_config
+from tfpar import _compat_variables, cluster, config, tf_config
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker import MultiWorker
@@ -22,6 +22,7 @@ __all__ = [
     "Pipeline",
     "SingleDevice",
     "Strategy",
+    "around",
     "from_settings",
     "lost_worker",
     "of",
@@ -29,7 +30,7 @@ __all__ = [
 
 
 def of(model: keras.Model) -> Strategy:
-    """Return the strategy under whose scope a model was built.
+    """Return the strategy under whose scope a model was built, or else its layers.
 
     Args:
         model: A model built under the scope of a `tf.distribute.MirroredStrategy`, of a
@@ -38,18 +39,29 @@ def of(model: keras.Model) -> Strategy:
     Raises:
         TypeError: If it was built under another kind of `tf.distribute` strategy.
     """
-    strategy = model.distribute_strategy
+    home = _compat_variables.belongs_to(model)
+    if home is None:
+        return SingleDevice()
+    strategy = around(home)
+    if strategy is None:
+        raise TypeError(
+            f"tfpar.fit takes a model built under tf.distribute.MirroredStrategy, MultiWorkerMirroredStrategy or no "
+            f"strategy, received one built under {type(home).__name__}. Build it with "
+            "tfpar.Trainer(build_model, strategy)."
+        )
+    return strategy
+
+
+def around(strategy: tf.distribute.Strategy) -> Strategy | None:
+    """Return the tfpar strategy for a strategy of `tf.distribute`, the one that created it if one did; else None."""
+    known: Strategy | None = getattr(strategy, "tfpar_strategy", None)
+    if known is not None:
+        return known
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return MultiWorker.of(strategy)
     if isinstance(strategy, tf.distribute.MirroredStrategy):
         return Mirrored.of(strategy)
-    if strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy():
-        return SingleDevice()
-    raise TypeError(
-        f"tfpar.fit takes a model built under tf.distribute.MirroredStrategy, MultiWorkerMirroredStrategy or no "
-        f"strategy, received one built under {type(strategy).__name__}. Build it with "
-        "tfpar.Trainer(build_model, strategy)."
-    )
+    return None
 
 
 def from_settings(settings: config.Strategy) -> Strategy:

@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import data
+from tfpar import _compat, _compat_variables, data
+from tfpar.checks import check_variables
 from tfpar.loop import SECONDS_PER_CALL
 
 
@@ -36,6 +37,8 @@ class Strategy(abc.ABC):
     steps are called while a `tf.function` is traced, on one element of the dataset that `distribute` returned.
     """
 
+    # The tf.distribute strategy that weights belong to; None for those of one device, and of pipelines.
+    home: tf.distribute.Strategy | None = None
     num_replicas: int
     num_workers: int = 1
     rank: int = 0
@@ -72,16 +75,40 @@ class Strategy(abc.ABC):
         """Say whether any worker has examples in the upcoming element, a boolean scalar; may communicate."""
         return upcoming.has_value()
 
-    @abc.abstractmethod
-    def check_scope(self, model: keras.Model) -> None:
-        """Refuse a model that was not built in this strategy's scope.
+    def holds(self, variable: keras.Variable) -> bool:
+        """Say whether the memory of a variable is where this strategy's steps expect it."""
+        return _compat_variables.home_of(variable) is self.home
 
-        It comes right after the scope, so that a strategy that gives weights their memory later does it here where
-        the model's shapes are known.
+    def adopt(self, model: keras.Model) -> None:
+        """Move what was created outside of this strategy's scope into it: weights, optimizer, metrics, random state.
+
+        So a model that was built, or compiled again, anywhere trains here from the state that it has. The Keras
+        objects stay the same, only their memory is allocated again; where nothing is to be moved this costs a look at
+        each variable.
+
+        Args:
+            model: Any model, built and compiled as far as it may be.
 
         Raises:
-            ValueError: If it was not.
+            ValueError: If the model holds variables that are no Keras variables.
         """
+        away = [variable for variable in _compat_variables.state(model) if not self.holds(variable)]
+        if away:
+            check_variables(model)
+            with self.scope():
+                for variable in away:
+                    self._move(variable)
+        if away or _compat_variables.belongs_to(model) is not self.home or _compat_variables.has_lost_slots(model):
+            _compat_variables.move_trainer(model, self.home)
+
+    def _move(self, variable: keras.Variable) -> None:
+        if not _compat_variables.is_allocated(variable):
+            _compat_variables.re_create(variable)
+            return
+        value = tf.convert_to_tensor(variable.value)
+        _compat_variables.re_create(variable, value)
+        if _compat.is_summed_on_read(variable):  # each replica begins with all of it
+            self.assign(variable, value)
 
     def place(self, model: keras.Model, batch: Any) -> None:
         """Let the weights of a model live where they belong, before the optimizer makes its state beside them.

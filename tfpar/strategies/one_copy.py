@@ -28,18 +28,6 @@ class OneCopy(Strategy):
         """Return the number of examples of the batch, an int64 scalar."""
         return data.num_rows(element)
 
-    def check_scope(self, model: keras.Model) -> None:
-        """Refuse a model that was built for several devices.
-
-        Raises:
-            ValueError: If it was built in the scope of a strategy for several.
-        """
-        if isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy):
-            raise ValueError(
-                f"{model.name!r} must be built for one device, and it was built in the scope of a MirroredStrategy. "
-                "Build it in the model function that tfpar.Trainer calls, or train it with tfpar.fit."
-            )
-
     def end_call(self, model: keras.Model) -> None:
         """Do nothing: every step is complete by itself."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_graph, _compat_pipeline, _compat_random, cluster, data
+from tfpar import _compat, _compat_graph, _compat_pipeline, _compat_random, _compat_variables, cluster, data
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.forecast import measure_step
@@ -86,6 +86,7 @@ class Pipeline(OneCopy):
         self._balance, self._recompute = balance, recompute
         self._memory_limit_bytes, self._allow_mixing = memory_limit_bytes, allow_mixing
         self._partitions: weakref.WeakKeyDictionary[keras.Model, Partition] = weakref.WeakKeyDictionary()
+        self._num_moves: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
         self._stages: weakref.WeakKeyDictionary[keras.Model, StagesOfModel] = weakref.WeakKeyDictionary()
         self._adds_losses: weakref.WeakKeyDictionary[keras.Model, bool] = weakref.WeakKeyDictionary()
         self._lowerings: weakref.WeakKeyDictionary[keras.Model, Lowering] = weakref.WeakKeyDictionary()
@@ -104,14 +105,17 @@ class Pipeline(OneCopy):
             * self._recompute
         )
 
-    def check_scope(self, model: keras.Model) -> None:
+    def adopt(self, model: keras.Model) -> None:
         """Give the model's weights memory where their stages run, as far as layers and shapes are known.
 
         Raises:
-            ValueError: If it was built for several devices already, or cannot be divided.
+            ValueError: If it cannot be divided, or holds variables that are no Keras variables.
         """
-        super().check_scope(model)
-        if model.built and getattr(model, "inputs", None):
+        super().adopt(model)
+        if self._num_moves.get(model, 0) != _compat_variables.num_moves(model.variables):
+            for known in (self._partitions, self._stages, self._lowerings):  # another strategy had it meanwhile
+                known.pop(model, None)
+        if model not in self._partitions and model.built and getattr(model, "inputs", None):
             with _compat_random.stand_in_generator():
                 graph = model_graph.trace(model)
             self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
@@ -174,15 +178,15 @@ class Pipeline(OneCopy):
         partition = divide(graph, balance, self.schedule.num_stages, len(self.devices), costs, size, memory)
         place_weights(model, partition.stages, self._stage_devices)
         self._partitions[model] = partition
+        self._num_moves[model] = _compat_variables.num_moves(model.variables)
         self._stages.pop(model, None)
 
     def _memory(self, model: keras.Model) -> MemoryNeeds:
         # Where the gradient of the weights waits, what recomputation made again for it waits too.
         one_at_a_time = self._recompute and not self.schedule.splits_backward
         num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule))
-        return MemoryNeeds(
-            self._memory_limit_bytes, _compat_pipeline.slots_per_weight(model.optimizer), num_activations
-        )
+        num_slots = _compat_pipeline.slots_per_weight(_compat_variables.optimizer_of(model))
+        return MemoryNeeds(self._memory_limit_bytes, num_slots, num_activations)
 
     def look_ahead(self, model: keras.Model, batch: Any) -> Outlook:
         """Measure the stages on a batch and predict a step; nothing is trained.

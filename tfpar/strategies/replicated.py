@@ -37,7 +37,8 @@ class Replicated(Strategy):
     _compression: str | None = None
 
     def __init__(self, strategy: tf.distribute.Strategy, pack_bytes: int | None) -> None:
-        self._strategy = strategy
+        self.home = self._strategy = strategy
+        strategy.tfpar_strategy = self  # found again by the variables of a model, with its options
         self._pack_bytes = pack_bytes
         self._divisions: weakref.WeakKeyDictionary[keras.Model, Division] = weakref.WeakKeyDictionary()
         self._kinds: weakref.WeakKeyDictionary[keras.Model, list[list[slices.Kind]]] = weakref.WeakKeyDictionary()
@@ -103,18 +104,6 @@ class Replicated(Strategy):
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
         """Return the size of the global batch, an int64 scalar."""
         return tf.cast(element[3], tf.int64)
-
-    def check_scope(self, model: keras.Model) -> None:
-        """Refuse a model whose weights are not on every replica.
-
-        Raises:
-            ValueError: If it was built outside of this strategy's scope.
-        """
-        if model.distribute_strategy is not self._strategy:
-            raise ValueError(
-                f"{model.name!r} must be built inside the strategy's scope, and it was built outside. "
-                "Build it in the model function that tfpar.Trainer calls."
-            )
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Refuse what replicas would silently compute differently; find out how added losses divide.

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, cluster, data
+from tfpar import _compat, _compat_variables, cluster, data
 from tfpar.strategies.one_copy import OneCopy
 
 
@@ -39,6 +39,13 @@ class SingleDevice(OneCopy):
             return f"SingleDevice on {self.device}"
         gpus = tf.config.list_logical_devices("GPU")
         return f"SingleDevice on {'GPU:0' if gpus else 'CPU:0'}"
+
+    def holds(self, variable: keras.Variable) -> bool:
+        """Say whether a variable has plain memory, and that of a weight is on the device if one is named."""
+        # Whole numbers stay where they are: TensorFlow keeps most of them on the host.
+        if self.device is None or not tf.as_dtype(variable.dtype).is_floating:
+            return super().holds(variable)
+        return super().holds(variable) and _compat_variables.is_on(variable, self.device)
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Accept every model: one device is what the others are measured by."""

@@ -1,0 +1,137 @@
+"""Memory of Keras variables: whose it is, and how it is re-created elsewhere under the same Keras object.
+
+Written for Keras 3.15 and TensorFlow 2.21. A `keras.Variable` keeps a `tf.Variable` in `_value`
+(keras/src/backend/tensorflow/core.py); what a user holds, a weight, an optimizer or a metric, is the Keras object, so
+it stays valid when the memory behind it is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
+
+
+def state(model: keras.Model) -> list[Any]:
+    """Return all Keras variables behind a model's training, each once: weights, random state, optimizer, metrics.
+
+    `Layer.variables` leaves out the variables of metrics that layers hold. The metrics of a compilation are in
+    `model.metrics` once they are built.
+    """
+    held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
+    optimizer = optimizer_of(model)
+    groups = [model.variables, *(metric.variables for metric in (*model.metrics, *held))]
+    groups += [optimizer.variables] if optimizer is not None else []
+    return list({id(variable): variable for group in groups for variable in group}.values())
+
+
+def optimizer_of(model: keras.Model) -> Any:
+    """Return the optimizer of a model, None where it is not compiled, or compiled without one (Keras 3.15)."""
+    return getattr(model, "optimizer", None)
+
+
+def home_of(variable: Any) -> tf.distribute.Strategy | None:
+    """Return the `tf.distribute` strategy that a variable's memory belongs to, None for plain memory."""
+    memory = variable._value
+    return memory._distribute_strategy if isinstance(memory, DistributedVariable) else None
+
+
+def re_create(variable: Any, value: Any = None) -> None:
+    """Allocate the memory of a variable again, in the scope and on the device in force.
+
+    Args:
+        variable: A Keras variable, perhaps without memory yet.
+        value: What it holds then; None runs the initializer that waits for its memory.
+    """
+    if value is None:
+        variable._initialize_with_initializer(variable._initializer)
+        variable._initializer = None
+    else:
+        variable._initialize(value)
+    variable._tfpar_moves = getattr(variable, "_tfpar_moves", 0) + 1
+
+
+def num_moves(variables: Iterable[Any]) -> int:
+    """Return how often the memory of some variables was allocated again: what was traced with a former one is stale."""
+    return sum(getattr(variable, "_tfpar_moves", 0) for variable in variables)
+
+
+def is_allocated(variable: Any) -> bool:
+    """Say whether a variable has memory; a pipeline allocates weights when their stages are known."""
+    return variable._value is not None
+
+
+def is_on(variable: Any, device: str) -> bool:
+    """Say whether the memory of a variable is on a device of this process, such as `"GPU:1"`."""
+    return is_allocated(variable) and short_name(variable._value.device) == short_name(device)
+
+
+def short_name(device: str) -> tuple[str, int]:
+    """Return type and number of a device of this process, named in full or in short."""
+    spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
+    return spec.device_type, spec.device_index
+
+
+def belongs_to(model: keras.Model) -> tf.distribute.Strategy | None:
+    """Return the strategy in whose scope a model was built, or else the one that its weights belong to.
+
+    Keras notes the scope in `_distribute_strategy`. A model that somebody makes of the layers of another one outside
+    of the scope has none there.
+    """
+    noted: tf.distribute.Strategy | None = model._distribute_strategy
+    return noted or next(filter(None, map(home_of, model.variables)), None)
+
+
+def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
+    """Let Keras' own methods of a model and its optimizer know the strategy that their variables belong to.
+
+    Keras' optimizers remember the strategy in whose scope they are created, and find a weight's slots by the weight's
+    memory (keras/src/backend/tensorflow/optimizer.py).
+
+    Args:
+        model: A model whose variables are all in place.
+        home: Their strategy; None for plain memory.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            layer._distribute_strategy = home
+    forget_functions(model)
+    optimizer = optimizer_of(model)
+    while optimizer is not None:
+        optimizer._distribution_strategy = home or tf.distribute.get_strategy()
+        find_slots(optimizer)
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+
+
+def has_lost_slots(model: keras.Model) -> bool:
+    """Say whether the memory of weights was allocated again since the optimizer created their slots."""
+    optimizer = optimizer_of(model)
+    if optimizer is None or not optimizer.built:
+        return False
+    known = optimizer._trainable_variables_indices
+    return any(optimizer._var_key(weight) not in known for weight in optimizer._trainable_variables)
+
+
+def find_slots(optimizer: Any) -> None:
+    """Let an optimizer find the slots of its weights by the memory that these have now (Keras 3.15)."""
+    built_for = optimizer._trainable_variables
+    optimizer._trainable_variables_indices = {optimizer._var_key(weight): i for i, weight in enumerate(built_for)}
+
+
+def forget_functions(model: keras.Model) -> None:
+    """Drop what Keras' own `fit`, `evaluate` and `predict` traced: it holds memory that is no longer the model's."""
+    model.train_function = model.test_function = model.predict_function = None
+
+
+def bare_variables(model: keras.Model) -> list[tuple[keras.Layer, Any]]:
+    """Return the `tf.Variable`s that layers hold as attributes, with their layers: Keras does not track these."""
+    return [
+        (layer, value)
+        for layer in model._flatten_layers()
+        for attribute in vars(layer).values()
+        for value in (attribute if isinstance(attribute, list | tuple) else [attribute])
+        if isinstance(value, tf.Variable)
+    ]
