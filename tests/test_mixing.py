@@ -126,6 +126,16 @@ def test_operations_between_layers_are_tested_one_by_one() -> None:
     assert find_mixing(graph, [inputs]) == Mixing(calls=(mean,))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_a_single_example_tells_too(dtype: str) -> None:
+    entry = keras.Input((6,), dtype=dtype)
+    hidden = layers.Embedding(9, 4)(entry) if dtype == "int32" else entry
+    graph = trace(keras.Model(entry, Applies(minus_mean)(hidden)))
+    assert find_mixing(graph, [np.arange(6).astype(dtype)[None]]).calls == ("tested",)
+    same = trace(keras.Model(entry, Applies(lambda layer, inputs, training: 2 * inputs)(hidden)))
+    assert find_mixing(same, [np.arange(6).astype(dtype)[None]]).calls == ()
+
+
 def test_a_loss_over_the_batch_is_no_result() -> None:
     class Net(keras.Model):
         def __init__(self) -> None:

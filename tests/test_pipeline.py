@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -171,6 +172,24 @@ def layers_behind_a_loop() -> keras.Model:
     return model
 
 
+class AddsLossOfEach(layers.Layer):
+    """Adds a loss of each example, as CTC's endpoint layers do, which Keras sums."""
+
+    def call(self, features: Any) -> Any:
+        self.add_loss(ops.mean(ops.square(features), axis=(1, 2))[:, 0:1])
+        return features
+
+
+def grouped_convolutions() -> keras.Model:
+    """On CPUs Keras compiles them with XLA, and what XLA compiles cannot read the weights of another device."""
+    grouped = [layers.Conv2D(4, 2, groups=2, padding="same") for _ in range(3)]
+    checked = [layers.Lambda(lambda x: 2 * x), AddsLossOfEach()]
+    hidden = [grouped[0], checked[0], grouped[1], checked[1], grouped[2]]
+    model = keras.Sequential([keras.Input((3, 3, 4)), *hidden, layers.Flatten(), layers.Dense(NUM_CLASSES)])
+    model.compile("sgd", crossentropy())
+    return model
+
+
 MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] = {
     "a graph of layers": (graph_of_layers, graph_data, {"num_stages": 4, "schedule": "interleaved"}),
     "tied weights": (tied_weights, lambda: batched(tokens(6), tokens(6)), {"num_stages": 4, "schedule": "zero_bubble"}),
@@ -180,6 +199,11 @@ MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] =
         weights_without_gradient,
         lambda: batched(inputs(NUM_EXAMPLES), (labels(NUM_EXAMPLES), random(2))),
         {"num_stages": 4, "schedule": "zero_bubble"},
+    ),
+    "grouped convolutions": (
+        grouped_convolutions,
+        lambda: batched(random(3, 3, 4), labels(NUM_EXAMPLES)),
+        {"num_stages": 4},
     ),
     "loops and lookups": (
         loops_and_lookups,
@@ -213,6 +237,29 @@ def test_a_model_trains_and_evaluates_as_on_one_device(name: str) -> None:
             strict=True,
         ):
             np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_first_batch_may_have_fewer_examples_than_there_are_micro_batches(schedule: str) -> None:
+    def sizes(*sizes: int) -> tf.data.Dataset:
+        parts = [labelled().unbatch().skip(sum(sizes[:number])).take(size) for number, size in enumerate(sizes)]
+        weights = [tf.data.Dataset.from_tensors(1.0 + tf.range(size, dtype="float64")) for size in sizes]
+        batches = [tf.data.Dataset.zip(part.batch(8), weight) for part, weight in zip(parts, weights, strict=True)]
+        batches = [batch.map(lambda one, weight: (*one, weight)) for batch in batches]
+        return functools.reduce(tf.data.Dataset.concatenate, batches)
+
+    build = sequential(CountsAndAddsLoss, lambda: layers.Dense(8, kernel_regularizer="l2"), optimizer="adam")
+    with computing_in("float64"):
+        keras.utils.set_random_seed(0)
+        model = build()
+        model.run_eagerly = True  # compiled, Keras' own step is 4e-4 off: it can read a weight after its update
+        expected = model.fit(sizes(1, 5, 3, 2), epochs=2, verbose=0).history
+        trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 4, schedule, "parameters"), seed=0)
+        assert_same_history(trainer.fit(sizes(1, 5, 3, 2), epochs=2, verbose=0).history, expected, TOLERANCE)
+        assert_same_state(state(trainer.model), state(model), TOLERANCE)
+        np.testing.assert_allclose(
+            trainer.predict(inputs(1), verbose=0), model.predict(inputs(1), verbose=0), rtol=TOLERANCE
+        )
 
 
 def test_layers_may_be_frozen_and_unfrozen_between_two_fits() -> None:
@@ -597,7 +644,6 @@ def test_a_model_that_cannot_be_cut_so_is_refused_when_the_trainer_is_made(
 @pytest.mark.parametrize(
     ("build", "num_microbatches", "message"),
     [
-        (named, 9, "a batch of 8 and num_microbatches=9. Use larger batches, or at most 8 micro-batches"),
         (
             sequential(lambda: Centred(name="centred")),
             2,
@@ -608,7 +654,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused_when_the_trainer_is_made(
         (own_loss(ScalesLoss, kernel_regularizer="l2"), 2, "ScalesLoss has a penalty on .* train on SingleDevice"),
         (sequential(lambda: layers.SpectralNormalization(layers.Dense(4))), 2, "as SpectralNormalization does"),
     ],
-    ids=["small batch", "mixing", "training", "loss reads weights", "own loss of penalties", "assigned weight"],
+    ids=["mixing", "training", "loss reads weights", "own loss of penalties", "assigned weight"],
 )
 def test_a_model_that_micro_batches_would_change_is_refused_before_the_first_step(
     build: Build, num_microbatches: int, message: str

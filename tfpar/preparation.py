@@ -57,8 +57,6 @@ class Preparation:
         goes_on = begun[1] if begun is not None and begun[0] is dataset else None
         stream = Stream(distributed.dataset, steps, has_more, goes_on)
         batch = self._build(stream, kind)
-        if kind == "train":
-            self._strategy.check_batch(batch)
         self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
         return stream, self._compiled.loop(kind, distributed)
 

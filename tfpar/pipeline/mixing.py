@@ -99,8 +99,8 @@ def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
 
     Args:
         graph: The model.
-        inputs: Its flat inputs, `[examples, ...]` each; the first four examples are used. From a single example
-            nothing can be found.
+        inputs: Its flat inputs, `[examples, ...]` each; the first four examples are used. Of a single example others
+            are made, with its elements in another order.
 
     Returns:
         What was found; names in the order of the graph.
@@ -110,7 +110,10 @@ def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
         >>> find_mixing(trace(model), [np.ones((4, 4))]).calls
         ('mixes',)
     """
-    size = 2 * (min(NUM_EXAMPLES, *(len(tensor) for tensor in inputs)) // 2)
+    size = min(NUM_EXAMPLES, *(len(tensor) for tensor in inputs))
+    if size == 1:
+        inputs, size = [_several(tensor) for tensor in inputs], NUM_EXAMPLES
+    size = 2 * (size // 2)
     calls = _needed(graph)
     if not size or all(_is_safe(call) for call in calls):
         return Mixing(batch_normalizations=tuple(call.name for call in calls if _normalizes(call)))
@@ -267,9 +270,19 @@ def _run(call: Call, tensors: dict[Value, Any], training: bool, draw: int = 0) -
     """Run a call with the states that it has now, and leave them so."""
     given = {value: tensors[value] for value in call.inputs}
     state = _compat_random.state_of_no_layer()
-    with keras.StatelessScope([(state, state.value + draw)]):
+    # Weights may live on several devices, and what XLA compiles reads those of its own alone.
+    copies = [(variable, tf.identity(variable.value)) for variable in call.variables]
+    with keras.StatelessScope([*copies, (state, state.value + draw)]):
         run([call], given, training)
     return [given[value] for value in call.outputs]
+
+
+def _several(tensor: Any) -> Any:
+    """Make four examples of one: words of a text, or elements of a row, stay what they are and change places."""
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.shape.rank == 1:
+        return tf.repeat(tensor[:1], NUM_EXAMPLES)
+    return tf.concat([tf.roll(tensor[:1], number, -1) for number in range(NUM_EXAMPLES)], 0)
 
 
 def _varied(tensor: Any) -> Any:

@@ -122,17 +122,6 @@ class Strategy(abc.ABC):
         """
         return  # a scope has placed them
 
-    def check_batch(self, batch: Any) -> None:
-        """Refuse to train on batches that are too small.
-
-        Args:
-            batch: The first global batch.
-
-        Raises:
-            ValueError: If it is.
-        """
-        return  # most split any batch
-
     @abc.abstractmethod
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Check, before the first step, that this model can be trained here exactly.

@@ -159,7 +159,8 @@ class Pipeline(OneCopy):
             inputs = model_graph.standardize(model, given)
             if self.schedule.num_microbatches > 1 and not self._allow_mixing:
                 _check_synchronized(graph)
-                check_mixing(graph, inputs)
+                with tf.device(self.devices[0]):
+                    check_mixing(graph, inputs)
             self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
         # A layer tells while it runs on symbols; a model whose own `call` adds one is read.
         tells = added or any(isinstance(call.operation, _compat_graph.AddedLoss) for call in graph.calls)
@@ -254,19 +255,6 @@ class Pipeline(OneCopy):
             ValueError: If a loss does not divide.
         """
         self._lowerings[model].prepare(batch)
-
-    def check_batch(self, batch: Any) -> None:
-        """Refuse to train with batches of fewer examples than micro-batches.
-
-        Raises:
-            ValueError: If there are fewer.
-        """
-        size, wanted = int(data.num_rows(batch)), self.schedule.num_microbatches
-        if size < wanted:
-            raise ValueError(
-                f"A global batch must hold at least one example for each micro-batch, received a batch of {size} and "
-                f"num_microbatches={wanted}. Use larger batches, or at most {size} micro-batches."
-            )
 
     def around_steps(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow takes less time over the graph of a step, which is a large one."""
