@@ -229,3 +229,8 @@ def test_the_mask_of_an_output_is_there_after_the_last_stage() -> None:
 @pytest.mark.parametrize("name", architectures.DIFFERENT)
 def test_architectures_give_the_unsplit_output_in_2_4_and_8_stages(name: str) -> None:
     architectures.check(name)
+
+
+@pytest.mark.parametrize(("name", "num_stages"), architectures.RUN_IN_THE_SUITE.items())
+def test_architectures_train_and_predict(name: str, num_stages: int) -> None:
+    architectures.run(name, num_stages)

@@ -17,7 +17,7 @@ from tfpar.pipeline.graph import Value
 from tfpar.pipeline.loss import LossPart, LossProgram
 from tfpar.pipeline.microbatches import cut_batch
 from tfpar.pipeline.penalties import add_penalties
-from tfpar.pipeline.placement import follow_data
+from tfpar.pipeline.placement import copied_to, follow_data
 from tfpar.pipeline.programs import Programs, StagesOfModel
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.stage import Travelling
@@ -270,8 +270,9 @@ class Lowering:
     def _call(self, inputs: Any, training: bool) -> Any:
         """Run the whole model, stage after stage, in the order in which its added losses count."""
         tensors: dict[Value, Any] = self._flat(inputs)
-        for stage in self._of_stages.stages:
-            model_graph.run(stage.calls, tensors, training)
+        for stage, device in zip(self._of_stages.stages, self._devices, strict=True):
+            with copied_to(device, stage.variables):
+                model_graph.run(stage.calls, tensors, training)
         return keras.tree.map_structure(lambda value: tensors[value], self._graph.outputs)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -29,6 +29,22 @@ def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence
     optimizer = _compat_variables.optimizer_of(model)
     if any(moved) and optimizer is not None and optimizer.built:
         _compat_pipeline.move_optimizer(optimizer, model.trainable_variables)
+
+
+@contextlib.contextmanager
+def copied_to(device: str, variables: Iterable[keras.Variable]) -> Iterator[None]:
+    """Run everything inside this context on one device, with copies of weights that may live on others.
+
+    What XLA compiles, as Keras' grouped convolutions on CPUs, cannot read a weight of another device. No state changes.
+
+    Args:
+        device: Such as `"/device:GPU:0"`.
+        variables: The weights and states that are read.
+    """
+    with tf.device(device):
+        copies = [(variable, tf.identity(variable.value)) for variable in variables]
+        with keras.StatelessScope(copies):
+            yield
 
 
 @contextlib.contextmanager

@@ -273,7 +273,8 @@ class StageProgram:
             self._masks = [_compat_pipeline.mask_of(tensor) for tensor in self._made]
             before = variables[len(self.parameters) :]
             self._new_states = [None if new is old else new for new, old in zip(new_states, before, strict=True)]
-            self._losses = list(scope.losses)
+            # A layer may add one value for each example, which Keras sums.
+            self._losses = [tf.reduce_sum(loss) for loss in scope.losses]
             self._differentiate()
         return [*tensors_of(self._made), *tensors_of(self._input_gradients), *tensors_of(self._sums)]
 
