@@ -15,8 +15,7 @@ import tfpar
 from tests import multi_worker_cases as cases
 from tests import small, workers
 from tests.multi_worker_cases import Trained
-from tests.parity_cases import CASES
-from tests.test_parity import computing_in, differences, reference
+from tests.test_parity import CASES, computing_in, differences, reference
 from tfpar.parity import relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests.parity_cases import CASES, Case
+from tests import objective_cases, parity_cases
+from tests.parity_cases import Case
 from tfpar.parity import TOLERANCES, relative_difference
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -22,6 +23,7 @@ STRATEGIES = {
     "mirrored over 2": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
     "mirrored over 3, packed": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], pack_bytes=256),
 }
+CASES = parity_cases.CASES | objective_cases.CASES
 IN_FLOAT32_TOO = ("single device", "mirrored over 2")
 TABLE = [
     (dtype, strategy, case)

@@ -14,7 +14,7 @@ MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
     ["figures"],
-    ["_compat_losses", "suggestions", "slices"],
+    ["_compat_losses", "_compat_objectives", "suggestions", "slices", "update_order"],
     ["_toml", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
     [
         "config",
@@ -26,11 +26,13 @@ LADDER = [
         "batch_systems",
         "tf_config",
     ],
-    ["config_use", "callback_state", "cluster", "collectives", "data", "launcher", "meeting", "model_state"],
+    ["config_use", "callback_state", "cluster", "collectives", "data", "launcher", "meeting"],
     ["reduction", "run_directory"],
     ["run_summary"],
-    ["checks", "loop", "whole_batch"],
+    ["loop", "whole_batch"],
     ["division"],
+    ["objective"],
+    ["checks", "model_state"],
     ["pipeline"],
     ["strategies", "checkpoint", "stream"],
     ["alike", "built", "callback_list", "callbacks", "compiled", "resume"],

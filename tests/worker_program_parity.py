@@ -10,8 +10,7 @@ from typing import Any
 import tfpar
 from tests import multi_worker_cases as cases
 from tests import small, workers
-from tests.parity_cases import CASES
-from tests.test_parity import computing_in, train
+from tests.test_parity import CASES, computing_in, train
 
 
 def train_case(strategy: tfpar.MultiWorker, dtype: str, name: str) -> tuple[dict[str, list[float]], list[Any]]:

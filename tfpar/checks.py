@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfpar import _compat, _compat_variables
+from tfpar import _compat, _compat_variables, objective
 
 _STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict"}
 
@@ -23,11 +23,12 @@ def check_model(model: Any) -> None:
             f"The model function must return a compiled keras.Model, received {type(model).__name__}. "
             "End it with `return model`."
         )
+    replaced = {"train_step", "test_step"} if objective.has_objectives(model) else set()
     for step, method in _STEPS.items():
-        if _compat.overridden(model, step):
+        if _compat.overridden(model, step) and step not in replaced:
             raise ValueError(
-                f"{type(model).__name__} overrides {step}, which a strategy replaces by its own. "
-                f"Put the difference into the layers or a loss, or train with keras' own {method}."
+                f"{type(model).__name__} overrides {step}, which a strategy replaces by its own. Put the difference "
+                f"into the layers, a loss or tfpar.Objective, or use keras' own {method}."
             )
 
 
@@ -127,6 +128,9 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
     if kind == "predict":
         if not model.built:
             _compat.call_model(model, inputs, training=False)
+        return
+    if objective.objectives_of(model):
+        objective.build(model, batch)
         return
     _compat.symbolic_build(model, batch)
     if kind == "train" and not model.optimizer.built:

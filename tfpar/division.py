@@ -52,7 +52,7 @@ class Division:
         parts = _parts(batch)
         own_loss = functools.partial(_own_loss, call=call)
         added_losses = functools.partial(_added_losses, call=call)
-        with _compat_random.preserved_random_state(), _restored(model):
+        with _compat_random.preserved_random_state(), restored(model):
             _check_shapes(model, parts[1:], call)
             if _compat.overridden(model, "compute_loss"):
                 (kind,) = _kinds(model, parts, own_loss, f"What {type(model).__name__}.compute_loss returns")
@@ -226,7 +226,7 @@ def _own_loss(model: keras.Model, batch: Any, call: Callable[..., Any]) -> list[
 
 
 @contextlib.contextmanager
-def _restored(model: keras.Model) -> Iterator[None]:
+def restored(model: keras.Model) -> Iterator[None]:
     """Leave the model's weights and states as they were before this context."""
     before = [(variable, variable.numpy()) for variable in model.variables]
     try:
@@ -276,7 +276,7 @@ def _kinds(
     num_others = float(data.num_rows(parts[1]))
     kinds = [_kind(values, num_others, what) for values in zip(*measure(), strict=True)]
     if None in kinds:  # nothing to see with these weights: zero on every part
-        with _restored(model):
+        with restored(model):
             _shake(model)
             again = zip(*measure(), strict=True)
         kinds = [kind or _kind(values, num_others, what) for kind, values in zip(kinds, again, strict=True)]

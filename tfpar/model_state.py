@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpar import checkpoint_file
+from tfpar import checkpoint_file, objective
 
 Assign = Callable[[keras.Variable, Any], Any]
 
@@ -29,7 +29,10 @@ def state_variables(model: keras.Model) -> dict[str, Any]:
     """
     groups = {
         "weights": model.variables,
-        "optimizer": model.optimizer.variables,
+        "optimizer": [
+            *model.optimizer.variables,
+            *(variable for optimizer, _ in objective.updates_of(model) for variable in optimizer.variables),
+        ],
         "metrics": [variable for metric in model.metrics for variable in metric.variables],
     }
     named: dict[str, Any] = {}

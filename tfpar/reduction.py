@@ -145,6 +145,18 @@ def _mean(total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None, cou
     return global_mean(total, weight, all_weight, counts.in_parts)
 
 
+def mean_of_sums(total: tf.Tensor, weight: tf.Tensor, counts: Counts = ALONE) -> tf.Tensor:
+    """Divide the sum of this replica's examples by a weight, both added up over the whole batch.
+
+    Args:
+        total: Scalar.
+        weight: Scalar.
+        counts: How many examples there are.
+    """
+    share = tf.cast(counts.share, total.dtype)
+    return _mean(share * total, share * weight, None, counts)
+
+
 def _num_values(values: tf.Tensor, counts: Counts) -> tf.Tensor | None:
     """Return how many losses the global batch has, as each example has equally many; None where it is not known."""
     if counts.here is None or counts.everywhere is None:

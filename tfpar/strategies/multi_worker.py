@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, data, tf_config
+from tfpar import _compat, data, objective, tf_config
 from tfpar.collectives import PIECE_BYTES, AllReduce, Group
 from tfpar.data import Sharded
 from tfpar.strategies import factors, preflight
@@ -177,6 +177,11 @@ class MultiWorker(Replicated):
         Raises:
             ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
         """
+        if self._averaging is not None and objective.objectives_of(model):
+            raise ValueError(
+                f"sync='average' averages one optimizer's state, and {type(model).__name__} has objectives with "
+                "optimizers of their own. Leave sync out."
+            )
         super().prepare(model, batch)
         (self._num_rows[model],) = self.add_up([float(data.num_rows(batch))])
         if model in self._divisions:

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, data
+from tfpar import _compat, data, objective
 from tfpar.strategies.base import Distributed, Strategy
 
 
@@ -34,4 +34,5 @@ class OneCopy(Strategy):
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average where the optimizer keeps one."""
         with _compat.one_device_optimizer():
-            model.optimizer.finalize_variable_values(model.trainable_variables)
+            for optimizer, variables in objective.updates_of(model):
+                optimizer.finalize_variable_values(variables)

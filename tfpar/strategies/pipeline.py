@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_graph, _compat_pipeline, _compat_random, _compat_variables, cluster, data
+from tfpar import _compat, _compat_graph, _compat_pipeline, _compat_random, _compat_variables, cluster, data, objective
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.forecast import measure_step
@@ -112,6 +112,11 @@ class Pipeline(OneCopy):
             ValueError: If it cannot be divided, or holds variables that are no Keras variables.
         """
         super().adopt(model)
+        if objective.objectives_of(model):
+            raise ValueError(
+                f"A pipeline trains by the loss of compile, computed after the last stage, and {type(model).__name__} "
+                "has objectives of its own. Train it with SingleDevice, Mirrored or MultiWorker."
+            )
         if self._num_moves.get(model, 0) != _compat_variables.num_moves(model.variables):
             for known in (self._partitions, self._stages, self._lowerings):  # another strategy had it meanwhile
                 known.pop(model, None)

@@ -10,10 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, data, reduction, slices
+from tfpar import _compat, _compat_losses, data, objective, reduction, slices
 from tfpar.data import Sharded
 from tfpar.division import Division
 from tfpar.reduction import local_replica_id, replica_id
+from tfpar.strategies import objective_steps
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.gradients import add_up, kinds_of_lookups
 from tfpar.strategies.single_device import forward, forward_backward, update_metrics
@@ -112,12 +113,19 @@ class Replicated(Strategy):
             ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
         """
         if self.num_replicas > 1:
+            if objective.objectives_of(model):
+                objective.check(model, batch)
+                return
             self._divisions[model] = Division(model, batch)
             if model.run_eagerly:
                 self._kinds[model] = kinds_of_lookups(model, batch)
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one optimizer update on the parts of a global batch; return the global loss, a scalar."""
+        """Do one update, or one for each objective, on the parts of a global batch; return the global loss."""
+        if objective.objectives_of(model):
+            return objective_steps.train(
+                model, batch, self._run, self._sum_gradients, self._apply, _own_metrics_counted
+            )
         _, _, share, _ = batch
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
@@ -132,7 +140,7 @@ class Replicated(Strategy):
             return loss, gradients
 
         loss, gradients = self._run(model, on_replica, batch, training=True)
-        self._apply(model, gradients)
+        self._apply(model.optimizer, model.trainable_variables, gradients)
         return loss
 
     def _sum_gradients(
@@ -149,14 +157,13 @@ class Replicated(Strategy):
         kinds = self._kinds.get(model) if tf.executing_eagerly() else None
         return add_up(gradients, kinds, share, counted, self._pack_bytes, self._compression)
 
-    def _apply(self, model: keras.Model, gradients: Any) -> None:
-        """Run the optimizer on every replica, where every variable stands for its local copy."""
-        variables = model.trainable_variables
+    def _apply(self, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
+        """Run an optimizer on every replica, where every variable stands for its local copy."""
         if variables:
             with _compat.one_device_optimizer():
                 self._strategy.extended.update(
                     variables[0].value,
-                    lambda _, sums: model.optimizer.apply(sums, variables),
+                    lambda _, sums: optimizer.apply(sums, variables),
                     args=(gradients,),
                     group=False,
                 )
@@ -176,10 +183,13 @@ class Replicated(Strategy):
             return [None if gradient is None else gradient * tf.cast(is_some, gradient.dtype) for gradient in gradients]
 
         with _compat.replica_seeds(replica_id), _compat.local_losses():
-            self._apply(model, self._strategy.run(on_replica, args=(parts,)))
+            gradients = self._strategy.run(on_replica, args=(parts,))
+            self._apply(model.optimizer, model.trainable_variables, gradients)
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
+        if objective.objectives_of(model):
+            return objective_steps.evaluate(model, batch, self._run, _own_metrics_counted)
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
@@ -206,13 +216,14 @@ class Replicated(Strategy):
 
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights on every replica with their moving average where the optimizer keeps one."""
-        if model.trainable_variables:
-            with self.scope(), _compat.one_device_optimizer():
-                self._strategy.extended.update(
-                    model.trainable_variables[0].value,
-                    lambda _: model.optimizer.finalize_variable_values(model.trainable_variables),
-                    group=False,
-                )
+        for optimizer, variables in objective.updates_of(model):
+            if variables:
+                with self.scope(), _compat.one_device_optimizer():
+                    self._strategy.extended.update(
+                        variables[0].value,
+                        lambda _, by=optimizer, of=variables: by.finalize_variable_values(of),
+                        group=False,
+                    )
 
     def _predict(self, model: keras.Model, parts: Sequence[Any], then: Callable[[Any], Any]) -> list[Any]:
         """Run the model on each part and a function on each replica's outputs; return what it gives, by replica."""

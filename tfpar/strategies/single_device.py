@@ -8,8 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_variables, cluster, data
+from tfpar import _compat, _compat_variables, cluster, data, objective
+from tfpar.reduction import Counts
 from tfpar.strategies.one_copy import OneCopy
+from tfpar.update_order import after_reads
 
 
 class SingleDevice(OneCopy):
@@ -51,8 +53,10 @@ class SingleDevice(OneCopy):
         """Accept every model: one device is what the others are measured by."""
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one optimizer update on a batch; return the loss, a scalar."""
+        """Do one optimizer update on a batch, or one for each objective; return the loss, a scalar."""
         with self.scope():
+            if objective.objectives_of(model):
+                return _train_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if gradients:
@@ -64,6 +68,8 @@ class SingleDevice(OneCopy):
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
         with self.scope():
+            if objective.objectives_of(model):
+                return _evaluate_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             loss, outputs = forward(model, inputs, targets, weights)
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
@@ -74,6 +80,28 @@ class SingleDevice(OneCopy):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with self.scope():
             return _compat.call_model(model, inputs, training=False)
+
+
+# A divisor over the examples of one device is that of the whole batch.
+_ALL = Counts(in_parts=True, add_up=lambda weight: weight)
+
+
+def _train_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
+    """Do one update for each objective of a model, in their order; return the sum of their losses."""
+    losses = []
+    for one in objective.objectives_of(model):
+        loss, gradients = objective.forward_backward(model, one, batch, _ALL)
+        with _compat.one_device_optimizer():
+            objective.optimizer_of(model, one).apply(gradients, objective.trained_by(model, one))
+        losses.append(loss)
+    if objective.counts_steps(model):
+        model.optimizer.iterations.assign_add(1)
+    return objective.count(model, losses, data.num_rows(batch))
+
+
+def _evaluate_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
+    losses = [objective.loss_of(one, batch, False, _ALL) for one in objective.objectives_of(model)]
+    return objective.count(model, losses, data.num_rows(batch))
 
 
 def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any, list[Any]]:
@@ -93,15 +121,7 @@ def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any
         loss = _compat.compute_loss(model, inputs, targets, outputs, weights, training=True)
         scaled = model.optimizer.scale_loss(loss)
     gradients = tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
-    present = [gradient for gradient in gradients if gradient is not None]
-    # TensorFlow 2.21's graph optimizer can drop the edge that keeps a read before an update where the gradient does
-    # not need what was read; so the updates wait for all that the forward pass gives. Where the backward pass reads
-    # again, they wait for all of that too; elsewhere it may overlap with updates, which two cores use.
-    reads = (loss, outputs, present if _compat.recomputes(model) else ())
-    with tf.control_dependencies(tf.nest.flatten(reads, expand_composites=True)):
-        present = tf.nest.map_structure(tf.identity, present, expand_composites=True)
-    after = iter(present)
-    return loss, outputs, [None if gradient is None else next(after) for gradient in gradients]
+    return loss, outputs, after_reads(gradients, (loss, outputs), _compat.recomputes(model))
 
 
 def forward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any]:

@@ -1,0 +1,104 @@
+"""Objectives on replicas: for each in turn, parts of its loss, one sum of gradients, one update on every replica."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, data, objective
+from tfpar.reduction import Counts
+
+Run = Callable[..., Any]
+Counting = Callable[[keras.Model, tf.Tensor], AbstractContextManager[None]]
+
+
+def train(
+    model: keras.Model,
+    batch: Any,
+    run: Run,
+    sum_gradients: Callable[[keras.Model, list[Any], tf.Tensor, tf.Tensor], list[Any]],
+    apply: Callable[[Any, list[keras.Variable], Any], None],
+    metrics_counted: Counting,
+) -> tf.Tensor:
+    """Do one update for each objective of a model; return the sum of their losses, a scalar.
+
+    Args:
+        model: A built and compiled model.
+        batch: An element of the distributed dataset, `(parts, sizes, share, num_examples)`.
+        run: Runs a function on every replica's part, as `Replicated` does.
+        sum_gradients: Sums gradients over all replicas, in replica context; takes what an example counts and how many
+            of them the replica counts.
+        apply: Runs an optimizer on every replica with weights and their summed gradients.
+        metrics_counted: The context in which a replica's forward pass updates metrics of layers.
+    """
+    losses = []
+    _, _, share, _ = batch
+    for one in objective.objectives_of(model):
+
+        def on_replica(part: Any, counted: tf.Tensor, one: objective.Objective = one) -> tuple[tf.Tensor, list[Any]]:
+            with metrics_counted(model, counted):
+                loss, gradients = objective.forward_backward(model, one, part, _counts(part, batch))
+            if tf.executing_eagerly():
+                _refuse_rows(model, one, gradients)
+            return loss, sum_gradients(model, gradients, share, counted)
+
+        with _compat.local_losses():
+            loss, gradients = run(model, on_replica, batch, training=True)
+        apply(objective.optimizer_of(model, one), objective.trained_by(model, one), gradients)
+        losses.append(loss)
+    if objective.counts_steps(model):
+        model.optimizer.iterations.assign_add(1)
+    return _count(model, losses, batch, run, training=True)
+
+
+def evaluate(model: keras.Model, batch: Any, run: Run, metrics_counted: Counting) -> tf.Tensor:
+    """Count the losses of a model's objectives over the parts of a batch; return their sum, a scalar.
+
+    Args:
+        model: A built and compiled model.
+        batch: An element of the distributed dataset.
+        run: Runs a function on every replica's part.
+        metrics_counted: The context in which a replica's forward pass updates metrics of layers.
+    """
+    losses = []
+    for one in objective.objectives_of(model):
+
+        def on_replica(part: Any, counted: tf.Tensor, one: objective.Objective = one) -> tuple[tf.Tensor]:
+            with metrics_counted(model, counted):
+                return (objective.loss_of(one, part, False, _counts(part, batch)),)
+
+        with _compat.local_losses():
+            losses += run(model, on_replica, batch, training=False)
+    return _count(model, losses, batch, run, training=False)
+
+
+def _refuse_rows(model: keras.Model, one: objective.Objective, gradients: list[Any]) -> None:
+    """Refuse gradients of rows without a graph, which would tell how replicas' rows add up."""
+    for weight, gradient in zip(objective.trained_by(model, one), gradients, strict=True):
+        if isinstance(gradient, tf.IndexedSlices):
+            raise ValueError(
+                "Under several replicas an objective with run_eagerly=True cannot train a weight whose rows are looked "
+                f"up, received {weight.path!r}. Leave run_eagerly out, or train on SingleDevice()."
+            )
+
+
+def _counts(part: Any, batch: Any) -> Counts:
+    _, _, share, num_examples = batch
+    return Counts(share, data.num_rows(part), num_examples)
+
+
+def _count(model: keras.Model, losses: list[tf.Tensor], batch: Any, run: Run, *, training: bool) -> tf.Tensor:
+    """Let every replica count the losses for its own examples, unless another replica counts them."""
+
+    def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
+        def count() -> tf.Tensor:
+            return objective.count(model, losses, counted)
+
+        return (tf.cond(counted > 0, count, lambda: tf.add_n(losses)),)
+
+    (total,) = run(model, on_replica, batch, training=training)
+    return total
