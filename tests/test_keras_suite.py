@@ -11,9 +11,8 @@ from tests.keras_suite import __main__ as command
 from tests.keras_suite import expected, processes
 
 SAMPLE = [
-    "callbacks/csv_logger_test.py::CSVLoggerTest::test_CSVLogger",
     "callbacks/learning_rate_scheduler_test.py::LearningRateSchedulerTest::test_updates_learning_rate",
-    "trainers/trainer_test.py::TestTrainer::test_loss_weights",
+    "trainers/trainer_test.py::TestTrainer::test_evaluate_flow_graph_fn",
     "trainers/trainer_test.py::TestTrainer::test_steps_per_epoch_match_multi_epoch_non_jit",
 ]
 # Stands for Keras' tests, in a process of its own.

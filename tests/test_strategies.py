@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -326,3 +327,16 @@ def test_evaluation_and_prediction_take_batches_of_any_size(normalizing: Callabl
     np.testing.assert_allclose(trainer.evaluate(one, verbose=0), model.evaluate(one, verbose=0), rtol=1e-5)
     np.testing.assert_allclose(trainer.predict(one, verbose=0), model.predict(one, verbose=0), rtol=1e-5)
     normalizing().fit(parity_cases.batches(8, 8), validation_data=parity_cases.batches(9, 8), verbose=0)
+
+
+@pytest.mark.parametrize("in_scope", [False, True], ids=["outside", "in the scope"])
+def test_python_and_numpy_convert_variables_of_replicas(in_scope: bool) -> None:
+    trainer = tfpar.Trainer(small.build_model, tfpar.Mirrored(TWO))
+    optimizer = trainer.model.optimizer
+    optimizer.iterations.assign(7)
+    rate = optimizer.learning_rate.numpy()
+    with trainer.strategy.scope() if in_scope else contextlib.nullcontext():
+        assert (int(optimizer.iterations), float(optimizer.learning_rate)) == (7, float(rate))
+        assert (int(optimizer.iterations.value), float(optimizer.learning_rate.value)) == (7, float(rate))
+        for array in (np.array(optimizer.learning_rate), keras.ops.convert_to_numpy(optimizer.learning_rate.value)):
+            np.testing.assert_array_equal(array, rate)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
@@ -135,3 +136,18 @@ def bare_variables(model: keras.Model) -> list[tuple[keras.Layer, Any]]:
         for value in (attribute if isinstance(attribute, list | tuple) else [attribute])
         if isinstance(value, tf.Variable)
     ]
+
+
+def convert_replicated_variables() -> None:
+    """Let Python and NumPy convert a replicated variable: `float(optimizer.learning_rate)`, `int(iterations)`.
+
+    TensorFlow 2.21's `DistributedVariable` has `numpy`, but not the `__float__`, `__int__` and `__array__` of its other
+    variables (tensorflow/python/distribute/values.py), which Keras 3.15 calls (keras/src/backend/common/variables.py).
+    """
+    methods = {
+        "__float__": lambda variable: float(variable.numpy()),
+        "__int__": lambda variable: int(variable.numpy()),
+        "__array__": lambda variable, dtype=None, copy=None: np.array(variable.numpy(), dtype),
+    }
+    for name, method in methods.items():
+        setattr(DistributedVariable, name, method)

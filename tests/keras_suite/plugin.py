@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.testing import TestCase
 
 import tfpar
 from tests.keras_suite import stand_ins
@@ -57,8 +56,6 @@ class Suite:
             self._strategy = STRATEGIES[name]()
         for verb in VERBS:
             setattr(TensorFlowTrainer, verb, self._in_place_of(getattr(TensorFlowTrainer, verb), verb))
-        if self._strategy is not None and self._strategy.num_replicas > 1:
-            _enter_in_every_test(self._strategy)
 
     def _in_place_of(self, original: Callable[..., Any], verb: str) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -77,9 +74,8 @@ class Suite:
 
     def _trainer(self, model: Any) -> tfpar.Trainer:
         if id(model) not in self._trainers:
-            # A test may make its model under a strategy of TensorFlow's that it chose itself.
-            of_its_own = isinstance(model.distribute_strategy, tf.distribute.MirroredStrategy)
-            strategy = tfpar.strategies.of(model) if of_its_own else self._strategy
+            # A test that enters a scope of TensorFlow's own chooses its strategy itself.
+            strategy = tfpar.strategies.of(model) if tf.distribute.has_strategy() else self._strategy
             self._trainers[id(model)] = tfpar.Trainer(lambda: model, strategy, seed=None)
         return self._trainers[id(model)]
 
@@ -113,17 +109,6 @@ class Suite:
                 where="" if error is None else _where(error),
             )
         return report
-
-
-def _enter_in_every_test(strategy: tfpar.strategies.Strategy) -> None:
-    """Let tests make their models where the strategy's replicas live."""
-    original = TestCase.setUp
-
-    def set_up(test: TestCase) -> None:
-        original(test)  # ends what scopes there are: it resets TensorFlow's default graph
-        test.enterContext(strategy.scope())
-
-    TestCase.setUp = set_up
 
 
 def _text(error: BaseException) -> str:

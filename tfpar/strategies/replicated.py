@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, data, objective, reduction, slices
+from tfpar import _compat, _compat_losses, _compat_variables, data, objective, reduction, slices
 from tfpar.data import Sharded
 from tfpar.division import Division
 from tfpar.reduction import local_replica_id, replica_id
@@ -38,6 +38,7 @@ class Replicated(Strategy):
     _compression: str | None = None
 
     def __init__(self, strategy: tf.distribute.Strategy, pack_bytes: int | None) -> None:
+        _compat_variables.convert_replicated_variables()
         self.home = self._strategy = strategy
         strategy.tfpar_strategy = self  # found again by the variables of a model, with its options
         self._pack_bytes = pack_bytes
