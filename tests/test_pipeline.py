@@ -262,6 +262,30 @@ def test_a_first_batch_may_have_fewer_examples_than_there_are_micro_batches(sche
         )
 
 
+@pytest.mark.parametrize(
+    ("schedule", "num_hidden", "num_stages"),
+    [("1f1b", 0, 1), ("zero_bubble", 1, 2), ("interleaved", 0, 1), ("interleaved", 2, 3)],
+)
+def test_a_model_of_fewer_calls_than_stages_trains_in_fewer_stages_with_a_warning(
+    schedule: str, num_hidden: int, num_stages: int
+) -> None:
+    def build() -> keras.Model:
+        hidden = [layers.Dense(8, "tanh") for _ in range(num_hidden)]
+        model = keras.Sequential([keras.Input((NUM_FEATURES,)), *hidden, layers.Dense(NUM_CLASSES)])
+        model.compile("sgd", crossentropy(), metrics=["accuracy"])
+        return model
+
+    devices = ["CPU:0"] if num_hidden == 2 else None
+    with computing_in("float64"):
+        keras.utils.set_random_seed(0)
+        expected = build().fit(labelled(), epochs=2, verbose=0).history
+        with pytest.warns(UserWarning, match=f"for 4 stages: it runs in {num_stages} on CPU:0"):
+            trainer = tfpar.Trainer(build, tfpar.Pipeline(4, 2, schedule, devices=devices), seed=0)
+        found = trainer.fit(labelled(), epochs=2, verbose=0).history
+    assert_same_history(found, expected, TOLERANCE)
+    assert len(trainer.strategy.look_ahead(trainer.model, next(iter(labelled()))).rows) == num_stages
+
+
 def test_layers_may_be_frozen_and_unfrozen_between_two_fits() -> None:
     def freeze(model: keras.Model, frozen: int, optimizer: Any) -> keras.Model:
         for index, layer in enumerate(model.layers):
@@ -625,7 +649,6 @@ def test_settings_that_cannot_be_are_refused_when_the_strategy_is_made(settings:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_stages": 4}, "num_stages=4 for a model of 3; use at most 3 stages"),
         ({"balance": [1, 1]}, r"add up to the 3 layer calls of the model, received \[1, 1\], which adds up to 2"),
         ({"balance": ["nope"]}, "received 'nope'; the model has 'a', 'b', 'c'"),
         ({"balance": ["a"]}, "must leave a layer before it, received 'a'.* such as 'b'"),

@@ -29,7 +29,7 @@ def show_stages(trainer: Trainer, strategy: Pipeline, batch: Any) -> Outlook:
     """
     outlook = strategy.look_ahead(trainer.model, batch)
     console = rich.console.Console(width=None if rich.console.Console().is_terminal else _COLUMNS)
-    console.print(stages_table(outlook.rows, outlook.planned, strategy.schedule))
+    console.print(stages_table(outlook.rows, outlook.planned, strategy.schedule_of(trainer.model)))
     return outlook
 
 
@@ -48,9 +48,10 @@ def draw_trace(
         picture: The PNG file to write.
         tensorboard: The folder of TensorBoard's files; None for none.
     """
-    planned = simulate(strategy.schedule, dataclasses.replace(outlook.durations, update_seconds=()))
+    schedule = strategy.schedule_of(trainer.model)
+    planned = simulate(schedule, dataclasses.replace(outlook.durations, update_seconds=()))
     measured = strategy.trace(trainer.model, batch)
-    png = render.draw(planned, measured, strategy.schedule, picture)
+    png = render.draw(planned, measured, schedule, picture)
     if tensorboard is not None:
         with tf.summary.create_file_writer(str(tensorboard / "pipeline")).as_default():
             tf.summary.image("schedule, as planned and as run", tf.io.decode_png(png, channels=4)[tf.newaxis], step=0)

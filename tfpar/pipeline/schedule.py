@@ -10,7 +10,7 @@ from tfpar.pipeline import orders
 from tfpar.pipeline.actions import Action, Kind, Schedule, parse
 from tfpar.pipeline.validator import check, peak_activations
 
-__all__ = ["NAMES", "Action", "Kind", "Schedule", "check", "make", "parse", "peak_activations"]
+__all__ = ["NAMES", "Action", "Kind", "Schedule", "check", "make", "of_fewer_stages", "parse", "peak_activations"]
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -53,6 +53,29 @@ def make(name: str, num_stages: int, num_microbatches: int, num_devices: int | N
         )
     order = {"gpipe": orders.gpipe, "1f1b": orders.one_forward_one_backward, "zero_bubble": orders.zero_bubble}[name]
     return Schedule(name, num_stages, num_stages, num_microbatches, order(num_stages, num_microbatches))
+
+
+def of_fewer_stages(schedule: Schedule, most: int) -> Schedule:
+    """Return a schedule of as many stages as a model has operations, where those are fewer.
+
+    Where "interleaved" would have one stage a device, what is left is "1f1b".
+
+    Args:
+        schedule: One of the known ones.
+        most: Stages that there can be.
+
+    Example:
+        >>> of_fewer_stages(make("gpipe", num_stages=4, num_microbatches=2), 3).num_stages
+        3
+    """
+    if most >= schedule.num_stages:
+        return schedule
+    name, devices, microbatches = schedule.name, schedule.num_devices, schedule.num_microbatches
+    if name != "interleaved":
+        return make(name, max(most, 1), microbatches)
+    if most >= 2 * devices:
+        return make(name, most - most % devices, microbatches, devices)
+    return make("1f1b", max(min(most, devices), 1), microbatches)
 
 
 def _check_interleaved(num_stages: int, num_microbatches: int, num_devices: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -85,6 +86,7 @@ class Pipeline(OneCopy):
         self.devices = _devices(self.schedule) if chosen is None else chosen
         self._balance, self._recompute = balance, recompute
         self._memory_limit_bytes, self._allow_mixing = memory_limit_bytes, allow_mixing
+        self._schedules: weakref.WeakKeyDictionary[keras.Model, schedules.Schedule] = weakref.WeakKeyDictionary()
         self._partitions: weakref.WeakKeyDictionary[keras.Model, Partition] = weakref.WeakKeyDictionary()
         self._num_moves: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
         self._stages: weakref.WeakKeyDictionary[keras.Model, StagesOfModel] = weakref.WeakKeyDictionary()
@@ -147,11 +149,12 @@ class Pipeline(OneCopy):
                 model,
                 self._partitions[model].graph,
                 self._partitions[model].stages,
-                self._stage_devices,
+                self._stage_devices(model),
                 recompute=self._recompute,
                 splits_backward=self.schedule.splits_backward,
             )
-        self._lowerings[model] = Lowering(model, self._stages[model], self.schedule, self._adds_losses[model])
+        schedule = self.schedule_of(model)
+        self._lowerings[model] = Lowering(model, self._stages[model], schedule, self._adds_losses[model])
 
     def _read(self, model: keras.Model, batch: Any) -> bool:
         """Read a model's operations, check and divide them; return whether a layer adds a loss."""
@@ -180,17 +183,37 @@ class Pipeline(OneCopy):
     def _cut(
         self, model: keras.Model, graph: model_graph.Graph, balance: Balance, costs: Sequence[CallCost], size: int
     ) -> None:
+        self._schedules[model] = schedule = self._fitted(model, graph)
         memory = self._memory(model)
-        partition = divide(graph, balance, self.schedule.num_stages, len(self.devices), costs, size, memory)
-        place_weights(model, partition.stages, self._stage_devices)
+        partition = divide(graph, balance, schedule.num_stages, schedule.num_devices, costs, size, memory)
+        place_weights(model, partition.stages, self._stage_devices(model))
         self._partitions[model] = partition
         self._num_moves[model] = _compat_variables.num_moves(model.variables)
         self._stages.pop(model, None)
 
+    def _fitted(self, model: keras.Model, graph: model_graph.Graph) -> schedules.Schedule:
+        """Return the schedule of as many stages as a model has operations; with a warning where they are too few."""
+        num_calls = len(graph.calls)
+        if not isinstance(self._balance, str) or num_calls >= self.schedule.num_stages:
+            return self.schedule
+        fitted = schedules.of_fewer_stages(self.schedule, num_calls)
+        if model not in self._schedules:
+            warnings.warn(
+                f"{model.name!r} has {num_calls} layer call{'s' * (num_calls > 1)} for {self.schedule.num_stages} "
+                f"stages: it runs in {fitted.num_stages} on {', '.join(self.devices[: fitted.num_devices])}. Set "
+                "num_stages to no more, or use Mirrored, which needs no layers to divide.",
+                stacklevel=2,
+            )
+        return fitted
+
+    def schedule_of(self, model: keras.Model) -> schedules.Schedule:
+        """Return the order in which the stages of a model run: with fewer stages where it has fewer layer calls."""
+        return self._schedules.get(model, self.schedule)
+
     def _memory(self, model: keras.Model) -> MemoryNeeds:
         # Where the gradient of the weights waits, what recomputation made again for it waits too.
         one_at_a_time = self._recompute and not self.schedule.splits_backward
-        num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule))
+        num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
         num_slots = _compat_pipeline.slots_per_weight(_compat_variables.optimizer_of(model))
         return MemoryNeeds(self._memory_limit_bytes, num_slots, num_activations)
 
@@ -215,8 +238,8 @@ class Pipeline(OneCopy):
             return look_ahead(
                 self._partitions[model],
                 lowering,
-                self.schedule,
-                self._stage_devices,
+                self.schedule_of(model),
+                self._stage_devices(model),
                 self._memory(model),
                 batch,
                 self._microbatch_size(inputs),
@@ -234,7 +257,7 @@ class Pipeline(OneCopy):
         """
         lowering = self._prepared(model)
         with self.around_steps():
-            return measure_step(self.schedule, lambda actions: lowering.timed(batch, actions))
+            return measure_step(self.schedule_of(model), lambda actions: lowering.timed(batch, actions))
 
     def _prepared(self, model: keras.Model) -> Lowering:
         lowering = self._lowerings.get(model)
@@ -248,10 +271,10 @@ class Pipeline(OneCopy):
     def _microbatch_size(self, inputs: Any) -> int:
         return -(-int(data.num_rows(inputs)) // self.schedule.num_microbatches)
 
-    @property
-    def _stage_devices(self) -> list[str]:
-        """The device of each stage."""
-        return [f"/device:{self.devices[self.schedule.device_of(s)]}" for s in range(self.schedule.num_stages)]
+    def _stage_devices(self, model: keras.Model) -> list[str]:
+        """Return the device of each stage."""
+        schedule = self.schedule_of(model)
+        return [f"/device:{self.devices[schedule.device_of(stage)]}" for stage in range(schedule.num_stages)]
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Find out how losses divide over micro-batches.
