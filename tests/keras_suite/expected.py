@@ -23,7 +23,50 @@ class Expected(NamedTuple):
     strategies: tuple[str, ...] = ("single_device", "mirrored", "pipeline")
 
 
-EXPECTED: list[Expected] = []
+REPLICAS, STAGES = ("mirrored",), ("pipeline",)
+
+EXPECTED = [
+    Expected(
+        "*",
+        r"overrides (train|test|predict)_step, which a strategy replaces",
+        "A strategy has steps of its own, so that a step that a model overrides would never run.",
+    ),
+    Expected(
+        "*::test_distributed_datasets_from_function_model_integration",
+        r"is <.*DistributedDatasetsFromFunction",
+        "A dataset that tf.distribute has split already has no global batches.",
+    ),
+    Expected(
+        "*::test_nested_inputs",
+        r"Tuples differ: \(6, 2\) != \(3, 2\)",
+        "The test calls predict_on_batch, which stays Keras' own and predicts each example once per replica.",
+        REPLICAS,
+    ),
+    Expected(
+        "*",
+        r"a model that overrides compute_loss can be compiled with one loss",
+        "How a compute_loss of a model's own combines several losses is not known, so they cannot be divided.",
+        REPLICAS,
+    ),
+    Expected(
+        "*",
+        r"a model that overrides compute_loss can have no other losses",
+        "How a compute_loss of a model's own combines added losses is not known, and they arise in other stages.",
+        STAGES,
+    ),
+    Expected(
+        "*",
+        r"must apply the same operations in training and in inference",
+        "Stages hold one list of operations, and `if training` outside of a layer makes two.",
+        STAGES,
+    ),
+    Expected(
+        "*",
+        r"reads the weight .* outside of a layer",
+        "A stage holds the weights of its layers; a weight of the model itself belongs to none.",
+        STAGES,
+    ),
+]
 
 
 def reason(strategy: str, test: str, messages: list[str]) -> str | None:

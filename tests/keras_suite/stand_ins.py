@@ -67,7 +67,14 @@ class _TrainerOfModels:
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         layers = tuple(base for base in bases if base not in (self, keras.layers.Layer))
         # The layer's own call and build come first, then those of a model.
-        return (type("Model", (*layers, keras.Model), {}),)
+        return (type("Model", (*layers, keras.Model), {"layers": _Layers()}),)
+
+
+class _Layers:
+    """The layers of a model, which may also set an attribute of this name, as a mixture may."""
+
+    def __get__(self, model: keras.Model | None, owner: type) -> Any:
+        return self if model is None else keras.Model.layers.fget(model)
 
 
 _ORIGINAL = keras_trainer.TensorFlowTrainer
