@@ -14,7 +14,7 @@ MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
     ["figures"],
-    ["_compat_losses", "_compat_objectives", "suggestions", "slices", "update_order"],
+    ["_compat_losses", "_compat_metrics", "_compat_objectives", "suggestions", "slices", "update_order"],
     ["_toml", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
     [
         "config",
@@ -29,7 +29,7 @@ LADDER = [
     ["config_use", "callback_state", "cluster", "collectives", "data", "launcher", "meeting"],
     ["reduction", "run_directory"],
     ["run_summary"],
-    ["loop", "whole_batch"],
+    ["loop", "metric_entries", "whole_batch"],
     ["division"],
     ["objective"],
     ["checks", "model_state"],

@@ -92,7 +92,8 @@ class Caller:
             end_at_nonfinite: Whether the call ends after a step whose loss is not finite.
 
         Returns:
-            The steps done, the number that Keras gives the last one, whether the loss is finite, and the logs.
+            The steps done, the number that Keras gives the last one, whether the loss is finite, and the logs, in
+            the structure that the model gives them.
         """
         limit = self.num_steps
         wanted = num_steps if limit is None else min(num_steps, limit - first)
@@ -105,10 +106,10 @@ class Caller:
         for callback in self.callbacks.callbacks:
             if isinstance(callback, Throughput):
                 callback.measure_call(done, int(result.num_examples), float(result.data_wait_seconds))
-        logs = to_python(result.logs)
+        logs = keras.tree.map_structure(np.asarray, result.logs)
         # Keras counts whole executions, also where the data end within one.
         last = first + (num_steps if self._per_execution > 1 else done) - 1
-        return done, last, bool(result.finite) and bool(np.isfinite(logs.get("loss", 0.0))), logs
+        return done, last, bool(result.finite) and bool(np.all(np.isfinite(logs.get("loss", 0.0)))), logs
 
 
 def limited_epochs(epochs: int) -> int:

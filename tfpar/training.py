@@ -17,7 +17,7 @@ import numpy as np
 
 from tfpar import _compat, callback_state
 from tfpar.alike import begin_alike
-from tfpar.calls import Caller, to_python
+from tfpar.calls import Caller
 from tfpar.checkpoint import Checkpoints, Position
 
 NonfiniteLoss = Literal["stop", "continue"]
@@ -144,7 +144,7 @@ class Training:
             if decision.save:
                 self._save()
         self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
-        return logs or to_python(self._strategy.metric_results(self._model))
+        return dict(logs or self._strategy.metric_results(self._model))
 
     def _end_epoch(self, last: bool) -> None:
         decision = self._decide(may_save=True)

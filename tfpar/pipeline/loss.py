@@ -68,6 +68,7 @@ class LossProgram:
         self.draws: list[Any] = []
         self._num_divisors = 0
         self._found: list[bool] = []
+        self._counts: list[bool] = []
         with _compat_random.stand_in_generator():
             self._trace(batch)
         if self._draws_from_no_layer:
@@ -88,6 +89,11 @@ class LossProgram:
         """Whether it gives a gradient for each of the model's flat outputs."""
         found = iter(self._found)
         return [self._training and flow.needs_gradient and next(found) for flow in self._flows]
+
+    def counted(self, states: Sequence[tf.Tensor]) -> list[tuple[Any, tf.Tensor]]:
+        """Return the variables that `compute_loss` counts, with what they hold then; others may change elsewhere."""
+        pairs = zip(self.states, states, strict=True)
+        return [pair for pair, counts in zip(pairs, self._counts, strict=True) if counts]
 
     @property
     def needs_divisors(self) -> bool:
@@ -175,6 +181,7 @@ class LossProgram:
             totals = [scope.get_current_value(variable) for variable in self._trackers]
             self._draws_from_no_layer = _compat_random.draws_from_no_layer(scope, self.draws)
             new_states = [scope.get_current_value(variable) for variable in self.states]
+            self._counts = [new is not old for new, old in zip(new_states, states, strict=True)]
             new_draws = [scope.get_current_value(variable) for variable in self.draws]
             sources = [one for one, flow in zip(outputs, self._flows, strict=True) if flow.needs_gradient]
             gradients = tf.gradients(value, sources, tf.cast(scale, value.dtype)) if self._training else []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_pipeline, data
+from tfpar import _compat, _compat_pipeline, data, metric_entries
 from tfpar.division import Division
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.executor import Execution
@@ -213,7 +213,7 @@ class Lowering:
     def _finish(self, batch: Any, run: Run, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the loss of the batch; keep new states and count the loss."""
         loss = tf.add_n([tf.cast(part, keras.config.floatx()) for part in (*run.execution.losses, *penalties)])
-        new_states = [*run.execution.new_states(), *zip(run.loss.states, run.states, strict=True)]
+        new_states = [*run.execution.new_states(), *run.loss.counted(run.states)]
         with tf.control_dependencies([tf.group(*run.execution.ends, loss)]), follow_data():
             for variable, value in new_states:
                 variable.assign(value)
@@ -250,7 +250,7 @@ class Lowering:
                 outputs = keras.tree.pack_sequence_as(
                     self._graph.outputs, list(map(_compat_pipeline.with_mask, tensors, masks))
                 )
-                self._model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+                metric_entries.update_metrics(self._model, inputs, targets, outputs, weights, whole=False)
                 return tf.constant(True)
 
             return tf.cond(counted > 0, count, lambda: tf.constant(False))

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, _compat_variables, data
+from tfpar import _compat, _compat_variables, data, metric_entries
 from tfpar.checks import check_variables
 from tfpar.loop import SECONDS_PER_CALL
 
@@ -159,9 +159,8 @@ class Strategy(abc.ABC):
         """Do what the optimizer leaves for the end of training: overwrite the weights with their moving average."""
 
     def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        """Return the model's metrics over the examples of all workers."""
-        results: dict[str, tf.Tensor] = model.get_metrics_result()
-        return results
+        """Return the logs over the examples of all workers: the metrics' results, and what `compute_metrics` adds."""
+        return metric_entries.results(model)
 
     def gather_metrics(self, model: keras.Model) -> None:
         """Let the chief's variables of metrics hold what all workers have counted."""

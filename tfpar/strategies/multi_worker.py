@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, data, objective, tf_config
+from tfpar import _compat, data, metric_entries, objective, tf_config
 from tfpar.collectives import PIECE_BYTES, AllReduce, Group
 from tfpar.data import Sharded
 from tfpar.strategies import factors, preflight
@@ -251,7 +251,7 @@ class MultiWorker(Replicated):
         before = [copy.read_value() for copy in copies]
         for variable, total in zip(variables, self._totals(variables), strict=True):
             self._hold(variable, total)
-        results: dict[str, tf.Tensor] = tf.nest.map_structure(tf.identity, model.get_metrics_result())
+        results: dict[str, tf.Tensor] = tf.nest.map_structure(tf.identity, metric_entries.results(model))
         for copy, value in zip(copies, before, strict=True):
             copy.assign(value)
         return results
@@ -332,5 +332,5 @@ def _check_sync(sync: str, every: int, average_optimizer: bool, compression: str
 
 
 def _summed_variables(model: keras.Model) -> list[keras.Variable]:
-    found = {id(variable): variable for metric in model.metrics for variable in metric.variables}
+    found = {id(variable): variable for metric in metric_entries.all_metrics(model) for variable in metric.variables}
     return [variable for variable in found.values() if _compat.is_summed_on_read(variable)]

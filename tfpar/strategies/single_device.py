@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_variables, cluster, data, objective
+from tfpar import _compat, _compat_variables, cluster, data, metric_entries, objective
 from tfpar.reduction import Counts
 from tfpar.strategies.one_copy import OneCopy
 from tfpar.update_order import after_reads
@@ -135,4 +135,4 @@ def update_metrics(
 ) -> None:
     """Add examples to the model's metrics, the loss weighted by their number."""
     _compat.loss_tracker(model).update_state(loss, sample_weight=num_examples)
-    model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+    metric_entries.update_metrics(model, inputs, targets, outputs, weights, whole=not tf.distribute.has_strategy())
