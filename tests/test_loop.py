@@ -147,7 +147,9 @@ def test_waiting_for_data_is_measured() -> None:
 def drain(batches: Stream, num_steps: int | None = None) -> list[float]:
     """Take what an epoch yields."""
     batches.begin_epoch()
-    return rest(batches, num_steps)
+    taken = rest(batches, num_steps)
+    batches.end_epoch(len(taken))
+    return taken
 
 
 def rest(batches: Stream, num_steps: int | None = None) -> list[float]:
@@ -175,6 +177,15 @@ def test_an_epoch_cut_short_is_followed_by_a_new_pass() -> None:
 def test_epochs_of_given_length_follow_one_another_within_a_pass() -> None:
     batches = stream(1, 2, 3, 4, 5, steps_per_epoch=2)
     assert [drain(batches) for _ in range(4)] == [[1, 2], [3, 4], [5], [1, 2]]
+
+
+def test_an_epoch_says_whether_it_ran_out_of_data() -> None:
+    batches = stream(1, 2, 3, steps_per_epoch=2)
+    ended = []
+    for _ in range(3):
+        batches.begin_epoch()
+        ended.append(batches.end_epoch(len(rest(batches))))
+    assert ended == [False, True, False]
 
 
 def test_a_dataset_of_unknown_length_is_taken_to_its_end() -> None:
@@ -205,6 +216,7 @@ def test_seek_goes_on_where_another_process_stood(taken: int, steps_per_epoch: i
         batches = shuffled(steps_per_epoch=steps_per_epoch)
         for _ in range(num_batches):
             if not batches.has_more():
+                batches.end_epoch(0)
                 batches.begin_epoch()
             batches.advance(batches.iterator.get_next_as_optional(), 1)
         return batches, (batches.passes, batches.batches)

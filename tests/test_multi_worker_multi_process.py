@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +14,8 @@ import numpy as np
 import pytest
 
 import tfpar
+from tests import input_cases, small, workers
 from tests import multi_worker_cases as cases
-from tests import small, workers
 from tests import test_hooks as hooks
 from tests.multi_worker_cases import Trained
 from tests.test_parity import computing_in, reference
@@ -123,6 +124,18 @@ def test_arrays_with_a_split(job: workers.Workers) -> None:
     expected = keras_fit(features, y=labels, batch_size=8, shuffle=False, validation_split=0.2)
     for answer in asked(job, "arrays_and_a_split"):
         assert_same(answer, expected)
+
+
+@pytest.mark.parametrize("name", cases.INPUTS)
+@pytest.mark.filterwarnings("ignore:Your input ran out of data", "ignore:`shuffle=True` was passed")
+def test_every_worker_takes_its_share_of_what_python_code_yields(job: workers.Workers, name: str) -> None:
+    keras.utils.set_random_seed(0)
+    case = input_cases.CASES[name]
+    model = case.model()
+    random.seed(0)
+    history = model.fit(**case.arguments(), verbose=0).history
+    for answer in asked(job, "inputs"):
+        assert_same(answer[name], (history, model.get_weights()))
 
 
 # --- parameter averaging

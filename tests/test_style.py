@@ -13,8 +13,16 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
-    ["figures"],
-    ["_compat_losses", "_compat_metrics", "_compat_objectives", "suggestions", "slices", "update_order"],
+    ["figures", "notices"],
+    [
+        "_compat_data",
+        "_compat_losses",
+        "_compat_metrics",
+        "_compat_objectives",
+        "slices",
+        "suggestions",
+        "update_order",
+    ],
     ["_toml", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
     [
         "config",

@@ -629,7 +629,7 @@ def test_targets_beside_a_dataset_are_refused(twins: Twins) -> None:
 
 def test_something_that_is_no_data_is_refused_with_the_way_out(twins: Twins) -> None:
     with pytest.raises(TypeError, match=r"must be an array .*or pass a tf\.data\.Dataset"):
-        twins.trainer.fit((batch for batch in small.data()), verbose=0)
+        twins.trainer.fit(iter([inputs(), labels()]), verbose=0)
 
 
 @pytest.mark.parametrize("steps_per_call", [0, -1])

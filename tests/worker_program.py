@@ -84,6 +84,10 @@ class Questions:
         arrays = cases.arrays()
         return trained(trainer, arrays[0], y=arrays[1], batch_size=8, shuffle=False, validation_split=0.2)
 
+    def inputs(self) -> Any:
+        """Each worker's Python would shuffle in another order: the chief's counts."""
+        return {name: cases.with_input(name, self._plain, seed=RANK) for name in cases.INPUTS}
+
     # --- parameter averaging
 
     def averaged_every_step(self) -> Any:

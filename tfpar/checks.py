@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfpar import _compat, _compat_variables, objective
 
@@ -87,7 +89,7 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
             return
         given = [inputs[tensor.name] for tensor in declared]
     # The batch may have any size: a model without keras.Input declares that of the first batch it saw.
-    shapes = [(None, *tensor.shape[1:]) for tensor in given]
+    shapes = [None if tensor is None else (None, *tensor.shape[1:]) for tensor in given]
     wanted = [(None, *tensor.shape[1:]) for tensor in declared]
     if len(given) != len(wanted) or not all(map(_fits, shapes, wanted)):
         raise ValueError(
@@ -96,7 +98,46 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
         )
 
 
-def _fits(shape: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:
+def check_batched(model: keras.Model, spec: Any) -> None:
+    """Refuse a dataset of single examples.
+
+    Args:
+        model: Any model; one that declares its inputs tells an example from a batch.
+        spec: The structure of an element, as `tf.data.Dataset.element_spec` says it.
+
+    Raises:
+        ValueError: If an element has no axis over examples.
+    """
+    shapes = _known_shapes(spec)
+    given = _known_shapes(keras.utils.unpack_x_y_sample_weight(spec)[0])
+    declared = [tuple(tensor.shape[1:]) for tensor in getattr(model, "inputs", None) or ()]
+    are_examples = bool(given) and len(given) == len(declared) and all(map(_is_example, given, declared))
+    # Where a model declares its inputs, they may have different numbers of rows, as the edges and nodes of graphs have.
+    differ = not declared and len({shape[0] for shape in shapes if shape and shape[0] is not None}) > 1
+    if () in shapes or differ or are_examples:
+        raise ValueError(
+            f"Every element of a dataset must be a batch, with a first axis over its examples, and the shapes of an "
+            f"element are {_text(shapes)}. Batch it with dataset.batch(global batch), such as dataset.batch(32); "
+            "Python code yields whole batches."
+        )
+
+
+def _known_shapes(spec: Any) -> list[tuple[int | None, ...]]:
+    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(spec)]
+    return [tuple(shape) for shape in shapes if shape is not None and shape.rank is not None]
+
+
+def _is_example(shape: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:
+    return (
+        len(shape) == len(wanted)
+        and _fits((None, *shape), (None, *wanted))
+        and not _fits((None, *shape[1:]), (None, *wanted))
+    )
+
+
+def _fits(shape: tuple[int | None, ...] | None, wanted: tuple[int | None, ...]) -> bool:
+    if shape is None:
+        return True  # Keras knows which inputs are optional.
     # Keras itself adds or drops a last axis of size one.
     candidates = [shape, (*shape, 1)] + ([shape[:-1]] if shape[-1:] == (1,) else [])
     return any(
@@ -106,7 +147,7 @@ def _fits(shape: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool
     )
 
 
-def _text(shapes: list[tuple[int | None, ...]]) -> str:
+def _text(shapes: Sequence[tuple[int | None, ...] | None]) -> str:
     return ", ".join(str(shape) for shape in shapes)
 
 

@@ -67,7 +67,11 @@ class CompiledSteps:
                 run_eagerly=model.run_eagerly,
             )
 
-        compiled: Callable[..., loop.CallResult] = self.once(f"{kind} {distributed.ends_apart}", compile_loop)
+        # One function for elements of any size, but not of any rank: it would forget the number of axes.
+        elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
+        compiled: Callable[..., loop.CallResult] = self.once(
+            f"{kind} {distributed.ends_apart} {elements}", compile_loop
+        )
         return compiled
 
     def predict(self, spec: Any) -> Callable[[Any], Any]:
@@ -95,3 +99,7 @@ class CompiledSteps:
     def _whole_step_in_xla(self) -> bool:
         strategy = self._strategy
         return bool(self._model.jit_compile and strategy.num_replicas == 1 and strategy.compiles_with_xla)
+
+
+def _without_sizes(spec: Any) -> str:
+    return f"{type(spec).__name__} {getattr(spec, 'dtype', None)} {spec.shape.rank if hasattr(spec, 'shape') else None}"

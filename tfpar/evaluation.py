@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
+from tfpar import data, notices
 from tfpar.calls import Caller, to_python
 from tfpar.strategies import Strategy
 from tfpar.stream import Stream
@@ -33,6 +32,8 @@ def evaluate(caller: Caller) -> dict[str, Any]:
         step += done
         callbacks.on_test_batch_end(last, logs)
         wanted, stop = caller.strategy.add_up([caller.wanted_steps(), float(model.stop_evaluating)])
+    if stream.end_epoch(step) and not stop and caller.strategy.is_chief:
+        notices.warn(data.RAN_OUT)
     logs = to_python(logs)
     callbacks.on_test_end(logs)
     return logs
@@ -51,22 +52,22 @@ def predict(
     """
     model.stop_predicting = False
     callbacks.on_predict_begin()
+    stream.begin_epoch()
     outputs: list[Any] = []
-    step, stop, per_execution = 0, False, model.steps_per_execution
-    while stream.has_more() and not stop:
+    step, num_batches, stop, per_execution = 0, 0, False, model.steps_per_execution
+    limit = stream.steps_per_epoch
+    while stream.has_more() and (limit is None or step < limit) and not stop:
         callbacks.on_predict_batch_begin(step)
         parts: list[Any] = []
         while stream.has_more() and len(parts) < per_execution:
             parts.append(predict_batch(stream.peek()))
             stream.advance(stream.iterator.get_next_as_optional(), 1)
-        step += per_execution
-        together = _joined(parts)
-        outputs.append(keras.tree.map_structure(np.asarray, together))
+        step, num_batches = step + per_execution, num_batches + len(parts)
+        together = parts[0] if len(parts) == 1 else data.join_batches(parts)
+        outputs.append(keras.tree.map_structure(data.to_numpy, together))
         callbacks.on_predict_batch_end(step - 1, {"outputs": together})
         stop = bool(strategy.add_up([float(model.stop_predicting)])[0])
+    if stream.end_epoch(num_batches) and not stop and strategy.is_chief:
+        notices.warn(data.RAN_OUT)
     callbacks.on_predict_end()
-    return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
-
-
-def _joined(parts: list[Any]) -> Any:
-    return parts[0] if len(parts) == 1 else keras.tree.map_structure(lambda *some: tf.concat(some, 0), *parts)
+    return data.join_outputs(outputs)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar import checks, data
 from tfpar.callback_list import callback_list
-from tfpar.calls import Caller, RunSteps, limited_steps, whole_executions
+from tfpar.calls import Caller, RunSteps, limited_steps
 from tfpar.compiled import CompiledSteps
 from tfpar.evaluation import evaluate
-from tfpar.strategies import Strategy
+from tfpar.strategies import Distributed, Strategy
 from tfpar.stream import Stream
-
-Dataset: TypeAlias = tf.data.Dataset | data.Sharded
 
 
 class Preparation:
@@ -31,14 +29,13 @@ class Preparation:
         self._model, self._strategy = model, strategy
         self._compiled = CompiledSteps(model, strategy)
 
-    def dataset(
-        self, x: Any, y: Any, sample_weight: Any, batch_size: int, *, shuffle: bool = False, seed: int | None = 0
-    ) -> Dataset:
-        """Return global batches of what a user gave; `seed` orders arrays that are shuffled."""
-        return data.as_dataset(x, y, sample_weight, batch_size=batch_size, shuffle=shuffle, seed=seed or 0)
-
     def stream(
-        self, dataset: Dataset, steps: int | None, kind: str, begun: tuple[Any, Stream] | None = None
+        self,
+        dataset: data.Batches,
+        steps: int | None,
+        kind: str,
+        begun: tuple[Any, Stream] | None = None,
+        restarts: bool = False,
     ) -> tuple[Stream, RunSteps]:
         """Distribute a dataset, create what the model only can with its first batch, and compile the loop over it.
 
@@ -47,26 +44,40 @@ class Preparation:
             steps: Steps an epoch; None for a whole pass.
             kind: "train" or "evaluate".
             begun: A dataset and a stream of it of which nothing was taken yet.
+            restarts: Whether every epoch begins a pass, also where `steps` is given.
         """
         checks.check_compiled(self._model, "fit" if kind == "train" else "evaluate")
-        distributed = self._strategy.distribute(dataset)
+        distributed, source, first = self._distribute(dataset)
 
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
             return self._strategy.has_more(upcoming, distributed)
 
         goes_on = begun[1] if begun is not None and begun[0] is dataset else None
-        stream = Stream(distributed.dataset, steps, has_more, goes_on)
+        stream = Stream(distributed.dataset, steps, has_more, goes_on, source, first, restarts)
         batch = self._build(stream, kind)
+        if source is not None and goes_on is None:
+            source.start(self._strategy.from_chief)
         self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
         return stream, self._compiled.loop(kind, distributed)
 
-    def predictions(self, dataset: Dataset, steps: int | None) -> tuple[Stream, Callable[[Any], Any]]:
+    def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[Stream, Callable[[Any], Any]]:
         """Distribute a dataset, build the model with its first batch, and compile what predicts on one element."""
-        dataset = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
-        distributed = self._strategy.distribute(self._first_batches(dataset, steps))
-        stream = Stream(distributed.dataset)
+        whole = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
+        distributed, source, first = self._distribute(whole)
+        stream = Stream(distributed.dataset, steps, source=source, first=first)
         self._build(stream, "predict")
         return stream, self._compiled.predict(distributed.dataset.element_spec)
+
+    def _distribute(
+        self, dataset: data.Batches
+    ) -> tuple[Distributed, data.PythonBatches | None, tf.data.Dataset | None]:
+        """Return the distributed dataset, the Python code behind it, and one element to look at before that runs."""
+        if not isinstance(dataset, data.Sharded):
+            checks.check_batched(self._model, dataset.element_spec)
+        if not isinstance(dataset, data.PythonBatches):
+            return self._strategy.distribute(dataset), None, None
+        distribute = self._strategy.distribute
+        return distribute(dataset.dataset), dataset, distribute(dataset.first).dataset
 
     def _build(self, stream: Stream, kind: str) -> Any:
         batch = self._strategy.local_batch(stream.peek())
@@ -100,7 +111,7 @@ class Preparation:
     def validation(
         self,
         validation_data: Any,
-        batch_size: int,
+        batch_size: int | None,
         steps: int | None,
         frequency: int | Sequence[int],
         listeners: keras.callbacks.CallbackList,
@@ -117,8 +128,9 @@ class Preparation:
                 f"validation_freq must be a number of epochs of at least 1 or a list of epochs, received {frequency!r}."
             )
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-        dataset = self.dataset(x, y, sample_weight, batch_size)
-        stream, run_steps = self.stream(self._first_batches(dataset, steps), None, "evaluate")
+        steps = limited_steps(steps)
+        dataset = data.as_dataset(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        stream, run_steps = self.stream(dataset, steps, "evaluate", restarts=True)
         caller = self.caller(run_steps, stream, listeners, testing=True)
 
         def validate(epoch: int) -> dict[str, float]:
@@ -126,10 +138,3 @@ class Preparation:
             return {f"val_{name}": value for name, value in evaluate(caller).items()} if due else {}
 
         return validate
-
-    def _first_batches(self, dataset: Dataset, steps: int | None) -> Dataset:
-        """Return as many batches as `steps` take in whole executions, all for None."""
-        steps = limited_steps(steps)
-        return data.first_batches(
-            dataset, None if steps is None else whole_executions(steps, self._model.steps_per_execution)
-        )

@@ -77,7 +77,8 @@ class Trainer:
         Raises:
             ValueError: As `fit`.
         """
-        dataset = self._preparation.dataset(x, y, None, batch_size or 32)
+        # A Python source is shuffled as fit shuffles by default: it can go on with this first look only if it is.
+        dataset = data.as_dataset(x, y, batch_size=batch_size, shuffle=data.is_python_source(x))
         stream, _ = self._preparation.stream(dataset, None, "train")
         self._begun = (dataset, stream)
         return self.strategy.local_batch(stream.peek())
@@ -128,7 +129,8 @@ class Trainer:
 
         Args:
             x: A `tf.data.Dataset` of `(inputs, targets)` or `(inputs, targets, sample_weight)`, batched to the
-                global batch, or arrays `[examples, ...]`.
+                global batch; what yields such batches: a `keras.utils.PyDataset`, a generator, a torch `DataLoader`;
+                or arrays `[examples, ...]` of any kind that Keras takes.
             y: Targets `[examples, ...]` where `x` is arrays.
             batch_size: Global batch of arrays; None for 32.
             epochs: The epoch at whose end training stops.
@@ -158,14 +160,18 @@ class Trainer:
                 model is not compiled.
             FloatingPointError: If the loss is no longer finite; the message names the step.
         """
-        batch_size, epochs = batch_size or 32, limited_epochs(epochs)
+        epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
-        dataset = self._preparation.dataset(x, y, sample_weight, batch_size, shuffle=shuffle, seed=self.seed)
-        if class_weight is not None:
-            dataset = data.class_weights(dataset, class_weight)
         begun, self._begun = self._begun, None
-        stream, run_steps = self._preparation.stream(dataset, limited_steps(steps_per_epoch), "train", begun)
+        looked_at = begun[0] if begun is not None else None
+        if isinstance(looked_at, data.PythonBatches) and looked_at.is_made_of(x, class_weight, shuffle):
+            x = looked_at
+        dataset = data.as_dataset(
+            x, y, sample_weight, batch_size=batch_size, steps=steps, shuffle=shuffle, seed=self.seed or 0,
+            class_weight=class_weight,
+        )  # fmt: skip
+        stream, run_steps = self._preparation.stream(dataset, steps, "train", begun)
         listeners = self._preparation.listeners(callbacks, verbose, stream, epochs, add_history=True)
         self.interrupted = self.model.stop_training = False
         training = Training(
@@ -179,6 +185,7 @@ class Trainer:
         )
         with checkpoints or contextlib.nullcontext():
             logs = training.run(initial_epoch, epochs)
+        stream.close()
         self.interrupted = training.was_interrupted
         if not self.interrupted and epochs > 0:
             self.strategy.finalize_weights(self.model)
@@ -214,8 +221,9 @@ class Trainer:
         Raises:
             ValueError: If the data are empty or do not fit the model.
         """
-        dataset = self._preparation.dataset(x, y, sample_weight, batch_size or 32)
-        stream, run_steps = self._preparation.stream(dataset, limited_steps(steps), "evaluate")
+        steps = limited_steps(steps)
+        dataset = data.as_dataset(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        stream, run_steps = self._preparation.stream(dataset, steps, "evaluate")
         listeners = self._preparation.listeners(callbacks, verbose, stream)
         logs = evaluate(self._preparation.caller(run_steps, stream, listeners, testing=True))
         return logs if return_dict else _compat.metrics_in_order(self.model, logs)
@@ -242,7 +250,8 @@ class Trainer:
         Raises:
             ValueError: If the data are empty or do not fit the model.
         """
-        dataset = self._preparation.dataset(x, None, None, batch_size or 32)
+        steps = limited_steps(steps)
+        dataset = data.as_dataset(x, batch_size=batch_size, steps=steps)
         stream, predict_batch = self._preparation.predictions(dataset, steps)
         listeners = self._preparation.listeners(callbacks, verbose, stream)
         return predict(self.model, self.strategy, stream, predict_batch, listeners)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from tfpar import _compat, callback_state
+from tfpar import _compat, callback_state, data, notices
 from tfpar.alike import begin_alike
 from tfpar.calls import Caller
 from tfpar.checkpoint import Checkpoints, Position
@@ -125,8 +125,9 @@ class Training:
         step = self._position.step
         if step == 0:
             self._model.reset_metrics()
-            self._stream.begin_epoch()
         self._callbacks.on_epoch_begin(epoch)
+        if step == 0:
+            self._stream.begin_epoch()
         logs: dict[str, float] = {}
         num_steps = self._caller.num_steps
         decision = self._decide(may_save=False)
@@ -143,6 +144,8 @@ class Training:
                 break
             if decision.save:
                 self._save()
+        if self._stream.end_epoch(step) and not decision.stop and self._strategy.is_chief:
+            notices.warn(data.RAN_OUT)
         self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
         return dict(logs or self._strategy.metric_results(self._model))
 

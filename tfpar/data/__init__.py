@@ -1,17 +1,24 @@
 """Data: settings or arrays in, plain `tf.data.Dataset`s of global batches out, with a position that can be replayed."""
 
-from tfpar.data.arrays import as_dataset, from_arrays, hold_out
+from tfpar._compat_data import is_python_source
+from tfpar.data.arrays import from_arrays
 from tfpar.data.audit import Audit, audit
-from tfpar.data.batches import class_weights, join_batches, num_rows, split_batch, take_rows
+from tfpar.data.batches import class_weights, join_batches, join_outputs, num_rows, split_batch, take_rows, to_numpy
 from tfpar.data.divided import by_example, by_file
 from tfpar.data.explain import explain
+from tfpar.data.given import Batches, as_dataset, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
 from tfpar.data.position import seek
+from tfpar.data.python_batches import EMPTY, RAN_OUT, PythonBatches
 from tfpar.data.shards import Sharded, first_batches
 
 __all__ = [
+    "EMPTY",
+    "RAN_OUT",
     "Audit",
+    "Batches",
     "Loaded",
+    "PythonBatches",
     "Sharded",
     "as_dataset",
     "audit",
@@ -23,10 +30,14 @@ __all__ = [
     "first_batches",
     "from_arrays",
     "hold_out",
+    "is_dataset",
+    "is_python_source",
     "join_batches",
+    "join_outputs",
     "load",
     "num_rows",
     "seek",
     "split_batch",
     "take_rows",
+    "to_numpy",
 ]

@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpar import _compat_data
+
 
 def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
     """Weighs each example by the class of its label, as `keras.Model.fit(class_weight=...)` does.
@@ -144,6 +146,32 @@ def join_batches(parts: Sequence[Any]) -> Any:
         return None if leaves[0] is None else tf.concat(leaves, 0)
 
     return tf.nest.map_structure(join, *parts)
+
+
+def to_numpy(tensor: Any) -> Any:
+    """A tensor as a NumPy array; a ragged or sparse one as it is, as `keras.Model.predict` returns it."""
+    return tensor if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor) else np.asarray(tensor)
+
+
+def join_outputs(outputs: Sequence[Any]) -> Any:
+    """The outputs of several batches as `keras.Model.predict` returns them.
+
+    Args:
+        outputs: Structures alike, of NumPy arrays, ragged or sparse tensors, `[rows, ...]` each.
+
+    Returns:
+        One array each; a ragged tensor where the batches differ in another axis than the first.
+
+    >>> join_outputs([np.zeros([2, 1]), np.ones([1, 1])]).tolist()
+    [[0.0], [0.0], [1.0]]
+    """
+
+    def join(*leaves: Any) -> Any:
+        if isinstance(leaves[0], np.ndarray) and len({leaf.shape[1:] for leaf in leaves}) == 1:
+            return np.concatenate(leaves)
+        return _compat_data.join_unequal(leaves)
+
+    return tf.nest.map_structure(join, *outputs)
 
 
 def num_rows(batch: Any) -> tf.Tensor:

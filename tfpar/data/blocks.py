@@ -35,7 +35,8 @@ def batches(
     """The rows `0 .. num_rows - 1` as batches; the last one is smaller where `batch_size` does not divide `num_rows`.
 
     Args:
-        read: `(first_row, n)` -> a structure of tensors `[n, ...]`; `first_row` is an int64 tensor, `n` a number.
+        read: `(first_row, n)` -> a structure of tensors `[n, ...]`; `first_row` is an int64 tensor, `n` a number. In
+            blocks of one batch also of ragged and sparse tensors and None.
         num_rows: Rows in one epoch.
         batch_size: Rows in one batch.
         batches_per_block: Batches that one call of `read` brings.
@@ -83,7 +84,8 @@ def _read_run(
     block_rows = run.num_batches * run.batch_size
 
     def read_block(first_row: tf.Tensor) -> Any:
-        return tf.nest.map_structure(as_batches, read(first_row, block_rows))
+        rows = read(first_row, block_rows)
+        return rows if run.num_batches == 1 else tf.nest.map_structure(as_batches, rows)
 
     def as_batches(rows: tf.Tensor) -> tf.Tensor:
         return tf.reshape(rows, [run.num_batches, run.batch_size, *rows.shape[1:]])
@@ -91,4 +93,5 @@ def _read_run(
     starts = tf.data.Dataset.range(run.first_row, run.first_row + run.num_blocks * block_rows, block_rows)
     if shuffle_seed is not None and run.num_blocks > 1:
         starts = starts.shuffle(run.num_blocks, seed=shuffle_seed, reshuffle_each_iteration=True)
-    return starts.map(read_block, num_parallel_calls=num_parallel_calls).prefetch(1).unbatch()
+    read_blocks = starts.map(read_block, num_parallel_calls=num_parallel_calls).prefetch(1)
+    return read_blocks if run.num_batches == 1 else read_blocks.unbatch()

@@ -1,0 +1,203 @@
+"""Batches that Python code yields: a `keras.utils.PyDataset`, a generator, a torch `DataLoader`."""
+
+from __future__ import annotations
+
+import json
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import _compat_data, notices
+
+EMPTY = "A dataset must yield at least one batch, and this one is empty. Look at its source, filters and splits."
+# In Keras' words, which its users search for.
+RAN_OUT = (
+    "Your input ran out of data; interrupting training. Make sure that your dataset or generator can generate at least "
+    "`steps_per_epoch * epochs` batches. You may need to use the `.repeat()` function when building your dataset."
+)
+
+
+class PythonBatches:
+    """Global batches from Python code, pass after pass, as `keras.Model.fit` reads them.
+
+    The code is called as often as Keras calls it, in the same order: two batches are looked at for their shapes,
+    `on_epoch_end` follows, and then every epoch has its `on_epoch_begin`, its batches and its `on_epoch_end`. So a
+    dataset that shuffles itself has the order that it has under Keras.
+
+        [0] [1] on_epoch_end │ on_epoch_begin [0] [1] [2] … on_epoch_end │ on_epoch_begin …
+
+    Args:
+        x: A PyDataset, a generator of tuples, a torch `DataLoader`, a grain dataset, or a data adapter of Keras.
+        y: Must be None: the batches bring their targets.
+        sample_weight: Must be None: the batches bring their weights.
+        class_weight: Weight of each class; for a PyDataset only.
+        shuffle: Whether each pass over a PyDataset of known length has an order of its own, drawn from Python's
+            `random` as Keras draws it.
+
+    Raises:
+        ValueError: Arguments that Keras refuses together, no batch, or batches without a batch axis.
+
+    >>> numbers = PythonBatches((np.full([2], number),) for number in range(3))
+    >>> [batch.numpy().tolist() for (batch,) in numbers.dataset]
+    [[0, 0], [1, 1], [2, 2]]
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        shuffle: bool = False,
+    ) -> None:
+        self._made_of = (x, class_weight, shuffle)
+        self._adapter = _compat_data.adapter(x, y, sample_weight, class_weight, shuffle)
+        self._shuffles = bool(getattr(self._adapter, "shuffle", False))
+        self._once = isinstance(x, types.GeneratorType)
+        self.num_batches: int | None = self._adapter.num_batches
+        peeked = _compat_data.peek(self._adapter)
+        if peeked:
+            packing = _Packing(peeked)
+            self.first = packing.dataset(lambda: iter(peeked[:1]))
+            self.dataset = packing.dataset(lambda: _compat_data.batches_of(self._adapter)).prefetch(1)
+        elif self.num_batches == 0:
+            raise ValueError(EMPTY)
+        else:
+            self.dataset = _without_optionals(self._adapter.get_tf_dataset())
+            self.first = self.dataset.take(1)
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of a batch, as `tf.data.Dataset` says it."""
+        return self.dataset.element_spec
+
+    def is_made_of(self, x: Any, class_weight: Mapping[int, float] | None, shuffle: bool) -> bool:
+        """Say whether these are the batches that the same arguments would give; a generator cannot be read twice."""
+        return self._made_of[0] is x and self._made_of[1:] == (class_weight, shuffle)
+
+    def start(self, from_chief: Callable[[bytes], bytes]) -> None:
+        """Do what Keras does between its look at the shapes and the first epoch.
+
+        Args:
+            from_chief: Gives the chief's message to every worker: all shuffle in the chief's order.
+        """
+        self._adapter.on_epoch_end()
+        if self._shuffles:
+            state = json.dumps(random.getstate())
+            version, numbers, gauss = json.loads(from_chief(state.encode()))
+            random.setstate((version, tuple(numbers), gauss))
+
+    def begin_epoch(self) -> None:
+        """Call the source's `on_epoch_begin`."""
+        self._source.on_epoch_begin()
+
+    def end_epoch(self) -> None:
+        """Call the source's `on_epoch_end`."""
+        self._source.on_epoch_end()
+
+    def begin_pass(self, again: bool) -> None:
+        """Get ready for a pass; warn where a generator has nothing left for it.
+
+        Args:
+            again: Whether the batches are asked for once more.
+        """
+        self.stop()
+        if again and self._once:
+            notices.warn(RAN_OUT)
+
+    def skip_pass(self, epochs: int) -> None:
+        """Draw what a pass draws from Python's `random`, without its batches, so that the next has the same order.
+
+        Args:
+            epochs: How many epochs begin in a pass.
+        """
+        for epoch in range(epochs):
+            self.begin_epoch()
+            if self._shuffles and epoch == 0:
+                assert self.num_batches is not None
+                random.shuffle(list(range(self.num_batches)))
+            self.end_epoch()
+
+    def resume(self, batches: int) -> None:
+        """Say what coming back to the middle of a generator rests on.
+
+        Args:
+            batches: Batches that are drawn and left out.
+        """
+        if self._once:
+            notices.warn(
+                f"A generator has no position to go back to: its first {batches} batches are drawn and left out, so it "
+                "must be a new one that yields the same batches again. A keras.utils.PyDataset has a position."
+            )
+
+    def stop(self) -> None:
+        """Stop the threads or processes that read ahead."""
+        _compat_data.stop_workers(self._adapter)
+
+    @property
+    def _source(self) -> Any:
+        # The adapter of a PyDataset would also stop its workers in the middle of a pass of several epochs.
+        return getattr(self._adapter, "py_dataset", self._adapter)
+
+
+class _Packing:
+    """Batches as flat tuples without None, which a generator of `tf.data` can yield, and back.
+
+    Args:
+        batches: The first batches.
+    """
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._structure = keras.tree.lists_to_tuples(batches[0])
+        self._present = [leaf is not None for leaf in tf.nest.flatten(self._structure)]
+        self._specs = tuple(_compat_data.spec_of([self._flat(batch) for batch in batches]))
+
+    def dataset(self, batches: Callable[[], Iterator[Any]]) -> tf.data.Dataset:
+        def flat() -> Iterator[Any]:
+            return map(self._flat, batches())
+
+        return tf.data.Dataset.from_generator(flat, output_signature=self._specs).map(self._packed)
+
+    def _flat(self, batch: Any) -> tuple[Any, ...]:
+        leaves = tf.nest.flatten(keras.tree.lists_to_tuples(batch))
+        if [leaf is not None for leaf in leaves] != self._present:
+            raise ValueError(
+                "Every batch must have the same structure, with None in the same places. The first is "
+                f"{_shapes(self._structure)}, and a later one is {_shapes(batch)}."
+            )
+        leaves = [leaf for leaf in leaves if leaf is not None]
+        if any(len(getattr(leaf, "shape", np.shape(leaf))) == 0 for leaf in leaves):
+            raise ValueError(
+                f"Every array of a batch must have a first axis over its examples, and a batch is {_shapes(batch)}. "
+                "Yield whole batches: of the global batch size, not single examples."
+            )
+        return tuple(map(_compat_data.to_tensorflow, leaves))
+
+    def _packed(self, *leaves: Any) -> Any:
+        remaining = iter(leaves)
+        filled = [next(remaining) if present else None for present in self._present]
+        return tf.nest.pack_sequence_as(self._structure, filled)
+
+
+def _shapes(batch: Any) -> Any:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else tuple(np.shape(leaf)), batch)
+
+
+def _without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Put None where Keras' adapters put an empty optional."""
+    specs = tf.nest.flatten(dataset.element_spec)
+    if not any(isinstance(spec, tf.OptionalSpec) for spec in specs):
+        return dataset
+
+    def none(leaf: Any) -> Any:
+        return None if isinstance(leaf, tf.experimental.Optional) else leaf
+
+    def change(*batch: Any) -> Any:
+        return tf.nest.map_structure(none, batch if isinstance(dataset.element_spec, tuple) else batch[0])
+
+    return dataset.map(change)
