@@ -42,6 +42,7 @@ LADDER = [
     ["objective"],
     ["checks", "model_state"],
     ["pipeline"],
+    ["preview"],
     ["strategies", "checkpoint", "stream"],
     ["alike", "built", "callback_list", "callbacks", "compiled", "resume"],
     ["calls", "evaluation", "training", "preparation", "trainer", "drop_in", "interruption", "parity"],

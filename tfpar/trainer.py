@@ -14,6 +14,7 @@ from tfpar.calls import limited_epochs, limited_steps
 from tfpar.checkpoint import Checkpoints
 from tfpar.evaluation import evaluate, predict
 from tfpar.preparation import Preparation
+from tfpar.preview import Preview
 from tfpar.strategies import SingleDevice, Strategy
 from tfpar.stream import Stream
 from tfpar.training import NonfiniteLoss, Training
@@ -78,10 +79,46 @@ class Trainer:
             ValueError: As `fit`.
         """
         # A Python source is shuffled as fit shuffles by default: it can go on with this first look only if it is.
-        dataset = data.as_dataset(x, y, batch_size=batch_size, shuffle=data.is_python_source(x))
-        stream, _ = self._preparation.stream(dataset, None, "train")
+        shuffle = data.is_python_source(x)
+        dataset = data.as_dataset(self._looked_at(x, None, shuffle), y, batch_size=batch_size, shuffle=shuffle)
+        stream, _ = self._preparation.stream(dataset, None, "train", self._begun)
         self._begun = (dataset, stream)
         return self.strategy.local_batch(stream.peek())
+
+    def preview(self, x: Any, y: Any = None, batch_size: int | None = None) -> Preview:
+        """Show what a step will be like, before anything trains: measured on the first batch, and computed from that.
+
+        A notebook shows the result as text and picture. A `fit` on the same dataset trains as it would have without:
+        weights, optimizer, random state and the order of a shuffled dataset stay as they are (with `class_weight` or
+        another dataset object, a shuffled dataset is read again).
+
+        Args:
+            x: A dataset or arrays, as for `fit`.
+            y: Targets where `x` is arrays.
+            batch_size: Global batch of arrays; None for 32.
+
+        Returns:
+            For a pipeline its stages, its step as predicted and the picture of its schedule; for other strategies the
+            devices with their examples and memory.
+
+        Raises:
+            ValueError: As `fit`.
+
+        Example:
+            >>> preview = trainer.preview(dataset)
+            >>> print(preview)
+            >>> preview.save("schedule.png")
+        """
+        return self.strategy.preview(self.model, self.build(x, y, batch_size))
+
+    def __repr__(self) -> str:
+        """Return the model, the optimizer, the steps done and the strategy in a line."""
+        model, optimizer = self.model, self.model.optimizer
+        parameters = f"{model.count_params():,} parameters" if model.built else "parameters not yet counted"
+        trained = ""
+        if optimizer is not None:
+            trained = f", {type(optimizer).__name__}, step {int(optimizer.iterations.numpy()):,}"
+        return f"<Trainer of {model.name!r}, {parameters}{trained}, on {self.strategy.describe()}>"
 
     def compile(self, *arguments: Any, **settings: Any) -> None:
         """Compile the model again, as `keras.Model.compile` does: for another optimizer, loss or set of metrics.
@@ -163,10 +200,8 @@ class Trainer:
         epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
+        x = self._looked_at(x, class_weight, shuffle)
         begun, self._begun = self._begun, None
-        looked_at = begun[0] if begun is not None else None
-        if isinstance(looked_at, data.PythonBatches) and looked_at.is_made_of(x, class_weight, shuffle):
-            x = looked_at
         dataset = data.as_dataset(
             x, y, sample_weight, batch_size=batch_size, steps=steps, shuffle=shuffle, seed=self.seed or 0,
             class_weight=class_weight,
@@ -191,6 +226,13 @@ class Trainer:
             self.strategy.finalize_weights(self.model)
         listeners.on_train_end(logs)
         return self.model.history
+
+    def _looked_at(self, x: Any, class_weight: dict[int, float] | None, shuffle: bool) -> Any:
+        """Return the batches of Python code at which `build` has looked, if they are those of `x`; else `x`."""
+        looked_at = self._begun[0] if self._begun is not None else None
+        if isinstance(looked_at, data.PythonBatches) and looked_at.is_made_of(x, class_weight, shuffle):
+            return looked_at
+        return x
 
     def evaluate(
         self,

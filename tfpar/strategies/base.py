@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import tensorflow as tf
 from tfpar import _compat, _compat_variables, data, metric_entries
 from tfpar.checks import check_variables
 from tfpar.loop import SECONDS_PER_CALL
+from tfpar.preview import Preview, ReplicaRow, replicas_table
 
 
 class Distributed(NamedTuple):
@@ -39,6 +41,7 @@ class Strategy(abc.ABC):
 
     # The tf.distribute strategy that weights belong to; None for those of one device, and of pipelines.
     home: tf.distribute.Strategy | None = None
+    devices: Sequence[Any]
     num_replicas: int
     num_workers: int = 1
     rank: int = 0
@@ -58,6 +61,35 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def describe(self) -> str:
         """Say in one line which devices run what."""
+
+    def __repr__(self) -> str:
+        """Return the description in a line: a notebook shows which devices there are."""
+        return f"<{self.describe()}>"
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices of this process that hold the model."""
+        return [str(device) for device in self.devices]
+
+    def preview(self, model: keras.Model, batch: Any) -> Preview:
+        """Say what a step will be like: the devices, each with the whole model; all workers must ask.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: This process's part of a global batch, `(inputs, targets, sample_weight)` as far as given.
+        """
+        num_local_replicas = max(1, self.num_replicas // self.num_workers)
+        weights, trained = list(model.variables), list(model.trainable_variables)
+        gradient_bytes = _num_bytes(trained)
+        row = ReplicaRow(
+            device="",
+            num_examples=-(-int(data.num_rows(batch)) // num_local_replicas),
+            num_parameters=model.count_params(),
+            state_bytes=_num_bytes(weights) + gradient_bytes + _num_bytes(model.optimizer.variables),
+            gradient_bytes=gradient_bytes,
+        )
+        rows = tuple(dataclasses.replace(row, device=name) for name in self.device_names)
+        return Preview(replicas_table(self.describe(), rows, self.num_replicas), rows)
 
     @abc.abstractmethod
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
@@ -193,3 +225,7 @@ class Strategy(abc.ABC):
             ValueError: If a worker's text is not the chief's; on every worker.
         """
         return  # one worker is equal to itself
+
+
+def _num_bytes(variables: Sequence[keras.Variable]) -> int:
+    return sum(int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables)

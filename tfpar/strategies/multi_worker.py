@@ -140,9 +140,14 @@ class MultiWorker(Replicated):
         values = self._replicas.all_gather(gradient.values, replica)
         return tf.IndexedSlices(values, self._replicas.all_gather(gradient.indices, replica), gradient.dense_shape)
 
+    @property
+    def device_names(self) -> list[str]:
+        """The devices of this worker."""
+        return [f"{device.device_type}:{device.device_index}" for device in self.devices]
+
     def describe(self) -> str:
         """Say in one line which worker this is and what it holds."""
-        names = ", ".join(f"{device.device_type}:{device.device_index}" for device in self.devices)
+        names = ", ".join(self.device_names)
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
         return f"MultiWorker over {workers}, {self.num_replicas} replicas; this is worker {self.rank} on {names}"
 

@@ -37,10 +37,13 @@ class SingleDevice(OneCopy):
 
     def describe(self) -> str:
         """Say in one line which device runs the model."""
-        if self.device is not None:
-            return f"SingleDevice on {self.device}"
+        return f"SingleDevice on {self.device_names[0]}"
+
+    @property
+    def device_names(self) -> list[str]:
+        """The device, as TensorFlow places a model where none is named."""
         gpus = tf.config.list_logical_devices("GPU")
-        return f"SingleDevice on {'GPU:0' if gpus else 'CPU:0'}"
+        return [self.device or ("GPU:0" if gpus else "CPU:0")]
 
     def holds(self, variable: keras.Variable) -> bool:
         """Say whether a variable has plain memory, and that of a weight is on the device if one is named."""
