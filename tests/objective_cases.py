@@ -121,10 +121,48 @@ def vae() -> keras.Model:
     return model
 
 
+class Contrastive(keras.Model):
+    """Brings the two views of an example together and those of others apart: every loss takes the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(4)])
+
+    def objectives(self) -> list[tfpar.Objective]:
+        return [tfpar.Objective("loss", self.contrast)]
+
+    def contrast(self, batch: Any, training: bool) -> Any:
+        features, views = batch
+        one = ops.normalize(self.encoder(features, training=training))
+        other = ops.normalize(self.encoder(views, training=training))
+        similarities = 5.0 * ops.matmul(one, ops.transpose(tfpar.gather(other)))
+        return ops.logsumexp(similarities, axis=-1) - 5.0 * ops.sum(one * other, axis=-1)
+
+    def train_step(self, batch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self.contrast(batch, True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        self._loss_tracker.update_state(loss, sample_weight=ops.shape(batch[0])[0])
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def contrastive() -> keras.Model:
+    model = Contrastive()
+    model.compile(optimizer=keras.optimizers.Adam(0.01))
+    return model
+
+
+def views() -> tf.data.Dataset:
+    noise = 0.1 * np.random.default_rng(9).normal(size=(73, NUM_FEATURES))
+    features = inputs(73)
+    return tf.data.Dataset.from_tensor_slices((features, (features + noise).astype(features.dtype))).batch(8)
+
+
 CASES: dict[str, Case] = {
     "GAN": Case(gan, pairs_with_noise),
     "GAN, clipped and accumulated": Case(
         lambda: gan(gradient_accumulation_steps=2, global_clipnorm=0.05), pairs_with_noise
     ),
     "VAE": Case(vae, pairs_with_noise, validates=True),
+    "contrastive": Case(contrastive, views),
 }

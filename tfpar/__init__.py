@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tfpar.parity import check_parity
     from tfpar.strategies import Mirrored, SingleDevice, Strategy
     from tfpar.trainer import Trainer
+    from tfpar.whole_batch import gather
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _HOMES = {
     "Trainer": "trainer",
     "check_parity": "parity",
     "fit": "drop_in",
+    "gather": "whole_batch",
     "interruptible": "interruption",
     "use_logical_cpus": "cluster",
 }
@@ -51,6 +53,7 @@ __all__ = [
     "Trainer",
     "check_parity",
     "fit",
+    "gather",
     "interruptible",
     "use_logical_cpus",
 ]

@@ -265,6 +265,8 @@ def _strategy_problems(strategy: Strategy) -> Iterator[str]:
     else:
         keys = ("num_stages", "num_microbatches", "schedule", "balance", "recompute", "memory_limit_bytes")
         yield from _without_use(strategy, (*keys, "allow_mixing"), "a pipeline")
+    if kind in ("single_device", "pipeline"):
+        yield from _without_use(strategy, ("mixing",), "several replicas")
     if strategy.pack_bytes and kind == "single_device":
         yield f"strategy.pack_bytes = {strategy.pack_bytes} has no use on a single device: leave it out."
 

@@ -215,6 +215,9 @@ class Strategy(Section):
     recompute: bool = Field(False, description="pipeline: compute activations again instead of keeping them.")
     memory_limit_bytes: OrNone[Count] = Field(None, description="pipeline: what a device may hold.")
     allow_mixing: bool = Field(False, description="pipeline: train layers that mix the examples of a batch, too.")
+    mixing: Literal["refuse", "gather"] = Field(
+        "refuse", description="replicas: what becomes of layers that mix the examples of a batch."
+    )
 
 
 class Callbacks(Section):

@@ -268,8 +268,8 @@ def _kinds(
         with trial.recording() if trial else _compat_losses.losses_in_call():
             both = losses_of(model, parts[2])
         found = []
-        for part in parts[:2] if both else ():  # most models add no loss, and a large one takes long to run
-            with trial.replaying() if trial else _compat_losses.losses_in_call():
+        for start, part in enumerate(parts[:2] if both else ()):  # most models add no loss, and large ones take long
+            with trial.replaying(start) if trial else _compat_losses.losses_in_call():
                 found.append(losses_of(model, part))
         return [*found, both] if both else []
 

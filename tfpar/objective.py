@@ -19,6 +19,7 @@ from tfpar import _compat, _compat_objectives, _compat_random, data
 from tfpar.division import restored
 from tfpar.reduction import Counts, mean_of_sums, reduce_loss
 from tfpar.update_order import after_reads
+from tfpar.whole_batch import Trial
 
 Loss = Callable[[Any, bool], Any]
 _EXAMPLES = "one value per example, [batch, ...], or a pair (sum, weight) of scalars"
@@ -253,7 +254,7 @@ def _values(objective: Objective, batch: Any, training: bool) -> Any:
 def check(model: keras.Model, batch: Any) -> None:
     """Refuse objectives whose value for one example depends on the others in a way that parts would not show.
 
-    A loss that draws random numbers is not checked, nor one that takes the whole batch from `tfpar.gather`.
+    A loss that draws random numbers is not checked. What a loss takes from `tfpar.gather` is that of both parts.
 
     Args:
         model: A built and compiled model with objectives.
@@ -269,8 +270,13 @@ def check(model: keras.Model, batch: Any) -> None:
     both = data.join_batches([first, others])
     for objective in objectives_of(model):
         with _compat_random.preserved_random_state(), restored(model):
-            whole, again = _values(objective, both, False), _values(objective, both, False)
-            parts = [_values(objective, part, False) for part in (first, others)]
+            again, trial = _values(objective, both, False), Trial()
+            with trial.recording():
+                whole = _values(objective, both, False)
+            parts = []
+            for start, part in enumerate((first, others)):
+                with trial.replaying(start):
+                    parts.append(_values(objective, part, False))
         joined = tuple(map(sum, zip(*parts, strict=True))) if isinstance(whole, tuple) else tf.concat(parts, 0)
         if _close(whole, again) and not _close(whole, joined):
             raise ValueError(

@@ -65,7 +65,8 @@ class Preparation:
         whole = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
         distributed, source, first = self._distribute(whole)
         stream = Stream(distributed.dataset, steps, source=source, first=first)
-        self._build(stream, "predict")
+        batch = self._build(stream, "predict")
+        self._compiled.once("prepare prediction", lambda: self._strategy.prepare_prediction(self._model, batch))
         return stream, self._compiled.predict(distributed.dataset.element_spec)
 
     def _distribute(

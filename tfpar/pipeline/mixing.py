@@ -203,7 +203,7 @@ class _Trial:
         """Say whether a call draws from Keras' global generator, or anew each time that it runs."""
         one = _run(call, self._whole, training=True)
         other = _run(call, self._whole, training=True, draw=1)
-        return not all(_close(*pair) for pair in zip(one, other, strict=True))
+        return not all(close(*pair) for pair in zip(one, other, strict=True))
 
     def _depends_on_neighbours(self, call: Call) -> bool:
         """Say whether the first half changes with the second, where both runs draw the same random numbers."""
@@ -219,10 +219,10 @@ class _Trial:
         runs = [_run(call, tensors, training=True) for tensors in (self._whole, self._whole, neighbours)]
         for value, one, again, other in zip(call.outputs, *runs, strict=True):
             axis = self.axes[value]
-            if not _close(one, again):
+            if not close(one, again):
                 return False  # it draws anew each time: nothing can be compared
             half = slice(None) if axis is None else slice(None, one.shape[axis] // 2)
-            if not _close(_part(one, half, axis or 0), _part(other, half, axis or 0)):
+            if not close(_part(one, half, axis or 0), _part(other, half, axis or 0)):
                 return True
         return False
 
@@ -302,12 +302,12 @@ def _axis(whole: Any, one: Any, other: Any) -> int | None:
 
 def _agree(whole: Any, one: Any, other: Any, axis: int | None) -> bool:
     if axis is None:
-        return _close(whole, one) and _close(whole, other)
+        return close(whole, one) and close(whole, other)
     rest = [tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :]) for tensor in (whole, one, other)]
-    return rest[0] == rest[1] == rest[2] and _close(whole, tf.concat([one, other], axis))
+    return rest[0] == rest[1] == rest[2] and close(whole, tf.concat([one, other], axis))
 
 
-def _close(one: Any, other: Any) -> bool:
+def close(one: Any, other: Any) -> bool:
     """Say whether two tensors are the same but for rounding, which depends on the size of the batch."""
     one, other = np.asarray(one), np.asarray(other)
     if one.shape != other.shape or not tf.as_dtype(one.dtype).is_floating:

@@ -97,7 +97,7 @@ def from_settings(settings: config.Strategy) -> Strategy:
     num_devices = num_gpus if settings.devices is None else len(settings.devices)
     if settings.kind == "mirrored" or (settings.kind == "auto" and num_devices > 1):
         assert settings.all_reduce != "ring", "refused by the configuration's checks"
-        return Mirrored(settings.devices, settings.all_reduce, settings.pack_bytes)
+        return Mirrored(settings.devices, settings.all_reduce, settings.pack_bytes, settings.mixing)
     return SingleDevice(None if settings.devices is None else settings.devices[0])
 
 
@@ -129,6 +129,7 @@ def _multi_worker(settings: config.Strategy) -> MultiWorker:
         sync=settings.sync,
         every=settings.average_every,
         average_optimizer=settings.average_optimizer,
+        mixing=settings.mixing,
         form_seconds=settings.form_seconds,
         silence_seconds=settings.silence_seconds,
     )

@@ -166,6 +166,18 @@ class Strategy(abc.ABC):
             ValueError: If it cannot; the message names what stands in the way.
         """
 
+    def prepare_prediction(self, model: keras.Model, batch: Any) -> None:
+        """Check, before the first batch is predicted, that the outputs are those of one device.
+
+        Args:
+            model: A built model.
+            batch: The first batch, `(inputs,)` or with more.
+
+        Raises:
+            ValueError: If they are not.
+        """
+        return  # one copy of the model computes what one device does
+
     def around_steps(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the compiled loop over train or evaluate steps is called."""
         return contextlib.nullcontext()

@@ -9,6 +9,8 @@ import keras
 import tensorflow as tf
 
 from tfpar import _compat, cluster, data
+from tfpar.strategies.mixing import Mixing
+from tfpar.strategies.mixing import check as check_mixing
 from tfpar.strategies.replicated import Replicated
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
@@ -24,6 +26,8 @@ class Mirrored(Replicated):
             or `"auto"` for TensorFlow's choice. On CPUs always `"reduction_to_one_device"`: TensorFlow's default
             crashes there when one process trains a second model (README, table of facts).
         pack_bytes: Gradients are sent in packs of about this many bytes; None leaves it to TensorFlow.
+        mixing: What becomes of a layer that mixes the examples of a batch: `"refuse"` it before the first step, or
+            `"gather"` the batch, so that every replica computes the layer on all of it.
 
     Raises:
         ValueError: If a device does not exist or is named twice, or the all-reduce does not run on the devices.
@@ -40,12 +44,14 @@ class Mirrored(Replicated):
         devices: Sequence[str] | None = None,
         all_reduce: AllReduce = "auto",
         pack_bytes: int | None = None,
+        mixing: Mixing = "refuse",
     ) -> None:
+        check_mixing(mixing)
         self.devices = cluster.resolve_devices(devices)
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
         cross_device_ops = _cross_device_ops(all_reduce, self.devices, packs_itself=pack_bytes is not None)
-        super().__init__(tf.distribute.MirroredStrategy(self.devices, cross_device_ops), pack_bytes)
+        super().__init__(tf.distribute.MirroredStrategy(self.devices, cross_device_ops), pack_bytes, mixing)
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
@@ -65,8 +71,8 @@ class Mirrored(Replicated):
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
-        parts, _, _, num_examples = batch
-        outputs = self._predict(model, parts, lambda outputs: outputs)
+        _, _, _, num_examples = batch
+        outputs = self._predict(model, batch, lambda outputs: outputs)
         # Where every part is the whole batch, the first is enough.
         return data.take_rows(data.join_batches(outputs), 0, num_examples)
 

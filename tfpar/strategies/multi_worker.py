@@ -16,6 +16,7 @@ from tfpar import _compat, data, metric_entries, objective, tf_config
 from tfpar.collectives import PIECE_BYTES, AllReduce, Group
 from tfpar.data import Sharded
 from tfpar.strategies import factors, preflight
+from tfpar.strategies import mixing as mixings
 from tfpar.strategies.averaging import Averaging
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.replicated import Replicated
@@ -42,6 +43,8 @@ class MultiWorker(Replicated):
         every: With `sync="average"`, the steps from one average to the next.
         average_optimizer: With `sync="average"`, whether the optimizer's moments are averaged too; otherwise each
             replica keeps its own, and a resumed run goes on with the chief's.
+        mixing: What becomes of a layer that mixes the examples of a batch: `"refuse"` it before the first step, or
+            `"gather"` the batch, so that every replica computes the layer on all of it.
         form_seconds: How long to wait for all workers to appear.
         silence_seconds: How long a worker may be silent before the others give it up.
 
@@ -68,11 +71,13 @@ class MultiWorker(Replicated):
         sync: Literal["step", "average"] = "step",
         every: int = 1,
         average_optimizer: bool = True,
+        mixing: mixings.Mixing = "refuse",
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
-        _check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
-        _check_sync(sync, every, average_optimizer, compression)
+        mixings.check(mixing)
+        preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
+        preflight.check_sync(sync, every, average_optimizer, compression)
         job = tf_config.from_environment(os.environ)
         if job is not None and job.role == "evaluator":
             raise ValueError(
@@ -86,7 +91,7 @@ class MultiWorker(Replicated):
         self._all_reduce, self._compression = all_reduce, compression
         self._averaging = Averaging(every, average_optimizer) if sync == "average" else None
         self.steps_multiple = every
-        self._join(strategy, PIECE_BYTES if pack_bytes is None else pack_bytes)
+        self._join(strategy, PIECE_BYTES if pack_bytes is None else pack_bytes, mixing)
 
     @classmethod
     def of(cls, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> MultiWorker:
@@ -99,9 +104,11 @@ class MultiWorker(Replicated):
         worker._join(strategy, PIECE_BYTES)
         return worker
 
-    def _join(self, strategy: tf.distribute.MultiWorkerMirroredStrategy, pack_bytes: int) -> None:
+    def _join(
+        self, strategy: tf.distribute.MultiWorkerMirroredStrategy, pack_bytes: int, mixing: mixings.Mixing = "refuse"
+    ) -> None:
         """Set up the communication between the workers."""
-        super().__init__(strategy, pack_bytes)
+        super().__init__(strategy, pack_bytes, mixing)
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, self._all_reduce, pack_bytes)
         host = self.devices[0].replace(device_type="CPU", device_index=0).to_string()
@@ -193,6 +200,27 @@ class MultiWorker(Replicated):
             division = self._divisions[model]
             division.take_over(self.from_chief(division.to_json().encode()).decode())
 
+    def _agree_on(self, names: list[str], refused: ValueError | None) -> list[str]:
+        """Return the names that the first worker with any found; raise where one raised."""
+        findings = np.zeros(2 * self.num_workers)
+        findings[2 * self.rank : 2 * self.rank + 2] = refused is not None, bool(names)
+        raised, found = self.add_up(findings.tolist()).reshape(-1, 2).T
+        if raised.any():
+            rank = int(np.flatnonzero(raised)[0])
+            message = self._from_worker(rank, None if refused is None else str(refused).encode())
+            raise ValueError(message.decode())
+        if not found.any():
+            return names
+        rank = int(np.flatnonzero(found)[0])
+        agreed: list[str] = json.loads(self._from_worker(rank, json.dumps(names).encode()))
+        return agreed
+
+    def _check_mixing(self, model: keras.Model, batch: Any, training: bool) -> None:
+        if self._averaging is None:
+            super()._check_mixing(model, batch, training)
+        else:
+            self._mixed[model] = []  # replicas that step alone see their own examples only
+
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on the parts of a global batch; return the global loss, a scalar.
 
@@ -227,7 +255,7 @@ class MultiWorker(Replicated):
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch, on every worker."""
-        parts, _, share, num_examples = batch
+        _, _, share, num_examples = batch
 
         def spread(output: Any) -> tf.Tensor:
             """Put this replica's rows at their place among those of all; elsewhere zeros, which add nothing."""
@@ -247,7 +275,7 @@ class MultiWorker(Replicated):
             )
             return context.all_reduce("SUM", whole)
 
-        return self._predict(model, parts, lambda outputs: tf.nest.map_structure(spread, outputs))[0]
+        return self._predict(model, batch, lambda outputs: tf.nest.map_structure(spread, outputs))[0]
 
     def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
         """Return the model's metrics over the examples of all workers; each worker's own counts stay as they are."""
@@ -302,38 +330,6 @@ class MultiWorker(Replicated):
         words.view("uint8")[: len(mine)] = np.frombuffer(mine, "uint8")
         words = self._hosts.all_reduce(tf.constant(words)).numpy() if len(words) else words
         return words.tobytes()[: int(size)]
-
-
-def _check_options(
-    all_reduce: str, pack_bytes: int | None, compression: str | None, form_seconds: float, silence_seconds: float
-) -> None:
-    if all_reduce not in ("auto", "ring", "nccl"):
-        raise ValueError(f"all_reduce must be 'auto', 'ring' or 'nccl', received {all_reduce!r}.")
-    if all_reduce == "nccl" and not tf.config.list_physical_devices("GPU"):
-        raise ValueError("all_reduce='nccl' needs GPUs, and this machine has none. Use 'auto' or 'ring'.")
-    if pack_bytes is not None and pack_bytes < 1:
-        raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
-    if compression not in (None, "bfloat16"):
-        raise ValueError(f"compression must be None or 'bfloat16', received {compression!r}.")
-    if form_seconds <= 0 or silence_seconds < 1:
-        raise ValueError(
-            f"form_seconds must be above 0 and silence_seconds at least 1, received {form_seconds} and "
-            f"{silence_seconds}."
-        )
-
-
-def _check_sync(sync: str, every: int, average_optimizer: bool, compression: str | None) -> None:
-    if sync not in ("step", "average"):
-        raise ValueError(f"sync must be 'step' or 'average', received {sync!r}.")
-    if every < 1:
-        raise ValueError(f"every must be at least 1, received {every}.")
-    if sync == "step" and (every > 1 or not average_optimizer):
-        raise ValueError(
-            f"every and average_optimizer belong to sync='average', received every={every} and "
-            f"average_optimizer={average_optimizer} with sync='step'. Set sync='average', or leave them out."
-        )
-    if sync == "average" and compression is not None:
-        raise ValueError("compression rounds gradients, and sync='average' sends none. Leave one of them out.")
 
 
 def _summed_variables(model: keras.Model) -> list[keras.Variable]:

@@ -23,6 +23,48 @@ STARTED = (
 )
 
 
+def check_options(
+    all_reduce: str, pack_bytes: int | None, compression: str | None, form_seconds: float, silence_seconds: float
+) -> None:
+    """Refuse options of `MultiWorker` that are out of range.
+
+    Raises:
+        ValueError: If one is.
+    """
+    if all_reduce not in ("auto", "ring", "nccl"):
+        raise ValueError(f"all_reduce must be 'auto', 'ring' or 'nccl', received {all_reduce!r}.")
+    if all_reduce == "nccl" and not tf.config.list_physical_devices("GPU"):
+        raise ValueError("all_reduce='nccl' needs GPUs, and this machine has none. Use 'auto' or 'ring'.")
+    if pack_bytes is not None and pack_bytes < 1:
+        raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
+    if compression not in (None, "bfloat16"):
+        raise ValueError(f"compression must be None or 'bfloat16', received {compression!r}.")
+    if form_seconds <= 0 or silence_seconds < 1:
+        raise ValueError(
+            f"form_seconds must be above 0 and silence_seconds at least 1, received {form_seconds} and "
+            f"{silence_seconds}."
+        )
+
+
+def check_sync(sync: str, every: int, average_optimizer: bool, compression: str | None) -> None:
+    """Refuse options of `MultiWorker` that exclude each other.
+
+    Raises:
+        ValueError: If two do.
+    """
+    if sync not in ("step", "average"):
+        raise ValueError(f"sync must be 'step' or 'average', received {sync!r}.")
+    if every < 1:
+        raise ValueError(f"every must be at least 1, received {every}.")
+    if sync == "step" and (every > 1 or not average_optimizer):
+        raise ValueError(
+            f"every and average_optimizer belong to sync='average', received every={every} and "
+            f"average_optimizer={average_optimizer} with sync='step'. Set sync='average', or leave them out."
+        )
+    if sync == "average" and compression is not None:
+        raise ValueError("compression rounds gradients, and sync='average' sends none. Leave one of them out.")
+
+
 def form_cluster(
     job: tf_config.Job | None, devices: Sequence[str] | None, form_seconds: float, silence_seconds: float
 ) -> tf.distribute.MultiWorkerMirroredStrategy:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, _compat_variables, data, objective, reduction, slices
+from tfpar import _compat, _compat_losses, _compat_random, _compat_variables, data, objective, reduction, slices
 from tfpar.data import Sharded
 from tfpar.division import Division
 from tfpar.reduction import local_replica_id, replica_id
+from tfpar.strategies import mixing as mixings
 from tfpar.strategies import objective_steps
 from tfpar.strategies.base import Distributed, Strategy
+from tfpar.strategies.counting import own_metrics_counted, own_statistics, update_counted_metrics
 from tfpar.strategies.gradients import add_up, kinds_of_lookups
-from tfpar.strategies.single_device import forward, forward_backward, update_metrics
+from tfpar.strategies.single_device import forward, forward_backward
+from tfpar.whole_batch import RowsOfReplicas, knowing
 
 
 class Replicated(Strategy):
@@ -33,14 +36,19 @@ class Replicated(Strategy):
     Args:
         strategy: The `tf.distribute` strategy that holds variables and runs functions on the local replicas.
         pack_bytes: Gradients are sent in packs of about this many bytes; None leaves it to TensorFlow.
+        mixing: "refuse" models in which an example depends on the others of its batch, or "gather" the batch for them.
     """
 
     _compression: str | None = None
 
-    def __init__(self, strategy: tf.distribute.Strategy, pack_bytes: int | None) -> None:
+    def __init__(
+        self, strategy: tf.distribute.Strategy, pack_bytes: int | None, mixing: mixings.Mixing = "refuse"
+    ) -> None:
         _compat_variables.convert_replicated_variables()
         self.home = self._strategy = strategy
         strategy.tfpar_strategy = self  # found again by the variables of a model, with its options
+        self._mixing = mixing
+        self._mixed: weakref.WeakKeyDictionary[keras.Model, list[mixings.Mixed]] = weakref.WeakKeyDictionary()
         self._pack_bytes = pack_bytes
         self._divisions: weakref.WeakKeyDictionary[keras.Model, Division] = weakref.WeakKeyDictionary()
         self._kinds: weakref.WeakKeyDictionary[keras.Model, list[list[slices.Kind]]] = weakref.WeakKeyDictionary()
@@ -111,33 +119,60 @@ class Replicated(Strategy):
         """Refuse what replicas would silently compute differently; find out how added losses divide.
 
         Raises:
-            ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
+            ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas, or a layer mixes the
+                examples of a batch.
         """
         if self.num_replicas > 1:
             if objective.objectives_of(model):
                 objective.check(model, batch)
                 return
-            self._divisions[model] = Division(model, batch)
+            self._check_mixing(model, batch, training=True)
+            with _compat_random.preserved_random_state(), mixings.on_whole_batch(self._mixed[model]):
+                self._divisions[model] = Division(model, batch)
             if model.run_eagerly:
                 self._kinds[model] = kinds_of_lookups(model, batch)
+
+    def prepare_prediction(self, model: keras.Model, batch: Any) -> None:
+        """Refuse a model whose outputs for an example depend on the others of its batch.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        if self.num_replicas > 1 and model not in self._mixed:
+            self._check_mixing(model, batch, training=False)
+
+    def _check_mixing(self, model: keras.Model, batch: Any, training: bool) -> None:
+        names, refused = [], None
+        try:
+            names = mixings.find(model, batch, training)
+        except ValueError as error:
+            refused = error
+        names = self._agree_on(names, refused)
+        if names and self._mixing == "refuse":
+            raise mixings.refusal(names, gathers=False)
+        self._mixed[model] = mixings.resolve(model, batch, names) if names else []
+
+    def _agree_on(self, names: list[str], refused: ValueError | None) -> list[str]:
+        """Return the names that the first worker with any found; raise what one raised."""
+        if refused is not None:
+            raise refused
+        return names
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one update, or one for each objective, on the parts of a global batch; return the global loss."""
         if objective.objectives_of(model):
-            return objective_steps.train(
-                model, batch, self._run, self._sum_gradients, self._apply, _own_metrics_counted
-            )
+            return objective_steps.train(model, batch, self._run, self._sum_gradients, self._apply, own_metrics_counted)
         _, _, share, _ = batch
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            with _own_metrics_counted(model, counted):
+            with own_metrics_counted(model, counted):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if model in self._divisions and self._divisions[model].in_parts:
                 *gradients, loss = self._sum_gradients(model, [*gradients, loss], share, counted)
             else:
                 gradients = self._sum_gradients(model, gradients, share, counted)
-            _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
+            update_counted_metrics(model, loss, counted, inputs, targets, outputs, weights)
             return loss, gradients
 
         loss, gradients = self._run(model, on_replica, batch, training=True)
@@ -176,9 +211,9 @@ class Replicated(Strategy):
         def on_replica(parts: Sequence[Any]) -> list[Any]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
             counts = counted[local_replica_id()]
-            with _own_metrics_counted(model, counts):
+            with own_metrics_counted(model, counts):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
-            _update_metrics(model, loss, counts, inputs, targets, outputs, weights)
+            update_counted_metrics(model, loss, counts, inputs, targets, outputs, weights)
             # A stand-in for examples that are not there moves nothing.
             is_some = tf.cast(share > 0, tf.float32)
             return [None if gradient is None else gradient * tf.cast(is_some, gradient.dtype) for gradient in gradients]
@@ -190,13 +225,13 @@ class Replicated(Strategy):
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
         if objective.objectives_of(model):
-            return objective_steps.evaluate(model, batch, self._run, _own_metrics_counted)
+            return objective_steps.evaluate(model, batch, self._run, own_metrics_counted)
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            with _own_metrics_counted(model, counted):
+            with own_metrics_counted(model, counted):
                 loss, outputs = forward(model, inputs, targets, weights)
-            _update_metrics(model, loss, counted, inputs, targets, outputs, weights)
+            update_counted_metrics(model, loss, counted, inputs, targets, outputs, weights)
             return (loss,)
 
         (loss,) = self._run(model, on_replica, batch, training=False)
@@ -204,7 +239,7 @@ class Replicated(Strategy):
 
     def end_call(self, model: keras.Model) -> None:
         """Average the moving statistics that each replica kept by itself."""
-        statistics = _own_statistics(model) if self.num_replicas > 1 else []
+        statistics = own_statistics(model) if self.num_replicas > 1 else []
 
         def average() -> None:
             context = tf.distribute.get_replica_context()
@@ -226,14 +261,17 @@ class Replicated(Strategy):
                         group=False,
                     )
 
-    def _predict(self, model: keras.Model, parts: Sequence[Any], then: Callable[[Any], Any]) -> list[Any]:
+    def _predict(self, model: keras.Model, batch: Any, then: Callable[[Any], Any]) -> list[Any]:
         """Run the model on each part and a function on each replica's outputs; return what it gives, by replica."""
 
         def on_replica(parts: Sequence[Any]) -> Any:
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
             return then(_compat.call_model(model, inputs, training=False))
 
-        outputs = self._strategy.run(on_replica, args=(parts,))
+        parts, counted, share, num_examples = batch
+        rows = RowsOfReplicas(counted, share, self.num_replicas, num_examples)
+        with knowing(rows), mixings.on_whole_batch(self._mixed.get(model, [])):
+            outputs = self._strategy.run(on_replica, args=(parts,))
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
 
@@ -266,6 +304,8 @@ class Replicated(Strategy):
         with contextlib.ExitStack() as stack:
             stack.enter_context(_compat.replica_seeds(replica_id))
             stack.enter_context(_compat_losses.scalars_weighted(lambda: shares.get(local_replica_id())))
+            stack.enter_context(knowing(RowsOfReplicas(counted, share, self.num_replicas, num_examples)))
+            stack.enter_context(mixings.on_whole_batch(self._mixed.get(model, [])))
             if model in self._divisions:
                 stack.enter_context(self._divisions[model].over_replicas(training, sizes, share, num_examples))
             if model.jit_compile:
@@ -280,33 +320,3 @@ def _of_any_size(part: Any) -> Any:
     if not isinstance(part, tf.Tensor):
         return part
     return tf.compat.v1.placeholder_with_default(part, [None, *part.shape[1:]])
-
-
-@contextlib.contextmanager
-def _own_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None]:
-    """Take back what layers add to metrics of theirs where another replica counts the examples."""
-    states = [variable for metric in _compat.own_metrics(model) for variable in metric.variables]
-    before = [tf.identity(variable.value) for variable in states]
-    yield
-    for variable, value in zip(states, before, strict=True):
-        variable.assign(tf.where(counted > 0, variable.value, value))
-
-
-def _update_metrics(model: keras.Model, loss: tf.Tensor, counted: tf.Tensor, *batch: Any) -> None:
-    """Update the metrics with a replica's examples, unless another replica counts them."""
-
-    def update() -> tf.Tensor:
-        update_metrics(model, loss, counted, *batch)
-        return tf.constant(True)
-
-    tf.cond(counted > 0, update, lambda: tf.constant(False))
-
-
-def _own_statistics(model: keras.Model) -> list[keras.Variable]:
-    """Return the moving statistics that each replica keeps from its own examples."""
-    return [
-        variable
-        for layer in _compat.all_layers(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
-        for variable in (layer.moving_mean, layer.moving_variance)
-    ]
