@@ -37,9 +37,10 @@ def plus(one: Any, other: Any, same_rows: bool = False) -> Any:
     if same_rows:
         return tf.IndexedSlices(one.values + other.values, one.indices, one.dense_shape)
     if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([one.values, other.values], 0), tf.concat([one.indices, other.indices], 0), one.dense_shape
-        )
+        indices = [one.indices, other.indices]
+        if one.indices.dtype != other.indices.dtype:
+            indices = [tf.cast(some, tf.int64) for some in indices]
+        return tf.IndexedSlices(tf.concat([one.values, other.values], 0), tf.concat(indices, 0), one.dense_shape)
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
 
 

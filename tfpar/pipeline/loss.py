@@ -23,18 +23,23 @@ class LossPart(NamedTuple):
         of_outputs: The same for single outputs, where Keras logs them.
         gradients: Of the outputs, `[examples, ...]` each; None for none.
         states: New values of the metrics that `compute_loss` itself counts.
-        draws: New values of the random states that it draws from.
+        layer_states: New values of the states that it moves.
+        weights: The gradients of the weights that it reads; None for none.
     """
 
     value: tf.Tensor
     of_outputs: list[tf.Tensor]
     gradients: list[tf.Tensor | None]
     states: list[tf.Tensor]
-    draws: list[tf.Tensor]
+    layer_states: list[tf.Tensor]
+    weights: list[Any]
 
 
 class LossProgram:
     """The compiled loss of a model, traced once for micro-batches of any size.
+
+    A `compute_loss` of the user's own may read weights, and call layers: `parameters` are the weights that train, for
+    which a gradient goes back too, `layer_states` what those layers, or Keras' global generator, keep and it moves.
 
     Args:
         model: A compiled model.
@@ -44,9 +49,6 @@ class LossProgram:
         device: Where it runs.
         training: Whether the model trains.
         states: Variables of metrics that `compute_loss` itself may count.
-
-    Raises:
-        ValueError: If the loss reads weights, whose gradient would be lost.
     """
 
     def __init__(
@@ -65,21 +67,22 @@ class LossProgram:
         self._flows: list[Flow] = keras.tree.flatten(outputs)
         self._trackers = [variable for one in _compat_pipeline.trackers_of_losses(model) for variable in one.variables]
         self.states = states
-        self.draws: list[Any] = []
+        self.layer_states: list[Any] = []
+        self.parameters: list[Any] = []
         self._num_divisors = 0
         self._found: list[bool] = []
         self._counts: list[bool] = []
         with _compat_random.stand_in_generator():
             self._trace(batch)
-        if self._draws_from_no_layer:
-            self.draws.append(_compat_random.state_of_no_layer())
+        self.parameters = self._read()
+        self.layer_states = [*self._moved, *([_compat_random.state_of_no_layer()] if self._draws_from_no_layer else [])]
+        if self.parameters or self.layer_states:
             self._trace(batch)
-        self._check_reads()
 
     def _trace(self, batch: Any) -> None:
         count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
         specs = [batch, [flow.spec for flow in self._flows], [flow.mask for flow in self._flows]]
-        for variables in (self.states, self.draws):
+        for variables in (self.states, self.layer_states, self.parameters):
             specs.append([tf.TensorSpec(variable.shape, variable.dtype) for variable in variables])
         specs += [[count] * 4, tf.TensorSpec([None], tf.float64), scalar]
         self._function = _compat_pipeline.called_apart(self._body, *specs)
@@ -106,7 +109,8 @@ class LossProgram:
         microbatch: Microbatch,
         outputs: Sequence[Travelling],
         states: Sequence[tf.Tensor],
-        draws: Sequence[tf.Tensor],
+        layer_states: Sequence[tf.Tensor],
+        parameters: Sequence[tf.Tensor],
         divisors: tf.Tensor,
         scale: tf.Tensor,
     ) -> LossPart:
@@ -117,17 +121,19 @@ class LossProgram:
             microbatch: Its examples.
             outputs: The model's outputs for them.
             states: Values of `states`.
-            draws: Values of `draws`.
+            layer_states: Values of `layer_states`.
+            parameters: Values of `parameters`.
             divisors: What `divisors` returned for the global batch, or an empty tensor.
             scale: What one unit of loss counts in gradients, a scalar in Keras' float type.
         """
         given = [microbatch.batch, [one.tensor for one in outputs], [one.mask for one in outputs], list(states)]
-        given.append(list(draws))
+        given += [list(layer_states), list(parameters)]
         counts = [tf.constant(number, tf.int64), microbatch.counted, microbatch.size, microbatch.num_examples]
-        value, of_outputs, gradients, new_states, new_draws = self._function(*given, counts, divisors, scale)
+        results = self._function(*given, counts, divisors, scale)
+        value, of_outputs, gradients, new_states, new_layer_states, of_weights = results
         found = iter(gradients)
         every = [next(found) if sends else None for sends in self.sends_back]
-        return LossPart(value, of_outputs, every, new_states, new_draws)
+        return LossPart(value, of_outputs, every, new_states, new_layer_states, of_weights)
 
     def divisors(self, batch: Any, num_examples: tf.Tensor, call: Callable[[Any], Any]) -> tf.Tensor:
         """Return what the losses over a global batch are divided by, where masks or weights decide.
@@ -155,8 +161,9 @@ class LossProgram:
         return tf.stack(found)
 
     def _body(
-        self, batch: Any, tensors: list[tf.Tensor], masks: list[Any], states: list[tf.Tensor], draws: list[tf.Tensor],
-        counts: list[tf.Tensor], divisors: tf.Tensor, scale: tf.Tensor,
+        self, batch: Any, tensors: list[tf.Tensor], masks: list[Any], states: list[tf.Tensor],
+        layer_states: list[tf.Tensor], parameters: list[tf.Tensor], counts: list[tf.Tensor], divisors: tf.Tensor,
+        scale: tf.Tensor,
     ) -> Any:  # fmt: skip
         number, counted, size, num_examples = counts
         share = tf.cast(counted > 0, keras.config.floatx())
@@ -169,28 +176,33 @@ class LossProgram:
             return tf.cast(divisors[taken - 1], weight.dtype)
 
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._trackers]
+        mapping = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._trackers]
+        variables = (*self.states, *self.layer_states, *self.parameters)
+        mapping += zip(variables, (*states, *layer_states, *parameters), strict=True)
         with (
             tf.device(self._device),
-            keras.StatelessScope([*zeros, *zip((*self.states, *self.draws), (*states, *draws), strict=True)]) as scope,
+            keras.StatelessScope(mapping) as scope,
             _compat.replica_seeds(lambda: number),
             self._reduced(size, share, num_examples, known),
         ):
             packed = keras.tree.pack_sequence_as(self._outputs, outputs)
             value = self._value(inputs, targets, packed, weights)
             totals = [scope.get_current_value(variable) for variable in self._trackers]
-            self._draws_from_no_layer = _compat_random.draws_from_no_layer(scope, self.draws)
+            self._note_moved(scope)
             new_states = [scope.get_current_value(variable) for variable in self.states]
             self._counts = [new is not old for new, old in zip(new_states, states, strict=True)]
-            new_draws = [scope.get_current_value(variable) for variable in self.draws]
+            new_layer_states = [scope.get_current_value(variable) for variable in self.layer_states]
             sources = [one for one, flow in zip(outputs, self._flows, strict=True) if flow.needs_gradient]
-            gradients = tf.gradients(value, sources, tf.cast(scale, value.dtype)) if self._training else []
+            gradients, of_weights = [], []
+            if self._training:
+                found = tf.gradients(value, [*sources, *parameters], tf.cast(scale, value.dtype))
+                gradients, of_weights = found[: len(sources)], found[len(sources) :]
         # A tracker's total is the loss times the number of examples, its count that number.
         of_outputs = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
         self._num_divisors = taken
         self._found = [gradient is not None for gradient in gradients]
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
-        return value, of_outputs, dense, new_states, new_draws
+        return value, of_outputs, dense, new_states, new_layer_states, of_weights
 
     def _value(self, inputs: Any, targets: Any, outputs: Any, weights: Any) -> tf.Tensor:
         """Return what Keras computes; zero where all losses are those that layers add."""
@@ -210,13 +222,14 @@ class LossProgram:
         ):
             yield
 
-    def _check_reads(self) -> None:
-        """Refuse a loss that reads weights."""
+    def _note_moved(self, scope: keras.StatelessScope) -> None:
+        """Note the states that the loss moves and that are no arguments yet."""
+        known = {id(state) for state in (*self.states, *self.layer_states)}
+        others = [state for state in self._model.non_trainable_variables if id(state) not in known]
+        self._moved = [state for state in others if scope.get_current_value(state) is not None]
+        self._draws_from_no_layer = _compat_random.draws_from_no_layer(scope, self.layer_states)
+
+    def _read(self) -> list[keras.Variable]:
+        """Return the weights that train and that the loss reads by itself."""
         handles = {id(outer) for outer, _ in self._function.graph.captures if outer.dtype == tf.resource}
-        for variable in self._model.trainable_variables:
-            if id(variable.value.handle) in handles:
-                raise ValueError(
-                    f"In a pipeline the loss may depend on outputs, targets and weights of examples, and "
-                    f"{type(self._model).__name__}.compute_loss reads the weight {variable.path!r}. Let a layer "
-                    "compute what needs it, with add_loss or as an output, or train on SingleDevice()."
-                )
+        return [variable for variable in self._model.trainable_variables if id(variable.value.handle) in handles]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from tfpar import _compat, _compat_pipeline, data, metric_entries
 from tfpar.division import Division
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.executor import Execution
+from tfpar.pipeline.gradients import plus
 from tfpar.pipeline.graph import Value
 from tfpar.pipeline.loss import LossPart, LossProgram
 from tfpar.pipeline.microbatches import cut_batch
@@ -45,11 +47,21 @@ class Run(NamedTuple):
         execution: What runs on it.
         loss: The loss behind the last stage.
         states: What the states of that are after the micro-batches so far.
+        weights: The gradients of its own of the weights that it reads, summed so far; None for none.
     """
 
     execution: Execution
     loss: LossProgram
     states: list[tf.Tensor]
+    weights: list[Any]
+
+    def gradients(self) -> dict[int, Any]:
+        """Return the gradient of each weight, summed over micro-batches, stages and the loss, by the weight's `id`."""
+        found = self.execution.gradients()
+        for variable, gradient in zip(self.loss.parameters, self.weights, strict=True):
+            with tf.device(variable.value.device):
+                found[id(variable)] = plus(found.get(id(variable)), gradient)
+        return {key: gradient for key, gradient in found.items() if gradient is not None}
 
 
 class Lowering:
@@ -92,7 +104,7 @@ class Lowering:
         scale = self._loss_scale()
         run = self._begin(batch, scale, training=True)
         run.execution.run(self._schedule.in_order())
-        gradients = run.execution.gradients()
+        gradients = run.gradients()
         loss = self._finish(batch, run, add_penalties(self._model, gradients, scale))
         # Updates wait for all that reads weights.
         with tf.control_dependencies([tf.group(*run.execution.ends, loss)]), follow_data():
@@ -139,7 +151,7 @@ class Lowering:
         """
         run = self._begin(batch, self._loss_scale(), training=True, timed=True)
         run.execution.run(actions)
-        sums = tf.nest.flatten(list(run.execution.gradients().values()), expand_composites=True)
+        sums = tf.nest.flatten(list(run.gradients().values()), expand_composites=True)
         moments = {moment.action: [moment.begin, moment.end] for moment in run.execution.moments}
         return tf.stack([tf.stack(moments[action]) for action in actions]), sums
 
@@ -195,20 +207,26 @@ class Lowering:
         counts = [Counts(one.share, one.size, one.num_examples) for one in microbatches]
         factors = [self._division.added_factors(training, one) for one in counts]
         states = [variable.value.read_value() for variable in compiled.loss.states]
+        weights: list[Any] = [None] * len(compiled.loss.parameters)
 
         def loss(number: int, outputs: list[Travelling]) -> LossPart:
             one = microbatches[number]
-            draws = [execution.state(variable, number) for variable in compiled.loss.draws]
-            part = compiled.loss.part(number, one, outputs, states, draws, divisors, scale)
+            layer_states, parameters = (
+                [execution.state(variable, number) for variable in variables]
+                for variables in (compiled.loss.layer_states, compiled.loss.parameters)
+            )
+            part = compiled.loss.part(number, one, outputs, states, layer_states, parameters, divisors, scale)
             states[:] = [tf.where(one.counted > 0, new, old) for new, old in zip(part.states, states, strict=True)]
-            execution.note(compiled.loss.draws, number, part.draws)
+            if part.weights:
+                weights[:] = itertools.starmap(plus, zip(weights, part.weights, strict=True))
+            execution.note(compiled.loss.layer_states, number, part.layer_states)
             if compiled.update_metrics is not None and not timed:
                 tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
                 compiled.update_metrics(one.counted, one.batch, tensors, masks)
             return part
 
         execution = Execution(compiled.programs, microbatches, flat, scale, factors, loss, timed=timed)
-        return Run(execution, compiled.loss, states)
+        return Run(execution, compiled.loss, states, weights)
 
     def _finish(self, batch: Any, run: Run, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the loss of the batch; keep new states and count the loss."""
@@ -271,8 +289,11 @@ class Lowering:
         """Run the whole model, stage after stage, in the order in which its added losses count."""
         tensors: dict[Value, Any] = self._flat(inputs)
         for stage, device in zip(self._of_stages.stages, self._devices, strict=True):
-            with copied_to(device, stage.variables):
+            with copied_to(device, stage.variables) as losses:
                 model_graph.run(stage.calls, tensors, training)
+            layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
+            for loss in losses:
+                (layers or [self._model])[0].add_loss(loss)
         return keras.tree.map_structure(lambda value: tensors[value], self._graph.outputs)
 
     @property

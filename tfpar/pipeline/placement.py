@@ -32,19 +32,28 @@ def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence
 
 
 @contextlib.contextmanager
-def copied_to(device: str, variables: Iterable[keras.Variable]) -> Iterator[None]:
-    """Run everything inside this context on one device, with copies of weights that may live on others.
+def copied_to(device: str, variables: Iterable[keras.Variable]) -> Iterator[list[tf.Tensor]]:
+    """Run everything inside this context on one device, with copies of the weights that live on others.
 
-    What XLA compiles, as Keras' grouped convolutions on CPUs, cannot read a weight of another device. No state changes.
+    What XLA compiles, as Keras' grouped convolutions on CPUs, cannot read a weight of another device.
 
     Args:
         device: Such as `"/device:GPU:0"`.
-        variables: The weights and states that are read.
+        variables: The weights and states that are read; those of other devices do not change.
+
+    Yields:
+        A list that holds, after the context, losses that layers added and that are not in the layers.
     """
+    losses: list[tf.Tensor] = []
     with tf.device(device):
-        copies = [(variable, tf.identity(variable.value)) for variable in variables]
-        with keras.StatelessScope(copies):
-            yield
+        foreign = [variable for variable in variables if not _compat_variables.is_on(variable, device)]
+        copies = [(variable, tf.identity(variable.value)) for variable in foreign]
+        if not copies:
+            yield losses
+            return
+        with keras.StatelessScope(copies, collect_losses=True) as scope:
+            yield losses
+        losses += scope.losses
 
 
 @contextlib.contextmanager
