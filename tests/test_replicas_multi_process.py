@@ -1,0 +1,44 @@
+"""Models that ask for the whole batch in their `call`, over two workers: one device's results, or a clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import tfpar
+from tests import small, workers
+from tests.worker_program_replicas import TRAINED, predict, train
+from tfpar.parity import relative_difference
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
+    with workers.started("worker_program_replicas.py", tmp_path_factory.mktemp("replicas"), 2) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_asks_for_the_whole_batch_equals_one_device(job: workers.Workers, name: str) -> None:
+    history, state = train(tfpar.SingleDevice(), *TRAINED[name])
+    for answer in job.answers(name):
+        assert not isinstance(answer, workers.Raised), answer.trace
+        small.assert_same_history(answer[0], history)
+        for actual, expected in zip(answer[1], state, strict=True):
+            assert relative_difference(actual, expected) <= 1e-5
+
+
+def test_predictions_of_the_whole_batch_equal_one_device(job: workers.Workers) -> None:
+    expected = predict(tfpar.SingleDevice())
+    for answer in job.answers("predict"):
+        assert not isinstance(answer, workers.Raised), answer.trace
+        np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_worker_refuses_what_mixes(job: workers.Workers) -> None:
+    for answer in job.answers("refused"):
+        assert isinstance(answer, workers.Raised)
+        assert "where an example depends on the others of its batch; set mixing='gather'" in answer.message
