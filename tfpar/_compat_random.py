@@ -10,11 +10,14 @@ import contextlib
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator
+from keras.src.random import seed_generator as seed_generator_module
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator, make_default_seed
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
 
@@ -83,3 +86,41 @@ def preserved_random_state() -> Iterator[None]:
             of_tensorflow._rng = generator
             generator.setstate(state)
         global_state.set_global_attribute(GLOBAL_RANDOM_SEED, of_keras)
+
+
+class GeneratorOnReplicas:
+    """Keras' global generator with a state on every replica.
+
+    Keras 3.15 makes the generator where something draws from it first: outside of a strategy's scope, or while a step
+    is traced. Replicas can assign to neither ("singleton tf.Variables", "created on the first call"). This one takes
+    its place when a replica draws, and goes on where it was.
+
+    Args:
+        strategy: In whose scope the state is made.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        found = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        self._makes = found is None
+        self._generator = found
+        if found is None or not strategy.extended.variable_created_in_scope(found.state.value):
+            python = random.getstate()
+            seed = make_default_seed()
+            random.setstate(python)  # nothing may ever draw
+            with strategy.scope():
+                self._generator = keras.random.SeedGenerator(seed, name="global_seed_generator")
+            if found is not None:
+                self._generator.state.assign(found.state)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let what draws without a seed inside this context draw from here."""
+        with mock.patch.object(seed_generator_module, "global_seed_generator", self._draws):
+            yield
+
+    def _draws(self) -> keras.random.SeedGenerator:
+        if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not self._generator:
+            if self._makes:
+                make_default_seed()
+            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self._generator)
+        return self._generator

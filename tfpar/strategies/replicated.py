@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -51,6 +51,9 @@ class Replicated(Strategy):
         self._mixed: weakref.WeakKeyDictionary[keras.Model, list[mixings.Mixed]] = weakref.WeakKeyDictionary()
         self._pack_bytes = pack_bytes
         self._divisions: weakref.WeakKeyDictionary[keras.Model, Division] = weakref.WeakKeyDictionary()
+        self._generators: weakref.WeakKeyDictionary[keras.Model, _compat_random.GeneratorOnReplicas] = (
+            weakref.WeakKeyDictionary()
+        )
         self._kinds: weakref.WeakKeyDictionary[keras.Model, list[list[slices.Kind]]] = weakref.WeakKeyDictionary()
         self.num_replicas = strategy.num_replicas_in_sync
         self._num_local_replicas = len(strategy.extended.worker_devices)
@@ -122,6 +125,7 @@ class Replicated(Strategy):
             ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas, or a layer mixes the
                 examples of a batch.
         """
+        self._generators[model] = _compat_random.GeneratorOnReplicas(self._strategy)
         if self.num_replicas > 1:
             if objective.objectives_of(model):
                 objective.check(model, batch)
@@ -138,8 +142,16 @@ class Replicated(Strategy):
         Raises:
             ValueError: If there is one.
         """
+        if model not in self._generators:
+            self._generators[model] = _compat_random.GeneratorOnReplicas(self._strategy)
         if self.num_replicas > 1 and model not in self._mixed:
             self._check_mixing(model, batch, training=False)
+
+    @contextlib.contextmanager
+    def _draws(self, model: keras.Model) -> Iterator[None]:
+        """Let every replica draw random numbers of its own inside this context, with and without a seed."""
+        with self._generators[model].in_place(), _compat.replica_seeds(replica_id):
+            yield
 
     def _check_mixing(self, model: keras.Model, batch: Any, training: bool) -> None:
         names, refused = [], None
@@ -218,7 +230,7 @@ class Replicated(Strategy):
             is_some = tf.cast(share > 0, tf.float32)
             return [None if gradient is None else gradient * tf.cast(is_some, gradient.dtype) for gradient in gradients]
 
-        with _compat.replica_seeds(replica_id), _compat.local_losses():
+        with self._draws(model), _compat.local_losses():
             gradients = self._strategy.run(on_replica, args=(parts,))
             self._apply(model.optimizer, model.trainable_variables, gradients)
 
@@ -270,7 +282,7 @@ class Replicated(Strategy):
 
         parts, counted, share, num_examples = batch
         rows = RowsOfReplicas(counted, share, self.num_replicas, num_examples)
-        with knowing(rows), mixings.on_whole_batch(self._mixed.get(model, [])):
+        with self._draws(model), knowing(rows), mixings.on_whole_batch(self._mixed.get(model, [])):
             outputs = self._strategy.run(on_replica, args=(parts,))
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
@@ -302,7 +314,7 @@ class Replicated(Strategy):
             return on_replica(parts[replica], counted[replica])
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_compat.replica_seeds(replica_id))
+            stack.enter_context(self._draws(model))
             stack.enter_context(_compat_losses.scalars_weighted(lambda: shares.get(local_replica_id())))
             stack.enter_context(knowing(RowsOfReplicas(counted, share, self.num_replicas, num_examples)))
             stack.enter_context(mixings.on_whole_batch(self._mixed.get(model, [])))
