@@ -73,3 +73,12 @@ def test_only_what_the_list_names_may_end_otherwise(monkeypatch: pytest.MonkeyPa
         assert command.verdict(strategy, test, refused)[0] == wanted
     assert command.verdict("mirrored", "a/c_test.py::test_b", record("passed")) == (command.PASSED, "")
     assert command.verdict("mirrored", "a/c_test.py::test_b", record("crashed"))[0] == command.FAILED
+
+
+def test_results_are_kept_until_they_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    command.Results(path).add({name: record("passed") for name in "abc"})
+    results = command.Results(path)
+    results.forget(name for name in "ac")
+    results.add({"d": record("failed")})
+    assert list(command.Results(path).records) == ["b", "d"]

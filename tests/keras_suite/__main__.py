@@ -46,7 +46,8 @@ class Results:
 
     def forget(self, tests: Iterable[str]) -> None:
         """Let tests run again."""
-        self.records = {name: record for name, record in self.records.items() if name not in set(tests)}
+        forgotten = set(tests)
+        self.records = {name: record for name, record in self.records.items() if name not in forgotten}
 
 
 def verdict(strategy: str, test: str, record: dict[str, object]) -> tuple[str, str]:
