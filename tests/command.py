@@ -85,7 +85,7 @@ def started(
         code: What Python runs instead of the command.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_")}
-    environment |= {"PYTHONPATH": str(ROOT), "TFDS_DATA_DIR": str(data), "COLUMNS": "120", "TERM": "xterm"}
+    environment |= {"PYTHONPATH": str(ROOT), "TFDS_DATA_DIR": str(data), "COLUMNS": "80", "TERM": "xterm"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             [sys.executable, *(code or ("-m", "tfpar.train")), *arguments],

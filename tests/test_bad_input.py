@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import tensorflow as tf
 from tests import command
 from tests.command import Outcome, contents, settings
 from tfpar import config
+from tfpar.epoch_table import EpochTable
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -91,6 +93,18 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.delitem(sys.modules, "own", raising=False)
     (tmp_path / "own.py").write_text(OWN)
     return command.InProcess(capfd, monkeypatch, tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def announced_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say when an epoch begins, as the table of epochs does only at its end."""
+    begin = EpochTable.on_epoch_begin
+
+    def announce(table: EpochTable, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        print(f"Epoch {epoch + 1} begins")
+        begin(table, epoch, logs)
+
+    monkeypatch.setattr(EpochTable, "on_epoch_begin", announce)
 
 
 @pytest.fixture
@@ -219,7 +233,9 @@ def test_a_split_that_is_not_there_or_empty_is_refused(
 
 
 def test_good_records_train(call: command.InProcess, records: Path) -> None:
-    assert call("--config", "records.toml").code == 0, "what the tests below damage is good"
+    outcome = call("--config", "records.toml")
+    assert outcome.code == 0, "what the tests below damage is good"
+    assert "Epoch 1 begins" in outcome.out, "so the tests see when training begins"
 
 
 def test_a_plan_of_unknown_length_is_told_in_words_that_make_sense(call: command.InProcess, records: Path) -> None:

@@ -62,7 +62,9 @@ def test_the_commands_of_the_readme_end_well(command: str, tmp_path: Path) -> No
     if not any(words in command for words in ("--print", "--audit", "script.py")):
         assert list(tmp_path.glob("runs/*/model.keras")), completed.stdout
     if "--trace" in command:
-        assert "predicted: step" in completed.stdout
+        assert "predicted  step" in completed.stdout
+        assert "64 examples = 8 micro-batches x 8" in completed.stdout
+        assert max(map(len, completed.stdout.splitlines())) <= 80, completed.stdout
         assert (tmp_path / "runs/pipeline/pipeline.png").stat().st_size > 10_000
         assert list(tmp_path.glob("runs/pipeline/tensorboard/pipeline/*")), "no image for TensorBoard"
     if "script.py" in command:

@@ -25,6 +25,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 def test_a_summary_says_metrics_one_speed_and_files_in_80_columns(directory: RunDirectory) -> None:
     directory.tensorboard.mkdir(parents=True)
     lines = run_summary.summary(directory, RESULTS).splitlines()
+    assert lines[1] == "loss           0.0432, in validation 0.0721"
     for line in (
         "trained        10 epochs, 240 steps",
         "accuracy       0.9853, in validation 0.9800",

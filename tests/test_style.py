@@ -45,6 +45,7 @@ LADDER = [
     ["preview"],
     ["strategies", "checkpoint", "stream"],
     ["alike", "built", "callback_list", "callbacks", "compiled", "resume"],
+    ["epoch_table", "step_summaries"],
     ["calls", "evaluation", "training", "preparation", "trainer", "drop_in", "interruption", "parity"],
     ["pipeline_view", "trainer_class"],
     ["run_header"],

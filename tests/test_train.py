@@ -88,11 +88,20 @@ def test_the_plan_names_devices_strategy_and_batch_arithmetic(default_run: Outco
 
 
 @pytest.mark.slow_start
-def test_each_epoch_is_one_line_where_no_terminal_is(default_run: Outcome) -> None:
-    lines = [line for line in default_run.out.splitlines() if line.startswith("24/24")]
-    assert len(lines) == 10
-    assert all(re.search(r"accuracy: .* loss: .* val_accuracy: .* val_loss: ", line) for line in lines), lines
+def test_each_epoch_is_one_line_with_one_speed(default_run: Outcome) -> None:
+    header, *lines = default_run.out.split("\n\n")[1].splitlines()
+    assert header.split() == ["epoch", "loss", "accuracy", "val_loss", "val_accuracy", "examples/s"]
+    assert [line.split()[0] for line in lines] == [f"{epoch}/10" for epoch in range(1, 11)]
+    assert all(re.fullmatch(r" *\d+/10( +\d\.\d+){4} +[\d,]+", line) for line in lines), lines
     assert not re.search("[\r\b\x1b]", default_run.out), "no control characters where no terminal is"
+
+
+@pytest.mark.slow_start
+def test_nothing_is_wider_than_eighty_columns(default_run: Outcome, on_terminal: Outcome) -> None:
+    for written in (default_run.out, on_terminal.out.replace("\r\n", "\n").replace("\r", "\n")):
+        assert max(map(len, written.splitlines())) <= 80, written
+    assert "every worker" not in default_run.out, "there is one"
+    assert "logical CPUs" not in default_run.out
 
 
 @pytest.mark.slow_start
@@ -171,6 +180,7 @@ def test_two_replicas_train_the_weights_of_one_device(on_terminal: Outcome, fold
     assert mirrored.err == ""
     assert "CPU:0, CPU:1" in mirrored.out
     assert "Mirrored over 2 replicas" in mirrored.out
+    assert "logical CPUs share the cores that one device uses alone" in " ".join(mirrored.out.split())
     assert "64 examples = 2 replicas x 32" in mirrored.out
     directory = folder / "runs" / "digits_mirrored"
     command.assert_same_weights(directory, folder / "runs" / "terminal", tolerance=1e-9)

@@ -17,7 +17,8 @@ class Throughput(keras.callbacks.Callback):
     """Measure examples per second, milliseconds a step and the share of time spent waiting for data.
 
     The first call of every training is left out: it compiles. The figures of an epoch are added to its logs, so
-    History, CSVLogger and TensorBoard have them too, and those of the whole training are in `summary`.
+    History, CSVLogger and TensorBoard have them too. Those of the whole training are in `summary`, those of the last
+    call in `call`.
 
     Example:
         >>> throughput = tfpar.Throughput()
@@ -32,11 +33,13 @@ class Throughput(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.summary: dict[str, float] = {}
+        self.call: dict[str, float] = {}
         self._total = np.zeros(4)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begin anew; the next call compiles and is left out."""
         self._warm = False
+        self.call = {}
         self._total = np.zeros(4)
         self._call: tuple[int, float, float] | None = None
 
@@ -59,7 +62,9 @@ class Throughput(keras.callbacks.Callback):
         seconds = time.perf_counter() - self._began
         if self._warm and self._next_step is not None:
             unknown = (batch + 1 - self._next_step, float("nan"), float("nan"))
-            self._epoch += (seconds, *(self._call or unknown))
+            sums = np.array((seconds, *(self._call or unknown)))
+            self.call = _figures(sums)
+            self._epoch += sums
         self._warm = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

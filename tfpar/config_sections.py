@@ -134,7 +134,9 @@ class Training(Section):
     ema_overwrite_frequency: OrNone[Count] = Field(None, description="Updates before it replaces the weights.")
     validation_freq: int = Field(1, ge=1, description="Epochs between two validations.")
     nonfinite_loss: Literal["stop", "continue"] = Field(
-        "stop", description="After a loss that is not finite: stop with the step named, or continue as Keras does."
+        "stop",
+        description="After a loss that is not finite: stop with the step named, or continue as Keras does.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
     )
     checkpoint_seconds: float = Field(
         60.0,

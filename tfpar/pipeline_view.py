@@ -6,17 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import rich.console
 import tensorflow as tf
 
+from tfpar.figures import line
 from tfpar.pipeline import render
 from tfpar.pipeline.outlook import Outlook
 from tfpar.pipeline.simulate import simulate
 from tfpar.pipeline.table import describe_step, stages_table
 from tfpar.strategies import Pipeline
 from tfpar.trainer import Trainer
-
-_COLUMNS = 110
 
 
 def show_stages(trainer: Trainer, strategy: Pipeline, batch: Any) -> Outlook:
@@ -28,8 +26,8 @@ def show_stages(trainer: Trainer, strategy: Pipeline, batch: Any) -> Outlook:
         batch: A global batch.
     """
     outlook = strategy.look_ahead(trainer.model, batch)
-    console = rich.console.Console(width=None if rich.console.Console().is_terminal else _COLUMNS)
-    console.print(stages_table(outlook.rows, outlook.planned, strategy.schedule_of(trainer.model)))
+    print(stages_table(outlook.rows, outlook.planned, strategy.schedule_of(trainer.model)))
+    print(line("bubble", "the share of the devices' time in which they wait for others"), end="\n\n", flush=True)
     return outlook
 
 
@@ -55,6 +53,6 @@ def draw_trace(
     if tensorboard is not None:
         with tf.summary.create_file_writer(str(tensorboard / "pipeline")).as_default():
             tf.summary.image("schedule, as planned and as run", tf.io.decode_png(png, channels=4)[tf.newaxis], step=0)
-    print(f"planned   {describe_step(planned)}, without the optimizer")
-    print(f"run       {describe_step(measured)}")
-    print(f"picture   {picture}\n", flush=True)
+    print(line("planned", f"{describe_step(planned)}: as predicted, without the optimizer"))
+    print(line("run", f"{describe_step(measured)}: a step whose actions were timed, without the optimizer"))
+    print(line("picture", f"{picture}: planned above, run below"), end="\n\n", flush=True)

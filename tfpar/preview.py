@@ -5,12 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
-import io
 from base64 import b64encode
 from pathlib import Path
-from typing import Any
-
-import rich.console
 
 from tfpar.figures import three_digits
 from tfpar.pipeline import render
@@ -97,16 +93,6 @@ class Preview:
 
     def _repr_png_(self) -> bytes | None:
         return self._picture
-
-
-def as_text(table: Any) -> str:
-    """Return a table as lines of at most 110 columns."""
-    if isinstance(table, str):
-        return table
-    console = rich.console.Console(width=110, file=io.StringIO())
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def replicas_table(title: str, rows: tuple[ReplicaRow, ...], num_replicas: int) -> str:

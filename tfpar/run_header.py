@@ -9,7 +9,8 @@ import keras
 import tensorflow as tf
 
 import tfpar
-from tfpar import _toml, built, config, config_use, data
+from tfpar import _toml, built, config, config_use, data, strategies
+from tfpar.figures import line
 from tfpar.run_directory import RunDirectory
 from tfpar.trainer_class import trainer_options, trainer_reads
 
@@ -31,29 +32,46 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: Any) -> None
     steps = int(trainer.train_data.cardinality())
     lines = {
         "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
-        "devices": f"{devices} ({os.cpu_count()} cores)",
+        "devices": f"{devices} ({len(os.sched_getaffinity(0))} cores)",
+        "note": "" if any(spec.device_type == "GPU" for spec in here) else _note(trainer.strategy),
         "strategy": trainer.strategy.describe(),
         "model": f"{trainer.model.name}, {_num_parameters(trainer.model)}, {built.describe_precision(trainer.model)}",
         "optimizer": built.describe_optimizer(trainer.model),
         "options": _options_line(run),
         "data": _data_line(run, trainer, "data.source" in read),
-        "division": getattr(trainer, "division", BY_BATCH),
-        "batch": _batch_line(run, trainer.strategy.num_replicas, config_use.BATCH in read),
+        "division": getattr(trainer, "division", BY_BATCH) if trainer.strategy.num_workers > 1 else "",
+        "batch": _batch_line(run, trainer.strategy, config_use.BATCH in read),
         "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
     }
     for name, text in lines.items():
         if text:
-            print(f"{name:10}{text}")
+            print(line(name, text))
     print(flush=True)
 
 
-def _batch_line(run: config.Run, num_replicas: int, is_read: bool) -> str:
-    replicas = f"{num_replicas} replica{'s' * (num_replicas > 1)}"
+def _note(strategy: strategies.Strategy) -> str:
+    num_devices = strategy.num_replicas // strategy.num_workers
+    if isinstance(strategy, strategies.Pipeline):
+        num_devices = strategy.schedule.num_devices
+    if num_devices < 2:
+        return ""
+    return (
+        "logical CPUs share the cores that one device uses alone: they show that results agree, not how fast several "
+        "devices are"
+    )
+
+
+def _batch_line(run: config.Run, strategy: strategies.Strategy, is_read: bool) -> str:
+    if isinstance(strategy, strategies.Pipeline):
+        number, part = strategy.schedule.num_microbatches, "micro-batch"
+    else:
+        number, part = strategy.num_replicas, "replica"
+    parts = f"{number} {part}{'' if number == 1 else 'es' if part.endswith('h') else 's'}"
     if not is_read:
-        return f"as {run.trainer} makes it, over {replicas}"
+        return f"as {run.trainer} makes it, over {parts}"
     batch = run.training.global_batch_size
-    share = f"{batch // num_replicas}" + (f" to {-(-batch // num_replicas)}" if batch % num_replicas else "")
-    return f"{batch} examples = {replicas} x {share}"
+    share = f"{batch // number}" + (f" to {-(-batch // number)}" if batch % number else "")
+    return f"{batch} examples = {parts} x {share}"
 
 
 def _options_line(run: config.Run) -> str:

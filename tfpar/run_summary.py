@@ -33,7 +33,7 @@ def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
     """
     metrics = {name: value for name, value in results.items() if name not in ("epochs", "steps", *_SPEED)}
     rows = {"trained": f"{_count(results['epochs'], 'epoch')}, {_count(results['steps'], 'step')}"}
-    for name, value in metrics.items():
+    for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
         if not name.startswith("val_"):
             validation = metrics.get(f"val_{name}")
             rows[name] = figure(value) + ("" if validation is None else f", in validation {figure(validation)}")

@@ -13,8 +13,10 @@ import tensorflow as tf
 
 from tfpar import callbacks, config, config_use, data, pipeline_view, resume, run_header, run_summary, strategies
 from tfpar.checkpoint import Checkpoints
+from tfpar.epoch_table import EpochTable
 from tfpar.interruption import interruptible
 from tfpar.run_directory import RunDirectory
+from tfpar.step_summaries import StepSummaries
 from tfpar.trainer import Trainer
 from tfpar.trainer_class import check_trainer, make_trainer, trainer_reads, trainer_source
 
@@ -88,12 +90,13 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     if position is not None:
         print(f"{resume.describe(run, directory, position)}\n", flush=True)
     throughput = callbacks.Throughput()
+    table = EpochTable(trainer.validation_data is not None, directory.metrics)
     with interruptible(trainer):
         trainer.fit(
             trainer.train_data,
             epochs=run.training.epochs,
-            verbose=1 if sys.stdout.isatty() else 2,
-            callbacks=[throughput, *_callbacks(run, directory)],
+            verbose=0,
+            callbacks=[throughput, *_callbacks(run, directory, throughput), table],
             validation_data=trainer.validation_data,
             validation_freq=run.training.validation_freq,
             steps_per_call=None if run.training.steps_per_call == "auto" else run.training.steps_per_call,
@@ -137,11 +140,14 @@ def _meet(strategy: strategies.Strategy) -> None:
     strategy.add_up([0.0])
 
 
-def _callbacks(run: config.Run, directory: RunDirectory) -> list[keras.callbacks.Callback]:
+def _callbacks(
+    run: config.Run, directory: RunDirectory, throughput: callbacks.Throughput
+) -> list[keras.callbacks.Callback]:
     wanted: list[keras.callbacks.Callback] = [callbacks.MetricsFile(directory.metrics)]
     settings, optimizer = run.callbacks, run.optimizer
     if settings.tensorboard:
         wanted.append(keras.callbacks.TensorBoard(str(directory.tensorboard), write_graph=False))
+        wanted.append(StepSummaries(directory.tensorboard / "steps", throughput))
     if optimizer.warmup_steps or optimizer.base_batch_size:
         wanted.append(
             callbacks.LearningRateWarmup(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import rich.box
-import rich.table
-
+from tfpar.figures import line, three_digits
 from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.simulate import Timeline
+
+_GAP = "  "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,38 +41,49 @@ class StageRow:
     cut_bytes: int | None
 
 
-def stages_table(rows: Sequence[StageRow], planned: Timeline | None, schedule: Schedule) -> rich.table.Table:
-    """Return the stages of a pipeline as a table for `rich.print`; it folds layer names on a narrow terminal.
+def stages_table(rows: Sequence[StageRow], planned: Timeline | None, schedule: Schedule) -> str:
+    """Return the stages of a pipeline as lines of text, with the layers of each on a line of their own.
 
     Args:
         rows: One a stage.
         planned: What `simulate` predicts; None if no times are known.
         schedule: What the pipeline follows.
     """
-    table = rich.table.Table(
-        title=describe_schedule(schedule),
-        caption="" if planned is None else f"predicted: {describe_step(planned)}",
-        box=rich.box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    table.add_column("stage", justify="right", no_wrap=True)
-    table.add_column("device", no_wrap=True)
-    table.add_column("layers", overflow="fold")
-    for name in ("parameters", "forward\nms", "backward\nms", "memory", "to next"):
-        table.add_column(name, justify="right", no_wrap=True)
+    device_columns = max(len(name) for name in ("device", *(row.device for row in rows)))
+    columns = (5, device_columns, 6, 10, 7, 8, 6, 7)
+    lines = [
+        describe_schedule(schedule),
+        _cells(columns, ("", "", "", "", "forward", "backward", "memory", "to next")),
+        _cells(columns, ("stage", "device", "layers", "parameters", "ms", "ms", "MB", "MB")),
+    ]
+    indent = " " * (columns[0] + len(_GAP))
     for row in rows:
-        table.add_row(
+        cells = (
             str(row.stage),
             row.device,
-            f"{row.num_layers}: {row.first_layer}" + (f"\n... {row.last_layer}" if row.num_layers > 1 else ""),
+            f"{row.num_layers:,}",
             f"{row.num_parameters:,}",
-            "" if row.forward_seconds is None else _milliseconds(row.forward_seconds),
-            "" if row.backward_seconds is None else _milliseconds(row.backward_seconds),
-            _bytes(row.memory_bytes),
-            _bytes(row.cut_bytes),
+            "" if row.forward_seconds is None else three_digits(1e3 * row.forward_seconds),
+            "" if row.backward_seconds is None else three_digits(1e3 * row.backward_seconds),
+            "" if row.memory_bytes is None else three_digits(row.memory_bytes / 1e6),
+            "" if row.cut_bytes is None else three_digits(row.cut_bytes / 1e6),
         )
-    return table
+        lines.append(_cells(columns, cells))
+        last = [] if row.num_layers == 1 else [f"... {row.last_layer}"]
+        together = " ".join([row.first_layer, *last])
+        lines += [f"{indent}{name}" for name in ([together] if len(together) < 70 else [row.first_layer, *last])]
+    if planned is not None:
+        lines += ["", line("predicted", f"{describe_step(planned)}: from the times above, the optimizer included")]
+    return "\n".join(lines)
+
+
+def _cells(columns: Sequence[int], cells: Sequence[str]) -> str:
+    """Return a line of cells that are aligned to the right; the device, the second, to the left."""
+    aligned = [
+        f"{cell:<{width}}" if index == 1 else f"{cell:>{width}}"
+        for index, (width, cell) in enumerate(zip(columns, cells, strict=True))
+    ]
+    return _GAP.join(aligned).rstrip()
 
 
 def describe_schedule(schedule: Schedule) -> str:
@@ -90,24 +101,8 @@ def describe_schedule(schedule: Schedule) -> str:
 
 def describe_step(timeline: Timeline) -> str:
     """Return the step time and the bubble in words, such as "step 15 ms, bubble 20.0 %"."""
-    return f"step {_milliseconds(timeline.step_seconds)} ms, bubble {100 * timeline.bubble:.1f} %"
+    return f"step {three_digits(1e3 * timeline.step_seconds)} ms, bubble {100 * timeline.bubble:.1f} %"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
-
-
-def _milliseconds(seconds: float) -> str:
-    """Three digits, or all before the point."""
-    milliseconds = 1e3 * seconds
-    decimals = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2 if milliseconds >= 1 else 3
-    return f"{milliseconds:,.{decimals}f}"
-
-
-def _bytes(number: int | None) -> str:
-    if number is None:
-        return ""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number} B"

@@ -24,7 +24,7 @@ from tfpar.pipeline.profile import CallCost, measure, retrained
 from tfpar.pipeline.programs import StagesOfModel
 from tfpar.pipeline.simulate import Timeline
 from tfpar.pipeline.table import stages_table
-from tfpar.preview import Preview, as_text
+from tfpar.preview import Preview
 from tfpar.strategies.one_copy import OneCopy
 
 
@@ -251,7 +251,7 @@ class Pipeline(OneCopy):
         """Return the stages as measured on a batch, the step that follows from them, and the picture of both."""
         outlook, schedule = self.look_ahead(model, batch), self.schedule_of(model)
         table = stages_table(outlook.rows, outlook.planned, schedule)
-        return Preview(as_text(table), outlook.rows, outlook.planned, schedule)
+        return Preview(table, outlook.rows, outlook.planned, schedule)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
         """Run all actions of a step a few times and note when each really runs; nothing is trained.
