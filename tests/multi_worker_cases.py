@@ -75,6 +75,14 @@ def with_input(name: str, strategy: tfpar.Strategy, seed: int) -> tuple[dict[str
     return history, trainer.model.get_weights()
 
 
+def fine_tuned(model: keras.Model, fit: Callable[..., keras.callbacks.History]) -> Trained:
+    """A trained model goes on, and then once more after it is compiled again outside of any scope."""
+    model.compile(optimizer := keras.optimizers.Adam(0.01), model.loss, metrics=["accuracy"])
+    history = fit(small.data(), verbose=0).history
+    optimizer.learning_rate = 0.1
+    return Trained({**history, "again": fit(small.data(), verbose=0).history["loss"]}, state(model))
+
+
 def not_finite() -> tf.data.Dataset:
     """The third batch holds an infinity, in a row of the first worker only."""
     features = parity_cases.inputs(40)

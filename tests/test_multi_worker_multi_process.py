@@ -101,6 +101,17 @@ def test_compiled_by_xla(job: workers.Workers) -> None:
         assert_same(answer, keras_fit(small.data()))
 
 
+def test_a_model_that_keras_trained_moves_to_the_workers_and_is_compiled_again_there(job: workers.Workers) -> None:
+    keras.utils.set_random_seed(0)
+    model = small.build_model()
+    model.fit(small.data(), verbose=0)
+    history = model.fit(small.data(), epochs=2, verbose=0).history
+    first = Trained(history, cases.state(model))
+    expected = first, cases.fine_tuned(model, model.fit), model.evaluate(small.data(), verbose=0)
+    for answer in asked(job, "fine_tuned_from_keras"):
+        assert_same(answer, expected)
+
+
 def test_eagerly(job: workers.Workers) -> None:
     for answer in asked(job, "eagerly"):
         assert_same(answer, keras_fit(small.data(), epochs=1))

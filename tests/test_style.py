@@ -23,7 +23,7 @@ LADDER = [
         "suggestions",
         "update_order",
     ],
-    ["_toml", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
+    ["_toml", "arguments", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
     [
         "config",
         "_compat",
@@ -44,7 +44,7 @@ LADDER = [
     ["pipeline"],
     ["preview"],
     ["strategies", "checkpoint", "stream"],
-    ["alike", "built", "callback_list", "callbacks", "compiled", "resume"],
+    ["alike", "built", "callback_list", "callbacks", "compiled", "model_function", "resume"],
     ["epoch_table", "step_summaries"],
     ["calls", "evaluation", "training", "preparation", "trainer", "drop_in", "interruption", "parity"],
     ["pipeline_view", "trainer_class"],

@@ -69,6 +69,14 @@ class Questions:
     def compiled_by_xla(self) -> Any:
         return trained(tfpar.Trainer(cases.compiled_by_xla, self._plain, seed=0), small.data())
 
+    def fine_tuned_from_keras(self) -> Any:
+        keras.utils.set_random_seed(0)
+        model = small.build_model()
+        model.fit(small.data(), verbose=0)
+        trainer = tfpar.Trainer(model, self._plain)
+        first = trained(trainer, small.data())
+        return first, cases.fine_tuned(model, trainer.fit), tfpar.evaluate(model, small.data(), verbose=0)
+
     def eagerly(self) -> Any:
         return trained(tfpar.Trainer(cases.eager, self._plain, seed=0), small.data(), epochs=1)
 

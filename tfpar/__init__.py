@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tfpar.callbacks import LearningRateWarmup, MetricsFile, ReplicaCheck, Throughput
     from tfpar.checkpoint import Checkpoints
     from tfpar.cluster import use_logical_cpus
-    from tfpar.drop_in import fit
+    from tfpar.drop_in import evaluate, fit, predict
     from tfpar.parity import check_parity
     from tfpar.strategies import Mirrored, SingleDevice, Strategy
     from tfpar.trainer import Trainer
@@ -32,9 +32,11 @@ _HOMES = {
     "Throughput": "callbacks",
     "Trainer": "trainer",
     "check_parity": "parity",
+    "evaluate": "drop_in",
     "fit": "drop_in",
     "gather": "whole_batch",
     "interruptible": "interruption",
+    "predict": "drop_in",
     "use_logical_cpus": "cluster",
 }
 
@@ -52,9 +54,11 @@ __all__ = [
     "Throughput",
     "Trainer",
     "check_parity",
+    "evaluate",
     "fit",
     "gather",
     "interruptible",
+    "predict",
     "use_logical_cpus",
 ]
 

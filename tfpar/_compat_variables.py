@@ -23,15 +23,26 @@ def state(model: keras.Model) -> list[Any]:
     `model.metrics` once they are built.
     """
     held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
-    optimizer = optimizer_of(model)
-    groups = [model.variables, *(metric.variables for metric in (*model.metrics, *held))]
-    groups += [optimizer.variables] if optimizer is not None else []
+    groups = [model.variables, *(one.variables for one in (*model.metrics, *held, *_optimizers(model)))]
     return list({id(variable): variable for group in groups for variable in group}.values())
 
 
 def optimizer_of(model: keras.Model) -> Any:
     """Return the optimizer of a model, None where it is not compiled, or compiled without one (Keras 3.15)."""
     return getattr(model, "optimizer", None)
+
+
+def _optimizers(model: keras.Model) -> list[Any]:
+    """Return the optimizers that a model holds, more than one where its step is of its own, with those they wrap."""
+    found = [
+        one
+        for value in vars(model).values()
+        for one in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        )
+        if isinstance(one, keras.Optimizer)
+    ]
+    return found + [one.inner_optimizer for one in found if hasattr(one, "inner_optimizer")]
 
 
 def home_of(variable: Any) -> tf.distribute.Strategy | None:
@@ -100,20 +111,18 @@ def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> Non
         if isinstance(layer, keras.Model):
             layer._distribute_strategy = home
     forget_functions(model)
-    optimizer = optimizer_of(model)
-    while optimizer is not None:
+    for optimizer in _optimizers(model):
         optimizer._distribution_strategy = home or tf.distribute.get_strategy()
         find_slots(optimizer)
-        optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
 def has_lost_slots(model: keras.Model) -> bool:
-    """Say whether the memory of weights was allocated again since the optimizer created their slots."""
-    optimizer = optimizer_of(model)
-    if optimizer is None or not optimizer.built:
-        return False
-    known = optimizer._trainable_variables_indices
-    return any(optimizer._var_key(weight) not in known for weight in optimizer._trainable_variables)
+    """Say whether the memory of weights was allocated again since an optimizer created their slots."""
+    return any(
+        optimizer._var_key(weight) not in optimizer._trainable_variables_indices
+        for optimizer in _optimizers(model)
+        for weight in optimizer._trainable_variables
+    )
 
 
 def find_slots(optimizer: Any) -> None:

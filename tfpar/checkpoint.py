@@ -26,7 +26,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpar import checkpoint_file, model_state
+from tfpar import arguments, checkpoint_file, model_state, objective
 from tfpar.background import Background
 from tfpar.callback_state import extract_arrays, insert_arrays
 
@@ -85,6 +85,7 @@ class Checkpoints:
         >>> trainer.fit(dataset, epochs=5, checkpoints=tfpar.Checkpoints("runs/digits/checkpoints"))
     """
 
+    @arguments.named
     def __init__(
         self, directory: str | Path, every_seconds: float = 60.0, keep: int = 3, asynchronous: bool = True
     ) -> None:
@@ -289,9 +290,11 @@ class Checkpoints:
         variables = {name: array for name, array in arrays.items() if not name.startswith("callbacks/")}
         # Older files do not know their step.
         origin = str(self._path(state["step"])) if "step" in state else f"The newest file in {self.directory}"
-        if model.built and model.optimizer is not None and not model.optimizer.built:  # evaluated so far
-            with model.distribute_strategy.scope():
-                model.optimizer.build(model.trainable_variables)
+        if model.built:  # and perhaps only evaluated so far
+            for optimizer, weights in objective.updates_of(model):
+                if optimizer is not None and not optimizer.built:
+                    with model.distribute_strategy.scope():
+                        optimizer.build(weights)
         model_state.assign_arrays(model, variables, origin, assign)
         return Position(**state["position"]), insert_arrays(state["callbacks"], arrays)
 

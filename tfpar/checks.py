@@ -14,20 +14,31 @@ _STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no Keras model, or one whose own steps would never run.
+    """Refuse what is no Keras model.
 
     Raises:
         TypeError: If it is no `keras.Model`.
-        ValueError: If its class overrides a step of Keras' trainer.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"The model function must return a compiled keras.Model, received {type(model).__name__}. "
             "End it with `return model`."
         )
+
+
+def check_steps(model: keras.Model, *methods: str) -> None:
+    """Refuse a model whose own steps would never run.
+
+    Args:
+        model: Any model.
+        *methods: "fit", "evaluate" or "predict": what is about to run, or may.
+
+    Raises:
+        ValueError: If its class overrides the step of Keras' trainer behind one of them.
+    """
     replaced = {"train_step", "test_step"} if objective.has_objectives(model) else set()
     for step, method in _STEPS.items():
-        if _compat.overridden(model, step) and step not in replaced:
+        if method in methods and _compat.overridden(model, step) and step not in replaced:
             raise ValueError(
                 f"{type(model).__name__} overrides {step}, which a strategy replaces by its own. Put the difference "
                 f"into the layers, a loss or tfpar.Objective, or use keras' own {method}."

@@ -72,6 +72,11 @@ def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]
         return gpus or [name for name in existing if name.startswith("CPU")]
     if isinstance(devices, str):
         raise ValueError(f'devices must be a list of names, received {devices!r}. Write ["{devices}"].')
+    if isinstance(devices, int) or not all(isinstance(name, str) for name in devices):
+        raise TypeError(
+            f"devices must be a list of names such as {list(existing[-2:])}, received {devices!r}. There are: "
+            f"{list(existing)}."
+        )
     names = [name.removeprefix("/").removeprefix("device:").upper() for name in devices]
     for name in names:
         if name not in existing or names.count(name) > 1:

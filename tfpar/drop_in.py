@@ -1,42 +1,112 @@
-"""`tfpar.fit`: the drop-in for `model.fit` of a model that already exists."""
+"""`tfpar.fit`, `tfpar.evaluate` and `tfpar.predict`: the drop-ins for those of a model that already exists."""
 
 from __future__ import annotations
 
+import functools
+import sys
+import weakref
 from typing import Any
 
 import keras
 
-from tfpar import strategies
+from tfpar import cluster, strategies
+from tfpar.strategies import SingleDevice
 from tfpar.trainer import Trainer
 
 
-def fit(model: keras.Model, x: Any, y: Any = None, **arguments: Any) -> keras.callbacks.History:
+def fit(model: keras.Model, *data: Any, **settings: Any) -> keras.callbacks.History:
     """Train a model under the strategy in whose scope it was built; the drop-in for `model.fit(x, y, …)`.
+
+    A model that belongs to a `tfpar.Trainer` trains under the strategy of that trainer.
 
     Args:
         model: A compiled model, built under `tf.distribute.MirroredStrategy().scope()`, under the scope of a tfpar
             strategy, or under none.
-        x: A `tf.data.Dataset` batched to the global batch, or arrays `[examples, ...]`.
-        y: Targets `[examples, ...]` where `x` is arrays.
-        **arguments: As for `tfpar.Trainer.fit`, which takes those of `keras.Model.fit`.
+        *data: As for `tfpar.Trainer.fit`, which takes what `keras.Model.fit` does: a `tf.data.Dataset` batched to the
+            global batch, or arrays `[examples, ...]` with targets, and so on.
+        **settings: As for `tfpar.Trainer.fit`.
 
     Returns:
         The history of logs, one entry an epoch.
 
     Raises:
-        TypeError: If the model is not compiled, or was built under a strategy that tfpar does not know.
-        ValueError: As `tfpar.Trainer.fit`.
+        TypeError: If it is no model, or was built under a strategy that tfpar does not know.
+        ValueError: As `tfpar.Trainer.fit`; also if the model is not compiled.
 
     Example:
         >>> with tf.distribute.MirroredStrategy().scope():
         ...     model = build_model()
         >>> tfpar.fit(model, dataset, epochs=5)
     """
-    # Kept on the model, and so for as long as it lives: a second call runs what the first one compiled.
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"tfpar.fit trains a compiled keras.Model, received {type(model).__name__}.")
-    trainer = getattr(model, "_tfpar_trainer", None)
-    if trainer is None:
-        trainer = model._tfpar_trainer = Trainer(lambda: model, strategies.of(model), seed=None)
-    history: keras.callbacks.History = trainer.fit(x, y, **arguments)
+    trainer = _trainer_of(model, "fit")
+    if model._tfpar_trainer is trainer and isinstance(trainer.strategy, SingleDevice):  # nobody chose that strategy
+        _mention_other_devices()
+    history: keras.callbacks.History = trainer.fit(*data, **settings)
     return history
+
+
+def evaluate(model: keras.Model, *data: Any, **settings: Any) -> Any:
+    """Compute loss and metrics of a model where its weights are; the drop-in for `model.evaluate(x, y, …)`.
+
+    Args:
+        model: A compiled model, as for `tfpar.fit`.
+        *data: As for `tfpar.Trainer.evaluate`.
+        **settings: As for `tfpar.Trainer.evaluate`.
+
+    Returns:
+        The loss, or a list or dict of the loss and the metrics.
+
+    Raises:
+        TypeError: If it is no model, or was built under a strategy that tfpar does not know.
+        ValueError: As `tfpar.Trainer.evaluate`; also if the model is not compiled.
+
+    Example:
+        >>> tfpar.evaluate(model, validation, return_dict=True)
+    """
+    return _trainer_of(model, "evaluate").evaluate(*data, **settings)
+
+
+def predict(model: keras.Model, *data: Any, **settings: Any) -> Any:
+    """Return a model's outputs, computed where its weights are; the drop-in for `model.predict(x, …)`.
+
+    Args:
+        model: A model as for `tfpar.fit`, compiled or not; also one made of the layers of a trained model.
+        *data: As for `tfpar.Trainer.predict`.
+        **settings: As for `tfpar.Trainer.predict`.
+
+    Returns:
+        The outputs `[examples, ...]` as NumPy arrays, in the order of the inputs.
+
+    Raises:
+        TypeError: If it is no model, or was built under a strategy that tfpar does not know.
+        ValueError: As `tfpar.Trainer.predict`.
+
+    Example:
+        >>> features = keras.Model(model.inputs, model.get_layer("features").output)
+        >>> tfpar.predict(features, images)
+    """
+    return _trainer_of(model, "predict").predict(*data, **settings)
+
+
+def _trainer_of(model: keras.Model, method: str) -> Trainer:
+    """Return the trainer of a model, one for all calls: a second one runs what the first one compiled."""
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"tfpar.{method} takes a keras.Model, received {type(model).__name__}.")
+    found: Any = getattr(model, "_tfpar_trainer", None)
+    trainer: Trainer | None = found() if isinstance(found, weakref.ref) else found
+    if trainer is None:
+        trainer = Trainer(model, strategies.of(model), seed=None)
+        model._tfpar_trainer = trainer  # for as long as the model lives
+    return trainer
+
+
+@functools.cache
+def _mention_other_devices() -> None:
+    """Say once that training could be faster, where it could."""
+    devices = cluster.resolve_devices(None)
+    if len(devices) > 1:
+        print(
+            f"tfpar.fit trains on 1 of {len(devices)} devices, since the model was built outside of a strategy's "
+            "scope. Train on all of them with tfpar.Trainer(model, tfpar.Mirrored()).fit(...).",
+            file=sys.stderr,
+        )

@@ -15,7 +15,7 @@ import rich.console
 import rich.table
 import tensorflow as tf
 
-from tfpar import _compat_random
+from tfpar import _compat_random, arguments
 from tfpar.strategies import Strategy
 from tfpar.trainer import Trainer
 
@@ -86,6 +86,7 @@ class ParityReport:
 
 
 @_compat_random.preserved_random_state()
+@arguments.named
 def check_parity(
     build_model: Callable[[], keras.Model],
     dataset: tf.data.Dataset,

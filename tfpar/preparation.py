@@ -46,7 +46,9 @@ class Preparation:
             begun: A dataset and a stream of it of which nothing was taken yet.
             restarts: Whether every epoch begins a pass, also where `steps` is given.
         """
-        checks.check_compiled(self._model, "fit" if kind == "train" else "evaluate")
+        method = "fit" if kind == "train" else "evaluate"
+        checks.check_compiled(self._model, method)
+        checks.check_steps(self._model, method)
         distributed, source, first = self._distribute(dataset)
 
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
@@ -62,6 +64,7 @@ class Preparation:
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[Stream, Callable[[Any], Any]]:
         """Distribute a dataset, build the model with its first batch, and compile what predicts on one element."""
+        checks.check_steps(self._model, "predict")
         whole = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
         distributed, source, first = self._distribute(whole)
         stream = Stream(distributed.dataset, steps, source=source, first=first)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import keras
+import tensorflow as tf
 
-from tfpar import _compat, checks, data
+from tfpar import _compat, arguments, data, strategies
 from tfpar.calls import limited_epochs, limited_steps
 from tfpar.checkpoint import Checkpoints
 from tfpar.evaluation import evaluate, predict
+from tfpar.model_function import ModelOrFunction, check_arguments, model_of
 from tfpar.preparation import Preparation
 from tfpar.preview import Preview
-from tfpar.strategies import SingleDevice, Strategy
+from tfpar.strategies import Strategy
 from tfpar.stream import Stream
 from tfpar.training import NonfiniteLoss, Training
 
@@ -27,14 +30,18 @@ class Trainer:
     """Train a Keras model under a strategy, with the results of one device and the manners of Keras.
 
     Args:
-        build_model: Returns a compiled `keras.Model`; runs inside the strategy's scope.
-        strategy: Where and how a step runs; None for `SingleDevice()`.
+        build_model: Returns a compiled `keras.Model`; runs inside the strategy's scope. Or a model that exists: it
+            keeps its weights, optimizer state and random state, which move to the devices of the strategy.
+        strategy: Where and how a step runs; None for `SingleDevice()`. A `tf.distribute.MirroredStrategy` or
+            `MultiWorkerMirroredStrategy` counts as `Mirrored` or `MultiWorker`.
         seed: What `keras.utils.set_random_seed` gets before the model function runs, so that plain Keras with the
             same seed has the same weights; it also orders arrays given to `fit`. None sets nothing.
 
     Raises:
-        TypeError: If the model function returns something else than a `keras.Model`.
-        ValueError: If the model overrides a step of Keras' own trainer, which would never run.
+        TypeError: If an argument is of another kind, or the model function returns something else than a
+            `keras.Model`.
+        ValueError: If the model overrides a step of Keras' own trainer, which would never run, or holds variables
+            that cannot move to the strategy's devices.
 
     Example:
         >>> trainer = tfpar.Trainer(build_model, tfpar.Mirrored(), seed=0)
@@ -42,17 +49,18 @@ class Trainer:
         >>> trainer.save("model.keras")
     """
 
+    @arguments.named
     def __init__(
-        self, build_model: Callable[[], keras.Model], strategy: Strategy | None = None, seed: int | None = 0
+        self,
+        build_model: ModelOrFunction,
+        strategy: Strategy | tf.distribute.Strategy | None = None,
+        seed: int | None = 0,
     ) -> None:
-        self.strategy = SingleDevice() if strategy is None else strategy
-        self.seed = seed
-        if seed is not None:
-            keras.utils.set_random_seed(seed)
-        with self.strategy.scope():
-            self.model = build_model()
-        checks.check_model(self.model)
-        self.strategy.adopt(self.model)
+        check_arguments(build_model, strategy, seed)
+        self.strategy = strategies.resolve(strategy)
+        self.seed = None if seed is None else int(seed)
+        self.model = model_of(build_model, self.strategy, self.seed)
+        self.model._tfpar_trainer = weakref.ref(self)  # what tfpar.fit runs on this model, while this trainer is there
         self.interrupted = False
         self._preparation = Preparation(self.model, self.strategy)
         self._begun: tuple[Any, Stream] | None = None
@@ -139,6 +147,7 @@ class Trainer:
         with self.strategy.scope():
             self.model.compile(*arguments, **settings)
 
+    @arguments.named
     def fit(
         self,
         x: Any,
@@ -234,6 +243,7 @@ class Trainer:
             return looked_at
         return x
 
+    @arguments.named
     def evaluate(
         self,
         x: Any,
@@ -270,6 +280,7 @@ class Trainer:
         logs = evaluate(self._preparation.caller(run_steps, stream, listeners, testing=True))
         return logs if return_dict else _compat.metrics_in_order(self.model, logs)
 
+    @arguments.named
     def predict(
         self,
         x: Any,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 
-import keras
 import tensorflow as tf
 
-from tfpar import _compat_variables, cluster, config, tf_config
+from tfpar import cluster, config, tf_config
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker import MultiWorker
 from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.preflight import lost_worker
+from tfpar.strategies.resolve import of, resolve
 from tfpar.strategies.single_device import SingleDevice
 
 __all__ = [
@@ -22,46 +22,11 @@ __all__ = [
     "Pipeline",
     "SingleDevice",
     "Strategy",
-    "around",
     "from_settings",
     "lost_worker",
     "of",
+    "resolve",
 ]
-
-
-def of(model: keras.Model) -> Strategy:
-    """Return the strategy under whose scope a model was built, or else its layers.
-
-    Args:
-        model: A model built under the scope of a `tf.distribute.MirroredStrategy`, of a
-            `tf.distribute.MultiWorkerMirroredStrategy`, of a tfpar strategy, or of none.
-
-    Raises:
-        TypeError: If it was built under another kind of `tf.distribute` strategy.
-    """
-    home = _compat_variables.belongs_to(model)
-    if home is None:
-        return SingleDevice()
-    strategy = around(home)
-    if strategy is None:
-        raise TypeError(
-            f"tfpar.fit takes a model built under tf.distribute.MirroredStrategy, MultiWorkerMirroredStrategy or no "
-            f"strategy, received one built under {type(home).__name__}. Build it with "
-            "tfpar.Trainer(build_model, strategy)."
-        )
-    return strategy
-
-
-def around(strategy: tf.distribute.Strategy) -> Strategy | None:
-    """Return the tfpar strategy for a strategy of `tf.distribute`, the one that created it if one did; else None."""
-    known: Strategy | None = getattr(strategy, "tfpar_strategy", None)
-    if known is not None:
-        return known
-    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        return MultiWorker.of(strategy)
-    if isinstance(strategy, tf.distribute.MirroredStrategy):
-        return Mirrored.of(strategy)
-    return None
 
 
 def from_settings(settings: config.Strategy) -> Strategy:

@@ -127,19 +127,17 @@ class Strategy(abc.ABC):
         away = [variable for variable in _compat_variables.state(model) if not self.holds(variable)]
         if away:
             check_variables(model)
-            with self.scope():
-                for variable in away:
-                    self._move(variable)
+        for variable in away:
+            self._move(variable)
         if away or _compat_variables.belongs_to(model) is not self.home or _compat_variables.has_lost_slots(model):
             _compat_variables.move_trainer(model, self.home)
 
     def _move(self, variable: keras.Variable) -> None:
-        if not _compat_variables.is_allocated(variable):
-            _compat_variables.re_create(variable)
-            return
-        value = tf.convert_to_tensor(variable.value)
-        _compat_variables.re_create(variable, value)
-        if _compat.is_summed_on_read(variable):  # each replica begins with all of it
+        # It is read where it was: within a scope TensorFlow refuses the variables of another strategy.
+        value = tf.convert_to_tensor(variable.value) if _compat_variables.is_allocated(variable) else None
+        with self.scope():
+            _compat_variables.re_create(variable, value)
+        if _compat.is_summed_on_read(variable) and value is not None:  # each replica begins with all of it
             self.assign(variable, value)
 
     def place(self, model: keras.Model, batch: Any) -> None:

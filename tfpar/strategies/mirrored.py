@@ -8,7 +8,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, cluster, data
+from tfpar import _compat, arguments, cluster, data
 from tfpar.strategies.mixing import Mixing
 from tfpar.strategies.mixing import check as check_mixing
 from tfpar.strategies.replicated import Replicated
@@ -39,6 +39,7 @@ class Mirrored(Replicated):
         2
     """
 
+    @arguments.named
     def __init__(
         self,
         devices: Sequence[str] | None = None,

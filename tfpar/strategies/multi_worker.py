@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, data, metric_entries, objective, tf_config
+from tfpar import _compat, arguments, data, metric_entries, objective, tf_config
 from tfpar.collectives import PIECE_BYTES, AllReduce, Group
 from tfpar.data import Sharded
 from tfpar.strategies import factors, preflight
@@ -62,6 +62,7 @@ class MultiWorker(Replicated):
     # Between two calls the workers add up metrics and agree on what comes next, which takes milliseconds.
     seconds_per_call = 0.5
 
+    @arguments.named
     def __init__(
         self,
         devices: Sequence[str] | None = None,

@@ -11,7 +11,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_graph, _compat_pipeline, _compat_random, _compat_variables, cluster, data, objective
+from tfpar import (
+    _compat,
+    _compat_graph,
+    _compat_pipeline,
+    _compat_random,
+    _compat_variables,
+    arguments,
+    cluster,
+    data,
+    objective,
+)
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.forecast import measure_step
@@ -64,6 +74,7 @@ class Pipeline(OneCopy):
 
     compiles_with_xla = False
 
+    @arguments.named
     def __init__(
         self,
         num_stages: int,

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_variables, cluster, data, metric_entries, objective
+from tfpar import _compat, _compat_variables, arguments, cluster, data, metric_entries, objective
 from tfpar.reduction import Counts
 from tfpar.strategies.one_copy import OneCopy
 from tfpar.update_order import after_reads
@@ -28,7 +28,10 @@ class SingleDevice(OneCopy):
         1
     """
 
+    @arguments.named
     def __init__(self, device: str | None = None) -> None:
+        if device is not None and not isinstance(device, str):
+            raise TypeError(f'device must be one name such as "CPU:0" or "GPU:0", received {device!r}.')
         self.device = None if device is None else cluster.resolve_devices([device])[0]
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:

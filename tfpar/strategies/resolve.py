@@ -1,0 +1,101 @@
+"""From what a user has in hand, a strategy, its name, its class, TensorFlow's or a model, to the strategy meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat_variables
+from tfpar.strategies.base import Strategy
+from tfpar.strategies.mirrored import Mirrored
+from tfpar.strategies.multi_worker import MultiWorker
+from tfpar.strategies.single_device import SingleDevice
+from tfpar.suggestions import closest
+
+# How each is written, for the way out.
+_WRITTEN = {
+    "SingleDevice": "tfpar.SingleDevice()",
+    "Mirrored": "tfpar.Mirrored()",
+    "MultiWorker": "tfpar.MultiWorker()",
+    "Pipeline": "tfpar.Pipeline(num_stages=2, num_microbatches=8)",
+}
+
+
+def of(model: keras.Model) -> Strategy:
+    """Return the strategy under whose scope a model was built, or else its layers.
+
+    Args:
+        model: A model built under the scope of a `tf.distribute.MirroredStrategy`, of a
+            `tf.distribute.MultiWorkerMirroredStrategy`, of a tfpar strategy, or of none.
+
+    Raises:
+        TypeError: If it was built under another kind of `tf.distribute` strategy.
+    """
+    home = _compat_variables.belongs_to(model)
+    if home is None:
+        return SingleDevice()
+    strategy = around(home)
+    if strategy is None:
+        raise TypeError(
+            f"tfpar.fit takes a model built under tf.distribute.MirroredStrategy, MultiWorkerMirroredStrategy or no "
+            f"strategy, received one built under {type(home).__name__}. Build it with "
+            "tfpar.Trainer(build_model, strategy)."
+        )
+    return strategy
+
+
+def around(strategy: tf.distribute.Strategy) -> Strategy | None:
+    """Return the tfpar strategy for a strategy of `tf.distribute`, the one that created it if one did; else None."""
+    known: Strategy | None = getattr(strategy, "tfpar_strategy", None)
+    if known is not None:
+        return known
+    if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return MultiWorker.of(strategy)
+    if isinstance(strategy, tf.distribute.MirroredStrategy):
+        return Mirrored.of(strategy)
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        return SingleDevice()
+    return None
+
+
+def resolve(strategy: Any) -> Strategy:
+    """Return the strategy that a user named.
+
+    Args:
+        strategy: A tfpar strategy; a `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy`; None for
+            `SingleDevice()`.
+
+    Raises:
+        TypeError: If it is something else; the message says what to write.
+
+    Example:
+        >>> resolve(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])).describe()
+        'Mirrored over 2 replicas on CPU:0, CPU:1'
+    """
+    if strategy is None:
+        return SingleDevice()
+    if isinstance(strategy, Strategy):
+        return strategy
+    if isinstance(strategy, tf.distribute.Strategy):
+        found = around(strategy)
+        if found is not None:
+            return found
+        received, way_out = f"a {type(strategy).__name__} of tf.distribute", "tfpar.Mirrored() or tfpar.SingleDevice()"
+    elif isinstance(strategy, type):
+        received, way_out = f"the class {strategy.__name__}", _written(strategy.__name__)
+    elif isinstance(strategy, str):
+        received, way_out = repr(strategy), _written(strategy)
+    elif callable(strategy):
+        received, way_out = "a function", "the strategy itself, such as tfpar.Mirrored()"
+    else:
+        received, way_out = repr(strategy), _written("")
+    raise TypeError(
+        f"strategy must be a strategy object, of tfpar or a mirrored one of tf.distribute, received {received}. "
+        f"Write {way_out}."
+    )
+
+
+def _written(name: str) -> str:
+    return _WRITTEN[closest(name, _WRITTEN) or "Mirrored"] if name else "tfpar.Mirrored()"
