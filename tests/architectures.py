@@ -109,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="architectures; none for all")
     parser.add_argument("--from", dest="first", metavar="NAME", help="begin with this one, in alphabetical order")
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 4, 8], metavar="N", help="instead of 2, 4 and 8")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no other one after so long")
     given = parser.parse_args()
     tfpar.use_logical_cpus(8)
@@ -118,7 +119,7 @@ def main() -> None:
             print(f"Go on with --from {name}")
             break
         print(f"{name}: {check(name)}", flush=True)
-        for num_stages in (2, 4, 8):
+        for num_stages in given.stages:
             print(f"{name}: {run(name, num_stages)}", flush=True)
             keras.utils.clear_session()
 

@@ -724,6 +724,14 @@ def test_a_model_that_micro_batches_would_change_is_refused_before_the_first_ste
     assert int(trainer.model.optimizer.iterations) == 0
 
 
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_batches_that_are_not_dense_are_refused(kind: str) -> None:
+    rows = tf.ragged.constant([[1.0], [2.0, 3.0]]) if kind == "ragged" else tf.sparse.from_dense(np.eye(2, 5))
+    trainer = tfpar.Trainer(deep, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
+    with pytest.raises(ValueError, match=f"takes dense batches, received a {kind} tensor, .*Make it dense"):
+        trainer.fit(tf.data.Dataset.from_tensors((rows, [0, 1])), verbose=0)
+
+
 def test_a_layer_that_mixes_examples_is_refused_in_evaluation_and_prediction_too() -> None:
     build = sequential(lambda: Centred(name="centred"))
     for verb in ("evaluate", "predict"):

@@ -41,6 +41,26 @@ class Microbatch:
         return tf.cast(self.counted, tf.float64) / tf.cast(self.num_examples, tf.float64)
 
 
+def check_dense(specs: Any) -> None:
+    """Refuse batches that stages cannot send each other.
+
+    Args:
+        specs: Of a batch, `(inputs, targets, sample_weight)` as far as given.
+
+    Raises:
+        ValueError: If one is ragged or sparse.
+    """
+    for spec in tf.nest.flatten(specs):
+        if isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
+            is_ragged = isinstance(spec, tf.RaggedTensorSpec)
+            dense = "x.to_tensor()" if is_ragged else "tf.sparse.to_dense(x)"
+            raise ValueError(
+                f"A pipeline takes dense batches, received a {'ragged' if is_ragged else 'sparse'} tensor, {spec}. "
+                f"Make it dense, as with dataset.map(lambda x, y: ({dense}, y)), with a mask where padding must not "
+                "count (Embedding(mask_zero=True), Masking), or train on SingleDevice or Mirrored."
+            )
+
+
 def cut_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     """Cut a global batch into micro-batches whose sizes differ by at most one.
 

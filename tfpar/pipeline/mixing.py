@@ -90,6 +90,24 @@ def check_mixing(graph: Graph, inputs: Sequence[Any]) -> None:
         )
 
 
+def check_synchronized(graph: Graph) -> None:
+    """Refuse a BatchNormalization that asks for the statistics of the global batch.
+
+    Args:
+        graph: The model.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for call in graph.calls:
+        if isinstance(call.operation, layers.BatchNormalization) and call.operation.synchronized:
+            raise ValueError(
+                f"BatchNormalization(synchronized=True) takes its statistics from the global batch, and in a pipeline "
+                f"{call.name!r} sees one micro-batch at a time. Leave synchronized out to normalize each micro-batch "
+                "by itself, or use num_microbatches=1 or allow_mixing=True."
+            )
+
+
 @_compat_random.preserved_random_state()
 def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
     """Return the calls whose result for an example depends on which others are in the batch.

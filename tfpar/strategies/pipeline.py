@@ -26,7 +26,8 @@ from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.forecast import measure_step
 from tfpar.pipeline.lowering import Lowering
-from tfpar.pipeline.mixing import check_mixing
+from tfpar.pipeline.microbatches import check_dense
+from tfpar.pipeline.mixing import check_mixing, check_synchronized
 from tfpar.pipeline.outlook import Outlook, look_ahead
 from tfpar.pipeline.partition import Balance, MemoryNeeds, Partition, check_balance, divide
 from tfpar.pipeline.placement import place_weights
@@ -35,6 +36,7 @@ from tfpar.pipeline.programs import StagesOfModel
 from tfpar.pipeline.simulate import Timeline
 from tfpar.pipeline.table import stages_table
 from tfpar.preview import Preview
+from tfpar.strategies.base import Distributed
 from tfpar.strategies.one_copy import OneCopy
 
 
@@ -140,6 +142,16 @@ class Pipeline(OneCopy):
                 graph = model_graph.trace(model)
             self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
 
+    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
+        """Return the global batches as they are.
+
+        Raises:
+            ValueError: If they are ragged or sparse.
+        """
+        whole = super().distribute(dataset)
+        check_dense(whole.dataset.element_spec)
+        return whole
+
     def place(self, model: keras.Model, batch: Any) -> None:
         """Divide the model into stages with the first batch, and give its weights memory there.
 
@@ -179,7 +191,7 @@ class Pipeline(OneCopy):
                 graph = model_graph.trace(model, given)
             inputs = model_graph.standardize(model, given)
             if self.schedule.num_microbatches > 1 and not self._allow_mixing:
-                _check_synchronized(graph)
+                check_synchronized(graph)
                 with tf.device(self.devices[0]):
                     check_mixing(graph, inputs)
             self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
@@ -319,16 +331,6 @@ class Pipeline(OneCopy):
         """Return the model's outputs, `[batch, ...]` each."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         return self._lowerings[model].predict_step(inputs)
-
-
-def _check_synchronized(graph: model_graph.Graph) -> None:
-    for call in graph.calls:
-        if isinstance(call.operation, keras.layers.BatchNormalization) and call.operation.synchronized:
-            raise ValueError(
-                f"BatchNormalization(synchronized=True) takes its statistics from the global batch, and in a pipeline "
-                f"{call.name!r} sees one micro-batch at a time. Leave synchronized out to normalize each micro-batch "
-                "by itself, or use num_microbatches=1 or allow_mixing=True."
-            )
 
 
 def _devices(schedule: schedules.Schedule) -> list[str]:
