@@ -32,7 +32,7 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: Any) -> None
     steps = int(trainer.train_data.cardinality())
     lines = {
         "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
-        "devices": f"{devices} ({len(os.sched_getaffinity(0))} cores)",
+        "devices": f"{devices} ({_cores()})",
         "note": "" if any(spec.device_type == "GPU" for spec in here) else _note(trainer.strategy),
         "strategy": trainer.strategy.describe(),
         "model": f"{trainer.model.name}, {_num_parameters(trainer.model)}, {built.describe_precision(trainer.model)}",
@@ -47,6 +47,11 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: Any) -> None
         if text:
             print(line(name, text))
     print(flush=True)
+
+
+def _cores() -> str:
+    number = len(os.sched_getaffinity(0))
+    return f"{number} core{'s' * (number > 1)}"
 
 
 def _note(strategy: strategies.Strategy) -> str:
