@@ -184,6 +184,6 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
     if objective.objectives_of(model):
         objective.build(model, batch)
         return
-    _compat.symbolic_build(model, batch)
+    _compat.symbolic_build(model, batch, training=kind == "train")
     if kind == "train" and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

@@ -45,29 +45,58 @@ class Division:
         check_divisible(model)
         # With several outputs Keras keeps the loss of each in its logs, and needs it as of the global batch.
         self.in_parts = len(_compat.flat_losses(model)) < 2
-        self._own_loss: Kind | None = None
+        self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
         # Whether a loss that `call` computes is that of the whole batch: in training, and in evaluation.
         self._whole_in_call = {True: communicates, False: communicates}
+        if _compat.overridden(model, "compute_loss"):
+            self._whole_in_call = {True: False, False: False}
+            return  # asked as training or as evaluation asks it, in `find_own_loss`
         parts = _parts(batch)
-        own_loss = functools.partial(_own_loss, call=call)
         added_losses = functools.partial(_added_losses, call=call)
         with _compat_random.preserved_random_state(), restored(model):
-            _check_shapes(model, parts[1:], call)
-            if _compat.overridden(model, "compute_loss"):
-                (kind,) = _kinds(model, parts, own_loss, f"What {type(model).__name__}.compute_loss returns")
-                self._own_loss = kind or "mean"
-                self._whole_in_call = {True: False, False: False}
-            else:
-                find = functools.partial(self._find_added_losses, model, parts)
-                evaluating = find(False, functools.partial(added_losses, training=False))
-                training = functools.partial(added_losses, training=True)
-                # As in evaluation, where that tells: found without the chance that training may bring into play.
-                as_in_evaluation = None not in evaluating and len(training(model, parts[0])) == len(evaluating)
-                if as_in_evaluation:
-                    self._whole_in_call[True] = self._whole_in_call[False]
-                kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
-                self._added_losses = {key: [kind or "mean" for kind in found] for key, found in kinds.items()}
+            _check_shapes(model, parts[1:], call, training=False)
+            find = functools.partial(self._find_added_losses, model, parts)
+            evaluating = find(False, functools.partial(added_losses, training=False))
+            training = functools.partial(added_losses, training=True)
+            # As in evaluation, where that tells: found without the chance that training may bring into play.
+            as_in_evaluation = None not in evaluating and len(training(model, parts[0])) == len(evaluating)
+            if as_in_evaluation:
+                self._whole_in_call[True] = self._whole_in_call[False]
+            kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
+            self._added_losses = {key: [kind or "mean" for kind in found] for key, found in kinds.items()}
+
+    def find_own_loss(
+        self, model: keras.Model, batch: Any, training: bool, call: Callable[..., Any] = _compat.call_model
+    ) -> None:
+        """Find out how what an overridden `compute_loss` returns divides; a model that has none is left alone.
+
+        Args:
+            model: The model.
+            batch: Its first global batch.
+            training: What `compute_loss` is told, as by the steps that follow.
+            call: Runs the model, as in training without its chance.
+
+        Raises:
+            ValueError: If it is neither a sum nor a mean over the batch.
+        """
+        if not _compat.overridden(model, "compute_loss"):
+            return
+        parts = _parts(batch)
+        losses_of = functools.partial(_own_loss, call=call, training=training)
+        with _compat_random.preserved_random_state(), restored(model):
+            _check_shapes(model, parts[1:], call, training)
+            try:
+                (kind,) = self._kind_of_own_loss(model, parts, losses_of)
+            except ValueError:
+                if not training or losses_of(model, parts[0]) == losses_of(model, parts[0]):
+                    raise
+                # It draws random numbers in training, which hide what it is; evaluation does without.
+                (kind,) = self._kind_of_own_loss(model, parts, functools.partial(losses_of, training=False))
+        self._own_losses[training] = kind or "mean"
+
+    def _kind_of_own_loss(self, model: keras.Model, parts: Sequence[Any], losses_of: Any) -> list[Kind | None]:
+        return _kinds(model, parts, losses_of, f"What {type(model).__name__}.compute_loss returns")
 
     def _find_added_losses(
         self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]
@@ -82,17 +111,16 @@ class Division:
 
     def to_json(self) -> str:
         """Return what was found out, for other workers."""
-        return json.dumps([self._own_loss, *([found[True], found[False]] for found in self._found)])
+        return json.dumps([*([found[True], found[False]] for found in self._found)])
 
     def take_over(self, text: str) -> None:
         """Believe what another worker found out, from examples of its own."""
-        self._own_loss, *others = json.loads(text)
-        for found, (training, evaluating) in zip(self._found, others, strict=True):
+        for found, (training, evaluating) in zip(self._found, json.loads(text), strict=True):
             found[True], found[False] = training, evaluating
 
     @property
-    def _found(self) -> tuple[dict[bool, Any], dict[bool, Any]]:
-        return self._added_losses, self._whole_in_call
+    def _found(self) -> tuple[dict[bool, Any], ...]:
+        return self._own_losses, self._added_losses, self._whole_in_call
 
     def added_factors(self, training: bool, counts: Counts) -> list[tf.Tensor]:
         """Return, for each loss that layers add, the share of a part's value that counts in the whole."""
@@ -136,13 +164,12 @@ class Division:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(_compat.collect_added_losses(lambda: added[local_replica_id()]))
-            if self._own_loss is None:
+            own_loss = self._own_losses[training]
+            if own_loss is None:
                 stack.enter_context(_compat.loss_reduction(reduce_values, reduce_added_loss))
             else:
                 stack.enter_context(_compat.local_losses())
-                stack.enter_context(
-                    _compat.compute_loss_then(lambda loss: _reduce_kind(self._own_loss, loss, counts()))
-                )
+                stack.enter_context(_compat.compute_loss_then(lambda loss: _reduce_kind(own_loss, loss, counts())))
             in_call = losses_in_call(counts) if self._whole_in_call[training] else _compat_losses.losses_in_call()
             stack.enter_context(in_call)
             yield
@@ -199,7 +226,7 @@ def _added_losses(model: keras.Model, batch: Any, training: bool, call: Callable
     return [float(tf.reduce_sum(loss)) for loss in added]
 
 
-def _check_shapes(model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
+def _check_shapes(model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool) -> None:
     """Refuse a loss whose values for one example depend in number on how many others there are."""
     shapes: list[list[tuple[int, ...]]] = [[] for _ in parts]
 
@@ -213,16 +240,16 @@ def _check_shapes(model: keras.Model, parts: Sequence[Any], call: Callable[..., 
             return tf.zeros((), tf.convert_to_tensor(loss).dtype)
 
         with _compat.loss_reduction(note, nothing), _compat_losses.losses_in_call():
-            _own_loss(model, part, call)
+            _own_loss(model, part, call, training)
     for of_few, of_all in zip(*shapes, strict=True):
         if of_few[1:] != of_all[1:]:
             raise ValueError(f"{ONE_VALUE}, and this one returned values of shapes {of_few} and {of_all}. {WAY_OUT}")
 
 
-def _own_loss(model: keras.Model, batch: Any, call: Callable[..., Any]) -> list[float]:
+def _own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> list[float]:
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
     outputs = call(model, inputs, training=False)
-    return [float(_compat.compute_loss(model, inputs, targets, outputs, weights, training=False))]
+    return [float(_compat.compute_loss(model, inputs, targets, outputs, weights, training))]
 
 
 @contextlib.contextmanager

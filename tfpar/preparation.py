@@ -59,7 +59,9 @@ class Preparation:
         batch = self._build(stream, kind)
         if source is not None and goes_on is None:
             source.start(self._strategy.from_chief)
+        training = kind == "train"
         self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
+        self._compiled.once(f"{kind} loss", lambda: self._strategy.prepare_loss(self._model, batch, training))
         return stream, self._compiled.loop(kind, distributed)
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[Stream, Callable[[Any], Any]]:

@@ -90,13 +90,29 @@ class Lowering:
         Raises:
             ValueError: If a loss does not divide.
         """
-
-        def call(model: keras.Model, inputs: Any, training: bool) -> Any:
-            return self._call(inputs, training) if depends_on_values else self._zeros(inputs)
-
         # Else only the shapes of the losses are looked at, and a large model takes long to run without a graph.
-        depends_on_values = self._adds_losses or _compat.overridden(self._model, "compute_loss") or not self._has_shapes
+        depends_on_values = self._adds_losses or not self._has_shapes
+        call = self._call_of_check if depends_on_values else self._zeros_of_check
         self._division = Division(self._model, batch, call, communicates=False)
+
+    def prepare_loss(self, batch: Any, training: bool) -> None:
+        """Find out how what an overridden `compute_loss` returns divides over micro-batches.
+
+        Args:
+            batch: The first global batch.
+            training: Whether train steps follow, or evaluate steps.
+
+        Raises:
+            ValueError: If it does not divide.
+        """
+        assert self._division is not None, "prepare comes before the losses"
+        self._division.find_own_loss(self._model, batch, training, self._call_of_check)
+
+    def _call_of_check(self, model: keras.Model, inputs: Any, training: bool) -> Any:
+        return self._call(inputs, training)
+
+    def _zeros_of_check(self, model: keras.Model, inputs: Any, training: bool) -> Any:
+        return self._zeros(inputs)
 
     def train_step(self, batch: Any) -> tf.Tensor:
         """Add one optimizer update to the graph; return the loss, a scalar."""

@@ -176,6 +176,19 @@ class Strategy(abc.ABC):
         """
         return  # one copy of the model computes what one device does
 
+    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Check, before the first step of a kind, that what an overridden `compute_loss` returns is exact here.
+
+        Args:
+            model: A model that `prepare` has seen.
+            batch: The first global batch.
+            training: Whether train steps follow, or evaluate steps; `compute_loss` is told the same.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        return  # one device needs no check
+
     def around_steps(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the compiled loop over train or evaluate steps is called."""
         return contextlib.nullcontext()

@@ -197,6 +197,15 @@ class MultiWorker(Replicated):
             )
         super().prepare(model, batch)
         (self._num_rows[model],) = self.add_up([float(data.num_rows(batch))])
+        self._take_over_from_chief(model)
+
+    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Let the chief find out how what an overridden `compute_loss` returns divides over replicas."""
+        super().prepare_loss(model, batch, training)
+        if _compat.overridden(model, "compute_loss"):
+            self._take_over_from_chief(model)
+
+    def _take_over_from_chief(self, model: keras.Model) -> None:
         if model in self._divisions:
             division = self._divisions[model]
             division.take_over(self.from_chief(division.to_json().encode()).decode())

@@ -315,6 +315,10 @@ class Pipeline(OneCopy):
         """
         self._lowerings[model].prepare(batch)
 
+    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Find out how what an overridden `compute_loss` returns divides over micro-batches, or refuse it."""
+        self._lowerings[model].prepare_loss(batch, training)
+
     def around_steps(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow takes less time over the graph of a step, which is a large one."""
         return _compat_pipeline.optimized_once()

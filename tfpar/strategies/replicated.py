@@ -136,6 +136,16 @@ class Replicated(Strategy):
             if model.run_eagerly:
                 self._kinds[model] = kinds_of_lookups(model, batch)
 
+    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Find out how what an overridden `compute_loss` returns divides over replicas.
+
+        Raises:
+            ValueError: If it cannot be divided.
+        """
+        if model in self._divisions:
+            with mixings.on_whole_batch(self._mixed[model]):
+                self._divisions[model].find_own_loss(model, batch, training)
+
     def prepare_prediction(self, model: keras.Model, batch: Any) -> None:
         """Refuse a model whose outputs for an example depend on the others of its batch.
 
