@@ -103,7 +103,7 @@ def test_fit_takes_it_as_keras_does(strategy: str, name: str) -> None:
     small.assert_same_history(history, expected_history)
     small.assert_same_state(trainer.model.get_weights(), expected_weights, 1e-5)
     assert num_warnings == cases.WARNINGS.get(name, 0), "Keras' warning, where the user asked for more than there is"
-    if calls is not None and "steps_per_epoch" not in arguments:
+    if calls is not None and "steps_per_epoch" not in arguments and arguments["x"].workers < 2:
         assert arguments["x"].calls == calls, "the PyDataset is called as often as by Keras, in the same order"
 
 
