@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tfpar import quiet
+
 if TYPE_CHECKING:
     from tfpar.callbacks import LearningRateWarmup, MetricsFile, ReplicaCheck, Throughput
     from tfpar.checkpoint import Checkpoints
@@ -61,6 +63,10 @@ __all__ = [
     "predict",
     "use_logical_cpus",
 ]
+
+
+# Before TensorFlow is imported: it writes while it is.
+quiet.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tfpar import quiet
+
 if TYPE_CHECKING:
     import tensorflow as tf
 
@@ -132,6 +134,7 @@ def native_messages_to(path: Path) -> Iterator[None]:
     Raises:
         OSError: If the file cannot be written.
     """
+    quiet.uninstall()
     sys.stderr.flush()
     terminal = os.dup(2)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -85,7 +85,7 @@ class CompiledSteps:
             if self._model.run_eagerly:
                 return lambda batch: self._strategy.predict_step(self._model, batch)
             predict_batch: Callable[[Any], Any] = tf.function(
-                lambda batch: self._strategy.predict_step(self._model, batch),
+                loop.alone(lambda batch: self._strategy.predict_step(self._model, batch)),
                 input_signature=[spec],
                 autograph=False,
                 jit_compile=self._whole_step_in_xla or None,

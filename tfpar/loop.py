@@ -9,6 +9,7 @@ asks for as many steps as fit into about a tenth of a second, which keeps progre
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,14 +82,23 @@ def compile_loop(
 
     # The step is a function of its own, so that its end is the end of every update in it.
     if not run_eagerly:
-        step = tf.function(step, autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
-    run = loop if run_eagerly else tf.function(loop, autograph=False, reduce_retracing=True)
+        step = tf.function(alone(step), autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
+    run = loop if run_eagerly else tf.function(alone(loop), autograph=False, reduce_retracing=True)
 
     def call(iterator: Any, upcoming: Any, num_steps: int, stop_at_nonfinite: bool = True) -> CallResult:
         result: CallResult = run(iterator, upcoming, tf.constant(num_steps), tf.constant(stop_at_nonfinite))
         return result
 
     return call
+
+
+def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that TensorFlow counts by itself.
+
+    TensorFlow 2.21 warns of a function that is traced often, and takes all functions with the same code for one: those
+    of every model that is trained in a process (`_get_key_for_call_stats` in `polymorphic_function.py`).
+    """
+    return functools.partial(function)
 
 
 class StepsPerCall:

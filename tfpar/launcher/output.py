@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
+from tfpar import quiet
 from tfpar.launcher.requests import Requests
 from tfpar.launcher.worker import Stream, Worker
 
@@ -97,6 +98,9 @@ class Outputs:
 
     def take(self, worker: Worker, stream: Stream, lines: Sequence[bytes]) -> None:
         """Take lines of a worker, and keep the last for the summary."""
+        if stream.is_error and not quiet.wants_all(os.environ):
+            # What a worker writes before tfpar is imported in it.
+            lines = [line for line in lines if not quiet.is_startup_message(line.decode(errors="replace"))]
         worker.tail.extend(lines)
         sink = self._error if stream.is_error else self._out
         for line in lines:

@@ -1,0 +1,156 @@
+"""TensorFlow's start-up messages, kept off the terminal; everything else that is written there stays.
+
+TensorFlow 2.21 prints a part of them while it is imported, before it reads TF_CPP_MIN_LOG_LEVEL, so only the file
+descriptor itself can hold them back. Set TF_CPP_MIN_LOG_LEVEL=0 to see all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.abc
+import importlib.machinery
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+# Files of TensorFlow's C++ code that say what it found on the machine, and how a cluster forms.
+_FILES = (
+    "port",
+    "cudart_stub",
+    "cpu_feature_guard",
+    "computation_placer",
+    "cuda_dnn",
+    "cuda_fft",
+    "cuda_blas",
+    "coordination_service",
+    "coordination_service_agent",
+    "grpc_server_lib",
+    "generator_dataset_op",
+)
+_STAMP = r"[\d:. ]+ "
+_STARTUP = re.compile(
+    rf"[IW]\d{{4}} {_STAMP}({'|'.join(_FILES)})\.(cc|h):\d+\] "
+    rf"|E\d{{4}} {_STAMP}cuda_(dnn|fft|blas)\.cc:\d+\] Unable to register "
+    r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
+    r"|To enable the following instructions: .*rebuild TensorFlow with the appropriate compiler flags\.$"
+)
+_NO_DRIVER = re.compile(rf"E\d{{4}} {_STAMP}cuda_platform\.cc:\d+\] failed call to cuInit")
+_DEVICES = ("nvidiactl", "nvidia0", "dxg")
+
+
+def is_startup_message(line: str) -> bool:
+    """Say whether a line on standard error is one of TensorFlow's start-up messages.
+
+    On a machine without an NVIDIA device the failing call of its driver is one of them; elsewhere it is an error.
+
+    Example:
+        >>> is_startup_message("I0000 00:00:1700000000.123456    42 port.cc:153] oneDNN custom operations are on.")
+        True
+        >>> is_startup_message("E0000 00:00:1700000000.123456    42 gpu_device.cc:10] Out of memory")
+        False
+    """
+    return bool(_STARTUP.match(line)) or (not _has_gpu() and bool(_NO_DRIVER.match(line)))
+
+
+def wants_all(environment: Mapping[str, str]) -> bool:
+    """Say whether the user asked for all messages."""
+    return environment.get(LEVEL) == "0"
+
+
+def install() -> None:
+    """Keep TensorFlow's start-up messages off the terminal, as far as it has not started yet."""
+    logging.getLogger("tensorflow").addFilter(_is_no_report_of_distribution)
+    if wants_all(os.environ):
+        return
+    if LEVEL not in os.environ:
+        os.environ[LEVEL] = "1"
+        _was_set.append(LEVEL)
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is None:
+        sys.meta_path.insert(0, _finder)
+    elif hasattr(tensorflow, "config"):
+        with without_startup_messages():
+            _look_for_devices(tensorflow)
+
+
+def uninstall() -> None:
+    """Let TensorFlow write its start-up messages, where somebody keeps them in a file."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    while _was_set:
+        os.environ.pop(_was_set.pop(), None)
+
+
+def _look_for_devices(tensorflow: Any) -> None:
+    """Let TensorFlow say here that there is no driver, which it says once."""
+    if not _has_gpu():
+        tensorflow.config.list_physical_devices()
+
+
+def _is_no_report_of_distribution(record: logging.LogRecord) -> bool:
+    """Drop what tf.distribute reports in notebooks, such as "Reduce to …"; a logger of TensorFlow shows INFO there."""
+    return record.levelno > logging.INFO or "tensorflow/python/distribute" not in Path(record.pathname).as_posix()
+
+
+class _QuietImport(importlib.abc.MetaPathFinder):
+    """Finds TensorFlow, once, so that its import says nothing."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "tensorflow":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                with without_startup_messages():
+                    execute(module)
+                    _look_for_devices(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+_finder = _QuietImport()
+_was_set: list[str] = []
+
+
+@contextlib.contextmanager
+def without_startup_messages() -> Iterator[None]:
+    """Hold back what is written to standard error, and pass it on at the end without the start-up messages.
+
+    A crash in here ends the process before that; Python's own report of it still reaches the terminal.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as terminal:
+        reports_crashes = not faulthandler.is_enabled()
+        if reports_crashes:
+            faulthandler.enable(terminal.fileno())
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(terminal.fileno(), 2)
+            if reports_crashes:
+                faulthandler.disable()
+            held.seek(0)
+            for line in held:
+                if not is_startup_message(line.decode(errors="replace").rstrip("\n")):
+                    terminal.write(line)
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev", name).exists() for name in _DEVICES)
