@@ -60,6 +60,20 @@ class Cosine(Constant):
     def rate_of(self, run):
         return keras.optimizers.schedules.CosineDecay(0.01, 2 * run.training.epochs)
 
+class Model(keras.Sequential):
+    def objectives(self):
+        def squares(batch, training):
+            rows, targets = batch
+            return tf.square(self(rows, training=training)[:, 0] - targets)
+        return [tfpar.Objective("loss", squares, optimizer=self.own)]
+
+class CosineOfAnObjective(Cosine):
+    def build_model(self, run):
+        model = Model([keras.Input((3,)), keras.layers.Dense(1)])
+        model.own = keras.optimizers.SGD(self.rate_of(run))
+        model.compile("sgd")
+        return model
+
 class Silent(Constant):
     def rate_of(self, run):
         return Unsaved()
@@ -150,8 +164,11 @@ def test_after_an_early_stop_more_epochs_change_nothing(call: command.InProcess,
     assert "trained to its end already" in call(*flags, *epochs(9)).out
 
 
-def test_an_optimizer_that_depends_on_the_number_of_epochs_is_refused(call: command.InProcess, tmp_path: Path) -> None:
-    flags = ["--directory", "run", *settings("trainer=own.Cosine")]
+@pytest.mark.parametrize("trainer", ["Cosine", "CosineOfAnObjective"])
+def test_an_optimizer_that_depends_on_the_number_of_epochs_is_refused(
+    call: command.InProcess, tmp_path: Path, trainer: str
+) -> None:
+    flags = ["--directory", "run", *settings(f"trainer=own.{trainer}")]
     assert call(*flags, *epochs(2)).code == 0
     before = contents(tmp_path / "run", without=[".lock", "tensorflow.log"])
     refused = call(*flags, *epochs(3))

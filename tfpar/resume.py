@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfpar import _toml, config
+from tfpar import _toml, config, objective
 from tfpar.checkpoint import Position
 from tfpar.run_directory import RunDirectory, changes
 
@@ -70,7 +70,7 @@ def _place(position: Position) -> str:
 
 
 def optimizer_settings(model: keras.Model) -> str:
-    """Return what the optimizer of a model was built from, its learning-rate schedule included, as JSON.
+    """Return what the optimizers of a model were built from, their learning-rate schedules included, as JSON.
 
     Args:
         model: A model as it was compiled.
@@ -78,14 +78,15 @@ def optimizer_settings(model: keras.Model) -> str:
     Raises:
         ValueError: If it cannot be said, so that the trained model could not be saved.
     """
+    found = [objective.optimizer_of(model, one) for one in objective.objectives_of(model)] or [model.optimizer]
     try:
-        settings = model.optimizer.get_config()
+        settings = [optimizer.get_config() for optimizer in dict.fromkeys(found)]
     except NotImplementedError as error:
         raise ValueError(
             f"The optimizer must have a configuration, without which the trained model cannot be saved: {error} It is "
             "what the constructor takes, as a dictionary."
         ) from error
-    return json.dumps(_without_names(settings), indent=2, sort_keys=True, default=str) + "\n"
+    return json.dumps([_without_names(one) for one in settings], indent=2, sort_keys=True, default=str) + "\n"
 
 
 def _without_names(settings: Any) -> Any:
