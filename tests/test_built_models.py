@@ -48,6 +48,13 @@ def trained_model() -> keras.Model:
     return model
 
 
+def test_a_model_that_exists_stays_under_its_strategy_unless_another_is_named() -> None:
+    with (mirrored := tfpar.Mirrored(TWO)).scope():
+        model = small.build_model()
+    assert tfpar.Trainer(model).strategy is mirrored
+    assert tfpar.Trainer(small.build_model()).strategy.describe() == "SingleDevice on CPU:0"
+
+
 @by_strategy
 def test_a_trainer_takes_a_trained_model_with_all_its_state(strategy: str) -> None:
     with computing_in("float64"):
@@ -263,12 +270,32 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         r"devices must be a list of names such as \['CPU:2', 'CPU:3'\], received \[0, 1\]",
     ),
+    "logical CPUs in quotes": (
+        lambda: tfpar.use_logical_cpus("2"),  # type: ignore[arg-type]
+        TypeError,
+        "num_devices must be a whole number, received '2'",
+    ),
     "how many devices": (lambda: tfpar.Mirrored(2), TypeError, "must be a list of names .* received 2"),  # type: ignore[arg-type]
     "one device": (lambda: tfpar.Mirrored("GPU:0"), ValueError, r'received \'GPU:0\'\. Write \["GPU:0"\]'),
     "a device's number": (
         lambda: tfpar.SingleDevice(0),  # type: ignore[arg-type]
         TypeError,
         'device must be one name such as "CPU:0" or "GPU:0", received 0',
+    ),
+    "parity of a model": (
+        lambda: tfpar.check_parity(small.build_model(), small.data(), tfpar.SingleDevice()),
+        TypeError,
+        "pass the function that builds them, not a model",
+    ),
+    "parity of the same model": (
+        lambda: tfpar.check_parity(same_model(), small.data(), tfpar.SingleDevice(), num_steps=1),
+        TypeError,
+        "must return a new model each time it is called",
+    ),
+    "parity on arrays": (
+        lambda: tfpar.check_parity(small.build_model, parity_cases.inputs(5), tfpar.SingleDevice()),  # type: ignore[arg-type]
+        TypeError,
+        r"takes a tf\.data\.Dataset of global batches, received ndarray",
     ),
     "half a stage": (lambda: tfpar.Pipeline(4.0, 8), ValueError, "num_stages must be a whole number .* received 4.0"),  # type: ignore[arg-type]
     "epoch": (
@@ -295,6 +322,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"Trainer\(\) has no argument 'model'\. Did you mean build_model",
     ),
 }
+
+
+def same_model() -> Callable[[], keras.Model]:
+    model = small.build_model()
+    return lambda: model
 
 
 def TRAINER() -> Any:  # noqa: N802 - it stands for a trainer in the table

@@ -36,6 +36,8 @@ def use_logical_cpus(num_devices: int, threads_per_device: int | None = None) ->
     """
     import tensorflow as tf
 
+    if not isinstance(num_devices, int):
+        raise TypeError(f"num_devices must be a whole number, received {num_devices!r}.")
     if num_devices < 1:
         raise ValueError(f"num_devices must be at least 1, received {num_devices}.")
     cpu = tf.config.list_physical_devices("CPU")[0]

@@ -16,7 +16,8 @@ import rich.table
 import tensorflow as tf
 
 from tfpar import _compat_random, arguments
-from tfpar.strategies import Strategy
+from tfpar.model_function import check_arguments
+from tfpar.strategies import Strategy, resolve
 from tfpar.trainer import Trainer
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
@@ -116,6 +117,7 @@ def check_parity(
         The differences, by weight and by entry of the logs.
 
     Raises:
+        TypeError: If an argument is of another kind, or the model function returns the same model each time.
         ValueError: If an argument is out of range, or the strategy cannot honour the model.
 
     Example:
@@ -123,6 +125,18 @@ def check_parity(
         >>> report.equal, report.first_difference
         (True, None)
     """
+    check_arguments(build_model, strategy, seed)
+    strategy = resolve(strategy)
+    if isinstance(build_model, keras.Model):
+        raise TypeError(
+            "check_parity trains a model on one device and another one under the strategy: pass the function that "
+            "builds them, not a model."
+        )
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"check_parity takes a tf.data.Dataset of global batches, received {type(dataset).__name__}. Write "
+            "tf.data.Dataset.from_tensor_slices((inputs, targets)).batch(32)."
+        )
     if dtype not in TOLERANCES or num_steps < 1:
         raise ValueError(
             f"dtype must be one of {list(TOLERANCES)} and num_steps at least 1, received dtype={dtype!r} and "
@@ -140,6 +154,11 @@ def check_parity(
         expected = _FirstStep()
         expected_logs = reference.fit(repeatable, verbose=0, callbacks=[expected]).history
         trainer = Trainer(build_model, strategy, seed)
+        if trainer.model is reference:
+            raise TypeError(
+                "A model function must return a new model each time it is called, and this one returned the same model "
+                "twice. Create the model inside of it."
+            )
         actual = _FirstStep()
         actual_logs = _without_numbers(trainer.fit(repeatable, verbose=0, callbacks=[actual]).history)
     report = ParityReport(

@@ -32,8 +32,9 @@ class Trainer:
     Args:
         build_model: Returns a compiled `keras.Model`; runs inside the strategy's scope. Or a model that exists: it
             keeps its weights, optimizer state and random state, which move to the devices of the strategy.
-        strategy: Where and how a step runs; None for `SingleDevice()`. A `tf.distribute.MirroredStrategy` or
-            `MultiWorkerMirroredStrategy` counts as `Mirrored` or `MultiWorker`.
+        strategy: Where and how a step runs; None for `SingleDevice()`, or for the strategy under which a model that
+            exists was built. A `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy` counts as `Mirrored`
+            or `MultiWorker`.
         seed: What `keras.utils.set_random_seed` gets before the model function runs, so that plain Keras with the
             same seed has the same weights; it also orders arrays given to `fit`. None sets nothing.
 
@@ -57,7 +58,8 @@ class Trainer:
         seed: int | None = 0,
     ) -> None:
         check_arguments(build_model, strategy, seed)
-        self.strategy = strategies.resolve(strategy)
+        exists = isinstance(build_model, keras.Model) and strategy is None
+        self.strategy = strategies.of(build_model) if exists else strategies.resolve(strategy)
         self.seed = None if seed is None else int(seed)
         self.model = model_of(build_model, self.strategy, self.seed)
         self.model._tfpar_trainer = weakref.ref(self)  # what tfpar.fit runs on this model, while this trainer is there
