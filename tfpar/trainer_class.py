@@ -28,7 +28,7 @@ from typing import Any
 
 import pydantic
 
-from tfpar import config, config_use
+from tfpar import checks, config, config_use
 from tfpar.strategies import Strategy
 from tfpar.suggestions import did_you_mean
 from tfpar.trainer import Trainer
@@ -47,7 +47,8 @@ def make_trainer(run: config.Run, strategy: Strategy) -> Any:
         An object of the run's trainer class, with `train_data`, `validation_data` and `num_train_examples`.
 
     Raises:
-        ValueError: As `check_trainer`, as the class itself, or where the trainer lacks one of these.
+        ValueError: As `check_trainer`, as the class itself, where the trainer lacks one of these, or where its model is
+            not compiled.
     """
     trainer = check_trainer(run)(run, strategy)
     for name in ("train_data", "validation_data", "num_train_examples"):
@@ -56,6 +57,7 @@ def make_trainer(run: config.Run, strategy: Strategy) -> Any:
                 f"trainer must have train_data, validation_data and num_train_examples, and {run.trainer!r} lacks "
                 f"{name}: set it in __init__, None where there is none."
             )
+    checks.check_compiled(trainer.model, "fit")
     return trainer
 
 
