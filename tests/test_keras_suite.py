@@ -15,45 +15,45 @@ SAMPLE = [
     "trainers/trainer_test.py::TestTrainer::test_evaluate_flow_graph_fn",
     "trainers/trainer_test.py::TestTrainer::test_steps_per_epoch_match_multi_epoch_non_jit",
 ]
-# Stands for Keras' tests, in a process of its own.
-OWN_TESTS = """
-import time, keras, numpy as np
+# Stand for tests of Keras.
+REFUSED = """
+import keras, numpy as np
 
-def fit(x):
+def test_of_inputs_that_do_not_fit():
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    return model.fit(x, np.ones((8, 1)), verbose=0)
+    model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+"""
+HANGS = """
+import time
 
-def test_that_passes(): assert len(fit(np.ones((8, 2))).history["loss"]) == 1
 def test_that_hangs(): time.sleep(1000)
-def test_that_is_refused(): fit(np.ones((8, 3)))
-def test_without_a_call(): pass
+def test_after_it(): pass
 """
 
 
 @pytest.mark.slow_start
 @pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
-def test_a_sample_passes_or_is_listed(strategy: str) -> None:
-    records = processes.run(strategy, SAMPLE, seconds=120)
+def test_a_sample_passes_or_is_listed_and_what_is_refused_is_seen(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "refused_test.py").write_text(REFUSED)
+    records = processes.run(strategy, [*SAMPLE, str(tmp_path / "refused_test.py")], seconds=120)
+    (refused,) = records.keys() - set(SAMPLE)
+    kind, why = command.verdict(strategy, refused, records.pop(refused))
+    assert kind == command.REFUSED
+    assert "shapes of the model's inputs" in why
     assert sorted(records) == SAMPLE
     for test, result in records.items():
         kind, why = command.verdict(strategy, test, result)
         assert kind in (command.PASSED, command.LISTED), f"{test} is {kind}: {why}"
+        assert result["calls"], f"{test} trains nothing"
 
 
 @pytest.mark.slow_start
 def test_a_test_that_hangs_costs_itself_only(tmp_path: Path) -> None:
-    (tmp_path / "own_test.py").write_text(OWN_TESTS)
-    records = processes.run("single_device", [str(tmp_path / "own_test.py")], seconds=10)
-    outcomes = {name.split("test_")[-1]: (result["outcome"], result["calls"]) for name, result in records.items()}
-    assert outcomes == {
-        "that_passes": ("passed", 1),
-        "that_hangs": ("crashed", 0),
-        "that_is_refused": ("failed", 1),
-        "without_a_call": ("passed", 0),
-    }
-    (refused,) = [result for name, result in records.items() if name.endswith("refused")]
-    assert "shapes of the model's inputs" in refused["refusals"][0]
+    (tmp_path / "hangs_test.py").write_text(HANGS)
+    records = processes.run("keras", [str(tmp_path / "hangs_test.py")], seconds=3)
+    outcomes = {name.split("test_")[-1]: result["outcome"] for name, result in records.items()}
+    assert outcomes == {"that_hangs": "crashed", "after_it": "passed"}
 
 
 def record(outcome: str, *refusals: str, error: str = "") -> dict[str, Any]:
