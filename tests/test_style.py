@@ -38,6 +38,7 @@ LADDER = [
     ["reduction", "run_directory"],
     ["run_summary"],
     ["loop", "metric_entries", "whole_batch"],
+    ["loss_kinds"],
     ["division"],
     ["objective"],
     ["checks", "model_state"],

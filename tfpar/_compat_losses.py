@@ -65,18 +65,19 @@ def undivided() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def scalars_weighted(weight: Callable[[], tf.Tensor | None]) -> Iterator[None]:
+def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterator[None]:
     """Let `keras.metrics.Mean` count a scalar, which stands for a whole batch, with a weight inside this context.
 
     Keras 3.15 counts each with weight one, and every replica has such a scalar for the same batch.
 
     Args:
-        weight: Returns the share of the batch's examples that the calling replica counts, a scalar; None for one.
+        weight: Takes the scalar and returns its weight: the share of the batch's examples that the calling replica
+            counts, a scalar; None for one.
     """
 
     def update_state(metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
         if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
-            sample_weight = weight()
+            sample_weight = weight(tf.convert_to_tensor(values))
         original(metric, values, sample_weight)
 
     original = keras.metrics.Mean.update_state

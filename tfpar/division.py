@@ -7,17 +7,15 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, _compat_random, data
+from tfpar import _compat, _compat_losses, _compat_random
+from tfpar.loss_kinds import Kind, kinds_of, parts_of, restored
 from tfpar.reduction import ONE_VALUE, WAY_OUT, Counts, global_mean, global_sum, local_replica_id, reduce_loss
 from tfpar.whole_batch import Trial, losses_in_call
-
-Kind = Literal["mean", "sum"]
 
 
 class Division:
@@ -27,44 +25,64 @@ class Division:
     and what an overridden `compute_loss` returns, says nothing about how it was averaged, and on one device it makes
     no difference. So those are computed on two parts of a batch and on both together: a sum adds up, a mean averages,
     anything else cannot be divided. A loss object that `call` itself calls gives the loss of the whole batch there,
-    as on one device, if what is made of it divides so; or else that of the part.
+    as on one device, if what is made of it divides so; or else that of the part. A loss function that returns a scalar
+    is found out about in the same way, and so is a metric function, which must average.
 
     Args:
         model: A built and compiled model.
         batch: Its first global batch, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
         call: Runs the model, in the order in which its added losses shall count; None for the model's own.
         communicates: Whether parts can add up values while the model is called; micro-batches cannot.
+        values_call: As `call`, where that returns outputs of the right shapes but not of the right values.
 
     Raises:
         ValueError: If a loss cannot be divided over replicas.
     """
 
     def __init__(
-        self, model: keras.Model, batch: Any, call: Callable[..., Any] = _compat.call_model, communicates: bool = True
+        self,
+        model: keras.Model,
+        batch: Any,
+        call: Callable[..., Any] = _compat.call_model,
+        communicates: bool = True,
+        values_call: Callable[..., Any] | None = None,
     ) -> None:
         check_divisible(model)
         # With several outputs Keras keeps the loss of each in its logs, and needs it as of the global batch.
         self.in_parts = len(_compat.flat_losses(model)) < 2
         self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
+        # By the order in which Keras reduces the losses of `compile`; None for one with a value per example.
+        self._scalar_losses: list[Kind | None] = []
+        self.counts_scalars = False
         # Whether a loss that `call` computes is that of the whole batch: in training, and in evaluation.
         self._whole_in_call = {True: communicates, False: communicates}
-        if _compat.overridden(model, "compute_loss"):
-            self._whole_in_call = {True: False, False: False}
-            return  # asked as training or as evaluation asks it, in `find_own_loss`
-        parts = _parts(batch)
-        added_losses = functools.partial(_added_losses, call=call)
+        parts = parts_of(batch)
         with _compat_random.preserved_random_state(), restored(model):
-            _check_shapes(model, parts[1:], call, training=False)
-            find = functools.partial(self._find_added_losses, model, parts)
-            evaluating = find(False, functools.partial(added_losses, training=False))
-            training = functools.partial(added_losses, training=True)
-            # As in evaluation, where that tells: found without the chance that training may bring into play.
-            as_in_evaluation = None not in evaluating and len(training(model, parts[0])) == len(evaluating)
-            if as_in_evaluation:
-                self._whole_in_call[True] = self._whole_in_call[False]
-            kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
-            self._added_losses = {key: [kind or "mean" for kind in found] for key, found in kinds.items()}
+            if _scalar_metrics(model, parts[2], call):
+                self._check_metrics(model, parts, values_call or call)
+            if not _compat.overridden(model, "compute_loss"):
+                self._find_losses(model, parts, call, values_call or call)
+            else:  # asked as training or as evaluation asks it, in `find_own_loss`
+                self._whole_in_call = {True: False, False: False}
+
+    def _find_losses(
+        self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], values_call: Callable[..., Any]
+    ) -> None:
+        if () in _check_shapes(model, parts[1:], call, training=False):
+            self._scalar_losses = _scalar_kinds(
+                model, parts, values_call, Trial() if self._whole_in_call[True] else None
+            )
+        added_losses = functools.partial(_added_losses, call=call)
+        find = functools.partial(self._find_added_losses, model, parts)
+        evaluating = find(False, functools.partial(added_losses, training=False))
+        training = functools.partial(added_losses, training=True)
+        # As in evaluation, where that tells: found without the chance that training may bring into play.
+        as_in_evaluation = None not in evaluating and len(training(model, parts[0])) == len(evaluating)
+        if as_in_evaluation:
+            self._whole_in_call[True] = self._whole_in_call[False]
+        kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
+        self._added_losses = {key: [kind or "mean" for kind in found] for key, found in kinds.items()}
 
     def find_own_loss(
         self, model: keras.Model, batch: Any, training: bool, call: Callable[..., Any] = _compat.call_model
@@ -82,7 +100,7 @@ class Division:
         """
         if not _compat.overridden(model, "compute_loss"):
             return
-        parts = _parts(batch)
+        parts = parts_of(batch)
         losses_of = functools.partial(_own_loss, call=call, training=training)
         with _compat_random.preserved_random_state(), restored(model):
             _check_shapes(model, parts[1:], call, training)
@@ -96,7 +114,7 @@ class Division:
         self._own_losses[training] = kind or "mean"
 
     def _kind_of_own_loss(self, model: keras.Model, parts: Sequence[Any], losses_of: Any) -> list[Kind | None]:
-        return _kinds(model, parts, losses_of, f"What {type(model).__name__}.compute_loss returns")
+        return kinds_of(model, parts, losses_of, f"What {type(model).__name__}.compute_loss returns")
 
     def _find_added_losses(
         self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]
@@ -105,17 +123,29 @@ class Division:
         what = f"A loss added with add_loss to {model.name!r}"
         if self._whole_in_call[training]:
             with contextlib.suppress(ValueError):
-                return _kinds(model, parts, losses_of, what, Trial())
+                return kinds_of(model, parts, losses_of, what, Trial())
             self._whole_in_call[training] = False
-        return _kinds(model, parts, losses_of, what)
+        return kinds_of(model, parts, losses_of, what)
+
+    def _check_metrics(self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
+        """Refuse a metric function that returns a scalar which is no mean over the batch."""
+        what = "A metric function that returns a scalar"
+        kinds = kinds_of(model, parts, functools.partial(_scalar_metrics, call=call), what)
+        self.counts_scalars = True
+        if "sum" in kinds:
+            raise ValueError(
+                f"{what} must average over the batch to be counted over replicas, and this one sums. Let it return one "
+                "value per example, or train on SingleDevice()."
+            )
 
     def to_json(self) -> str:
         """Return what was found out, for other workers."""
-        return json.dumps([*([found[True], found[False]] for found in self._found)])
+        return json.dumps([self._scalar_losses, *([found[True], found[False]] for found in self._found)])
 
     def take_over(self, text: str) -> None:
         """Believe what another worker found out, from examples of its own."""
-        for found, (training, evaluating) in zip(self._found, json.loads(text), strict=True):
+        self._scalar_losses, *others = json.loads(text)
+        for found, (training, evaluating) in zip(self._found, others, strict=True):
             found[True], found[False] = training, evaluating
 
     @property
@@ -147,11 +177,18 @@ class Division:
             add_up: Returns the sum over all parts of a divisor; None lets the replicas add up theirs.
         """
         added: dict[int, list[Any]] = collections.defaultdict(list)
+        positions: collections.Counter[int] = collections.Counter()
 
         def counts() -> Counts:
             return Counts(share, num_examples[local_replica_id()], everywhere, training and self.in_parts, add_up)
 
         def reduce_values(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+            replica = local_replica_id()
+            kind = self._scalar_losses[positions[replica]] if self._scalar_losses else None
+            positions[replica] += 1
+            if kind is not None:
+                _check_unweighted(weight, mask)
+                return _reduce_kind(kind, tf.convert_to_tensor(values, dtype), counts())
             return reduce_loss(values, weight, mask, reduction, dtype, counts())
 
         def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
@@ -210,14 +247,6 @@ def check_divisible(model: keras.Model) -> None:
         )
 
 
-def _parts(batch: Any) -> tuple[Any, Any, Any]:
-    """Return one example, up to three others (the same if there are none), and all of them."""
-    num_examples = int(data.num_rows(batch))
-    first = data.take_rows(batch, 0, 1)
-    others = data.take_rows(batch, 1, min(4, num_examples)) if num_examples > 1 else first
-    return first, others, data.join_batches([first, others])
-
-
 def _added_losses(model: keras.Model, batch: Any, training: bool, call: Callable[..., Any]) -> list[float]:
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     added: list[Any] = []
@@ -226,104 +255,89 @@ def _added_losses(model: keras.Model, batch: Any, training: bool, call: Callable
     return [float(tf.reduce_sum(loss)) for loss in added]
 
 
-def _check_shapes(model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool) -> None:
-    """Refuse a loss whose values for one example depend in number on how many others there are."""
-    shapes: list[list[tuple[int, ...]]] = [[] for _ in parts]
-
+def _check_shapes(
+    model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the losses of `compile` in their order; refuse those that depend on the other examples."""
+    shapes: list[list[tuple[int, ...]]] = [[], []]
     for part, seen in zip(parts, shapes, strict=True):
 
-        def note(values: Any, *others: Any, seen: list[tuple[int, ...]] = seen) -> tf.Tensor:
-            seen.append(tuple(tf.convert_to_tensor(values).shape))
-            return tf.zeros((), tf.convert_to_tensor(values).dtype)
+        def note(values: tf.Tensor, sample_weight: Any, mask: Any, seen: list[Any] = seen) -> None:
+            seen.append(tuple(values.shape))
+            if values.shape.rank == 0 and not _compat.overridden(model, "compute_loss"):
+                _check_unweighted(sample_weight, mask)
 
-        def nothing(model: keras.Model, loss: Any) -> tf.Tensor:
-            return tf.zeros((), tf.convert_to_tensor(loss).dtype)
-
-        with _compat.loss_reduction(note, nothing), _compat_losses.losses_in_call():
-            _own_loss(model, part, call, training)
+        _note_losses(model, part, call, training, note)
     for of_few, of_all in zip(*shapes, strict=True):
         if of_few[1:] != of_all[1:]:
             raise ValueError(f"{ONE_VALUE}, and this one returned values of shapes {of_few} and {of_all}. {WAY_OUT}")
+    return shapes[0]
+
+
+def _check_unweighted(sample_weight: Any, mask: Any) -> None:
+    """Refuse weights and masks for a scalar, which Keras would multiply with their mean."""
+    if sample_weight is not None or mask is not None:
+        raise ValueError(f"{ONE_VALUE} where there are sample weights or masks, received a scalar. {WAY_OUT}")
+
+
+def _note_losses(
+    model: keras.Model,
+    part: Any,
+    call: Callable[..., Any],
+    training: bool,
+    note: Callable[[tf.Tensor, Any, Any], None],
+) -> None:
+    """Call a function with the values, weights and mask of each loss of `compile`."""
+
+    def reduce(values: Any, sample_weight: Any, mask: Any, *others: Any) -> tf.Tensor:
+        values = tf.convert_to_tensor(values)
+        note(values, sample_weight, mask)
+        return tf.zeros((), values.dtype)
+
+    def nothing(model: keras.Model, loss: Any) -> tf.Tensor:
+        return tf.zeros((), tf.convert_to_tensor(loss).dtype)
+
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+    outputs = call(model, inputs, training=False)
+    with _compat.loss_reduction(reduce, nothing):
+        _compat.compute_loss(model, inputs, targets, outputs, weights, training)
+
+
+def _scalar_kinds(
+    model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], trial: Trial | None
+) -> list[Kind | None]:
+    """Return the kind of each loss of `compile` that is a scalar, None for the others, in their order."""
+    is_scalar: list[bool] = []
+
+    def scalars(model: keras.Model, part: Any) -> list[float]:
+        is_scalar.clear()
+        found: list[float] = []
+
+        def note(values: tf.Tensor, *others: Any) -> None:
+            is_scalar.append(values.shape.rank == 0)
+            found.extend([float(values)] if is_scalar[-1] else [])
+
+        _note_losses(model, part, call, False, note)
+        return found
+
+    kinds = iter(kinds_of(model, parts, scalars, "A loss function that returns a scalar", trial))
+    return [(next(kinds) or "mean") if one else None for one in is_scalar]
+
+
+def _scalar_metrics(model: keras.Model, part: Any, call: Callable[..., Any]) -> list[float]:
+    """Return the scalars that metric functions give to their means."""
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+    found: list[float] = []
+    if _compat.counts_metrics(model):
+        outputs = call(model, inputs, training=False)
+        scalars = _compat_losses.scalars_weighted(lambda value: found.append(float(value)))
+        # What a user's own compute_metrics cannot do here, it does in the step.
+        with contextlib.suppress(Exception), keras.StatelessScope(), scalars:
+            model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+    return found
 
 
 def _own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> list[float]:
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
     outputs = call(model, inputs, training=False)
     return [float(_compat.compute_loss(model, inputs, targets, outputs, weights, training))]
-
-
-@contextlib.contextmanager
-def restored(model: keras.Model) -> Iterator[None]:
-    """Leave the model's weights and states as they were before this context."""
-    before = [(variable, variable.numpy()) for variable in model.variables]
-    try:
-        yield
-    finally:
-        for variable, value in before:
-            if not np.array_equal(variable.numpy(), value, equal_nan=True):
-                variable.assign(value)
-
-
-def _shake(model: keras.Model) -> None:
-    """Move all weights a little."""
-    random = np.random.default_rng(0)
-    for variable in model.trainable_variables:
-        variable.assign_add(random.uniform(0.1, 0.3, variable.shape))
-
-
-def _kinds(
-    model: keras.Model,
-    parts: Sequence[Any],
-    losses_of: Callable[[keras.Model, Any], list[float]],
-    what: str,
-    trial: Trial | None = None,
-) -> list[Kind | None]:
-    """Classify each loss by its values on one example, on some others, and on all of them together.
-
-    Args:
-        model: The model.
-        parts: One example, some others, all of them.
-        losses_of: Returns the losses of a part.
-        what: Names a loss in messages.
-        trial: Gives parts the losses of all examples that `call` computes; None for those of the part.
-
-    Returns:
-        The kind of each; None where it is zero on every part.
-    """
-
-    def measure() -> list[list[float]]:
-        with trial.recording() if trial else _compat_losses.losses_in_call():
-            both = losses_of(model, parts[2])
-        found = []
-        for start, part in enumerate(parts[:2] if both else ()):  # most models add no loss, and large ones take long
-            with trial.replaying(start) if trial else _compat_losses.losses_in_call():
-                found.append(losses_of(model, part))
-        return [*found, both] if both else []
-
-    num_others = float(data.num_rows(parts[1]))
-    kinds = [_kind(values, num_others, what) for values in zip(*measure(), strict=True)]
-    if None in kinds:  # nothing to see with these weights: zero on every part
-        with restored(model):
-            _shake(model)
-            again = zip(*measure(), strict=True)
-        kinds = [kind or _kind(values, num_others, what) for kind, values in zip(kinds, again, strict=True)]
-    return kinds
-
-
-def _kind(values: Sequence[float], num_others: float, what: str) -> Kind | None:
-    one, others, both = values
-    if one == others == both == 0:
-        return None
-    if _close((one + num_others * others) / (1 + num_others), both):
-        return "mean"
-    if _close(one + others, both):
-        return "sum"
-    raise ValueError(
-        f"{what} must be a sum or a mean over the batch to be divided over replicas, received {one:.6g} and "
-        f"{others:.6g} on two parts of a batch and {both:.6g} on both. Let it sum or average over the examples, or "
-        f"train on SingleDevice()."
-    )
-
-
-def _close(value: float, expected: float) -> bool:
-    return abs(value - expected) <= 1e-3 * max(abs(value), abs(expected), 1e-12)

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import _compat, _compat_objectives, _compat_random, data
-from tfpar.division import restored
+from tfpar.loss_kinds import restored
 from tfpar.reduction import Counts, mean_of_sums, reduce_loss
 from tfpar.update_order import after_reads
 from tfpar.whole_batch import Trial

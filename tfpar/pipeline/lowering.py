@@ -93,7 +93,7 @@ class Lowering:
         # Else only the shapes of the losses are looked at, and a large model takes long to run without a graph.
         depends_on_values = self._adds_losses or not self._has_shapes
         call = self._call_of_check if depends_on_values else self._zeros_of_check
-        self._division = Division(self._model, batch, call, communicates=False)
+        self._division = Division(self._model, batch, call, communicates=False, values_call=self._call_of_check)
 
     def prepare_loss(self, batch: Any, training: bool) -> None:
         """Find out how what an overridden `compute_loss` returns divides over micro-batches.

@@ -317,7 +317,8 @@ class Replicated(Strategy):
 
         def on_own_part(parts: Sequence[Any]) -> Any:
             replica, everywhere = local_replica_id(), num_examples
-            if everywhere is None and _compat.own_metrics(model):
+            counts_scalars = model in self._divisions and self._divisions[model].counts_scalars
+            if everywhere is None and (counts_scalars or _compat.own_metrics(model)):
                 everywhere = reduction.sum_over_replicas(counted[replica])
             if everywhere is not None:
                 shares[replica] = tf.cast(counted[replica] / everywhere, keras.config.floatx())
@@ -325,7 +326,7 @@ class Replicated(Strategy):
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._draws(model))
-            stack.enter_context(_compat_losses.scalars_weighted(lambda: shares.get(local_replica_id())))
+            stack.enter_context(_compat_losses.scalars_weighted(lambda _: shares.get(local_replica_id())))
             stack.enter_context(knowing(RowsOfReplicas(counted, share, self.num_replicas, num_examples)))
             stack.enter_context(mixings.on_whole_batch(self._mixed.get(model, [])))
             if model in self._divisions:
