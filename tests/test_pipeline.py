@@ -224,6 +224,32 @@ def distiller(*, frozen: bool) -> Build:
     return build
 
 
+class MeanOfRow(layers.Layer):
+    """The mean of each row, however long."""
+
+    def call(self, rows: Any) -> Any:
+        return tf.reduce_mean(rows, axis=1)
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return (shape[0], shape[-1])
+
+
+def ragged_rows() -> keras.Model:
+    """Words of a ragged batch, embedded in one stage, turned in the next, and averaged in a third."""
+    words, numbers = keras.Input((None,), dtype="int32", ragged=True), keras.Input((None, 4), ragged=True)
+    turned = layers.Lambda(lambda x: 2 * x)(layers.Embedding(11, 4)(words))
+    means = [MeanOfRow()(turned), layers.Dense(4, "tanh")(MeanOfRow()(numbers))]
+    model = keras.Model([words, numbers], layers.Dense(NUM_CLASSES)(layers.Dense(8, "tanh")(layers.Add()(means))))
+    model.compile(keras.optimizers.Adam(0.01), crossentropy(), metrics=["accuracy"])
+    return model
+
+
+def ragged_data() -> tf.data.Dataset:
+    lengths = np.random.default_rng(4).integers(1, 7, size=NUM_EXAMPLES)
+    rows = tf.RaggedTensor.from_tensor(tokens(6), lengths), tf.RaggedTensor.from_tensor(random(6, 4), lengths[::-1])
+    return batched(rows, labels(NUM_EXAMPLES))
+
+
 MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] = {
     "a graph of layers": (graph_of_layers, graph_data, {"num_stages": 4, "schedule": "interleaved"}),
     "tied weights": (tied_weights, lambda: batched(tokens(6), tokens(6)), {"num_stages": 4, "schedule": "zero_bubble"}),
@@ -249,6 +275,7 @@ MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] =
         lambda: batched(tokens(6), labels(NUM_EXAMPLES)),
         {"num_stages": 2, "schedule": "gpipe"},
     ),
+    "ragged rows": (ragged_rows, ragged_data, {"num_stages": 4, "schedule": "zero_bubble"}),
     "loops and lookups": (
         loops_and_lookups,
         lambda: batched(np.array(["a", "b", "c"])[labels(NUM_EXAMPLES)][:, None], labels(NUM_EXAMPLES)),
@@ -724,12 +751,26 @@ def test_a_model_that_micro_batches_would_change_is_refused_before_the_first_ste
     assert int(trainer.model.optimizer.iterations) == 0
 
 
-@pytest.mark.parametrize("kind", ["ragged", "sparse"])
-def test_batches_that_are_not_dense_are_refused(kind: str) -> None:
-    rows = tf.ragged.constant([[1.0], [2.0, 3.0]]) if kind == "ragged" else tf.sparse.from_dense(np.eye(2, 5))
+def test_sparse_batches_are_refused() -> None:
+    rows = tf.sparse.from_dense(np.eye(2, 5))
     trainer = tfpar.Trainer(deep, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
-    with pytest.raises(ValueError, match=f"takes dense batches, received a {kind} tensor, .*Make it dense"):
+    with pytest.raises(ValueError, match="takes dense and ragged batches, received a sparse tensor"):
         trainer.fit(tf.data.Dataset.from_tensors((rows, [0, 1])), verbose=0)
+
+
+def test_a_layer_that_pads_ragged_rows_to_the_longest_is_refused() -> None:
+    def build() -> keras.Model:
+        rows = keras.Input((None,), ragged=True)
+        mean = layers.Lambda(lambda x: ops.mean(x.to_tensor(), axis=1, keepdims=True), output_shape=(1,), name="padded")
+        padded = mean(rows)
+        model = keras.Model(rows, layers.Dense(1)(padded))
+        model.compile("sgd", "mse")
+        return model
+
+    rows = tf.ragged.constant([[1.0], [2.0], [3.0], [4.0]])  # of one length, which pads nothing
+    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
+    with pytest.raises(ValueError, match="received 'padded', where an example depends on the others"):
+        trainer.fit(tf.data.Dataset.from_tensors((rows, tf.zeros([4, 1]))), verbose=0)
 
 
 def test_a_layer_that_mixes_examples_is_refused_in_evaluation_and_prediction_too() -> None:

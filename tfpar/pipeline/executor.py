@@ -81,7 +81,7 @@ class Execution:
             device = self.devices[action.stage]
             if action.kind == "F":
                 values = [self._on(value, action.microbatch, device) for value in self._stage(action).inputs]
-                arrived = [value.tensor for value in values]
+                arrived = tensors_of([value.tensor for value in values])
                 self._at(action, device, arrived, functools.partial(self._forward, action, values))
             elif action.kind == "B":
                 upstream = [self._sum(value, action.microbatch, device) for value in self._stage(action).outputs]
@@ -163,7 +163,7 @@ class Execution:
         self.losses += [
             factor * tf.cast(loss, factor.dtype) for factor, loss in zip(factors, done.losses, strict=False)
         ]
-        ends = [value.tensor for value in done.made]
+        ends = tensors_of([value.tensor for value in done.made])
         if self._loss is not None and stage == len(self._programs.stages) - 1:
             part = self._loss(number, self.outputs(number))
             for value, gradient in zip(self._programs.outputs, part.gradients, strict=True):

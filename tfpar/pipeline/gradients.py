@@ -13,6 +13,25 @@ def tensors_of(structure: Any) -> list[tf.Tensor]:
     return [tensor for tensor in tf.nest.flatten(structure, expand_composites=True) if tensor is not None]
 
 
+def dense_part(tensor: Any) -> Any:
+    """Return the part of a tensor that a gradient is of: all of it, or the values of a ragged one."""
+    return tensor.flat_values if isinstance(tensor, tf.RaggedTensor) else tensor
+
+
+def spec_of(tensor: Any) -> tf.TypeSpec:
+    """Return the spec of a tensor with any number of rows.
+
+    Args:
+        tensor: A tensor or ragged tensor, or its spec.
+    """
+    shape = [None, *tensor.shape[1:]]
+    if isinstance(tensor, tf.RaggedTensor):
+        tensor = tf.type_spec_from_value(tensor)
+    if isinstance(tensor, tf.RaggedTensorSpec):
+        return tf.RaggedTensorSpec(shape, tensor.dtype, tensor.ragged_rank, tensor.row_splits_dtype)
+    return tf.TensorSpec(shape, tensor.dtype)
+
+
 def value_of(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
     """Return a tensor, indexed slices or None of the traced graph with its tensors' values."""
     if isinstance(structure, tf.IndexedSlices):

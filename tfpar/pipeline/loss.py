@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpar import _compat, _compat_pipeline, _compat_random
 from tfpar.division import Division
+from tfpar.pipeline.gradients import dense_part
 from tfpar.pipeline.microbatches import Microbatch
 from tfpar.pipeline.stage import Flow, Travelling
 
@@ -192,7 +193,7 @@ class LossProgram:
             new_states = [scope.get_current_value(variable) for variable in self.states]
             self._counts = [new is not old for new, old in zip(new_states, states, strict=True)]
             new_layer_states = [scope.get_current_value(variable) for variable in self.layer_states]
-            sources = [one for one, flow in zip(outputs, self._flows, strict=True) if flow.needs_gradient]
+            sources = [dense_part(one) for one, flow in zip(outputs, self._flows, strict=True) if flow.needs_gradient]
             gradients, of_weights = [], []
             if self._training:
                 found = tf.gradients(value, [*sources, *parameters], tf.cast(scale, value.dtype))

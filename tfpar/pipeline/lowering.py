@@ -14,7 +14,7 @@ from tfpar import _compat, _compat_pipeline, data, metric_entries
 from tfpar.division import Division
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.executor import Execution
-from tfpar.pipeline.gradients import plus
+from tfpar.pipeline.gradients import plus, spec_of
 from tfpar.pipeline.graph import Value
 from tfpar.pipeline.loss import LossPart, LossProgram
 from tfpar.pipeline.microbatches import cut_batch
@@ -337,6 +337,4 @@ class Lowering:
 
 def _specs(structure: Any) -> Any:
     """Return the specs of a batch of any size."""
-    return tf.nest.map_structure(
-        lambda tensor: None if tensor is None else tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype), structure
-    )
+    return tf.nest.map_structure(lambda tensor: None if tensor is None else spec_of(tensor), structure)

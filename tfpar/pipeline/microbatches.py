@@ -48,16 +48,13 @@ def check_dense(specs: Any) -> None:
         specs: Of a batch, `(inputs, targets, sample_weight)` as far as given.
 
     Raises:
-        ValueError: If one is ragged or sparse.
+        ValueError: If one is sparse.
     """
     for spec in tf.nest.flatten(specs):
-        if isinstance(spec, tf.RaggedTensorSpec | tf.SparseTensorSpec):
-            is_ragged = isinstance(spec, tf.RaggedTensorSpec)
-            dense = "x.to_tensor()" if is_ragged else "tf.sparse.to_dense(x)"
+        if isinstance(spec, tf.SparseTensorSpec):
             raise ValueError(
-                f"A pipeline takes dense batches, received a {'ragged' if is_ragged else 'sparse'} tensor, {spec}. "
-                f"Make it dense, as with dataset.map(lambda x, y: ({dense}, y)), with a mask where padding must not "
-                "count (Embedding(mask_zero=True), Masking), or train on SingleDevice or Mirrored."
+                f"A pipeline takes dense and ragged batches, received a sparse tensor, {spec}. Make it dense, as with "
+                "dataset.map(lambda x, y: (tf.sparse.to_dense(x), y)), or train on SingleDevice or Mirrored."
             )
 
 

@@ -17,10 +17,9 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tfpar import _compat, _compat_pipeline, _compat_random
+from tfpar import _compat, _compat_pipeline, _compat_random, data
 from tfpar.pipeline.calls import Call, Graph, Value, run
-
-NUM_EXAMPLES = 4
+from tfpar.pipeline.trial import trial_examples
 
 # Layers that compute each example alone, whatever their settings, if the examples come first.
 _SAFE = {
@@ -117,8 +116,7 @@ def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
 
     Args:
         graph: The model.
-        inputs: Its flat inputs, `[examples, ...]` each; the first four examples are used. Of a single example others
-            are made, with its elements in another order.
+        inputs: Its flat inputs, `[examples, ...]` each; the first four examples are used, or others made of one.
 
     Returns:
         What was found; names in the order of the graph.
@@ -128,14 +126,11 @@ def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
         >>> find_mixing(trace(model), [np.ones((4, 4))]).calls
         ('mixes',)
     """
-    size = min(NUM_EXAMPLES, *(len(tensor) for tensor in inputs))
-    if size == 1:
-        inputs, size = [_several(tensor) for tensor in inputs], NUM_EXAMPLES
-    size = 2 * (size // 2)
-    calls = _needed(graph)
-    if not size or all(_is_safe(call) for call in calls):
+    inputs, is_ragged = trial_examples(inputs), any(isinstance(tensor, tf.RaggedTensor) for tensor in inputs)
+    calls, size = _needed(graph), int(data.num_rows(inputs))
+    if not is_ragged and all(_is_safe(call) for call in calls):
         return Mixing(batch_normalizations=tuple(call.name for call in calls if _normalizes(call)))
-    trial = _Trial(dict(zip(graph.inputs, (_varied(tensor[:size]) for tensor in inputs), strict=True)))
+    trial = _Trial(dict(zip(graph.inputs, inputs, strict=True)))
     last_use = {value: index for index, call in enumerate(calls) for value in call.inputs}
     returned = [leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)]
     last_use |= dict.fromkeys(returned, len(calls))
@@ -164,7 +159,7 @@ class _Trial:
         self._whole = whole
         self._halves: tuple[dict[Value, Any], dict[Value, Any]] = ({}, {})
         for value, tensor in whole.items():
-            self._cut(value, 0, len(tensor) // 2)
+            self._cut(value, 0, int(data.num_rows(tensor)) // 2)
 
     def forget(self, values: Iterable[Value]) -> None:
         """Drop the tensors of values that are not needed any more."""
@@ -177,10 +172,11 @@ class _Trial:
         normalizes = _normalizes(call)
         if normalizes:
             self.batch_normalizations.append(call.name)
-        if _is_safe(call) and call.inputs and all(self.axes[value] == 0 for value in call.inputs):
+        is_ragged = any(isinstance(self._whole[value], tf.RaggedTensor) for value in call.inputs)
+        if _is_safe(call) and not is_ragged and call.inputs and all(self.axes[value] == 0 for value in call.inputs):
             for value, tensor in zip(call.outputs, _run(call, self._whole, training=True), strict=True):
                 self._whole[value] = tensor
-                self._cut(value, 0, len(tensor) // 2)
+                self._cut(value, 0, int(data.num_rows(tensor)) // 2)
             return
         draws = _draws(call)
         mixes = self._halves_differ(call, training=not (normalizes or draws))
@@ -295,23 +291,6 @@ def _run(call: Call, tensors: dict[Value, Any], training: bool, draw: int = 0) -
     return [given[value] for value in call.outputs]
 
 
-def _several(tensor: Any) -> Any:
-    """Make four examples of one: words of a text, or elements of a row, stay what they are and change places."""
-    tensor = tf.convert_to_tensor(tensor)
-    if tensor.shape.rank == 1:
-        return tf.repeat(tensor[:1], NUM_EXAMPLES)
-    return tf.concat([tf.roll(tensor[:1], number, -1) for number in range(NUM_EXAMPLES)], 0)
-
-
-def _varied(tensor: Any) -> Any:
-    """Tell equal examples apart: a batch may begin with several empty ones."""
-    tensor = tf.convert_to_tensor(tensor)
-    if not tensor.dtype.is_floating:
-        return tensor
-    factors = np.random.default_rng(0).uniform(0.8, 1.2, tensor.shape)
-    return tensor * tf.cast(factors, tensor.dtype)
-
-
 def _axis(whole: Any, one: Any, other: Any) -> int | None:
     """Return the axis along which two halves make up the whole; None if no axis has another size."""
     sizes = zip(whole.shape, one.shape, other.shape, strict=True)
@@ -327,6 +306,9 @@ def _agree(whole: Any, one: Any, other: Any, axis: int | None) -> bool:
 
 def close(one: Any, other: Any) -> bool:
     """Say whether two tensors are the same but for rounding, which depends on the size of the batch."""
+    if isinstance(one, tf.RaggedTensor) or isinstance(other, tf.RaggedTensor):
+        parts = [tf.nest.flatten(tensor, expand_composites=True) for tensor in (one, other)]
+        return len(parts[0]) == len(parts[1]) and all(map(close, *parts))
     one, other = np.asarray(one), np.asarray(other)
     if one.shape != other.shape or not tf.as_dtype(one.dtype).is_floating:
         return bool(np.array_equal(one, other))

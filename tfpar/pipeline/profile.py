@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat_random
+from tfpar import _compat_random, data
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.graph import Call, Graph, Value
 from tfpar.pipeline.split import bytes_per_example
@@ -185,5 +185,5 @@ def _size(shape: Sequence[int | None]) -> int:
 
 def _of_size(tensor: Any, num_examples: int) -> tf.Tensor:
     """Return as many examples as asked for, the given ones again and again."""
-    tensor = tf.convert_to_tensor(tensor)
-    return tf.gather(tensor, tf.range(num_examples) % tf.shape(tensor)[0])
+    tensor = tensor if isinstance(tensor, tf.RaggedTensor) else tf.convert_to_tensor(tensor)
+    return tf.gather(tensor, tf.range(num_examples, dtype=tf.int64) % data.num_rows(tensor))

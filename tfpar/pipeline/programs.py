@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline.gradients import spec_of
 from tfpar.pipeline.graph import Graph, Value
 from tfpar.pipeline.split import Stage
 from tfpar.pipeline.stage import Flow, StageProgram
@@ -140,7 +141,4 @@ class StagesOfModel:
             return model_graph.standardize(self._model, inputs)
 
         tensors = tf.function(flat, autograph=False).get_concrete_function(inputs).structured_outputs
-        return {
-            value: Flow(tf.TensorSpec([None, *one.shape[1:]], one.dtype))
-            for value, one in zip(self.graph.inputs, tensors, strict=True)
-        }
+        return {value: Flow(spec_of(one)) for value, one in zip(self.graph.inputs, tensors, strict=True)}

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar import _compat, _compat_pipeline, _compat_random
 from tfpar.pipeline import graph as model_graph
-from tfpar.pipeline.gradients import plus, tensors_of, value_of
+from tfpar.pipeline.gradients import dense_part, plus, tensors_of, value_of
 from tfpar.pipeline.kept import Kept, kept_between
 from tfpar.pipeline.pieces import cut
 from tfpar.pipeline.split import Stage
@@ -107,12 +107,12 @@ class StageProgram:
         if unseen:  # a Lambda may read the weight of a layer that is not its own
             self._find_variables([*self.parameters, *self.states, *unseen])
             self._trace()
-        results = [[t for t in (*self._made, *self._masks, *self._new_states, *self._losses) if t is not None]]
+        results = [tensors_of([self._made, self._masks, self._new_states, self._losses])]
         if training:
             both = [tensors_of(self._input_gradients), tensors_of(self._sums)]
             results += both if splits_backward else [[*both[0], *both[1]]]
         self._same_rows = self._find_same_rows()
-        inputs = [*self._arguments, *tensors_of([self._upstream, self._totals])]
+        inputs = tensors_of([self._arguments, self._upstream, self._totals])
         sums = [one for one, total in zip(self._sums, self._totals, strict=True) if total is not None]
         pieces: list[Any] = cut(
             self._graph, inputs, results, device, sums=sums, again=recompute, jit_compile=jit_compile
@@ -137,7 +137,7 @@ class StageProgram:
             return sparse
         # A position is looked up whatever the examples are; what is drawn at random is another for each micro-batch.
         drawn = [tensor for op in self._graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
-        varying = _reached_from([*self._flows, self._microbatch, *drawn])
+        varying = _reached_from([*tensors_of(self._flows), self._microbatch, *drawn])
         return [
             is_sparse and gradient.indices.op not in varying
             for is_sparse, gradient in zip(sparse, self._weight_gradients, strict=True)
@@ -147,7 +147,7 @@ class StageProgram:
     def sends(self) -> list[Flow]:
         """What is known of the values that it makes, in the order of `stage.outputs`."""
         return [
-            Flow(tf.TensorSpec(made.shape, made.dtype), _spec(mask), upstream is not None)
+            Flow(_spec(made), _spec(mask), upstream is not None)
             for made, mask, upstream in zip(self._made, self._masks, self._upstream, strict=True)
         ]
 
@@ -169,7 +169,9 @@ class StageProgram:
             microbatch_size: Its examples.
         """
         forward, later = self._forward, [self._backward, *([self._weights] if self._weights else [])]
-        return kept_between([*self._flows, *forward.gives], later, tensors_of(self._upstream), microbatch_size)
+        return kept_between(
+            [*tensors_of(self._flows), *forward.gives], later, tensors_of(self._upstream), microbatch_size
+        )
 
     def forward(
         self, values: Sequence[Travelling], variables: Sequence[tf.Tensor], microbatch: Any, scale: Any
@@ -184,10 +186,11 @@ class StageProgram:
         """
         masks = [value.mask for value, flow in zip(values, self._taken, strict=True) if flow.mask is not None]
         given = [*(value.tensor for value in values), *masks, *variables, microbatch, scale]
-        known = {tensor.ref(): value for tensor, value in zip(self._arguments, given, strict=True)}
+        pairs = zip(tensors_of(self._arguments), tensors_of(given), strict=True)
+        known = {tensor.ref(): value for tensor, value in pairs}
         self._forward(known)
         made = [
-            Travelling(known[tensor.ref()], None if mask is None else known[mask.ref()])
+            Travelling(_value_of(tensor, known), None if mask is None else known[mask.ref()])
             for tensor, mask in zip(self._made, self._masks, strict=True)
         ]
         states = [None if state is None else known[state.ref()] for state in self._new_states]
@@ -289,16 +292,17 @@ class StageProgram:
 
     def _differentiate(self) -> None:
         """Add the backward pass to the graph that is being traced."""
-        sources = [t for flow, t in zip(self._taken, self._flows, strict=False) if flow.needs_gradient]
+        sources = [dense_part(t) for flow, t in zip(self._taken, self._flows, strict=False) if flow.needs_gradient]
         parameters = self._variables[: len(self.parameters)]
         self._upstream: list[tf.Tensor | None] = [None] * len(self._made)
         self._input_gradients: list[Any] = [None] * len(sources)
         self._weight_gradients: list[Any] = [None] * len(parameters)
         reached = _reached_from([*sources, *parameters]) if self.training else set()
-        for index, (value, tensor) in enumerate(zip(self.stage.outputs, self._made, strict=True)):
+        parts = list(map(dense_part, self._made))
+        for index, (value, tensor) in enumerate(zip(self.stage.outputs, parts, strict=True)):
             if tensor.dtype.is_floating and tensor.op in reached and value not in self._dead:
                 self._upstream[index] = tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
-        ends = [(t, up) for t, up in zip(self._made, self._upstream, strict=True) if up is not None]
+        ends = [(t, up) for t, up in zip(parts, self._upstream, strict=True) if up is not None]
         ends += [
             (loss, tf.cast(self._scale[index], loss.dtype))
             for index, loss in enumerate(self._losses)
@@ -334,5 +338,12 @@ def _reached_from(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
     return reached
 
 
-def _spec(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
+def _spec(tensor: Any) -> Any:
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.type_spec_from_value(tensor)
     return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
+
+
+def _value_of(tensor: Any, known: dict[Any, tf.Tensor]) -> Any:
+    """Return a tensor of the traced graph, perhaps a ragged one, with its value."""
+    return tf.nest.map_structure(lambda part: known[part.ref()], tensor, expand_composites=True)

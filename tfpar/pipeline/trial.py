@@ -1,0 +1,53 @@
+"""A few examples to try a model on, made of those of a batch so that none is like another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar import data
+
+NUM_EXAMPLES = 4
+
+
+def trial_examples(inputs: Sequence[Any]) -> list[Any]:
+    """Return two or four examples that differ in their elements, and in their lengths where they are ragged.
+
+    Args:
+        inputs: A batch of a model's flat inputs, `[examples, ...]` each, at least one.
+
+    Returns:
+        The first examples, changed a little. Of a single example others are made, with its elements in another order.
+    """
+    size = min(NUM_EXAMPLES, *(int(data.num_rows(tensor)) for tensor in inputs))
+    if size == 1:
+        inputs, size = [_several(tensor) for tensor in inputs], NUM_EXAMPLES
+    return [_varied(tensor[: 2 * (size // 2)]) for tensor in inputs]
+
+
+def _several(tensor: Any) -> Any:
+    """Make four examples of one: words of a text, or elements of a row, stay what they are and change places."""
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.concat([tensor[:1]] * NUM_EXAMPLES, 0)
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.shape.rank == 1:
+        return tf.repeat(tensor[:1], NUM_EXAMPLES)
+    return tf.concat([tf.roll(tensor[:1], number, -1) for number in range(NUM_EXAMPLES)], 0)
+
+
+def _varied(tensor: Any) -> Any:
+    """Tell equal examples apart: a batch may begin with several empty ones, or with some of one length."""
+    if isinstance(tensor, tf.RaggedTensor):
+        # The first is longer than all others: what pads to the longest pads the halves differently.
+        longest = int(tf.argmax(tensor.row_lengths()))
+        first = tf.concat([tensor[longest : longest + 1]] * 2 + [tensor[:1]], 1)
+        tensor = tf.concat([first, tensor[1:]], 0)
+        return tensor.with_flat_values(_varied(tensor.flat_values))
+    tensor = tf.convert_to_tensor(tensor)
+    if not tensor.dtype.is_floating:
+        return tensor
+    factors = np.random.default_rng(0).uniform(0.8, 1.2, tensor.shape)
+    return tensor * tf.cast(factors, tensor.dtype)
