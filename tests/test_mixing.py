@@ -204,10 +204,6 @@ def test_any_batch_of_two_or_more_will_do(batch: int) -> None:
     assert found(Applies(minus_mean), batch=batch).calls == ("tested",)
 
 
-def test_from_one_example_nothing_is_found() -> None:
-    assert found(Applies(minus_mean), batch=1) == Mixing()
-
-
 def test_mixing_is_refused_with_the_names_and_the_way_out() -> None:
     inputs = np.random.default_rng(0).normal(size=(4, 3))
     entry = keras.Input((3,))
