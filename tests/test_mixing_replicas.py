@@ -170,3 +170,12 @@ def test_numbers_drawn_by_place_in_the_batch_are_refused() -> None:
 def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="mixing must be 'refuse' or 'gather', received 'allow'"):
         tfpar.Mirrored(TWO, mixing="allow")  # type: ignore[arg-type]
+
+
+def test_ragged_outputs_of_rows_of_different_lengths_are_not_taken_for_mixed() -> None:
+    """Padded to the longest example, the outputs for a part are narrower than those for the whole batch."""
+    tokens = keras.Input((None,), ragged=True)
+    model = keras.Model(tokens, layers.Activation(lambda values: values * 2)(tokens))
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]])
+    outputs = tfpar.Trainer(lambda: model, tfpar.Mirrored(TWO)).predict(ragged, verbose=0)
+    assert outputs.to_list() == [[2.0], [4.0, 6.0], [8.0]]

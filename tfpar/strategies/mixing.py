@@ -274,10 +274,7 @@ def _mixes(model: keras.Model, whole: Any, halves: Sequence[Any], training: bool
             return outputs(inputs)
 
     def agree(one: Sequence[Any], other: Sequence[Any], rows: slice) -> bool:
-        return len(one) == len(other) and all(
-            close(_dense(a)[rows] if _dense(a).shape.rank else _dense(a), _dense(b))
-            for a, b in zip(one, other, strict=True)
-        )
+        return len(one) == len(other) and all(close(_rows(a, rows), _dense(b)) for a, b in zip(one, other, strict=True))
 
     with trial.recording():
         expected = outputs(whole)
@@ -291,7 +288,9 @@ def _mixes(model: keras.Model, whole: Any, halves: Sequence[Any], training: bool
     if not agree(expected, again, slice(None)):
         return False  # each run draws other numbers: nothing can be compared
     neighbours = replayed(data.join_batches([halves[0], halves[0]]), 0)
-    return not all(close(_dense(one)[:size], _dense(two)[:size]) for one, two in zip(expected, neighbours, strict=True))
+    return not all(
+        close(_rows(one, slice(size)), _rows(two, slice(size))) for one, two in zip(expected, neighbours, strict=True)
+    )
 
 
 _normalize = keras.layers.BatchNormalization.call
@@ -304,6 +303,14 @@ def _normalize_by_moving_statistics(layer: Any, inputs: Any, training: Any = Non
 def _seed_generators(model: keras.Model) -> list[keras.random.SeedGenerator]:
     members = [member for layer in _compat.all_layers(model) for member in vars(layer).values()]
     return [member for member in members if isinstance(member, keras.random.SeedGenerator)]
+
+
+def _rows(tensor: Any, rows: slice) -> tf.Tensor:
+    """Return rows of an output; of a ragged one as a tensor that is as wide as these rows, not as the batch."""
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor[rows].to_tensor()
+    dense = _dense(tensor)
+    return dense[rows] if dense.shape.rank else dense
 
 
 def _dense(tensor: Any) -> tf.Tensor:
