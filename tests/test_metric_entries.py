@@ -106,6 +106,12 @@ def results_of(trainer: Any) -> tuple[Any, ...]:
     return history, recorder.events, evaluated, trainer.evaluate(data(), verbose=0)
 
 
+def values_of(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The history and the entries of an evaluation."""
+    history = trainer.fit(data(), epochs=2, validation_data=data(), verbose=0).history
+    return history, trainer.evaluate(data(), verbose=0, return_dict=True)
+
+
 def assert_same(actual: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     small.assert_same_history(actual[0], expected[0])
     assert_same_events(actual[1], expected[1])
@@ -135,13 +141,9 @@ def test_entries_are_those_of_keras_where_python_runs_every_step(strategy: str) 
 
 @pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}], ids=str)
 def test_one_device_logs_what_the_last_batch_gave(settings: dict[str, Any]) -> None:
-    def of_last_batch(trainer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        history = trainer.fit(data(), epochs=2, validation_data=data(), verbose=0).history
-        return history, trainer.evaluate(data(), verbose=0, return_dict=True)
-
     keras.utils.set_random_seed(0)
-    expected = of_last_batch(build(OfTheBatch, **settings)())
-    actual = of_last_batch(tfpar.Trainer(build(OfTheBatch, **settings), tfpar.SingleDevice(), seed=0))
+    expected = values_of(build(OfTheBatch, **settings)())
+    actual = values_of(tfpar.Trainer(build(OfTheBatch, **settings), tfpar.SingleDevice(), seed=0))
     assert_same_values(actual[0], expected[0])
     assert_same_values(actual[1], expected[1])
 

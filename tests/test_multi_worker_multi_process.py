@@ -16,7 +16,9 @@ import pytest
 import tfpar
 from tests import input_cases, small, workers
 from tests import multi_worker_cases as cases
+from tests import test_compute_loss as compute_loss
 from tests import test_hooks as hooks
+from tests import test_metric_entries as metric_entries
 from tests.multi_worker_cases import Trained
 from tests.test_parity import computing_in, reference
 from tfpar import tf_config
@@ -198,6 +200,19 @@ def test_averaging_without_the_optimizers_moments(job: workers.Workers) -> None:
         assert_same(chief.state, expected)
         assert_same(other.state[:4], expected[:4])
         assert relative_difference(other.state[-1], expected[-1]) > EXACT, "each keeps its own"
+
+
+# --- methods of the model's class
+
+
+def test_overridden_methods_give_what_they_give_on_one_device(job: workers.Workers) -> None:
+    keras.utils.set_random_seed(0)
+    entries = metric_entries.values_of(metric_entries.build(metric_entries.Derived)())
+    loss = keras_fit(
+        small.data(), lambda: compute_loss.build(compute_loss.SumsInTraining), validation_data=small.data()
+    )
+    for answer in asked(job, "overridden_methods"):
+        assert_same(answer, (entries, loss))
 
 
 # --- decisions

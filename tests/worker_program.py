@@ -17,7 +17,9 @@ import tensorflow as tf
 import tfpar
 from tests import multi_worker_cases as cases
 from tests import small, workers
+from tests import test_compute_loss as compute_loss
 from tests import test_hooks as hooks
+from tests import test_metric_entries as metric_entries
 from tests.parity_cases import CASES
 from tfpar.strategies import preflight
 
@@ -118,6 +120,14 @@ class Questions:
             trained(tfpar.Trainer(small.build_model, strategy, seed=0), cases.equal_parts(), steps_per_call=steps)
             for steps in steps_per_call
         ]
+
+    # --- methods of the model's class
+
+    def overridden_methods(self) -> Any:
+        """What `compute_metrics` and `compute_loss` of the user's own give."""
+        entries = tfpar.Trainer(metric_entries.build(metric_entries.Derived), self._plain, seed=0)
+        loss = tfpar.Trainer(lambda: compute_loss.build(compute_loss.SumsInTraining), self._plain, seed=0)
+        return metric_entries.values_of(entries), trained(loss, small.data(), validation_data=small.data())
 
     # --- decisions
 

@@ -123,20 +123,30 @@ def _specs(arguments: Any) -> Any:
 def _computed_again(model: keras.Model, entries: Entries) -> dict[str, Any]:
     """Return what `compute_metrics` makes of the metrics as they are; no example is counted."""
 
-    def compute(inputs: Any, targets: Any, outputs: Any, weights: Any) -> Any:
-        with keras.StatelessScope(), _no_updates(model):
+    found = {id(variable): variable for metric in all_metrics(model) for variable in metric.variables}
+    variables = list(found.values())
+    feeds: list[tf.Tensor] = []
+    examples: list[Any] = []
+
+    def compute(batch: Any, counts: list[tf.Tensor]) -> Any:
+        feeds[:], examples[:] = counts, tf.nest.flatten(batch, expand_composites=True)
+        inputs, targets, outputs, weights = batch
+        # The counts are read outside: TensorFlow 2.21 may read a variable in a function before it was assigned.
+        with keras.StatelessScope(list(zip(variables, counts, strict=True))), _no_updates(model):
             returned = model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
         return keras.tree.map_structure(tf.convert_to_tensor, returned)
 
-    wrapped = tf.compat.v1.wrap_function(compute, entries.specs)
+    count_specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
+    wrapped = tf.compat.v1.wrap_function(compute, [entries.specs, count_specs])
     for name, value in wrapped.structured_outputs.items():
-        if any(_depends(tensor, wrapped.inputs) for tensor in keras.tree.flatten(value)):
+        if any(_depends(tensor, examples) for tensor in keras.tree.flatten(value)):
             raise ValueError(
                 f"Where replicas or micro-batches share a batch, an entry that compute_metrics adds must follow from "
                 f"the model's metrics, and {name!r} of {type(model).__name__} depends on the examples. Count it in a "
                 "keras.metrics.Mean of the model and return its result, or train on SingleDevice()."
             )
-    logs: dict[str, Any] = wrapped.prune([], wrapped.structured_outputs)()
+    counts = [tf.convert_to_tensor(variable.value) for variable in variables]
+    logs: dict[str, Any] = wrapped.prune(feeds, wrapped.structured_outputs)(*counts)
     return logs
 
 
@@ -160,9 +170,9 @@ def all_metrics(model: keras.Model) -> list[keras.Metric]:
     return list(found.values())
 
 
-def _depends(tensor: tf.Tensor, on: Any) -> bool:
-    """Say whether a tensor is computed from placeholders."""
-    sources = {one.op for one in on if one.op.type == "Placeholder" and one.dtype != tf.resource}
+def _depends(tensor: tf.Tensor, on: list[Any]) -> bool:
+    """Say whether a tensor is computed from others."""
+    sources = {one.op for one in on if isinstance(one, tf.Tensor)}
     waiting, seen = [tensor.op], set()
     while waiting:
         op = waiting.pop()
