@@ -55,6 +55,18 @@ def test_a_model_that_exists_stays_under_its_strategy_unless_another_is_named() 
     assert tfpar.Trainer(small.build_model()).strategy.describe() == "SingleDevice on CPU:0"
 
 
+def test_bare_variables_of_the_scope_stay_where_they_are() -> None:
+    def build() -> keras.Model:
+        model = small.build_model()
+        model.layers[0].count = tf.Variable(0.0)
+        return model
+
+    trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO))
+    trainer.model.compile("sgd", trainer.model.loss)
+    assert np.isfinite(trainer.fit(small.data(), verbose=0).history["loss"]).all()
+    assert tfpar.Trainer(build(), tfpar.SingleDevice()).strategy.num_replicas == 1
+
+
 @by_strategy
 def test_a_trainer_takes_a_trained_model_with_all_its_state(strategy: str) -> None:
     with computing_in("float64"):

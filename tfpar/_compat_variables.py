@@ -47,7 +47,10 @@ def _optimizers(model: keras.Model) -> list[Any]:
 
 def home_of(variable: Any) -> tf.distribute.Strategy | None:
     """Return the `tf.distribute` strategy that a variable's memory belongs to, None for plain memory."""
-    memory = variable._value
+    return _home_of_memory(variable._value)
+
+
+def _home_of_memory(memory: Any) -> tf.distribute.Strategy | None:
     return memory._distribute_strategy if isinstance(memory, DistributedVariable) else None
 
 
@@ -136,14 +139,17 @@ def forget_functions(model: keras.Model) -> None:
     model.train_function = model.test_function = model.predict_function = None
 
 
-def bare_variables(model: keras.Model) -> list[tuple[keras.Layer, Any]]:
-    """Return the `tf.Variable`s that layers hold as attributes, with their layers: Keras does not track these."""
+def bare_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> list[tuple[keras.Layer, Any]]:
+    """Return the `tf.Variable`s of another strategy than `home` that layers hold as attributes, with their layers.
+
+    Keras does not track these.
+    """
     return [
         (layer, value)
         for layer in model._flatten_layers()
         for attribute in vars(layer).values()
         for value in (attribute if isinstance(attribute, list | tuple) else [attribute])
-        if isinstance(value, tf.Variable)
+        if isinstance(value, tf.Variable) and _home_of_memory(value) is not home
     ]
 
 

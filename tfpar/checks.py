@@ -66,13 +66,17 @@ def check_compiled(model: keras.Model, method: str) -> None:
         )
 
 
-def check_variables(model: keras.Model) -> None:
+def check_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
     """Refuse to move a model into a strategy when it holds variables whose memory belongs to no Keras variable.
+
+    Args:
+        model: Any model.
+        home: The strategy that its variables are to belong to; None for plain memory.
 
     Raises:
         ValueError: If a layer holds a `tf.Variable`.
     """
-    for layer, variable in _compat_variables.bare_variables(model):
+    for layer, variable in _compat_variables.bare_variables(model, home):
         raise ValueError(
             f"A model that was built outside of the strategy's scope can hold Keras variables only, and layer "
             f"{layer.name!r} holds the tf.Variable {variable.name!r}. Create it with self.add_weight, or build the "

@@ -125,8 +125,8 @@ class Strategy(abc.ABC):
             ValueError: If the model holds variables that are no Keras variables.
         """
         away = [variable for variable in _compat_variables.state(model) if not self.holds(variable)]
-        if away:
-            check_variables(model)
+        if {id(variable) for variable in away} & {id(weight) for weight in model.variables}:
+            check_variables(model, self.home)
         for variable in away:
             self._move(variable)
         if away or _compat_variables.belongs_to(model) is not self.home or _compat_variables.has_lost_slots(model):
