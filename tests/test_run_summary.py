@@ -24,6 +24,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 def test_a_summary_says_metrics_one_speed_and_files_in_80_columns(directory: RunDirectory) -> None:
     directory.tensorboard.mkdir(parents=True)
+    lines = run_summary.already_trained(directory, RESULTS).splitlines()
+    assert max(map(len, lines)) <= 80, lines
     lines = run_summary.summary(directory, RESULTS).splitlines()
     assert lines[1] == "loss           0.0432, in validation 0.0721"
     for line in (

@@ -18,10 +18,11 @@ def already_trained(directory: RunDirectory, results: Mapping[str, Any]) -> str:
         directory: Its folder.
         results: Its results.
     """
-    return (
+    sentence = (
         f"{directory.path} is trained to its end already. To train it longer, set a larger training.epochs; to train "
-        f"another run, choose another --directory.\n\n{summary(directory, results)}"
+        "another run, choose another --directory."
     )
+    return f"{line('', sentence, 0)}\n\n{summary(directory, results)}"
 
 
 def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:

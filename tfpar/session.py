@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfpar import callbacks, config, config_use, data, pipeline_view, resume, run_header, run_summary, strategies
 from tfpar.checkpoint import Checkpoints
 from tfpar.epoch_table import EpochTable
+from tfpar.figures import line
 from tfpar.interruption import interruptible
 from tfpar.run_directory import RunDirectory
 from tfpar.step_summaries import StepSummaries
@@ -88,7 +89,7 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
             tensorboard = directory.tensorboard if run.callbacks.tensorboard else None
             pipeline_view.draw_trace(trainer, strategy, outlook, batch, directory.trace, tensorboard)
     if position is not None:
-        print(f"{resume.describe(run, directory, position)}\n", flush=True)
+        print(line("", resume.describe(run, directory, position), 0), end="\n\n", flush=True)
     throughput = callbacks.Throughput()
     table = EpochTable(trainer.validation_data is not None, directory.metrics)
     with interruptible(trainer):
