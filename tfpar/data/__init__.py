@@ -3,7 +3,16 @@
 from tfpar._compat_data import is_python_source
 from tfpar.data.arrays import from_arrays
 from tfpar.data.audit import Audit, audit
-from tfpar.data.batches import class_weights, join_batches, join_outputs, num_rows, split_batch, take_rows, to_numpy
+from tfpar.data.batches import (
+    check_same_inputs,
+    class_weights,
+    join_batches,
+    join_outputs,
+    num_rows,
+    split_batch,
+    take_rows,
+    to_numpy,
+)
 from tfpar.data.divided import by_example, by_file
 from tfpar.data.explain import explain
 from tfpar.data.given import Batches, as_dataset, hold_out, is_dataset
@@ -24,6 +33,7 @@ __all__ = [
     "audit",
     "by_example",
     "by_file",
+    "check_same_inputs",
     "class_weights",
     "describe",
     "explain",

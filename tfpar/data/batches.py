@@ -1,7 +1,7 @@
 """What is done to finished batches: class weights, and the cut of one global batch into parts for the replicas."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -172,6 +172,26 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
         return _compat_data.join_unequal(leaves)
 
     return tf.nest.map_structure(join, *outputs)
+
+
+def check_same_inputs(first: MutableMapping[keras.Model, list[bool]], model: keras.Model, batch: Any) -> None:
+    """Refuse inputs that come or go where a model is cut for those that its first batch has.
+
+    Args:
+        first: Which inputs the first batch of each model has; a model's first batch is noted here.
+        model: The model.
+        batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+
+    Raises:
+        ValueError: If there is None in other places than in the first batch.
+    """
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    present = [leaf is not None for leaf in keras.tree.flatten(inputs)]
+    if len(first.setdefault(model, present)) == len(present) and first[model] != present:
+        raise ValueError(
+            "A pipeline is cut for the optional inputs that its first batch has, received a batch with others (None "
+            "in other places). Train each kind of batch with a tfpar.Trainer of its own, or on Mirrored."
+        )
 
 
 def num_rows(batch: Any) -> tf.Tensor:

@@ -107,6 +107,7 @@ class Pipeline(OneCopy):
         self._stages: weakref.WeakKeyDictionary[keras.Model, StagesOfModel] = weakref.WeakKeyDictionary()
         self._adds_losses: weakref.WeakKeyDictionary[keras.Model, bool] = weakref.WeakKeyDictionary()
         self._lowerings: weakref.WeakKeyDictionary[keras.Model, Lowering] = weakref.WeakKeyDictionary()
+        self._present: weakref.WeakKeyDictionary[keras.Model, list[bool]] = weakref.WeakKeyDictionary()
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created: weights get memory when it is known where they live."""
@@ -160,6 +161,7 @@ class Pipeline(OneCopy):
         Raises:
             ValueError: If it cannot be divided, or a layer mixes the examples of a batch.
         """
+        data.check_same_inputs(self._present, model, batch)
         if model in self._lowerings and self._lowerings[model].compilation is _compat.compilation(model):
             return
         if model not in self._stages:
