@@ -24,6 +24,7 @@ LADDER = [
         "update_order",
     ],
     ["_toml", "arguments", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
+    ["config_data"],
     [
         "config",
         "_compat",

@@ -13,12 +13,11 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
 
-from tfpar import _toml
+from tfpar import _toml, config_data
+from tfpar.config_data import Data, Feature
 from tfpar.config_sections import (
     CHANGES_NO_WEIGHT,
     Callbacks,
-    Data,
-    Feature,
     ImportPath,
     Model,
     Optimizer,
@@ -180,7 +179,7 @@ def closest_key(name: str) -> str | None:
 
 
 def cross_field_problems(run: Run) -> list[str]:
-    """Every rule between fields that `run` breaks; no such rule stands anywhere else.
+    """Every rule between fields that `run` breaks; those of one section stand with it.
 
     Args:
         run: sections that are each valid alone.
@@ -194,7 +193,7 @@ def cross_field_problems(run: Run) -> list[str]:
     return [
         *_training_problems(run),
         *_strategy_problems(run.strategy),
-        *_data_problems(run.data),
+        *config_data.problems(run.data),
     ]
 
 
@@ -286,42 +285,3 @@ def _pipeline_problems(strategy: Strategy) -> Iterator[str]:
         keys = " and ".join(f"strategy.{key}" for key in missing)
         yield f'strategy.kind = "pipeline" needs {keys}: set {"them" if len(missing) > 1 else "it"}, such as 4.'
     yield from _without_use(strategy, ("all_reduce", "pack_bytes"), "replicas")
-
-
-def _data_problems(data: Data) -> Iterator[str]:
-    if data.source == "tfrecord":
-        if data.directory is None:
-            yield 'data.source = "tfrecord" needs data.directory: set it to the folder that holds the files.'
-        for role in ("input_key", "label_key"):
-            key = getattr(data, role)
-            if key not in data.features:
-                yield f'data.{role} = "{key}" is not declared: add [data.features.{key}], or change data.{role}.'
-    for key, feature in data.features.items():
-        if feature.dtype in ("jpeg", "png") and (len(feature.shape) != 3 or feature.shape[2] not in (1, 3)):
-            yield (
-                f"data.features.{key}.shape = {_toml.show(feature.shape)} must be [height, width, channels] with 1 or "
-                f'3 channels, as its dtype is "{feature.dtype}".'
-            )
-    if data.source == "generated" and data.division in ("file", "example"):
-        division = f'data.division = "{data.division}"'
-        yield f'{division} divides stored examples, but data.source = "generated" stores none: leave it out.'
-    if data.num_shards is not None and (data.division == "batch" or data.source == "generated"):
-        yield (
-            f"data.num_shards = {data.num_shards} divides files or examples, received data.division = "
-            f'"{data.division}" and data.source = "{data.source}": leave it out, or set the division "file" or '
-            '"example" of stored data.'
-        )
-    if data.source == "python_source" and data.normalization != "none":
-        normalization = f'data.normalization = "{data.normalization}"'
-        yield f'{normalization} is for measured values, but data.source = "python_source" gives bytes: set "none".'
-    # A value that no one reads would be silently without effect.
-    readers: dict[str, str] = dict.fromkeys(("features", "num_classes"), "tfrecord")
-    readers |= dict.fromkeys(("num_examples", "num_features", "noise"), "generated")
-    readers |= {"directory": "tfds or tfrecord or python_source", "augmentation": "tfds or tfrecord"}
-    readers |= {"context_bytes": "python_source"}
-    for key, sources in readers.items():
-        if data.source not in sources.split(" or ") and getattr(data, key) != Data.model_fields[key].default:
-            yield (
-                f"data.{key} = {_toml.show(data.model_dump()[key])} is read only from data.source {sources}, received "
-                f'"{data.source}": leave it out, or change the source.'
-            )

@@ -37,75 +37,20 @@ class Model(Section):
     """
 
     name: Text = Field(
-        "cnn", description="Read by the trainer class: cnn, linear, transformer, or a keras.applications name."
+        "cnn", description="Read by the trainer class: cnn, mlp, linear, transformer, or a keras.applications name."
     )
     l1: float = Field(0.0, ge=0, description="Factor of the L1 penalty on kernels.")
     l2: float = Field(0.0, ge=0, description="Factor of the L2 penalty on kernels.")
     dropout: float = Field(
         0.0, ge=0, lt=1, description="Share of units dropped before the last layer; transformer: in every block."
     )
-    num_blocks: int = Field(4, ge=1, description="transformer: blocks of attention and a perceptron.")
-    width: int = Field(128, ge=1, description="transformer: features of one position, a multiple of num_heads.")
+    num_blocks: int = Field(
+        4, ge=1, description="transformer: blocks of attention and a perceptron; mlp: hidden layers."
+    )
+    width: int = Field(
+        128, ge=1, description="transformer: features of a position, a multiple of num_heads; mlp: units of a layer."
+    )
     num_heads: int = Field(4, ge=1, description="transformer: attention heads of each block.")
-
-
-class Feature(Section):
-    """One declared feature of a TFRecord example.
-
-    >>> Feature(dtype="jpeg", shape=(224, 224, 3)).shape
-    (224, 224, 3)
-    """
-
-    dtype: Literal["float32", "float64", "int32", "int64", "string", "jpeg", "png"] = Field(
-        description="Type of the stored values; jpeg and png are encoded images, decoded to `shape`."
-    )
-    shape: tuple[Count, ...] = Field(
-        (), strict=False, description="Shape of one example, [] for a scalar; images: [height, width, channels]."
-    )
-
-
-class Data(Section):
-    """Where the examples come from and what happens to them before they reach the model.
-
-    >>> Data(name="mnist", augmentation=("shift",)).source
-    'tfds'
-    """
-
-    source: Literal["tfds", "tfrecord", "generated", "python_source"] = Field(
-        "tfds",
-        description="A TensorFlow Datasets name, a folder of TFRecord files, generated rows, or the bytes of Python's "
-        "own library.",
-    )
-    name: Text = Field("digits", description="TensorFlow Datasets name; digits is embedded and needs no download.")
-    directory: OrNone[Text] = Field(
-        None, description="tfds: its data_dir; tfrecord: the folder of the files; python_source: another folder."
-    )
-    train_split: Text = Field("train", description="tfds: a split such as train[:80%]; tfrecord: sub-folder or prefix.")
-    validation_split: OrNone[Text] = Field("test", description="Like train_split; none trains without validation.")
-    features: dict[str, Feature] = Field({}, description="tfrecord: the features of one example, by their key.")
-    input_key: Text = Field("image", description="Feature that the model receives.")
-    label_key: Text = Field("label", description="Feature that the model predicts.")
-    num_classes: OrNone[Annotated[int, Field(ge=2)]] = Field(None, description="tfrecord classification: its classes.")
-    num_examples: int = Field(10_000_000, ge=1, description="generated: rows of the training split.")
-    num_features: int = Field(10, ge=1, description="generated: columns of one row.")
-    noise: float = Field(0.1, ge=0, description="generated: standard deviation of the noise on the labels.")
-    context_bytes: int = Field(
-        128, ge=1, description="python_source: bytes of one example, from which a model predicts each one's next."
-    )
-    shuffle_buffer: int = Field(10_000, ge=0, description="Examples held to draw from at random; 0 keeps the order.")
-    augmentation: tuple[Literal["flip", "shift", "brightness"], ...] = Field(
-        (), strict=False, description="Random changes to training images, in this order."
-    )
-    normalization: Literal["none", "unit", "standard"] = Field(
-        "unit", description="unit: images to [0, 1]; standard: mean 0 and deviation 1, measured on the training split."
-    )
-    cache: bool = Field(False, description="Keep the examples in memory after the first epoch.")
-    division: Literal["auto", "file", "example", "batch"] = Field(
-        "auto", description="What a worker reads: its own files, its own examples, or all and its share of each batch."
-    )
-    num_shards: OrNone[Count] = Field(
-        None, description="Parts that files or examples are divided into; none: up to 8, a divisor of the global batch."
-    )
 
 
 class Training(Section):

@@ -4,11 +4,11 @@ A trainer class names what it reads in its attribute `reads`: sections, or singl
 nobody reads is refused where it is set, and left out of the recorded configuration.
 """
 
-import difflib
 from collections.abc import Collection, Iterator, Sequence
 
 from tfpar import _toml, config
 from tfpar.config_sections import Section
+from tfpar.suggestions import closest
 
 # Read by the train command, whatever the trainer class is.
 COMMAND_READS = (
@@ -40,10 +40,10 @@ def read_keys(reads: Collection[str]) -> frozenset[str]:
     for name in (*COMMAND_READS, *reads):
         of_name = [key for key in keys if key == name or key.startswith(f"{name}.")]
         if not of_name:
-            near = difflib.get_close_matches(name, [*config.Run.model_fields, *keys], n=1)
+            near = closest(name, [*config.Run.model_fields, *keys])
             raise ValueError(
                 f'A trainer\'s `reads` must name sections or keys of a run, received "{name}": '
-                + (f'did you mean "{near[0]}"?' if near else "correct or remove it.")
+                + (f'did you mean "{near}"?' if near else "correct or remove it.")
             )
         found.update(of_name)
     if BATCH in found:  # the train command scales by the global batch

@@ -15,6 +15,7 @@ from tfpar.run_directory import RunDirectory
 from tfpar.trainer_class import trainer_options, trainer_reads
 
 BY_BATCH = "by batch: every worker takes its share of each global batch"
+MAX_SHOWN = 10  # names of classes
 
 
 def print_header(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
@@ -87,7 +88,10 @@ def _options_line(run: config.Run) -> str:
 def _data_line(run: config.Run, trainer: Any, is_read: bool) -> str:
     origin = data.describe(run.data) if is_read else f"of {run.trainer}"
     examples = f"{trainer.num_train_examples:,} examples" if trainer.num_train_examples else "examples not counted"
-    return f"{origin}, {examples} to train" + ("" if trainer.validation_data is None else ", validated")
+    names = getattr(trainer, "class_names", None) or ()
+    shown = f", {len(names)} classes: {', '.join(names[:MAX_SHOWN])}" if names else ""
+    more = ", ..." if len(names) > MAX_SHOWN else ""
+    return f"{origin}, {examples} to train" + ("" if trainer.validation_data is None else ", validated") + shown + more
 
 
 def _num_parameters(model: keras.Model) -> str:

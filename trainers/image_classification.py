@@ -17,6 +17,9 @@ _WAYS_TO_CLASSES = {
     "tfds": "Choose a data set of classes.",
     "tfrecord": "Set data.num_classes.",
     "generated": "Read other data, or use trainers.regression.Regression.",
+    "csv": "Read other data, or use trainers.tabular.Tabular.",
+    "parquet": "Read other data, or use trainers.tabular.Tabular.",
+    "python": "Set data.num_classes.",
     "python_source": "Read other data, or use trainers.language_model.LanguageModel.",
 }
 
@@ -53,6 +56,7 @@ class ImageClassification(tfpar.Trainer):
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
         self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
+        self.class_names = loaded.class_names
         recipe.set_precision(run.training.precision)
         super().__init__(
             functools.partial(build_model, run, loaded.input_shape, loaded.num_classes), strategy, run.seed

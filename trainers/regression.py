@@ -42,6 +42,11 @@ class Regression(tfpar.Trainer):
                 f'{loaded.input_shape} from data.source = "{run.data.source}". Set data.source = "generated", or use '
                 "another trainer."
             )
+        if loaded.num_classes is not None:
+            raise ValueError(
+                f"Regression predicts numbers, received labels of {loaded.num_classes} classes. Leave data.num_classes "
+                "and data.class_names out, or use trainers.tabular.Tabular."
+            )
         self.train_data, self.validation_data = loaded.train, loaded.validation
         self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
         recipe.set_precision(run.training.precision)

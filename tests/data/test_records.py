@@ -75,7 +75,7 @@ def test_encoded_images_are_decoded(tmp_path: Path, dtype: Any, encode: Any) -> 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"directory": "/no/where"}, FileNotFoundError, "must be a folder .* but /no/where is none"),
+        ({"directory": "/no/where"}, FileNotFoundError, "must be a folder .* but /no/where is not a folder"),
         ({"train_split": "fit"}, FileNotFoundError, 'no TFRecord files of split "fit".* there are: test, train'),
         ({"train_split": "t"}, FileNotFoundError, "there are: test, train"),
         ({"label_key": "class"}, ValueError, 'label_key is "class", but data.features declares: image, label'),

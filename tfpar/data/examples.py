@@ -1,25 +1,32 @@
 """The examples of one split as they are stored, and the checks that stop a run before its first step."""
 
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple
 
 import tensorflow as tf
+
+from tfpar.suggestions import closest
 
 
 class Split(NamedTuple):
     """One split: where its examples come from and how one becomes `(input, label)`."""
 
     stored: tf.data.Dataset
-    decode: Callable[[Any], tuple[tf.Tensor, tf.Tensor]]
+    decode: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None  # None: they are stored as such pairs
     num_examples: int | None
     num_classes: int | None
     origin: str  # for messages, such as 'split "train" of data set "mnist"'
     read_files: Callable[[int, int], tf.data.Dataset]  # (num_shards, shard) -> stored examples of each such file
     num_files: int
     encoded: bool  # whether inputs are stored as encoded images
+    class_names: tuple[str, ...] | None = None
+    # (num_shards, shard) -> stored examples of that shard; None: from all of them, each in turn
+    read_examples: Callable[[int, int], tf.data.Dataset] | None = None
 
     def decoded(self) -> tf.data.Dataset:
         """Single `(input, label)` pairs in the order of storage."""
+        if self.decode is None:
+            return self.stored
         return self.stored.map(self.decode, num_parallel_calls=tf.data.AUTOTUNE)
 
     def shard(self, kind: Literal["file", "example", "batch"], num_shards: int, shard: int) -> "Split":
@@ -29,9 +36,22 @@ class Split(NamedTuple):
         """
         if kind == "batch":
             return self
-        stored = self.read_files(num_shards, shard) if kind == "file" else self.stored.shard(num_shards, shard)
+        read_examples = self.read_examples or self.stored.shard
+        stored = (self.read_files if kind == "file" else read_examples)(num_shards, shard)
         num_examples = int(stored.cardinality())
         return self._replace(stored=stored, num_examples=num_examples if num_examples >= 0 else None)
+
+
+def close_to(name: str, names: Iterable[str]) -> str:
+    """The way out of a name that is none of `names`.
+
+    >>> close_to("colour", ["color", "shape"])
+    'did you mean "color"? There are: color, shape.'
+    """
+    names = list(names)
+    near = closest(name, names)
+    there = f"There are: {', '.join(names) or 'none'}."
+    return f'did you mean "{near}"? {there}' if near else f"correct or remove it. {there}"
 
 
 def check(condition: tf.Tensor, sentence: tf.Tensor, value: tf.Tensor) -> tf.Tensor:

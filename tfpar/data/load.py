@@ -6,13 +6,31 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfpar import config
-from tfpar.data import catalog, examples, generated, images, pipeline, records, text
+from tfpar.data import (
+    catalog,
+    csv_files,
+    examples,
+    generated,
+    image_folder,
+    images,
+    parquet,
+    pipeline,
+    python_function,
+    records,
+    text,
+)
 from tfpar.data.choice import ALL_READ, choose
 from tfpar.data.explain import explain
 from tfpar.data.pipeline import Augment, Finish
 from tfpar.data.shards import Sharded
 
-_READERS = {"tfds": catalog.read, "tfrecord": records.read, "python_source": text.read}
+_SPLIT_READERS = {"tfds": catalog.read, "tfrecord": records.read, "python_source": text.read}
+_READERS = {
+    "image_folder": image_folder.read,
+    "csv": csv_files.read,
+    "parquet": parquet.read,
+    "python": python_function.read,
+}
 VALIDATION_SHARE = 10  # generated: one row of validation for each ten of training
 MAX_VALIDATION_ROWS = 100_000
 
@@ -26,6 +44,7 @@ class Loaded(NamedTuple):
     num_classes: int | None  # None: regression, or text
     input_shape: tuple[int, ...]  # of one example
     division: str  # how workers divide the training examples and why, in a sentence
+    class_names: tuple[str, ...] | None = None  # of labels 0, 1, ..., where classes have names
 
 
 def describe(settings: config.Data) -> str:
@@ -37,6 +56,10 @@ def describe(settings: config.Data) -> str:
     words = {
         "tfds": settings.name,
         "tfrecord": f"TFRecord files in {settings.directory}",
+        "image_folder": f"images in {settings.directory}",
+        "csv": f"CSV files in {settings.directory}",
+        "parquet": f"Parquet files in {settings.directory}",
+        "python": f"examples of {settings.function}",
         "generated": "generated",
         "python_source": f"Python source files in {settings.directory or 'the standard library'}",
     }
@@ -82,8 +105,7 @@ def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: A
 
 
 def _stored(settings: config.Data, global_batch_size: int, seed: int, augment: Augment | None) -> Loaded:
-    read = _READERS[settings.source]
-    train = read(settings, settings.train_split)
+    train, held_out = _read(settings)
     _check_inputs(settings, train, examples.first_input(train), augment)
     finish = _finish(settings, train)
     choice = choose(settings, train, global_batch_size)
@@ -91,10 +113,9 @@ def _stored(settings: config.Data, global_batch_size: int, seed: int, augment: A
         train, settings, choice, global_batch_size=global_batch_size, seed=seed, augment=augment, finish=finish
     )
     validation = None
-    if settings.validation_split is not None:
-        split = read(settings, settings.validation_split)
-        examples.first_input(split)
-        stored = split.decoded().cache() if settings.cache else split.decoded()
+    if held_out is not None:
+        _check_validation(train, held_out, examples.first_input(held_out))
+        stored = held_out.decoded().cache() if settings.cache else held_out.decoded()
         validation = pipeline.ready(stored.batch(global_batch_size), finish)
     return Loaded(
         batches,
@@ -103,7 +124,24 @@ def _stored(settings: config.Data, global_batch_size: int, seed: int, augment: A
         train.num_classes,
         tuple(train.decoded().element_spec[0].shape),
         choice.sentence,
+        train.class_names,
     )
+
+
+def _read(settings: config.Data) -> tuple[examples.Split, examples.Split | None]:
+    if settings.source in _READERS:
+        return _READERS[settings.source](settings)
+    read, validation = _SPLIT_READERS[settings.source], settings.validation_split
+    return read(settings, settings.train_split), None if validation is None else read(settings, validation)
+
+
+def _check_validation(train: examples.Split, held_out: examples.Split, first: tf.Tensor) -> None:
+    shape = train.decoded().element_spec[0].shape
+    if first.shape != shape:
+        raise ValueError(
+            f"Validation inputs must have the shape of training inputs, but the {held_out.origin} have {first.shape} "
+            f"and the {train.origin} have {shape}: correct one of them."
+        )
 
 
 def _finish(settings: config.Data, train: examples.Split) -> Finish:

@@ -45,7 +45,8 @@ def training(
     if choice.kind == "batch":
         batches = _examples(split, settings, settings.shuffle_buffer, seed, augment).batch(global_batch_size)
         return ready(_augmented(batches, settings, seed), finish)
-    split = split._replace(decode=tf.function(split.decode))  # traced once for all shards
+    if split.decode is not None:
+        split = split._replace(decode=tf.function(split.decode))  # traced once for all shards
     shuffle_buffer = -(-settings.shuffle_buffer // choice.num_shards)
 
     def make_shard(shard: int) -> tf.data.Dataset:
@@ -75,7 +76,7 @@ def _examples(
     buffer_size = min(shuffle_buffer, split.num_examples or shuffle_buffer)
     if buffer_size:
         dataset = dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
-    if not settings.cache:
+    if split.decode is not None and not settings.cache:
         dataset = dataset.map(split.decode, num_parallel_calls=tf.data.AUTOTUNE)
     return dataset if augment is None else _map_with_seeds(dataset, augment, seed + 1)
 

@@ -8,10 +8,7 @@ import tensorflow as tf
 
 from tfpar import config
 from tfpar.data.examples import Split, check
-
-# Fixed, not tuned: the order of the examples must be the same on every machine.
-FILES_AT_ONCE = 16
-RECORDS_IN_A_ROW = 16
+from tfpar.data.files import EXAMPLES_IN_A_ROW, FILES_AT_ONCE, of_split
 
 _STORED_TYPES = {
     "float32": tf.float32,
@@ -58,40 +55,8 @@ def read(settings: config.Data, split: str) -> Split:
 
 
 def files(settings: config.Data, split: str) -> list[Path]:
-    """The files of a split in the order of their names, hidden ones (`.x`, `_x`) left out.
-
-    >>> files(config.Data(source="tfrecord", directory="/no/where"), "train")
-    Traceback (most recent call last):
-    FileNotFoundError: data.directory must be a folder of TFRecord files, but /no/where is none: create it.
-    """
-    folder = Path(settings.directory or "").expanduser()
-    if not settings.directory or not folder.is_dir():
-        raise FileNotFoundError(
-            f"data.directory must be a folder of TFRecord files, but {settings.directory} is none: create it."
-        )
-    inside = folder / split
-    candidates = _visible(inside) if inside.is_dir() else [path for path in _visible(folder) if _is_of(path, split)]
-    found = [path for path in candidates if path.is_file()]
-    if not found:
-        raise FileNotFoundError(
-            f'{folder} holds no TFRecord files of split "{split}". A split is a sub-folder or the beginning of file '
-            f"names; there are: {', '.join(_splits(folder)) or 'no files at all'}."
-        )
-    return found
-
-
-def _visible(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if not path.name.startswith((".", "_")))
-
-
-def _is_of(path: Path, split: str) -> bool:
-    """Whether the name begins with the split's name, as a whole word: `train-0.tfrecord`, not `training.txt`."""
-    return path.name.startswith(split) and not path.name[len(split) : len(split) + 1].isalpha()
-
-
-def _splits(folder: Path) -> list[str]:
-    names = {re.split(r"[^A-Za-z]", path.name)[0] if path.is_file() else path.name for path in _visible(folder)}
-    return sorted(name for name in names if name)
+    """The files of a split."""
+    return of_split(settings, split, "TFRecord")
 
 
 def _records(paths: list[Path]) -> tf.data.Dataset:
@@ -104,7 +69,7 @@ def _records(paths: list[Path]) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(names).interleave(
         read_file,
         cycle_length=min(FILES_AT_ONCE, len(names)),
-        block_length=RECORDS_IN_A_ROW,
+        block_length=EXAMPLES_IN_A_ROW,
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=True,
     )

@@ -1,0 +1,114 @@
+"""Examples from a function: what it may return, and one sentence for everything else."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stored
+import tensorflow as tf
+from conftest import epoch
+
+from tfpar import config
+from tfpar.data import explain, load
+
+ROWS = tf.data.Dataset.from_tensor_slices((np.ones([9, 2], "float32"), np.zeros(9, "int32")))
+RETURNED = {
+    "batches": ROWS.batch(3),
+    "endless": ROWS.repeat(),
+    "unordered": stored.examples().shuffle(40),
+    "reshuffled": stored.examples().shuffle(40, seed=1),
+    "inputs only": ROWS.map(lambda inputs, label: inputs),
+    "dictionaries": ROWS.map(lambda inputs, label: ({"x": inputs}, label)),
+    "arrays": (np.ones([9, 2]), np.zeros(9)),
+    "three": (ROWS, ROWS, ROWS),
+    "nothing": ROWS.take(0),
+    "unlike": tf.data.Dataset.from_generator(
+        lambda: iter([([1.0], 0)]), output_signature=(tf.TensorSpec([None]), tf.TensorSpec([], tf.int32))
+    ),
+}
+
+
+def give(what: str) -> Any:
+    return RETURNED[what]
+
+
+def pair(num_train: int, num_validation: int = 4) -> Any:
+    return stored.examples(num_train), stored.examples(num_validation)
+
+
+def broken() -> tf.data.Dataset:
+    def rows() -> Any:
+        yield [1.0], 0
+        raise KeyError("column_7")
+
+    signature = (tf.TensorSpec([1]), tf.TensorSpec([], tf.int32))
+    return tf.data.Dataset.from_generator(rows, output_signature=signature)
+
+
+def settings(function: str, **changes: Any) -> config.Data:
+    return config.Data(source="python", **{"function": function, "num_classes": 3, "normalization": "none", **changes})
+
+
+def test_a_function_gets_its_arguments_and_returns_training_and_validation_data() -> None:
+    own = settings("test_python_function.pair", arguments={"num_train": 10})
+    loaded = load(own, global_batch_size=4, seed=0)
+    assert loaded.num_train_examples == 10
+    assert len(np.concatenate([batch[1] for batch in epoch(loaded.validation)])) == 4
+    without = load(own.model_copy(update={"validation_split": None}), global_batch_size=4, seed=0)
+    assert without.validation is None
+    with pytest.raises(ValueError, match=r"validation_share = 0\.2 is instead of validation data, but .* returns some"):
+        load(own.model_copy(update={"validation_share": 0.2}), global_batch_size=4, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("no_such_module.load", {}, r'must be the import path of .*received "no_such_module\.load": No module named'),
+        ("test_python_function.load_it", {}, r"has no attribute 'load_it'"),
+        ("test_python_function.ROWS", {}, r'received "test_python_function\.ROWS"'),
+        (
+            "test_python_function.pair",
+            {"num": 1},
+            r"data\.arguments must be those of .*pair\(num_train: int, num_valid",
+        ),
+        (
+            "test_python_function.give",
+            {"what": "batches"},
+            r"\(None, 2\) and \(None,\), as batches have: leave out batch",
+        ),
+        ("test_python_function.give", {"what": "endless"}, r"must return data that end, .* leave out repeat\(\)"),
+        ("test_python_function.give", {"what": "unordered"}, r"two readings of those of .* begin differently"),
+        ("test_python_function.give", {"what": "reshuffled"}, r"two readings of those of .* begin differently"),
+        ("test_python_function.give", {"what": "inputs only"}, r"of \(input, label\) examples, .* but the elements of"),
+        ("test_python_function.give", {"what": "dictionaries"}, r"each one tensor, but the elements of"),
+        (
+            "test_python_function.give",
+            {"what": "arrays"},
+            r"or two: \(train, validation\), but .* returned ndarray, ndarray",
+        ),
+        (
+            "test_python_function.give",
+            {"what": "three"},
+            r"or two: \(train, validation\), but .* returned _\w+Dataset, ",
+        ),
+        (
+            "test_python_function.give",
+            {"what": "nothing"},
+            "The examples of test_python_function.give holds? no examples",
+        ),
+        ("test_python_function.give", {"what": "unlike"}, r"inputs must have one fixed shape .* have \(None,\)"),
+    ],
+)
+def test_what_is_no_such_function_gets_one_sentence(function: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load(settings(function, arguments=arguments), global_batch_size=4, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_generator_of_the_function_raises_is_said_without_tensorflows_traceback(tmp_path: Path) -> None:
+    own = settings("test_python_function.broken", shuffle_buffer=0)
+    with pytest.raises((ValueError, tf.errors.OpError)) as caught:
+        epoch(load(own, global_batch_size=4, seed=0).train)
+    sentence = str(caught.value) if isinstance(caught.value, ValueError) else explain(caught.value, own)
+    assert sentence == "KeyError: 'column_7'"

@@ -1,0 +1,197 @@
+"""What image folders, CSV files, Parquet files and functions have in common: order, division, shares, resuming."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import stored
+import tensorflow as tf
+from conftest import assert_same, epoch
+
+from tfpar import config
+from tfpar.data import Sharded, audit, load, seek
+
+SOURCES = list(stored.MAKERS)
+NO_FILES = ("python", "file")  # refused, as tests/test_config.py holds
+
+
+def settings(source: str, path: Path, **changes: Any) -> config.Data:
+    return stored.MAKERS[source](path, **changes)
+
+
+def batches(data: Any) -> list[Any]:
+    return epoch(data.whole() if isinstance(data, Sharded) else data)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_example_is_read_once_and_in_an_order_of_each_epoch(source: str, tmp_path: Path) -> None:
+    loaded = load(settings(source, tmp_path), global_batch_size=16, seed=0)
+    epochs = [stored.numbers(source, batches(loaded.train)) for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(stored.ROWS))
+    assert epochs[0] != epochs[1]
+    assert loaded.num_classes == 3
+    assert loaded.validation is None
+    assert loaded.num_train_examples == (None if source == "csv" else stored.ROWS)
+    again = load(settings(source, tmp_path / "again"), global_batch_size=16, seed=0)
+    assert stored.numbers(source, batches(again.train)) == epochs[0], "fixed by the seed, not by the folder"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_labels_stay_with_their_inputs(source: str, tmp_path: Path) -> None:
+    loaded = load(settings(source, tmp_path), global_batch_size=16, seed=0)
+    for batch in batches(loaded.train):
+        for number, label in zip(stored.numbers(source, [batch]), batch[1], strict=True):
+            expected = [0] * 12 + [1] * 14 + [2] * 14 if source == "image_folder" else [i % 3 for i in range(40)]
+            assert label == expected[number]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_without_a_buffer_the_order_is_that_of_the_files(source: str, tmp_path: Path) -> None:
+    loaded = load(settings(source, tmp_path, shuffle_buffer=0), global_batch_size=16, seed=0)
+    assert stored.numbers(source, batches(loaded.train)) == list(range(stored.ROWS))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_fresh_pipeline_after_seek_equals_the_uninterrupted_one(source: str, tmp_path: Path) -> None:
+    own = settings(source, tmp_path, validation_split="test" if source == "python" else None)
+
+    def build() -> tf.data.Dataset:
+        return load(own, global_batch_size=7, seed=5).train
+
+    dataset = build()
+    epochs = [epoch(dataset) for _ in range(3)]
+    for at_epoch, step in [(0, 2), (1, 3)]:
+        fresh = build()
+        assert_same(epoch(seek(fresh, at_epoch, step)), epochs[at_epoch][step:], f"epoch {at_epoch} from step {step}")
+        assert_same(epoch(fresh), epochs[at_epoch + 1], f"the epoch after {at_epoch}")
+
+
+@pytest.mark.parametrize(
+    ("source", "division"),
+    [(source, division) for source in SOURCES for division in ("file", "example") if (source, division) != NO_FILES],
+)
+def test_workers_divide_files_or_examples_and_read_what_one_alone_reads(
+    source: str, division: Any, tmp_path: Path
+) -> None:
+    loaded = load(settings(source, tmp_path, division=division, num_shards=2), global_batch_size=8, seed=1)
+    assert isinstance(loaded.train, Sharded)
+    assert loaded.division.startswith(f"by {division}, as set")
+    found = audit(loaded.train, num_workers=2)
+    assert found.ok, found
+    assert found.examples_per_worker == (20, 20)
+    # The parts of two workers, side by side, are the batches of one.
+    whole = batches(loaded.train)
+    assert sorted(stored.numbers(source, whole)) == list(range(stored.ROWS))
+    parts = [loaded.train.part(rank, 2) for rank in range(2)]
+    for batch, *rows in zip(whole, *parts, strict=False):
+        joined = np.concatenate([part[0].numpy()[: int(count)] for part, count in rows])
+        np.testing.assert_array_equal(joined, batch[0])
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_share_holds_out_examples_that_are_never_trained_on(source: str, tmp_path: Path) -> None:
+    changes = {"validation_share": 0.3, "validation_split": "test"}
+    own = settings(source, tmp_path, **changes)
+    loaded = load(own, global_batch_size=8, seed=0)
+    train, held_out = (stored.numbers(source, batches(data)) for data in (loaded.train, loaded.validation))
+    assert sorted([*train, *held_out]) == list(range(stored.ROWS))
+    assert 6 <= len(held_out) <= 18
+    divided = load(own.model_copy(update={"division": "example", "num_shards": 2}), global_batch_size=8, seed=0)
+    assert sorted(stored.numbers(source, batches(divided.train))) == sorted(train), "the same rows are held out"
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet"])
+def test_a_share_holds_out_the_same_rows_where_files_are_divided(source: str, tmp_path: Path) -> None:
+    changes = {"validation_share": 0.3, "validation_split": "test"}
+    plain = load(settings(source, tmp_path, **changes), global_batch_size=8, seed=0)
+    divided = load(settings(source, tmp_path, **changes, division="file", num_shards=2), global_batch_size=8, seed=0)
+    rows = [sorted(stored.numbers(source, batches(loaded.train))) for loaded in (plain, divided)]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet", "python"])
+def test_columns_are_standardized_by_the_training_rows_alone(source: str, tmp_path: Path) -> None:
+    changes = {"validation_share": 0.3, "validation_split": "test"}
+    plain = load(settings(source, tmp_path, **changes), global_batch_size=64, seed=0)
+    standard = load(settings(source, tmp_path, **changes, normalization="standard"), global_batch_size=64, seed=0)
+    ((rows, _),) = batches(plain.train)
+    ((scaled, _),) = batches(standard.train)
+    mean, deviation = rows.mean(axis=0), rows.std(axis=0)
+    np.testing.assert_allclose(scaled.mean(axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(scaled.std(axis=0), 1, rtol=1e-5)
+    ((held_out, _),), ((other, _),) = batches(plain.validation), batches(standard.validation)
+    np.testing.assert_allclose(other, (held_out - mean) / deviation, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_cached_examples_are_the_same(source: str, tmp_path: Path) -> None:
+    loaded = load(settings(source, tmp_path, cache=True), global_batch_size=16, seed=0)
+    assert sorted(stored.numbers(source, batches(loaded.train))) == list(range(stored.ROWS))
+
+
+@pytest.mark.parametrize(("source", "kind"), [("csv", "CSV"), ("parquet", "Parquet")])
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [("train-1", range(10, 20)), ("train-[23]*", range(20, 40)), ("part", range(40)), (".", range(40))],
+)
+def test_a_split_is_a_file_a_pattern_a_folder_or_the_folder_itself(
+    source: str, kind: str, split: str, expected: range, tmp_path: Path
+) -> None:
+    folder = tmp_path / "part" if split == "part" else tmp_path
+    own = settings(source, folder, train_split=split)
+    own = own.model_copy(update={"directory": str(tmp_path)})
+    train = load(own, global_batch_size=8, seed=0).train
+    assert sorted(stored.numbers(source, batches(train))) == list(expected)
+    with pytest.raises(FileNotFoundError, match=f'no {kind} files of split "other"'):
+        load(own.model_copy(update={"train_split": "other"}), global_batch_size=8, seed=0)
+    message = f"data.directory must be a folder of {kind} files, but /no/where is not a folder: correct the path."
+    with pytest.raises(FileNotFoundError, match=message):
+        load(own.model_copy(update={"directory": "/no/where"}), global_batch_size=8, seed=0)
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"columns": ("numbre",)},
+            r'data.columns = "numbre" is no column of .*train-0.*: did you mean "number"\? There',
+        ),
+        ({"label_key": "anser"}, 'data.label_key = "anser" is no column of .*: did you mean "answer"'),
+        ({"class_names": ("no", "yes")}, r'row|line .*"maybe" .* column "answer" is none of data.class_names'),
+    ],
+)
+def test_columns_and_labels_that_are_not_there_are_named(
+    source: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        load(settings(source, tmp_path, **changes), global_batch_size=8, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet"])
+def test_numbers_are_predicted_where_nothing_names_classes(source: str, tmp_path: Path) -> None:
+    own = settings(source, tmp_path, class_names=None, label_key="eighth", columns=("number",), shuffle_buffer=0)
+    loaded = load(own, global_batch_size=40, seed=0)
+    ((inputs, labels),) = batches(loaded.train)
+    assert loaded.num_classes is None
+    assert (inputs.dtype, labels.dtype, labels.shape) == (np.float32, np.float32, (40, 1))
+    np.testing.assert_array_equal(labels, inputs / 8)
+    classes = load(own.model_copy(update={"label_key": "number", "columns": ("eighth",), "num_classes": 40}),
+                   global_batch_size=40, seed=0)  # fmt: skip
+    assert batches(classes.train)[0][1].tolist() == list(range(40))
+    with pytest.raises(ValueError, match=r"(label|cell) .* must be an integer in 0 to 3, as data.num_classes = 4"):
+        batches(load(own.model_copy(update={"label_key": "number", "columns": ("eighth",), "num_classes": 4}),
+                     global_batch_size=40, seed=0).train)  # fmt: skip
+
+
+def test_validation_of_another_shape_is_refused(tmp_path: Path) -> None:
+    own = settings("python", tmp_path, function="test_stored.two_shapes")
+    with pytest.raises(ValueError, match=r"shape of training inputs, but the validation data .* \(3,\) .* \(2,\)"):
+        load(own, global_batch_size=8, seed=0)
+
+
+def two_shapes() -> tuple[tf.data.Dataset, tf.data.Dataset]:
+    other = tf.data.Dataset.from_tensors((tf.zeros([3]), tf.constant(0)))
+    return stored.examples(), other

@@ -1,0 +1,114 @@
+"""Small data sets in the forms that people have, of what scikit-learn bundles, for the configurations of `configs/`.
+
+    python -m trainers.samples [folder]
+
+writes into the folder, by default `samples`:
+
+    digits/{train,test}/{0, ..., 9}/*.png   1,797 images of 8x8 pixels, a folder for each digit (image_folder.toml)
+    breast_cancer/*.csv                     569 rows of 30 columns in 4 files, diagnosis in words (csv.toml)
+    diabetes/*.parquet                      442 rows of 10 columns in 4 files, a number to predict (parquet.toml)
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+NUM_FILES = 4
+TEST_EVERY = 6  # as the digits of tfpar.data
+
+
+def digits() -> tuple[tf.data.Dataset, tf.data.Dataset]:
+    """Return the digits for training and for testing, single examples; `configs/python.toml` names this function.
+
+    Returns:
+        Two data sets of images uint8 `[8, 8, 1]` and their labels int32.
+    """
+    import tensorflow as tf
+
+    images, labels = _digits()
+    is_test = np.arange(len(labels)) % TEST_EVERY == 0
+    train, test = (tf.data.Dataset.from_tensor_slices((images[own], labels[own])) for own in (~is_test, is_test))
+    return train, test
+
+
+def write_digits(directory: Path) -> None:
+    """Write the digits as PNG images, a folder for each digit.
+
+    Args:
+        directory: The folder that `train` and `test` are made in.
+    """
+    from PIL import Image  # comes with matplotlib
+
+    for number, (image, label) in enumerate(zip(*_digits(), strict=True)):
+        folder = directory / ("train" if number % TEST_EVERY else "test") / str(int(label))
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[..., 0]).save(folder / f"{number:04}.png")
+
+
+def write_breast_cancer(directory: Path) -> None:
+    """Write 569 rows about cells of breast tumours as CSV files, the column `diagnosis` in words.
+
+    Args:
+        directory: The folder of the files.
+    """
+    from sklearn.datasets import load_breast_cancer
+
+    table = load_breast_cancer()
+    words = [str(table.target_names[label]) for label in table.target]
+    rows = [[*values, word] for values, word in zip(table.data.tolist(), words, strict=True)]
+    directory.mkdir(parents=True, exist_ok=True)
+    for number in range(NUM_FILES):
+        with (directory / f"part-{number}.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([[*table.feature_names, "diagnosis"], *rows[number::NUM_FILES]])
+
+
+def write_diabetes(directory: Path) -> None:
+    """Write 442 rows about patients as Parquet files, with the column `progression` of their disease a year later.
+
+    Args:
+        directory: The folder of the files.
+    """
+    import pyarrow
+    import pyarrow.parquet
+    from sklearn.datasets import load_diabetes
+
+    found = load_diabetes(scaled=False)
+    columns = {str(name): found.data[:, place] for place, name in enumerate(found.feature_names)}
+    table = pyarrow.table({**columns, "progression": found.target})
+    directory.mkdir(parents=True, exist_ok=True)
+    for number in range(NUM_FILES):
+        own = table.take(list(range(number, table.num_rows, NUM_FILES)))
+        pyarrow.parquet.write_table(own, directory / f"part-{number}.parquet", row_group_size=50)
+
+
+def _digits() -> tuple[Any, Any]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return (found.images * (255 / 16)).round().astype("uint8")[..., None], found.target.astype("int32")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write all samples.
+
+    Args:
+        arguments: The folder to write into, or nothing.
+    """
+    directory = Path(arguments[0] if arguments else "samples")
+    write_digits(directory / "digits")
+    write_breast_cancer(directory / "breast_cancer")
+    write_diabetes(directory / "diabetes")
+    print(f"Samples are in {directory}.")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,92 @@
+"""Tables: a perceptron with hidden layers, or a linear model, for the columns of CSV and Parquet files."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+
+import tfpar
+from tfpar import config, data
+from trainers import recipe
+
+
+class Tabular(tfpar.Trainer):
+    """Train a model of the rows that a run's `data` section names: a classifier where labels are classes, else a
+    regression.
+
+    Args:
+        run: The run.
+        strategy: Where and how a step runs.
+
+    Raises:
+        ValueError: If the run asks for another model than "mlp" or "linear", or its examples are no rows.
+
+    Example:
+        >>> trainer = Tabular(config.load("configs/csv.toml"), tfpar.SingleDevice())
+        >>> trainer.fit(trainer.train_data, epochs=10, validation_data=trainer.validation_data)
+    """
+
+    reads = (*recipe.READS, "model.num_blocks", "model.width")
+
+    def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
+        if run.model.name not in ("mlp", "linear"):
+            raise ValueError(
+                f'trainers.tabular.Tabular builds model.name = "mlp" or "linear", received "{run.model.name}": set one '
+                "of them, or use another trainer."
+            )
+        if run.model.name == "linear":
+            _check_linear(run.model)
+        keras.utils.set_random_seed(run.seed)
+        loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
+        if len(loaded.input_shape) != 1 or run.data.source == "python_source":
+            raise ValueError(
+                f"trainers.tabular.Tabular takes rows [columns] of numbers, received inputs of shape "
+                f'{loaded.input_shape} from data.source = "{run.data.source}": read other data, or use another trainer.'
+            )
+        self.train_data, self.validation_data = loaded.train, loaded.validation
+        self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
+        self.class_names = loaded.class_names
+        recipe.set_precision(run.training.precision)
+        build = functools.partial(build_model, run, loaded.input_shape, loaded.num_classes)
+        super().__init__(build, strategy, run.seed)
+
+
+def build_model(run: config.Run, row_shape: tuple[int, ...], num_classes: int | None) -> keras.Model:
+    """Build and compile the model of a run.
+
+    Args:
+        run: The run; its `model`, `optimizer` and `training` sections are read.
+        row_shape: `(columns,)` of one row.
+        num_classes: Number of classes; None for one number to predict.
+
+    Returns:
+        A compiled model from `[batch, columns]` to logits `[batch, num_classes]`, or to numbers `[batch, 1]`.
+    """
+    penalty = recipe.build_penalty(run.model)
+    rows = keras.Input(row_shape, name="row")
+    features = rows
+    for index in range(run.model.num_blocks if run.model.name == "mlp" else 0):
+        features = keras.layers.Dense(
+            run.model.width, activation="relu", kernel_regularizer=penalty, name=f"hidden_{index}"
+        )(features)
+    if run.model.dropout:
+        features = keras.layers.Dropout(run.model.dropout)(features)
+    # Full precision: a softmax over half-precision numbers loses the small ones.
+    dtype = "float32" if run.training.precision.startswith("mixed_") else None
+    name = "number" if num_classes is None else "logits"
+    outputs = keras.layers.Dense(num_classes or 1, kernel_regularizer=penalty, dtype=dtype, name=name)(features)
+    model = keras.Model(rows, outputs, name=run.model.name)
+    loss = "mse" if num_classes is None else keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    metrics = ["mae"] if num_classes is None else ["accuracy"]
+    model.compile(recipe.build_optimizer(run), loss, metrics=metrics, jit_compile=run.training.jit_compile)
+    return model
+
+
+def _check_linear(settings: config.Model) -> None:
+    for key in ("num_blocks", "width"):
+        value = getattr(settings, key)
+        if value != type(settings).model_fields[key].default:
+            raise ValueError(
+                f'model.{key} = {value} is of the mlp, received model.name = "linear": leave it out, or set "mlp".'
+            )
