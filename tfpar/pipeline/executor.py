@@ -98,7 +98,9 @@ class Execution:
         """Return the gradient of each weight, summed over micro-batches and stages, by the weight's `id`."""
         found: dict[int, list[Any]] = collections.defaultdict(list)
         for program, gradients in zip(self._programs.stages, self._gradients, strict=True):
-            for variable, gradient in zip(program.parameters, gradients or [], strict=False):
+            for variable, gradient in zip(
+                program.parameters, program.joined(gradients) if gradients else [], strict=False
+            ):
                 if gradient is not None:
                     found[id(variable)].append(gradient)
         return {key: sum_on(None, gradients) for key, gradients in found.items()}

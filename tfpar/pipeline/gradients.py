@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfpar import slices
+
 
 def tensors_of(structure: Any) -> list[tf.Tensor]:
     """Return all tensors in a structure, those of indexed slices too; a None holds none."""
-    return [tensor for tensor in tf.nest.flatten(structure, expand_composites=True) if tensor is not None]
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, str)]
 
 
 def dense_part(tensor: Any) -> Any:
@@ -33,14 +36,65 @@ def spec_of(tensor: Any) -> tf.TypeSpec:
 
 
 def value_of(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
-    """Return a tensor, indexed slices or None of the traced graph with its tensors' values."""
+    """Return a tensor, indexed slices, rows of lookups or None of the traced graph with its tensors' values."""
+    if isinstance(structure, tuple):
+        return tuple(
+            piece._replace(values=known[piece.values.ref()], indices=known[piece.indices.ref()]) for piece in structure
+        )
     if isinstance(structure, tf.IndexedSlices):
         parts = (structure.values, structure.indices, structure.dense_shape)
         return tf.IndexedSlices(*(None if part is None else known[part.ref()] for part in parts))
     return None if structure is None else known[structure.ref()]
 
 
-def plus(one: Any, other: Any, same_rows: bool = False) -> Any:
+def by_lookup(gradient: Any) -> Any:
+    """Return the rows of each lookup of a gradient of slices, while it is traced; another as it is."""
+    return tuple(slices.pieces(gradient)) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def kinds_of(gradient: Any, varying: Container[tf.Operation]) -> tuple[slices.Kind, ...]:
+    """Return what becomes of rows of the same number in several micro-batches, for each lookup; none if it is dense.
+
+    Args:
+        gradient: As `by_lookup` returns it.
+        varying: What differs from micro-batch to micro-batch.
+    """
+    if not isinstance(gradient, tuple):
+        return ()
+    return tuple(piece.kind if piece.indices.op in varying else "alike" for piece in gradient)
+
+
+def add_rows(before: Sequence[slices.Piece], now: Sequence[slices.Piece], kinds: Sequence[slices.Kind]) -> Any:
+    """Add the rows of a micro-batch, lookup by lookup, to those of the ones before.
+
+    Args:
+        before: The lookups so far.
+        now: Those of the micro-batch.
+        kinds: What becomes of rows of the same number; those of one micro-batch and another are merged at the end.
+    """
+    return tuple(
+        one._replace(values=one.values + other.values)
+        if kind == "alike"
+        else one._replace(
+            values=tf.concat([one.values, other.values], 0), indices=tf.concat([one.indices, other.indices], 0)
+        )
+        for one, other, kind in zip(before, now, kinds, strict=True)
+    )
+
+
+def join_rows(pieces: Sequence[slices.Piece], kinds: Sequence[slices.Kind], shape: Sequence[int]) -> tf.IndexedSlices:
+    """Return one gradient of the rows of several lookups, those that one device has once merged."""
+    merged = [
+        piece._replace(**dict(zip(("values", "indices"), slices.merge(piece.values, piece.indices), strict=True)))
+        if kind == "distinct"
+        else piece
+        for piece, kind in zip(pieces, kinds, strict=True)
+    ]
+    listed = [piece._replace(indices=tf.cast(piece.indices, tf.int64)) for piece in merged]
+    return slices.join(listed, tf.constant(tuple(shape), tf.int64))
+
+
+def plus(one: Any, other: Any) -> Any:
     """Add two gradients, each a tensor, indexed slices or None; the sum stays sparse where both are.
 
     Keras' Adam squares slices one by one, also those of the same row; so rows are listed as on one device, where a
@@ -49,12 +103,9 @@ def plus(one: Any, other: Any, same_rows: bool = False) -> Any:
     Args:
         one: A gradient.
         other: Of the same weight.
-        same_rows: Whether both are slices of the same rows in the same order.
     """
     if one is None or other is None:
         return other if one is None else one
-    if same_rows:
-        return tf.IndexedSlices(one.values + other.values, one.indices, one.dense_shape)
     if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
         indices = [one.indices, other.indices]
         if one.indices.dtype != other.indices.dtype:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_pipeline, _compat_random
+from tfpar import _compat, _compat_pipeline, _compat_random, slices
 from tfpar.pipeline import graph as model_graph
-from tfpar.pipeline.gradients import dense_part, plus, tensors_of, value_of
+from tfpar.pipeline.gradients import add_rows, by_lookup, dense_part, join_rows, kinds_of, tensors_of, value_of
 from tfpar.pipeline.kept import Kept, kept_between
 from tfpar.pipeline.pieces import cut
 from tfpar.pipeline.split import Stage
@@ -111,7 +111,7 @@ class StageProgram:
         if training:
             both = [tensors_of(self._input_gradients), tensors_of(self._sums)]
             results += both if splits_backward else [[*both[0], *both[1]]]
-        self._same_rows = self._find_same_rows()
+        self._kinds = self._find_kinds()
         inputs = tensors_of([self._arguments, self._upstream, self._totals])
         sums = [one for one, total in zip(self._sums, self._totals, strict=True) if total is not None]
         pieces: list[Any] = cut(
@@ -130,17 +130,18 @@ class StageProgram:
         unseen = [variable for variable in variables if id(variable.value.handle) in handles]
         return [*unseen, _compat_random.state_of_no_layer()] if self._draws_from_stand_in else unseen
 
-    def _find_same_rows(self) -> list[bool]:
-        """Say of the gradient of each of `parameters` whether it has the same rows for every micro-batch."""
-        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in self._weight_gradients]
-        if not any(sparse):
-            return sparse
+    def _find_kinds(self) -> list[tuple[slices.Kind, ...]]:
+        """Say of the lookups behind each gradient of rows what becomes of rows of the same number."""
         # A position is looked up whatever the examples are; what is drawn at random is another for each micro-batch.
         drawn = [tensor for op in self._graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
         varying = _reached_from([*tensors_of(self._flows), self._microbatch, *drawn])
+        return [kinds_of(gradient, varying) for gradient in self._weight_gradients]
+
+    def joined(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return summed gradients of `parameters` as tensors, slices or None: each as one device has it."""
+        found = zip(gradients, self._kinds, self.parameters, strict=True)
         return [
-            is_sparse and gradient.indices.op not in varying
-            for is_sparse, gradient in zip(sparse, self._weight_gradients, strict=True)
+            join_rows(gradient, kinds, variable.shape) if kinds else gradient for gradient, kinds, variable in found
         ]
 
     @property
@@ -239,10 +240,9 @@ class StageProgram:
         sums = [value_of(one, done.known) for one in self._sums]
         if totals is None:
             return sums
-        # Rows are listed, not added.
         return [
-            plus(before, now, same) if isinstance(now, tf.IndexedSlices) else now
-            for before, now, same in zip(totals, sums, self._same_rows, strict=True)
+            now if not kinds else add_rows(before, now, kinds)
+            for before, now, kinds in zip(totals, sums, self._kinds, strict=True)
         ]
 
     def _trace(self) -> None:
@@ -310,7 +310,8 @@ class StageProgram:
         ]
         if ends:
             found = tf.gradients([end for end, _ in ends], [*sources, *parameters], [up for _, up in ends])
-            self._input_gradients, self._weight_gradients = found[: len(sources)], found[len(sources) :]
+            self._input_gradients = found[: len(sources)]
+            self._weight_gradients = list(map(by_lookup, found[len(sources) :]))
         # A sum is added where its gradient still is in the processor's cache, and into its memory.
         self._totals = [
             tf.compat.v1.placeholder(one.dtype, one.shape) if isinstance(one, tf.Tensor) else None
