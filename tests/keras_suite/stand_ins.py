@@ -93,6 +93,7 @@ class _Outputs(keras.losses.Loss):
     """Gives the outputs, up to two axes of them, as far as masks go; their sum is Keras' reduction."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
+        y_pred = keras.ops.convert_to_tensor(y_pred, ragged=False)
         return keras.ops.sum(y_pred, axis=tuple(range(2, len(y_pred.shape))))
 
 
