@@ -78,6 +78,12 @@ EXPECTED = [
         STAGES,
     ),
     Expected(
+        "layers/preprocessing/image_preprocessing/*",
+        r"must compute each example alone, .* received '(cut_mix|mix_up)",
+        "CutMix and MixUp mix the examples of a batch on purpose.",
+        (*REPLICAS, *STAGES),
+    ),
+    Expected(
         "*",
         r"A pipeline takes dense batches, received a sparse tensor",
         "Stages hand on dense tensors; a sparse batch is made dense before it.",
