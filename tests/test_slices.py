@@ -74,6 +74,51 @@ def test_rows_are_those_of_one_device(way: str) -> None:
     small.assert_trains_as_one_device(with_rows(WAYS[way]), tokens, epochs=1)
 
 
+class Positions(layers.Layer):
+    """Adds a row for each position of a batch, whose sequences are as long as the longest of it."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.rows, self.first = layers.Embedding(9, 5), first
+
+    def call(self, tokens: Any) -> Any:
+        return ops.one_hot(tokens, 5) + self.rows(ops.arange(ops.shape(tokens)[-1]) + self.first)
+
+
+def sequences() -> tf.data.Dataset:
+    """Batches of seven sequences, each batch of another length."""
+    batches = iter(parity_cases._tokens(7))
+    of_a_length = [next(batches) for _ in range(3)]
+    tokens = [
+        tf.concat([tokens, tokens], 1)[:, :length] for (tokens, _), length in zip(of_a_length, (3, 8, 5), strict=True)
+    ]
+    pairs = list(zip(tokens, [labels for _, labels in of_a_length], strict=True))
+    specs = (tf.TensorSpec([None, None], tokens[0].dtype), tf.TensorSpec([None], pairs[0][1].dtype))
+    return tf.data.Dataset.from_generator(lambda: iter(pairs), output_signature=specs)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
+def test_positions_of_batches_of_any_length_are_those_of_one_device(strategy: str, first: int) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [keras.Input((None,), dtype="int32"), Positions(first), layers.GlobalAveragePooling1D(), layers.Dense(3)]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizers.Adam(0.05), loss)
+        return model
+
+    def train(strategy: tfpar.Strategy) -> tfpar.Trainer:
+        trainer = tfpar.Trainer(build, strategy, seed=0)
+        trainer.fit(sequences(), verbose=0)
+        return trainer
+
+    strategies = small.STRATEGIES | {"pipeline": lambda: tfpar.Pipeline(2, 3, balance="parameters")}
+    # Not Keras' compiled step: TensorFlow's graph optimizer lets it read a weight after its update here.
+    found, expected = train(strategies[strategy]()).model, train(tfpar.SingleDevice()).model
+    small.assert_same_state(found.get_weights(), expected.get_weights(), 1e-5)
+
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
     "Adagrad, clipped": lambda: optimizers.Adagrad(0.1, clipnorm=0.1),

@@ -125,9 +125,24 @@ def _lookups(indices: tf.Tensor) -> list[tf.Tensor]:
 def _kind(indices: tf.Tensor) -> Kind:
     if _is_constant(indices):
         return "alike"
-    while indices.op.type in _PASS_ON:
-        indices = indices.op.inputs[0]
+    while (source := _source(indices)) is not None:
+        indices = source
     return "distinct" if _DISTINCT.get(indices.op.type) == indices.value_index else "listed"
+
+
+def _source(indices: tf.Tensor) -> tf.Tensor | None:
+    """Return the numbers that an operation passes on, each to one of its own; None for another operation."""
+    op = indices.op
+    if op.type in _PASS_ON:
+        return op.inputs[0]
+    if op.type in ("AddV2", "Sub"):  # an offset, the same for all
+        number, offset = op.inputs if op.inputs[1].shape.rank == 0 else reversed(op.inputs)
+        return number if offset.shape.rank == 0 else None
+    if op.type == "SelectV2":
+        # Keras 3.15 counts negative numbers from the end: where(i < 0, i + size, i).
+        _, shifted, number = op.inputs
+        return number if shifted.op.type == "AddV2" and shifted.op.inputs[0] is number else None
+    return None
 
 
 def _is_constant(tensor: tf.Tensor) -> bool:
