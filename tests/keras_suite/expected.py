@@ -84,9 +84,21 @@ EXPECTED = [
         (*REPLICAS, *STAGES),
     ),
     Expected(
+        "layers/preprocessing/*/random_flip_test.py::*",
+        r"must compute each example alone, .* received '(mocked_)?random_flip",
+        "The test flips one image without an axis of examples, and so the rows that replicas would share.",
+        (*REPLICAS, *STAGES),
+    ),
+    Expected(
+        "layers/preprocessing/mel_spectrogram_test.py::*",
+        r"must run on any number of examples, and 'mel_spectrogram",
+        "The test gives one signal without an axis of examples.",
+        (*REPLICAS, *STAGES),
+    ),
+    Expected(
         "*",
-        r"A pipeline takes dense batches, received a sparse tensor",
-        "Stages hand on dense tensors; a sparse batch is made dense before it.",
+        r"A pipeline takes dense and ragged batches, received a sparse tensor",
+        "Stages hand on dense and ragged tensors; a sparse batch is made dense first.",
         STAGES,
     ),
 ]
