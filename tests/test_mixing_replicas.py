@@ -179,3 +179,20 @@ def test_ragged_outputs_of_rows_of_different_lengths_are_not_taken_for_mixed() -
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]])
     outputs = tfpar.Trainer(lambda: model, tfpar.Mirrored(TWO)).predict(ragged, verbose=0)
     assert outputs.to_list() == [[2.0], [4.0, 6.0], [8.0]]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tfpar.Mirrored(TWO), lambda: tfpar.Pipeline(2, 2, devices=TWO)], ids=["m", "p"]
+)
+def test_tokens_given_as_floats_stay_within_the_vocabulary_when_a_model_is_tried(make: Callable[[], Any]) -> None:
+    """Keras' inputs are float32 where nothing else is said; an Embedding takes the whole part."""
+
+    def build() -> keras.Model:
+        dense = layers.TimeDistributed(layers.Dense(2))  # not known to leave the examples apart, and so tried
+        model = keras.Sequential([keras.Input((6,)), layers.Embedding(10, 3), dense])
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    tokens, targets = np.full((8, 6), 9.0, "float32"), np.ones((8, 6, 2))
+    expected = tfpar.Trainer(build).fit(tokens, targets, verbose=0).history
+    small.assert_same_history(tfpar.Trainer(build, make()).fit(tokens, targets, verbose=0).history, expected)

@@ -49,5 +49,6 @@ def _varied(tensor: Any) -> Any:
     tensor = tf.convert_to_tensor(tensor)
     if not tensor.dtype.is_floating:
         return tensor
-    factors = np.random.default_rng(0).uniform(0.8, 1.2, tensor.shape)
+    # Smaller only: floats may be numbers of tokens, which an Embedding looks up.
+    factors = np.random.default_rng(0).uniform(0.8, 1.0, tensor.shape)
     return tensor * tf.cast(factors, tensor.dtype)
