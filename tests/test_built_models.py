@@ -67,6 +67,18 @@ def test_bare_variables_of_the_scope_stay_where_they_are() -> None:
     assert tfpar.Trainer(build(), tfpar.SingleDevice()).strategy.num_replicas == 1
 
 
+def test_metrics_that_another_strategy_has_not_built_yet_move_with_their_model() -> None:
+    with tf.distribute.MirroredStrategy(TWO).scope():
+        model = small.build_model()
+        model.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+    features, targets = parity_cases.inputs(9), np.ones([9, parity_cases.NUM_CLASSES], "float32")
+    moved = tfpar.Trainer(model, tfpar.Mirrored(TWO)).evaluate(features, targets, verbose=0)
+    other = keras.models.clone_model(model)
+    other.set_weights(model.get_weights())
+    other.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+    np.testing.assert_allclose(moved, other.evaluate(features, targets, verbose=0), rtol=1e-5)
+
+
 @by_strategy
 def test_a_trainer_takes_a_trained_model_with_all_its_state(strategy: str) -> None:
     with computing_in("float64"):

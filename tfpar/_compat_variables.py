@@ -20,9 +20,13 @@ def state(model: keras.Model) -> list[Any]:
     """Return all Keras variables behind a model's training, each once: weights, random state, optimizer, metrics.
 
     `Layer.variables` leaves out the variables of metrics that layers hold. The metrics of a compilation are in
-    `model.metrics` once they are built.
+    `model.metrics` once they are built, and before that where Keras 3.15 keeps what `compile` was given.
     """
     held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
+    compiled = getattr(model, "_compile_metrics", None)
+    if compiled is not None:
+        given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+        held += [metric for metric in given if isinstance(metric, keras.Metric)]
     groups = [model.variables, *(one.variables for one in (*model.metrics, *held, *_optimizers(model)))]
     return list({id(variable): variable for group in groups for variable in group}.values())
 
