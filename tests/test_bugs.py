@@ -50,3 +50,29 @@ def test_a_checkpoint_is_written_under_several_replicas(tmp_path: Path) -> None:
     trainer = tfpar.Trainer(lambda: linear(keras.Input((3,))), tfpar.Mirrored(["CPU:0", "CPU:1"]))
     trainer.fit(*rows(8), checkpoints=tfpar.Checkpoints(tmp_path), verbose=0)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.npz"]
+
+
+def test_a_mask_that_is_the_same_for_all_batches_crosses_a_cut() -> None:
+    # A layer may give its outputs a mask that it made once, eagerly: as a tensor of no graph it broke the tracing of
+    # the stage ("Tensor.op is undefined when eager execution is enabled").
+    import tensorflow as tf
+
+    class SameMask(keras.layers.Layer):
+        mask = tf.constant([[True, True, False]])
+
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+        def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+            return self.mask
+
+    def build() -> keras.Model:
+        layers = [keras.layers.Reshape((3, 1)), SameMask(), keras.layers.GlobalAveragePooling1D()]
+        return linear(keras.Input((3,)), *layers)
+
+    arrays = rows(8)
+    histories = [
+        tfpar.Trainer(build, strategy, seed=0).fit(*arrays, batch_size=4, shuffle=False, verbose=0).history["loss"]
+        for strategy in (tfpar.SingleDevice(), tfpar.Pipeline(2, 2, balance=[2, 2]))
+    ]
+    np.testing.assert_allclose(*histories, rtol=1e-5)

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -176,8 +177,11 @@ def metric_states(layer: keras.Layer) -> list[Any]:
 
 
 def mask_of(tensor: Any) -> Any:
-    """Return the Keras mask that rides on a tensor, None for none (Keras 3.15)."""
-    return getattr(tensor, "_keras_mask", None)
+    """Return the Keras mask of a tensor, None for none (Keras 3.15); in a graph a constant one is an operation too."""
+    mask = getattr(tensor, "_keras_mask", None)
+    if mask is None or tf.is_symbolic_tensor(mask) or tf.executing_eagerly():
+        return mask
+    return tf.identity(tf.constant(np.asarray(mask)))
 
 
 def with_mask(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
