@@ -94,8 +94,10 @@ def test_a_fit_after_a_preview_equals_one_without(strategy: str, given: str) -> 
             assert trainer.preview(*arguments).rows
         assert int(trainer.model.optimizer.iterations.numpy()) == 0
         results.append(trained(trainer, *arguments))
-    small.assert_same_history(results[1][0], results[0][0], tolerance=0)
-    small.assert_same_state(results[1][1], results[0][1])
+    # Two replicas on a busy machine were seen to round a sum in two ways; another order of the data is far outside.
+    tolerance = 1e-6 if strategy == "mirrored" else 0
+    small.assert_same_history(results[1][0], results[0][0], tolerance)
+    small.assert_same_state(results[1][1], results[0][1], tolerance)
 
 
 @pytest.fixture(scope="module")

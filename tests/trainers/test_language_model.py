@@ -170,7 +170,7 @@ def test_a_prompt_of_nothing_and_a_temperature_of_zero_are_refused(untrained: La
             'needs model.name = "transformer", received "MobileNetV2": set it, or use another',
         ),
         (
-            ["data.source=generated", "data.context_bytes=128", "data.train_split=train"],
+            ["data.source=generated", "data.context_bytes=128", "data.train_split=train", "data.validation_split=none"],
             'needs data.source = "python_source", received "generated"',
         ),
         (["model.width=130"], "model.width = 130 must be a multiple of model.num_heads = 4: set it to 132, or change"),
