@@ -20,7 +20,7 @@ from tfpar import _toml, config
 from tfpar.data import tables
 from tfpar.data.examples import Split, check
 from tfpar.data.files import FILES_AT_ONCE, of_split
-from tfpar.data.held_out import Part, keeps
+from tfpar.data.held_out import Part, keeps, of_settings
 
 NOT_FINITE = "A cell is not a finite number."
 LARGEST = float(np.finfo(np.float32).max)
@@ -41,12 +41,7 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
         FileNotFoundError: No such folder, split or file.
         ValueError: A file without a header line, or with other columns than the first.
     """
-    share = settings.validation_share
-    train = _split(settings, settings.train_split, "all" if share is None else "train")
-    if share is not None:
-        return train, _split(settings, settings.train_split, "validation")
-    validation = settings.validation_split
-    return train, None if validation is None else _split(settings, validation, "all")
+    return of_settings(settings, _split)
 
 
 def problem(settings: config.Data) -> str | None:

@@ -1,12 +1,31 @@
 """Which examples a share holds out for validation: a hash decides, the same on every machine and in every run."""
 
 import hashlib
+from collections.abc import Callable
 from typing import Literal
 
 import tensorflow as tf
 
+from tfpar import config
+from tfpar.data.examples import Split
+
 Part = Literal["all", "train", "validation"]  # of a split that a share divides
 NUM_BUCKETS = 1_000_000
+
+
+def of_settings(settings: config.Data, split: Callable[[config.Data, str, Part], Split]) -> tuple[Split, Split | None]:
+    """The training and the validation examples, of two splits or of the two parts of one.
+
+    Args:
+        settings: `train_split`, `validation_split` and `validation_share` count here.
+        split: Returns a part of a split by its name.
+    """
+    if settings.validation_share is not None:
+        name = settings.train_split
+        return split(settings, name, "train"), split(settings, name, "validation")
+    validation = settings.validation_split
+    train = split(settings, settings.train_split, "all")
+    return train, None if validation is None else split(settings, validation, "all")
 
 
 def keeps(numbers: tf.Tensor, origin: str | tf.Tensor, part: Part, share: float | None) -> tf.Tensor:

@@ -13,7 +13,7 @@ from tfpar import _toml, config
 from tfpar.data import tables
 from tfpar.data.examples import Split
 from tfpar.data.files import of_split
-from tfpar.data.held_out import Part, keeps
+from tfpar.data.held_out import Part, keeps, of_settings
 
 if TYPE_CHECKING:
     import pyarrow
@@ -36,12 +36,7 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
         ValueError: A file that is no Parquet file, lacks a column, or holds something else than numbers in one.
         ImportError: pyarrow is not installed.
     """
-    share = settings.validation_share
-    train = _split(settings, settings.train_split, "all" if share is None else "train")
-    if share is not None:
-        return train, _split(settings, settings.train_split, "validation")
-    validation = settings.validation_split
-    return train, None if validation is None else _split(settings, validation, "all")
+    return of_settings(settings, _split)
 
 
 def _split(settings: config.Data, split: str, part: Part) -> Split:
