@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
-    ["figures", "notices", "quiet"],
+    ["cores", "figures", "notices", "quiet"],
     [
         "_compat_data",
         "_compat_losses",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import app, flags
 
-from tfpar import batch_systems, command_line
+from tfpar import batch_systems, command_line, cores
 from tfpar.launcher import Job, launch
 from tfpar.suggestions import closest
 
@@ -121,7 +121,7 @@ def _num_workers() -> int:
 
 def _cores_per_worker() -> int:
     if _CORES_PER_WORKER.value is None:
-        return max(1, len(os.sched_getaffinity(0)) // _num_workers())
+        return max(1, cores.num_allowed_cores() // _num_workers())
     _at_least("cores_per_worker", _CORES_PER_WORKER.value, 1)
     return int(_CORES_PER_WORKER.value)
 

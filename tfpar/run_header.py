@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 import tfpar
-from tfpar import _toml, built, config, config_use, data, strategies
+from tfpar import _toml, built, config, config_use, cores, data, strategies
 from tfpar.figures import line
 from tfpar.run_directory import RunDirectory
 from tfpar.trainer_class import trainer_options, trainer_reads
@@ -51,7 +50,7 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: Any) -> None
 
 
 def _cores() -> str:
-    number = len(os.sched_getaffinity(0))
+    number = cores.num_allowed_cores()
     return f"{number} core{'s' * (number > 1)}"
 
 

@@ -6,7 +6,7 @@ import os
 
 import tensorflow as tf
 
-from tfpar import cluster, config, tf_config
+from tfpar import cluster, config, cores, tf_config
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker import MultiWorker
@@ -45,7 +45,7 @@ def from_settings(settings: config.Strategy) -> Strategy:
     """
     if settings.num_logical_cpus > 1:
         # Stages work side by side on different layers: each device gets its share of the cores.
-        share = max(1, (os.cpu_count() or 1) // settings.num_logical_cpus) if settings.kind == "pipeline" else None
+        share = max(1, cores.num_allowed_cores() // settings.num_logical_cpus) if settings.kind == "pipeline" else None
         cluster.use_logical_cpus(settings.num_logical_cpus, share)
     job = tf_config.from_environment(os.environ)
     num_workers = 1 if job is None else job.num_workers
