@@ -24,7 +24,7 @@ from tfpar.pipeline import schedule as schedules
 
 SCHEDULES = schedules.NAMES
 NUM_STAGES = (2, 3, 4)
-# Statistics of a micro-batch are not those of the batch: tests/test_pipeline.py has their arithmetic.
+# Statistics of a micro-batch are not those of the batch: tests/test_pipeline_randomness.py has their arithmetic.
 # What a loss inside a layer is divided by is known after its last micro-batch; refused before the first step.
 REFUSED = ("loss object in a layer",)
 ONE_MICROBATCH_ONLY = ("BatchNormalization, synchronized", "fewer examples than replicas")
