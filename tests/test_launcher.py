@@ -13,7 +13,7 @@ from absl.testing import flagsaver
 from tfpar import launch
 from tfpar.launcher import job, requests
 from tfpar.launcher.attempt import free_addresses
-from tfpar.launcher.guardian import guard
+from tfpar.launcher.guardian import Guardian, guard
 from tfpar.launcher.lines import Lines
 from tfpar.launcher.output import Sink
 from tfpar.launcher.requests import Requests
@@ -89,6 +89,26 @@ def test_the_guardian_kills_only_groups_that_still_live(monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "killpg", kill)
     guard([b"123\n", b"456\n", b"-123\n"])
     assert killed == [(456, signal.SIGKILL)]
+
+
+def test_a_guardian_that_stands_still_does_not_keep_the_launcher_from_ending() -> None:
+    with Guardian() as guardian:
+        os.kill(guardian.pid, signal.SIGSTOP)
+        for _ in range(100_000):  # more than its pipe holds
+            guardian.begin(1 << 30)  # no process has this number
+            guardian.end(1 << 30)
+    assert not Path(f"/proc/{guardian.pid}").exists()
+
+
+def test_a_guardian_that_always_dies_ends_the_job_with_a_sentence() -> None:
+    def replaced() -> str:
+        os.kill(guardian.pid, signal.SIGKILL)
+        return guardian.replace()
+
+    with Guardian() as guardian:
+        assert ["was killed by signal 9 and was replaced" in replaced() for _ in range(4)] == [True] * 4
+        with pytest.raises(OSError, match=r"for the 5th time right after its start\. Find out"):
+            replaced()
 
 
 def test_only_a_later_ctrl_c_means_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from tfpar.launcher.guardian import Guardian
 from tfpar.launcher.output import Outputs
 from tfpar.launcher.requests import Requests
 from tfpar.launcher.worker import Stream, Worker, cores_of, environment_of
@@ -61,21 +62,21 @@ class Attempt:
         self._has_killed = False
         self._kill_at_seconds: float | None = None  # of time.monotonic
 
-    def run(self, guarded: int, outputs: Outputs, requests: Requests) -> None:
+    def run(self, guardian: Guardian, outputs: Outputs, requests: Requests) -> None:
         """Start the workers and wait until all have ended; whatever happens, none is left.
 
         Args:
-            guarded: File descriptor that `guardian.started` gave.
+            guardian: Replaced when it dies.
             outputs: Where their lines go.
             requests: What can ask to stop.
 
         Raises:
-            OSError: If a worker cannot be started.
+            OSError: If a worker or another guardian cannot be started.
         """
         try:
-            self._start(guarded, outputs)
+            self._start(guardian, outputs)
             while self._running():
-                ready = self._wait(outputs, requests)
+                ready = self._wait(guardian, outputs, requests)
                 self._pass_on(ready, outputs)
                 self._bury([worker for worker in self._running() if worker.end in ready], requests)
                 self._stop_if_asked(outputs, requests)
@@ -117,7 +118,7 @@ class Attempt:
             return "All workers ended by themselves."
         return " ".join(f"Worker {worker.rank} {_ending(worker.code)}." for worker in lost)
 
-    def _start(self, guarded: int, outputs: Outputs) -> None:
+    def _start(self, guardian: Guardian, outputs: Outputs) -> None:
         available = sorted(os.sched_getaffinity(0))
         addresses = free_addresses(self._num_workers)
         for rank in range(self._num_workers):
@@ -126,7 +127,7 @@ class Attempt:
                 self._command,
                 environment_of(rank, addresses, self._cores_per_worker, os.environ),
                 cores_of(rank, self._num_workers, self._cores_per_worker, available),
-                guarded,
+                guardian,
                 keeps_terminal=rank == 0 and outputs.is_terminal,
             )
             self._workers.append(worker)
@@ -137,10 +138,11 @@ class Attempt:
     def _open_streams(self) -> list[tuple[Worker, Stream]]:
         return [(worker, stream) for worker in self._workers for stream in worker.streams if stream.is_open]
 
-    def _wait(self, outputs: Outputs, requests: Requests) -> Mapping[int, int]:
+    def _wait(self, guardian: Guardian, outputs: Outputs, requests: Requests) -> Mapping[int, int]:
         """Wait until something happens or it is time to kill; return the events by file descriptor."""
         poll = select.poll()
         poll.register(requests, select.POLLIN)
+        poll.register(guardian, select.POLLIN)
         outputs.register(poll)
         for worker in self._running():
             poll.register(worker.end, select.POLLIN)
@@ -152,6 +154,8 @@ class Attempt:
         ready = dict(poll.poll(None if kill_at is None else max(0.0, kill_at - time.monotonic()) * 1000))
         if requests.fileno() in ready:
             requests.read()
+        if guardian.fileno() in ready:
+            outputs.say(guardian.replace())
         outputs.write_some(ready)
         return ready
 

@@ -6,8 +6,8 @@ import dataclasses
 import signal
 from collections.abc import Sequence
 
-from tfpar.launcher import guardian
 from tfpar.launcher.attempt import Attempt
+from tfpar.launcher.guardian import Guardian
 from tfpar.launcher.output import Outputs
 from tfpar.launcher.requests import Requests
 
@@ -46,15 +46,15 @@ def launch(job: Job) -> int:
         signal n stopped the job (SIGPIPE when nobody reads the output any more).
 
     Raises:
-        OSError: If a worker cannot be started.
+        OSError: If a worker or the guardian cannot be started.
 
     Example:
         >>> launch(Job(["true"], num_workers=2, cores_per_worker=1))
         0
     """
-    with Requests() as requests, guardian.started() as guarded:
+    with Requests() as requests, Guardian() as guardian:
         outputs = Outputs(requests)
-        attempt = _attempts(job, guarded, outputs, requests)
+        attempt = _attempts(job, guardian, outputs, requests)
         if requests.stop is not None:
             outputs.say(f"Stopped by {signal.Signals(requests.stop).name}. {attempt.endings()}")
         elif attempt.failed is not None:
@@ -79,12 +79,12 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _attempts(job: Job, guarded: int, outputs: Outputs, requests: Requests) -> Attempt:
+def _attempts(job: Job, guardian: Guardian, outputs: Outputs, requests: Requests) -> Attempt:
     """Start the workers until they end well, are told to stop, or have failed too often; return the last attempt."""
     restarts = 0
     while True:
         attempt = Attempt(job.command, job.num_workers, job.cores_per_worker, job.grace_seconds)
-        attempt.run(guarded, outputs, requests)
+        attempt.run(guardian, outputs, requests)
         if requests.stop is not None or attempt.failed is None or restarts == job.max_restarts:
             return attempt
         restarts += 1

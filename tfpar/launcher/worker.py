@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from tfpar import tf_config
-from tfpar.launcher import guardian
+from tfpar.launcher.guardian import Guardian
 from tfpar.launcher.lines import Lines
 
 TAIL_LINES = 20
@@ -102,7 +102,7 @@ class Worker:
         command: What to run.
         environment: All of its environment.
         cores: The cores on which it may run.
-        guarded: File descriptor that `guardian.started` gave.
+        guardian: Ends what is left of it should the launcher be killed.
         keeps_terminal: Whether its standard output is the launcher's own, a terminal, where it can draw.
 
     Raises:
@@ -115,14 +115,14 @@ class Worker:
         command: Sequence[str],
         environment: Mapping[str, str],
         cores: Sequence[int],
-        guarded: int,
+        guardian: Guardian,
         keeps_terminal: bool = False,
     ) -> None:
         self.rank = rank
         self.is_running = True  # until its end is seen
         self.code = 0  # as Python gives it, -n for signal n; of no meaning before the end
         self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
-        self._guarded = guarded
+        self._guardian = guardian
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -130,8 +130,9 @@ class Worker:
             stdout=None if keeps_terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_before_command(cores, guarded),
+            preexec_fn=_before_command(cores, guardian),
         )
+        guardian.begin(self._process.pid)
         # Readable once the process has ended, whoever else ends at that moment: so the order of ends is known.
         self.end = os.pidfd_open(self._process.pid)
         sources = ((self._process.stdout, False), (self._process.stderr, True))
@@ -159,10 +160,10 @@ class Worker:
         self.kill()  # before its number is free for others
         self.code, self.is_running = self._process.wait(), False
         os.close(self.end)
-        guardian.tell(self._guarded, -self._process.pid)
+        self._guardian.end(self._process.pid)
 
 
-def _before_command(cores: Sequence[int], guarded: int) -> Callable[[], None]:
+def _before_command(cores: Sequence[int], guardian: Guardian) -> Callable[[], None]:
     """Return what a new worker does before its command: between fork and exec, in a process with one thread."""
     libc, launcher = ctypes.CDLL(None), os.getpid()
 
@@ -170,7 +171,7 @@ def _before_command(cores: Sequence[int], guarded: int) -> Callable[[], None]:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it was killed before the line above
             os._exit(1)
-        guardian.tell(guarded, os.getpid())
+        guardian.announce(os.getpid())
         os.sched_setaffinity(0, cores)
 
     return prepare
