@@ -85,8 +85,9 @@ class Strikes(keras.callbacks.Callback):
 written, really_fsync = [], os.fsync
 
 def fsync(descriptor):
-    written.append(descriptor)
-    if len(written) == 6:  # with half of the file written
+    is_checkpoint = "/.step-" in os.readlink(f"/proc/self/fd/{descriptor}")
+    written.extend([descriptor] if is_checkpoint else [])
+    if is_checkpoint and len(written) == 6:  # with half of the file written
         os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
         strike("checkpoint")
     really_fsync(descriptor)

@@ -15,6 +15,7 @@ MAX_LINES = 350
 LADDER = [
     ["cores", "figures", "notices", "quiet"],
     [
+        "atomic_file",
         "_compat_data",
         "_compat_losses",
         "_compat_metrics",
@@ -36,7 +37,7 @@ LADDER = [
         "tf_config",
     ],
     ["config_use", "callback_state", "cluster", "collectives", "data", "launcher", "meeting"],
-    ["reduction", "run_directory"],
+    ["checkpoint_state", "reduction", "run_directory"],
     ["run_summary"],
     ["loop", "metric_entries", "whole_batch"],
     ["loss_kinds"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -59,9 +59,19 @@ def changed(state: State, initial: State) -> State:
 
 
 def restore(callbacks: Sequence[keras.callbacks.Callback], state: State) -> None:
-    """Give callbacks of the same classes their saved attributes."""
+    """Give callbacks of the same classes their saved attributes.
+
+    Raises:
+        ValueError: If a saved attribute is none that a callback remembers, such as a method.
+    """
     for key, callback in _by_key(callbacks):
         for name, value in state.get(key, {}).items():
+            inherited = getattr(type(callback), name, None)
+            if name in _NOT_STATE or callable(inherited) or hasattr(inherited, "__set__"):
+                raise ValueError(
+                    f"The checkpoint's state of {key} sets {name[:40]!r}, which no callback remembers: the file was "
+                    "changed. Resume from one that a run wrote."
+                )
             setattr(callback, name, value)
 
 
@@ -100,10 +110,15 @@ def extract_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     return [extract_arrays(item, arrays) for item in value] if isinstance(value, list) else value
 
 
-def insert_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Put the arrays back that `extract_arrays` took out."""
+def insert_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Put the arrays back that `extract_arrays` took out.
+
+    Raises:
+        KeyError: If one is missing.
+    """
     if isinstance(value, dict):
-        if set(value) == {"array"}:
-            return arrays[value["array"]]
+        name = value.get("array")
+        if len(value) == 1 and isinstance(name, str) and name.startswith("callbacks/"):
+            return arrays[name]
         return {key: insert_arrays(item, arrays) for key, item in value.items()}
     return [insert_arrays(item, arrays) for item in value] if isinstance(value, list) else value

@@ -4,7 +4,7 @@
     checkpoints/step-00000480.npz     position in epochs and data, and what callbacks remember, as JSON
 
 State has no layout: a run resumes under another strategy or another number of workers. A damaged file is passed over
-for the one before.
+for the one before; one of another run is refused.
 
     training  ── snapshot ── steps ── steps ── steps ── snapshot ──      the state is copied out of the model,
                     └── a thread: write, flush, rename ──────────┘       and a step never waits for the disk
@@ -15,10 +15,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import sys
 import tempfile
 import time
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,30 +27,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpar import arguments, checkpoint_file, model_state, objective
+from tfpar import arguments, checkpoint_file, checkpoint_state, model_state, objective
 from tfpar.background import Background
-from tfpar.callback_state import extract_arrays, insert_arrays
+from tfpar.checkpoint_state import Checkpoint, Position
 
-_STATE = "state.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class Position:
-    """Where a run stands, in its epochs and in its data.
-
-    Args:
-        epoch: Completed epochs.
-        step: Completed steps of the epoch that has begun.
-        passes: Passes over the dataset that have begun before the current one.
-        batches: Global batches taken from the current pass.
-        stopped: Whether a callback has ended the training.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    passes: int = 0
-    batches: int = 0
-    stopped: bool = False
+__all__ = ["Checkpoints", "Position", "Snapshot"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +59,7 @@ class Checkpoints:
         keep: How many to keep, the newest.
         asynchronous: Whether `save` returns when the state is copied and a thread writes it; otherwise when it is
             written. At most one write is under way.
+        run: The identity of the run, which its files carry; None for that of the files in the folder, or a new one.
 
     Raises:
         ValueError: If `keep` is below 1 or `every_seconds` negative.
@@ -87,7 +70,12 @@ class Checkpoints:
 
     @arguments.named
     def __init__(
-        self, directory: str | Path, every_seconds: float = 60.0, keep: int = 3, asynchronous: bool = True
+        self,
+        directory: str | Path,
+        every_seconds: float = 60.0,
+        keep: int = 3,
+        asynchronous: bool = True,
+        run: str | None = None,
     ) -> None:
         if keep < 1 or every_seconds < 0:
             raise ValueError(
@@ -98,6 +86,8 @@ class Checkpoints:
         self._every_seconds = every_seconds
         self._keep = keep
         self._asynchronous = asynchronous
+        self._run = run
+        self._is_made = False
         self._background = Background("tfpar checkpoint")
         self._saved_at = time.monotonic()
         self._damaged: set[Path] = set()
@@ -143,6 +133,7 @@ class Checkpoints:
                 write it comes from the next call of `save`, `due` or `wait`.
         """
         self.wait()
+        self._make()
         snapshot = self.snapshot(model, position, callbacks)
         self._saved_at = time.monotonic()
         if snapshot is None:
@@ -170,16 +161,7 @@ class Checkpoints:
         if not all(np.isfinite(array).all() for name, array in arrays.items() if name.startswith("weights/")):
             return None
         step = int(model.optimizer.iterations.numpy())
-        extracted: dict[str, np.ndarray] = {}
-        state = {
-            "step": step,
-            "position": dataclasses.asdict(position),
-            "callbacks": extract_arrays(callbacks, extracted),
-            "num_arrays": len(arrays) + len(extracted),
-        }
-        # A callback may change its arrays in place while they are written.
-        copies = {name: array.copy() for name, array in extracted.items()}
-        return Snapshot(step, {**arrays, **copies, _STATE: np.array(json.dumps(state))})
+        return Snapshot(step, checkpoint_state.pack(arrays, step, position, callbacks, self._identity()))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk.
@@ -202,12 +184,12 @@ class Checkpoints:
             The position and the state of the callbacks; None if there is no checkpoint.
 
         Raises:
-            ValueError: If the checkpoint is of another model, or every checkpoint is damaged.
+            ValueError: If the checkpoint is of another model or another run, or every checkpoint is damaged.
             OSError: If the folder cannot be written: better now than at the first checkpoint.
         """
         self._check_writable()
         found = self._newest()
-        return None if found is None else self._assign(model, *found[1:], assign)
+        return None if found is None else self._assign(model, found[1], assign)
 
     def read(self) -> bytes | None:
         """Return the newest readable checkpoint in one piece, to `load` it where there is no disk.
@@ -241,7 +223,7 @@ class Checkpoints:
         Raises:
             ValueError: If the checkpoint is of another model, or damaged.
         """
-        return self._assign(model, *_decode(blob), assign)
+        return self._assign(model, checkpoint_state.unpack(blob), assign)
 
     def position(self) -> Position | None:
         """Return where the newest readable checkpoint stands; None if there is no checkpoint.
@@ -250,24 +232,42 @@ class Checkpoints:
             ValueError: If every checkpoint is damaged.
         """
         found = self._newest()
-        return None if found is None else Position(**found[2]["position"])
+        return None if found is None else found[1].position
+
+    def _make(self) -> None:
+        """Make the folder; only once, since what is taken away from a run that trains must be noticed."""
+        if not self._is_made:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._is_made = True
 
     def _check_writable(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self._make()
         with tempfile.TemporaryFile(dir=self.directory):
             pass
 
-    def _newest(self) -> tuple[Path, dict[str, np.ndarray], dict[str, Any]] | None:
-        """Read the newest checkpoint that is whole: its file, its arrays, its JSON."""
+    def _identity(self) -> str:
+        """Return the identity of the run: the given one, that of the files in the folder, or a new one."""
+        if self._run is None:
+            found = (checkpoint_file.run_of(path) for path in reversed(checkpoint_file.paths(self.directory)))
+            self._run = next((run for run in found if run is not None), uuid.uuid4().hex)
+        return self._run
+
+    def _newest(self) -> tuple[Path, Checkpoint] | None:
+        """Read the newest checkpoint that is whole."""
         self.wait()
         paths = checkpoint_file.paths(self.directory)
         for path in reversed(paths):
             try:
-                return path, *_decode(path)
+                found = checkpoint_state.unpack(path)
+                if found.step not in (None, checkpoint_file.step_of(path)):
+                    raise checkpoint_file.DamagedError(f"it is of step {found.step}")
             except FileNotFoundError:  # removed since by the process that trains: there is a newer one
                 return self._newest()
             except checkpoint_file.DamagedError as error:
                 self._warn_once(path, error)
+            else:
+                self._refuse_others(paths)
+                return path, found
         if paths:
             raise ValueError(
                 f"Every checkpoint in {self.directory} is damaged, the newest is {paths[-1].name}. "
@@ -275,39 +275,33 @@ class Checkpoints:
             )
         return None
 
+    def _refuse_others(self, paths: Sequence[Path]) -> None:
+        """Refuse a folder that holds checkpoints of another run: they would be resumed, or removed as the oldest."""
+        runs = {path: checkpoint_file.run_of(path) for path in paths}
+        others = [path for path, run in runs.items() if run not in (None, self._identity())]
+        if others:
+            raise ValueError(
+                f"{others[-1]} is a checkpoint of another run. Move it away to resume this run from its own, or resume "
+                "that run where it was trained."
+            )
+
     def _warn_once(self, path: Path, error: Exception) -> None:
         if path not in self._damaged:
             self._damaged.add(path)
             print(f"warning: {path} is damaged ({error}); using the checkpoint before it.", file=sys.stderr)
 
     def _assign(
-        self,
-        model: keras.Model,
-        arrays: dict[str, np.ndarray],
-        state: dict[str, Any],
-        assign: model_state.Assign = keras.Variable.assign,
+        self, model: keras.Model, found: Checkpoint, assign: model_state.Assign = keras.Variable.assign
     ) -> tuple[Position, dict[str, Any]]:
-        variables = {name: array for name, array in arrays.items() if not name.startswith("callbacks/")}
         # Older files do not know their step.
-        origin = str(self._path(state["step"])) if "step" in state else f"The newest file in {self.directory}"
+        origin = f"The newest file in {self.directory}" if found.step is None else str(self._path(found.step))
         if model.built:  # and perhaps only evaluated so far
             for optimizer, weights in objective.updates_of(model):
                 if optimizer is not None and not optimizer.built:
                     with model.distribute_strategy.scope():
                         optimizer.build(weights)
-        model_state.assign_arrays(model, variables, origin, assign)
-        return Position(**state["position"]), insert_arrays(state["callbacks"], arrays)
+        model_state.assign_arrays(model, found.arrays, origin, assign)
+        return found.position, found.callbacks
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}.npz"
-
-
-def _decode(source: Path | bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    arrays = checkpoint_file.decode(source)
-    if _STATE not in arrays:
-        raise checkpoint_file.DamagedError(f"it lacks {_STATE}")
-    state = json.loads(str(arrays.pop(_STATE)))
-    # One flipped bit in the zip's directory can hide members. Older files have no number.
-    if len(arrays) != state.get("num_arrays", len(arrays)):
-        raise checkpoint_file.DamagedError(f"it has {len(arrays)} of {state['num_arrays']} arrays")
-    return arrays, state

@@ -81,7 +81,7 @@ def assign_arrays(
         assign: Sets a variable; that of a strategy knows which replica holds what all add up.
 
     Raises:
-        ValueError: If names or shapes are those of another model; nothing is then assigned.
+        ValueError: If names, shapes or types are those of another model; nothing is then assigned.
     """
     variables = state_variables(model)
     saved = {name: array.shape for name, array in arrays.items()}
@@ -92,8 +92,28 @@ def assign_arrays(
             f"{origin} is of another model: {name!r} has shape {saved.get(name, 'none')} there and "
             f"{wanted.get(name, 'none')} in this model. Resume with the model that wrote it, or use another directory."
         )
+    converted = {name: _convert(name, arrays[name], variable, origin) for name, variable in variables.items()}
     for name, variable in variables.items():
-        assign(variable, arrays[name])
+        assign(variable, converted[name])
+
+
+def _convert(name: str, array: np.ndarray, variable: Any, origin: str) -> np.ndarray:
+    """Return an array in its variable's type, or refuse one whose numbers that type cannot hold."""
+    # NumPy has no bfloat16; float32 holds its range.
+    kind = np.dtype("float32" if variable.dtype == "bfloat16" else variable.dtype)
+    if not np.can_cast(array.dtype, kind, "same_kind"):
+        raise ValueError(
+            f"{origin} is of another model: {name!r} is {array.dtype} there and {variable.dtype} in this model. Resume "
+            "with the model that wrote it, or use another directory."
+        )
+    with np.errstate(over="ignore"):
+        converted: np.ndarray = array.astype(kind, copy=False)
+    if array.dtype != kind and not np.array_equal(np.isfinite(converted), np.isfinite(array)):
+        raise ValueError(
+            f"{origin} holds numbers in {name!r} that {variable.dtype} cannot hold. Resume with the precision that it "
+            "was written with, or use another directory."
+        )
+    return converted
 
 
 def snapshot_bytes(model: keras.Model) -> bytes:

@@ -1,0 +1,170 @@
+"""Files that are written whole or not at all, and read only where they are files.
+
+    .config.toml.3f9c21ab.unfinished   new, written, flushed to the disk ──rename──> config.toml
+
+The unfinished file is always a new one: a file, link or pipe that somebody put there is neither followed nor changed. A
+link in the place of the file itself is replaced, and what it points to stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.unfinished")
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all.
+
+    Args:
+        path: The file, in a folder that exists; one that is there is replaced.
+        content: Text is encoded as UTF-8.
+
+    Raises:
+        OSError: If it cannot be written; it names the file, and what was there stays.
+
+    Example:
+        >>> write(Path("runs/digits/config.toml"), "seed = 0")
+    """
+    with new(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def new(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file that takes its name where the block ends without an error, and is removed otherwise.
+
+    Args:
+        path: The file, in a folder that exists; one that is there is replaced.
+
+    Raises:
+        OSError: If it cannot be written; it names the file.
+    """
+    with _in_place(path) as unfinished:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(unfinished, flags, 0o666), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        _flush_folder(path.parent)
+
+
+@contextlib.contextmanager
+def new_by_path(path: Path) -> Iterator[Path]:
+    """Give a function that writes to a path of its own a new path, which takes its name as that of `new`.
+
+    Args:
+        path: The file, in a folder that exists; one that is there is replaced.
+
+    Raises:
+        OSError: If it cannot be written; it names the file.
+    """
+    with _in_place(path) as unfinished:
+        unfinished.mkdir(mode=0o700)  # nobody else can put a link into it
+        inside = unfinished / path.name
+        yield inside
+        with inside.open("rb") as file:
+            os.fsync(file.fileno())
+        inside.replace(path)
+        _flush_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _in_place(path: Path) -> Iterator[Path]:
+    """Return the unfinished path of a file; remove what is left there, and let errors name the file itself."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
+    try:
+        yield unfinished
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(unfinished)
+
+
+def _flush_folder(folder: Path) -> None:
+    """Let the new name survive a loss of power; the file itself is on the disk, and some systems cannot do more."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def is_unfinished(name: str, of: str = "") -> bool:
+    """Say whether a name is that of an unfinished file, as a crash leaves it.
+
+    Args:
+        name: The name.
+        of: How the name of the file itself begins.
+
+    >>> is_unfinished(".config.toml.3f9c21ab.unfinished", "config"), is_unfinished("config.unfinished")
+    (True, False)
+    """
+    return _UNFINISHED.fullmatch(name) is not None and name.startswith(f".{of}")
+
+
+def remove_unfinished(folder: Path, of: str) -> None:
+    """Remove what a crash left unfinished, where nobody else writes files of that name.
+
+    Args:
+        folder: The folder.
+        of: How the names of the files themselves begin.
+
+    Raises:
+        OSError: If it cannot be removed.
+    """
+    for path in folder.iterdir():
+        if is_unfinished(path.name, of):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def read(path: Path, most_bytes: int) -> bytes:
+    """Return the content of a file; never wait for a pipe, or read what does not end.
+
+    Args:
+        path: The file; a link to one is followed.
+        most_bytes: A larger file is refused.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        OSError: If it is no regular file, too large, or cannot be read; it names the file.
+    """
+    with opened(path) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"Larger than {most_bytes:,} bytes", str(path))
+    return content
+
+
+def opened(path: Path) -> IO[bytes]:
+    """Open a regular file for reading, as `read` does.
+
+    Raises:
+        OSError: As of `read`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for its writer
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
