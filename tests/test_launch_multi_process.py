@@ -173,7 +173,7 @@ while num_starts() < 3:
     assert code == 0, err
     assert last_words(err).splitlines() == [
         "Restart 1 of 5, because worker 1 was killed by SIGSEGV.",
-        "Restart 2 of 5, because worker 1 was killed by SIGSEGV.",
+        "Restart 2 of 5 after a pause of 1 s, because worker 1 was killed by SIGSEGV.",
     ]
     assert len(set((tmp_path / "starts-1").read_text().splitlines())) == 3, "each start has its own ports"
 
@@ -185,6 +185,35 @@ def test_restarts_at_most_as_often_as_said(tmp_path: Path) -> None:
     assert (tmp_path / "starts-0").read_text() == "xxx"
     assert last_words(err).count("Restart ") == 2
     assert "The job failed: worker 0 failed with exit code 5." in last_words(err)
+
+
+@pytest.mark.parametrize("words", [("--config", "missing"), ("--set", "training.epoch=3"), ("--nothing",)])
+def test_a_configuration_error_is_not_repeated(tmp_path: Path, words: tuple[str, ...]) -> None:
+    completed = subprocess.run(
+        [*_launch(), "--num_workers", "1", "--max_restarts", "3", "--", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 2
+    assert completed.stderr.count("[0] error: ") == 1
+    said = last_words(completed.stderr).splitlines()
+    assert said[0] == "No restart: exit code 2 means flags, configuration or data that must be corrected."
+    assert said[1] == "The job failed: worker 0 failed with exit code 2. It was the first to fail."
+
+
+def test_a_request_to_stop_ends_the_pause_between_restarts(tmp_path: Path) -> None:
+    script = 'open("starts", "a").write("x")\nsign("started"); sys.exit(5)'
+    with started(tmp_path, script, "--max_restarts", "99", num_workers=1) as launcher:
+        wait_until(lambda: (tmp_path / "starts").exists() and len((tmp_path / "starts").read_text()) == 4, "4 starts")
+        time.sleep(1)
+        began_seconds = time.monotonic()  # in a pause of 4 s
+        launcher.send(signal.SIGTERM)
+        code, _, err = launcher.finish()
+    assert code == 143
+    assert time.monotonic() - began_seconds < 2
+    assert last_words(err).splitlines()[-1] == "Stopped by SIGTERM. Worker 0 failed with exit code 5."
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
@@ -391,9 +420,9 @@ def test_the_trains_own_flags_follow_the_two_dashes(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert completed.returncode == 1, "tfpar.train has no such flag, and says so"
+    assert completed.returncode == 2, "tfpar.train has no such flag, and says so"
     assert "error: --num_workers is no flag." in completed.stderr
-    assert "worker 0 failed with exit code 1" in completed.stderr
+    assert "worker 0 failed with exit code 2" in completed.stderr
 
 
 def test_a_bad_flag_is_one_sentence(tmp_path: Path) -> None:

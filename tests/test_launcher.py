@@ -171,6 +171,9 @@ def test_what_a_worker_runs(tmp_path: Path) -> None:
         launch.worker_words(["missing.py"])
 
 
+GRACE_RULE = "--grace_seconds must be from 0 to 604800 (a week)"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -178,8 +181,10 @@ def test_what_a_worker_runs(tmp_path: Path) -> None:
         (["--num_workers", "0"], "--num_workers must be at least 1, received 0."),
         (["--num_workers", "2", "--cores_per_worker", "0"], "--cores_per_worker must be at least 1, received 0."),
         (["--num_workers", "2", "--max_restarts", "-1"], "--max_restarts must be at least 0, received -1."),
-        (["--num_workers", "2", "--grace_seconds", "-1"], "--grace_seconds must be at least 0, received -1.0."),
-        (["--num_workers", "2", "--grace_seconds", "nan"], "--grace_seconds must be at least 0, received nan."),
+        (["--num_workers", "2", "--grace_seconds", "-1"], f"{GRACE_RULE}, received -1."),
+        (["--num_workers", "2", "--grace_seconds", "nan"], f"{GRACE_RULE}, received nan."),
+        (["--num_workers", "2", "--grace_seconds", "inf"], f"{GRACE_RULE}, received inf."),
+        (["--num_workers", "2", "--grace_seconds", "2147484"], f"{GRACE_RULE}, received 2.14748e+06."),
         (["--num_workers", "2", "--print", "pbs"], "--print must be one of slurm, tfjob, received 'pbs'."),
     ],
 )

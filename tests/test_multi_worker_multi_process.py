@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import random
 import re
@@ -402,8 +403,10 @@ def test_an_evaluator_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"all_reduce": "nccl"}, "all_reduce='nccl' needs GPUs"),
         ({"pack_bytes": 0}, "pack_bytes must be at least 1, received 0"),
         ({"compression": "float8"}, "compression must be None or 'bfloat16', received 'float8'"),
-        ({"form_seconds": 0}, "form_seconds must be above 0 and silence_seconds at least 1, received 0 and 30.0"),
-        ({"silence_seconds": 0.5}, "silence_seconds at least 1, received 300.0 and 0.5"),
+        ({"form_seconds": 0}, "both at most 604800 (a week), received 0 and 30.0"),
+        ({"form_seconds": math.inf}, "both at most 604800 (a week), received inf and 30.0"),
+        ({"form_seconds": math.nan}, "both at most 604800 (a week), received nan and 30.0"),
+        ({"silence_seconds": 0.5}, "form_seconds must be above 0 and silence_seconds at least 1, both at most"),
         ({"sync": "never"}, "sync must be 'step' or 'average', received 'never'"),
         ({"sync": "average", "every": 0}, "every must be at least 1, received 0"),
         ({"every": 2}, "every and average_optimizer belong to sync='average', received every=2"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
@@ -21,6 +22,8 @@ COMMANDS = {
     "tfpar.launch": "Start the workers of a job on this machine, or print what starts them on a cluster.",
 }
 _MOST_COLUMNS = 100
+FAILED = 1
+REPEATABLE = 2  # of a worker whose next start would fail in the same way; argparse, too, ends with it
 
 
 def _no_way_out(flag: str) -> str:
@@ -61,7 +64,7 @@ def parse(command: Command, arguments: Sequence[str]) -> list[str]:
         The program's name and what is no flag.
 
     Raises:
-        SystemExit: With code 0 after help or version, with code 1 after an error.
+        SystemExit: With code 0 after help or version, with `code_of_repeatable_error` after an error.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     asked = set(arguments[1:end])
@@ -75,7 +78,22 @@ def parse(command: Command, arguments: Sequence[str]) -> list[str]:
         return [*flags.FLAGS(arguments[:end]), *arguments[end + 1 :]]
     except flags.Error as error:
         print(f"error: {_sentence(command, error)} See python -m {command.name} --help.", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(code_of_repeatable_error(os.environ)) from None
+
+
+def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
+    """Return the exit code of an error in flags, configuration or data, which the same command would repeat.
+
+    For a worker it differs from that of other failures, so that what started the worker does not start it again.
+
+    Args:
+        environment: The variables of this process, as `os.environ`.
+
+    Example:
+        >>> code_of_repeatable_error({}), code_of_repeatable_error({"TF_CONFIG": "{}"})
+        (1, 2)
+    """
+    return REPEATABLE if "TF_CONFIG" in environment or "SLURM_STEP_ID" in environment else FAILED
 
 
 def _sentence(command: Command, error: flags.Error) -> str:

@@ -15,6 +15,7 @@ Limit = Annotated[float, Field(gt=0)]
 LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
 LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
 Momentum = Annotated[float, Field(gt=0, lt=1)]
+A_WEEK_SECONDS = 7 * 24 * 3600  # a bound for waiting: in milliseconds it fits 32 bits, as TensorFlow takes it
 
 
 # Marks a field that changes no weight: a run may resume with another value of it, and with no other change.
@@ -140,12 +141,14 @@ class Strategy(Section):
     form_seconds: float = Field(
         300.0,
         gt=0,
+        le=A_WEEK_SECONDS,
         description="multi_worker: how long to wait for all workers to appear.",
         json_schema_extra=CHANGES_NO_WEIGHT,
     )
     silence_seconds: float = Field(
         30.0,
         ge=1,
+        le=A_WEEK_SECONDS,
         description="multi_worker: how long a worker may be silent before the others give it up.",
         json_schema_extra=CHANGES_NO_WEIGHT,
     )

@@ -20,13 +20,16 @@ from tfpar.launcher import Job, launch
 from tfpar.suggestions import closest
 
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", None, "How many workers; worker 0 is the chief.")
-_MAX_RESTARTS = flags.DEFINE_integer("max_restarts", 0, "How many times all start again after a failure.")
+_MAX_RESTARTS = flags.DEFINE_integer(
+    "max_restarts", 0, "How many times all start again after a failure other than of usage."
+)
 _CORES_PER_WORKER = flags.DEFINE_integer(
     "cores_per_worker", None, "Cores and threads of a worker; by default the cores of this machine, divided."
 )
 _GRACE_SECONDS = flags.DEFINE_float("grace_seconds", 30.0, "Seconds between the request to stop and SIGKILL.")
 _PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
 
+A_WEEK_SECONDS = 7 * 24 * 3600  # in milliseconds it fits the 32 bits of poll
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _AFTER_DASHES = (
     "What the workers get follows after --, as in python -m tfpar.launch --num_workers 2 -- --config digits_workers."
@@ -73,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         _refuse_other_job()
         _at_least("max_restarts", _MAX_RESTARTS.value, 0)
-        _at_least("grace_seconds", _GRACE_SECONDS.value, 0)
+        _check_grace_seconds()
         command = [sys.executable, *words]
         return launch(Job(command, num_workers, cores_per_worker, _MAX_RESTARTS.value, _GRACE_SECONDS.value))
     except KeyboardInterrupt:
@@ -131,6 +134,13 @@ def _submission(kind: str, num_workers: int, command: Sequence[str], cores_per_w
     if kind not in printers:
         raise ValueError(f"--print must be one of {', '.join(printers)}, received {kind!r}.")
     return printers[kind](num_workers, command, cores_per_worker)
+
+
+def _check_grace_seconds() -> None:
+    if not 0 <= _GRACE_SECONDS.value <= A_WEEK_SECONDS:
+        raise ValueError(
+            f"--grace_seconds must be from 0 to {A_WEEK_SECONDS} (a week), received {_GRACE_SECONDS.value:g}."
+        )
 
 
 def _at_least(name: str, value: float, least: int) -> None:

@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
         argv: What absl left of the command line; flags are taken out of it.
 
     Returns:
-        The exit code: 0 when trained, 1 on an error, 130 when interrupted (with a checkpoint to resume from).
+        The exit code: 0 when trained, 1 on an error (2 for a worker where the error would come again), 130 when
+        interrupted (with a checkpoint to resume from).
     """
     try:
         if len(argv) > 1:
@@ -111,7 +112,8 @@ def main(argv: list[str]) -> int:
             raise
         for line in sentence.splitlines():
             print(f"error: {line}", file=sys.stderr)
-        return 1
+        is_repeatable = isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError)
+        return command_line.code_of_repeatable_error(os.environ) if is_repeatable else command_line.FAILED
 
 
 def _surplus(word: str) -> str:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import select
 import signal
+import time
 from collections.abc import Sequence
 
 from tfpar.launcher.attempt import Attempt
 from tfpar.launcher.guardian import Guardian
 from tfpar.launcher.output import Outputs
 from tfpar.launcher.requests import Requests
+
+REPEATABLE = 2  # exit code of a worker whose next start would fail in the same way: flags, configuration, data
+_LONG_SECONDS = 60.0  # a start that lasted this long was no failed start
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +26,7 @@ class Job:
         command: The command of every worker.
         num_workers: How many, at least 1.
         cores_per_worker: Cores of each, at least 1; where there are too few, all share all.
-        max_restarts: How many times all start again after a failure.
+        max_restarts: How many times all start again after a failure; never after exit code 2, a usage error.
         grace_seconds: Between the request to stop and SIGKILL.
 
     Example:
@@ -79,13 +85,56 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
+def pause_seconds(short_starts: int) -> float:
+    """Return how long to wait before workers start again.
+
+    Args:
+        short_starts: How many starts in a row failed within a minute.
+
+    Example:
+        >>> [pause_seconds(count) for count in (0, 1, 2, 3, 100)]
+        [0.0, 0.5, 1.0, 2.0, 30.0]
+    """
+    if short_starts == 0:
+        return 0.0
+    return min(_FIRST_PAUSE_SECONDS * 2.0 ** min(short_starts - 1, 10), _LONGEST_PAUSE_SECONDS)
+
+
 def _attempts(job: Job, guardian: Guardian, outputs: Outputs, requests: Requests) -> Attempt:
-    """Start the workers until they end well, are told to stop, or have failed too often; return the last attempt."""
-    restarts = 0
+    """Start the workers until they end well, are asked to stop, or have failed too often; return the last attempt."""
+    restarts = short_starts = 0
     while True:
+        began_seconds = time.monotonic()
         attempt = Attempt(job.command, job.num_workers, job.cores_per_worker, job.grace_seconds)
         attempt.run(guardian, outputs, requests)
         if requests.stop is not None or attempt.failed is None or restarts == job.max_restarts:
             return attempt
+        if attempt.failed.code == REPEATABLE:
+            outputs.say(
+                f"No restart: exit code {REPEATABLE} means flags, configuration or data that must be corrected."
+            )
+            return attempt
         restarts += 1
-        outputs.say(f"Restart {restarts} of {job.max_restarts}, because {attempt.cause()}.")
+        short_starts = short_starts + 1 if time.monotonic() < began_seconds + _LONG_SECONDS else 0
+        seconds = pause_seconds(short_starts)
+        after = f" after a pause of {seconds:g} s" if seconds >= 1 else ""
+        outputs.say(f"Restart {restarts} of {job.max_restarts}{after}, because {attempt.cause()}.")
+        _pause(seconds, guardian, outputs, requests)
+        if requests.stop is not None:
+            return attempt
+
+
+def _pause(seconds: float, guardian: Guardian, outputs: Outputs, requests: Requests) -> None:
+    """Wait some seconds, or until the job is asked to stop."""
+    ends_seconds = time.monotonic() + seconds
+    while requests.stop is None and (left := ends_seconds - time.monotonic()) > 0:
+        poll = select.poll()
+        poll.register(requests, select.POLLIN)
+        poll.register(guardian, select.POLLIN)
+        outputs.register(poll)
+        ready = dict(poll.poll(left * 1000))
+        if requests.fileno() in ready:
+            requests.read()
+        if guardian.fileno() in ready:
+            outputs.say(guardian.replace())
+        outputs.write_some(ready)

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import _compat, cluster, meeting, tf_config
+from tfpar.config_sections import A_WEEK_SECONDS
 
 SLOW_START_SECONDS = 60.0  # from the meeting of all workers to the start of TensorFlow in the last of them
 STARTED = (
@@ -39,10 +40,10 @@ def check_options(
         raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
     if compression not in (None, "bfloat16"):
         raise ValueError(f"compression must be None or 'bfloat16', received {compression!r}.")
-    if form_seconds <= 0 or silence_seconds < 1:
+    if not (0 < form_seconds <= A_WEEK_SECONDS and 1 <= silence_seconds <= A_WEEK_SECONDS):
         raise ValueError(
-            f"form_seconds must be above 0 and silence_seconds at least 1, received {form_seconds} and "
-            f"{silence_seconds}."
+            f"form_seconds must be above 0 and silence_seconds at least 1, both at most {A_WEEK_SECONDS} (a week), "
+            f"received {form_seconds} and {silence_seconds}."
         )
 
 
