@@ -121,6 +121,28 @@ def sparse_model() -> keras.Model:
     return _compiled(keras.Model(features, keras.layers.Dense(parity_cases.NUM_CLASSES)(hidden)))
 
 
+class OfRows(keras.layers.Layer):
+    """Takes what only sparse, or only ragged, rows have."""
+
+    def call(self, rows: Any) -> Any:
+        if isinstance(rows, tf.SparseTensor):
+            return tf.sparse.to_dense(rows.with_values(rows.values * 2))
+        return rows.with_values(rows.values % 10 + 1).to_tensor(shape=[None, 5])
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        return shape[0], 5
+
+
+def own_sparse_model() -> keras.Model:
+    features = keras.Input((parity_cases.NUM_FEATURES,), sparse=True)
+    return _compiled(keras.Model(features, keras.layers.Dense(parity_cases.NUM_CLASSES)(OfRows()(features))))
+
+
+def own_ragged_model() -> keras.Model:
+    embedded = [OfRows(), keras.layers.Embedding(11, 4), keras.layers.Flatten()]
+    return _compiled(keras.Sequential([*embedded, keras.layers.Dense(parity_cases.NUM_CLASSES)]))
+
+
 def ragged_model() -> keras.Model:
     pooled = [keras.layers.Embedding(11, 4), keras.layers.GlobalAveragePooling1D()]
     return _compiled(keras.Sequential([*pooled, keras.layers.Dense(parity_cases.NUM_CLASSES)]))
@@ -209,6 +231,8 @@ CASES: dict[str, Case] = {
         x=lambda: dataset(FEATURES, LABELS), validation_data=lambda: dataset(FEATURES, LABELS), validation_steps=7
     ),
     "sparse": _arrays(sparse_model, sparse),
+    "sparse, own layer": _arrays(own_sparse_model, sparse),
+    "ragged, own layer": _arrays(own_ragged_model, tokens),
     "sparse for a dense model": _arrays(dense_model, sparse),
     "sparse dataset": Case(sparse_model, lambda: {"x": dataset(sparse(), LABELS), "epochs": 2}),
     "scipy, split": _arrays(sparse_model, lambda: scipy.sparse.csr_matrix(MOSTLY_ZERO), validation_split=0.3),

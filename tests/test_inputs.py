@@ -26,14 +26,18 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 STRATEGIES = {**small.STRATEGIES, "pipeline": lambda: tfpar.Pipeline(2, 2, devices=["CPU:0", "CPU:1"])}
 by_strategy = pytest.mark.parametrize("strategy", small.STRATEGIES)
 by_any_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-# Of dense tensors: the batches reach the stages as they reach one device.
-IN_PIPELINES = ("PyDataset, two threads", "generator", "pandas", "dataset, too many steps", "None in a list")
+# What micro-batches cut in another way; the batches reach the stages as they reach one device.
+IN_PIPELINES = (
+    *("PyDataset, two threads", "generator", "pandas", "dataset, too many steps", "None in a list"),
+    *("sparse dataset", "scipy, split", "sparse, own layer", "ragged, own layer"),
+)
 # What differs from one device where a batch is cut; the rest is the same code for both.
 ON_REPLICAS = (
     *("PyDataset", "PyDataset with weights", "PyDataset, two threads, steps", "PyDataset that shuffles itself"),
     *("endless PyDataset, two threads", "PyDataset validates", "generator", "generator, too many steps", "DataLoader"),
     *("pandas, split", "dataset, too many steps", "dataset of unknown length, steps", "too many validation steps"),
     *("sparse", "sparse dataset", "scipy, split", "ragged", "ragged dataset", "ragged generator"),
+    *("sparse, own layer", "ragged, own layer"),
     *("None in a list", "None in a dict", "None in a dataset", "None in a generator"),
 )
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
 
 import tfpar
 from tests.parity_cases import NUM_CLASSES, NUM_FEATURES
-from tests.pipeline_models import NUM_EXAMPLES, Build, crossentropy, deep, labelled, sequential
+from tests.pipeline_models import NUM_EXAMPLES, Build, crossentropy, labelled, sequential
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -126,13 +125,6 @@ def test_a_model_that_micro_batches_would_change_is_refused_before_the_first_ste
     with pytest.raises(ValueError, match=message):
         trainer.fit(labelled(), verbose=0)
     assert int(trainer.model.optimizer.iterations) == 0
-
-
-def test_sparse_batches_are_refused() -> None:
-    rows = tf.sparse.from_dense(np.eye(2, 5))
-    trainer = tfpar.Trainer(deep, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
-    with pytest.raises(ValueError, match="takes dense and ragged batches, received a sparse tensor"):
-        trainer.fit(tf.data.Dataset.from_tensors((rows, [0, 1])), verbose=0)
 
 
 def test_a_layer_that_pads_ragged_rows_to_the_longest_is_refused() -> None:

@@ -29,6 +29,7 @@ LADDER = [
     [
         "config",
         "_compat",
+        "_compat_build",
         "_compat_graph",
         "_compat_pipeline",
         "_compat_random",

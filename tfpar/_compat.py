@@ -193,28 +193,6 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
-def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
-    """Create the weights and metrics that the first batch calls for, as `fit` does; not the optimizer's slots.
-
-    Keras 3.15's method builds the optimizer too, also for an evaluation, and tells `compute_loss` that it evaluates,
-    also for a training; on one device Keras does without the method.
-    """
-
-    def compute(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-        return original(model, *args, **{**kwargs, "training": training})
-
-    original, optimizer = keras.Model._compute_loss, model.optimizer
-    was_built = optimizer is None or optimizer.built
-    if not was_built:
-        optimizer.built = True
-    try:
-        with mock.patch.object(keras.Model, "_compute_loss", compute):
-            model._symbolic_build(data_batch=batch)
-    finally:
-        if not was_built:
-            optimizer.built = False
-
-
 def overridden(model: keras.Model, method: str) -> bool:
     """Say whether the user's model class replaces a method of Keras' own trainer."""
     return getattr(type(model), method) is not getattr(keras.Model, method)

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_variables, objective
+from tfpar import _compat, _compat_build, _compat_variables, objective
 
 _STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict"}
 
@@ -188,6 +188,6 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
     if objective.objectives_of(model):
         objective.build(model, batch)
         return
-    _compat.symbolic_build(model, batch, training=kind == "train")
+    _compat_build.symbolic_build(model, batch, training=kind == "train")
     if kind == "train" and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

@@ -17,7 +17,9 @@ def tensors_of(structure: Any) -> list[tf.Tensor]:
 
 
 def dense_part(tensor: Any) -> Any:
-    """Return the part of a tensor that a gradient is of: all of it, or the values of a ragged one."""
+    """Return the part of a tensor that a gradient is of: all of it, or the values of a ragged or sparse one."""
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.values
     return tensor.flat_values if isinstance(tensor, tf.RaggedTensor) else tensor
 
 
@@ -25,8 +27,11 @@ def spec_of(tensor: Any) -> tf.TypeSpec:
     """Return the spec of a tensor with any number of rows.
 
     Args:
-        tensor: A tensor or ragged tensor, or its spec.
+        tensor: A tensor, ragged tensor or sparse tensor, or its spec.
     """
+    if isinstance(tensor, tf.SparseTensor | tf.SparseTensorSpec):
+        known = tensor.shape.rank is not None
+        return tf.SparseTensorSpec([None, *tensor.shape[1:]] if known else None, tensor.dtype)
     shape = [None, *tensor.shape[1:]]
     if isinstance(tensor, tf.RaggedTensor):
         tensor = tf.type_spec_from_value(tensor)

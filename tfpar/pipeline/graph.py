@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfpar import _compat, _compat_graph
 from tfpar._compat_graph import Recorded
@@ -128,7 +129,8 @@ def _symbolic(spec: Any, given: Any = ...) -> Any:
     sizes, known = tuple(spec.shape)[1:], tuple(getattr(given, "shape", ()))[1:]
     if len(sizes) == len(known):
         sizes = tuple(there if size is None else size for size, there in zip(sizes, known, strict=True))
-    kinds = {kind: getattr(spec, kind, False) for kind in ("sparse", "ragged")}
+    tensors = {"sparse": tf.SparseTensor, "ragged": tf.RaggedTensor}
+    kinds = {kind: getattr(spec, kind, False) or isinstance(spec, tensor) for kind, tensor in tensors.items()}
     dtype = keras.backend.standardize_dtype(spec.dtype)
     return keras.KerasTensor((None, *sizes), dtype, name=getattr(spec, "name", None) or "input", **kinds)
 

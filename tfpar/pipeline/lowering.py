@@ -149,7 +149,9 @@ class Lowering:
         parts = [execution.outputs(number) for number in range(len(microbatches))]
         with tf.device(self._devices[-1]):
             whole = [
-                tf.concat([one.tensor[: part.counted] for one, part in zip(ones, microbatches, strict=True)], 0)
+                data.join_batches(
+                    [data.take_rows(one.tensor, 0, part.counted) for one, part in zip(ones, microbatches, strict=True)]
+                )
                 for ones in zip(*parts, strict=True)
             ]
         return keras.tree.pack_sequence_as(self._graph.outputs, whole)

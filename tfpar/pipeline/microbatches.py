@@ -41,23 +41,6 @@ class Microbatch:
         return tf.cast(self.counted, tf.float64) / tf.cast(self.num_examples, tf.float64)
 
 
-def check_dense(specs: Any) -> None:
-    """Refuse batches that stages cannot send each other.
-
-    Args:
-        specs: Of a batch, `(inputs, targets, sample_weight)` as far as given.
-
-    Raises:
-        ValueError: If one is sparse.
-    """
-    for spec in tf.nest.flatten(specs):
-        if isinstance(spec, tf.SparseTensorSpec):
-            raise ValueError(
-                f"A pipeline takes dense and ragged batches, received a sparse tensor, {spec}. Make it dense, as with "
-                "dataset.map(lambda x, y: (tf.sparse.to_dense(x), y)), or train on SingleDevice or Mirrored."
-            )
-
-
 def cut_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     """Cut a global batch into micro-batches whose sizes differ by at most one.
 

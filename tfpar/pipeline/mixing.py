@@ -209,7 +209,7 @@ class _Trial:
         if axis is None:
             parts = [tensor, tensor]
         else:
-            parts = [_part(tensor, slice(None, size), axis), _part(tensor, slice(size, None), axis)]
+            parts = [_part(tensor, 0, size, axis), _part(tensor, size, tensor.shape[axis], axis)]
         for half, part in zip(self._halves, parts, strict=True):
             half[value] = part
 
@@ -226,7 +226,7 @@ class _Trial:
             axis, first = self.axes[value], self._halves[0][value]
             if axis is not None:
                 masks = _compat_pipeline.mask_of(first)
-                doubled = tf.concat([first, first], axis)
+                doubled = _joined(first, first, axis)
                 neighbours[value] = _compat_pipeline.with_mask(
                     doubled, None if masks is None else tf.concat([masks, masks], axis)
                 )
@@ -235,8 +235,9 @@ class _Trial:
             axis = self.axes[value]
             if not close(one, again):
                 return False  # it draws anew each time: nothing can be compared
-            half = slice(None) if axis is None else slice(None, one.shape[axis] // 2)
-            if not close(_part(one, half, axis or 0), _part(other, half, axis or 0)):
+            if axis is not None:
+                one, other = (_part(tensor, 0, one.shape[axis] // 2, axis) for tensor in (one, other))
+            if not close(one, other):
                 return True
         return False
 
@@ -301,12 +302,18 @@ def _agree(whole: Any, one: Any, other: Any, axis: int | None) -> bool:
     if axis is None:
         return close(whole, one) and close(whole, other)
     rest = [tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :]) for tensor in (whole, one, other)]
-    return rest[0] == rest[1] == rest[2] and close(whole, tf.concat([one, other], axis))
+    return rest[0] == rest[1] == rest[2] and close(whole, _joined(one, other, axis))
+
+
+def _joined(one: Any, other: Any, axis: int) -> Any:
+    return tf.sparse.concat(axis, [one, other]) if isinstance(one, tf.SparseTensor) else tf.concat([one, other], axis)
 
 
 def close(one: Any, other: Any) -> bool:
     """Say whether two tensors are the same but for rounding, which depends on the size of the batch."""
-    if isinstance(one, tf.RaggedTensor) or isinstance(other, tf.RaggedTensor):
+    composites = (tf.RaggedTensor, tf.SparseTensor)
+    if isinstance(one, composites) or isinstance(other, composites):
+        one, other = (tf.sparse.reorder(x) if isinstance(x, tf.SparseTensor) else x for x in (one, other))
         parts = [tf.nest.flatten(tensor, expand_composites=True) for tensor in (one, other)]
         return len(parts[0]) == len(parts[1]) and all(map(close, *parts))
     one, other = np.asarray(one), np.asarray(other)
@@ -318,9 +325,13 @@ def close(one: Any, other: Any) -> bool:
     return bool(np.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True))
 
 
-def _part(tensor: Any, part: slice, axis: int) -> Any:
+def _part(tensor: Any, start: int, stop: int, axis: int) -> Any:
     """Return a part of a tensor along an axis, with the same part of its mask."""
-    where = (*[slice(None)] * axis, part)
+    if isinstance(tensor, tf.SparseTensor):
+        begin, size = [0] * len(tensor.shape), list(tensor.shape)
+        begin[axis], size[axis] = start, stop - start
+        return tf.sparse.slice(tensor, begin, size)
+    where = (*[slice(None)] * axis, slice(start, stop))
     mask = _compat_pipeline.mask_of(tensor)
     cut = mask is not None and axis < len(mask.shape)
     return _compat_pipeline.with_mask(tensor[where], mask[where] if cut else mask)

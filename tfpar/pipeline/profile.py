@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfpar import _compat_random, data
 from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline.gradients import dense_part
 from tfpar.pipeline.graph import Call, Graph, Value
 from tfpar.pipeline.split import bytes_per_example
 
@@ -102,7 +103,7 @@ def _timed(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, 
     """Run a call forward and backward, add what it makes to the values, and return the seconds of both."""
     trainable = [tensor for variable, tensor in variables if variable.trainable]
     sources = [*(values[value] for value in call.inputs), *trainable]
-    sources = [tensor for tensor in sources if tensor.dtype.is_floating]
+    sources = [dense_part(tensor) for tensor in sources if tensor.dtype.is_floating]
     made = dict(values)
     began = time.perf_counter()
     with tf.GradientTape() as tape:
@@ -110,7 +111,7 @@ def _timed(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, 
         _forward(call, made, variables)
     _wait()
     forward_ended = time.perf_counter()
-    outputs = [made[value] for value in call.outputs if made[value].dtype.is_floating]
+    outputs = [dense_part(made[value]) for value in call.outputs if made[value].dtype.is_floating]
     tape.gradient(outputs, sources)
     _wait()
     ended = time.perf_counter()
@@ -183,7 +184,10 @@ def _size(shape: Sequence[int | None]) -> int:
     return math.prod(size or 1 for size in shape)
 
 
-def _of_size(tensor: Any, num_examples: int) -> tf.Tensor:
+def _of_size(tensor: Any, num_examples: int) -> Any:
     """Return as many examples as asked for, the given ones again and again."""
+    if isinstance(tensor, tf.SparseTensor):
+        repeated = [tensor] * -(-num_examples // int(data.num_rows(tensor)))
+        return data.take_rows(data.join_batches(repeated), 0, num_examples)
     tensor = tensor if isinstance(tensor, tf.RaggedTensor) else tf.convert_to_tensor(tensor)
     return tf.gather(tensor, tf.range(num_examples, dtype=tf.int64) % data.num_rows(tensor))

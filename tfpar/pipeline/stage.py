@@ -340,11 +340,11 @@ def _reached_from(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
 
 
 def _spec(tensor: Any) -> Any:
-    if isinstance(tensor, tf.RaggedTensor):
+    if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
         return tf.type_spec_from_value(tensor)
     return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def _value_of(tensor: Any, known: dict[Any, tf.Tensor]) -> Any:
-    """Return a tensor of the traced graph, perhaps a ragged one, with its value."""
+    """Return a tensor of the traced graph, perhaps a ragged or sparse one, with its value."""
     return tf.nest.map_structure(lambda part: known[part.ref()], tensor, expand_composites=True)

@@ -25,13 +25,13 @@ def trial_examples(inputs: Sequence[Any]) -> list[Any]:
     size = min(NUM_EXAMPLES, *(int(data.num_rows(tensor)) for tensor in inputs))
     if size == 1:
         inputs, size = [_several(tensor) for tensor in inputs], NUM_EXAMPLES
-    return [_varied(tensor[: 2 * (size // 2)]) for tensor in inputs]
+    return [_varied(data.take_rows(tensor, 0, 2 * (size // 2))) for tensor in inputs]
 
 
 def _several(tensor: Any) -> Any:
     """Make four examples of one: words of a text, or elements of a row, stay what they are and change places."""
-    if isinstance(tensor, tf.RaggedTensor):
-        return tf.concat([tensor[:1]] * NUM_EXAMPLES, 0)
+    if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
+        return data.join_batches([data.take_rows(tensor, 0, 1)] * NUM_EXAMPLES)
     tensor = tf.convert_to_tensor(tensor)
     if tensor.shape.rank == 1:
         return tf.repeat(tensor[:1], NUM_EXAMPLES)
@@ -46,6 +46,8 @@ def _varied(tensor: Any) -> Any:
         first = tf.concat([tensor[longest : longest + 1]] * 2 + [tensor[:1]], 1)
         tensor = tf.concat([first, tensor[1:]], 0)
         return tensor.with_flat_values(_varied(tensor.flat_values))
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.with_values(_varied(tensor.values))
     tensor = tf.convert_to_tensor(tensor)
     if not tensor.dtype.is_floating:
         return tensor

@@ -26,7 +26,6 @@ from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.forecast import measure_step
 from tfpar.pipeline.lowering import Lowering
-from tfpar.pipeline.microbatches import check_dense
 from tfpar.pipeline.mixing import check_mixing, check_synchronized
 from tfpar.pipeline.outlook import Outlook, look_ahead
 from tfpar.pipeline.partition import Balance, MemoryNeeds, Partition, check_balance, divide
@@ -36,7 +35,6 @@ from tfpar.pipeline.programs import StagesOfModel
 from tfpar.pipeline.simulate import Timeline
 from tfpar.pipeline.table import stages_table
 from tfpar.preview import Preview
-from tfpar.strategies.base import Distributed
 from tfpar.strategies.one_copy import OneCopy
 
 
@@ -142,16 +140,6 @@ class Pipeline(OneCopy):
             with _compat_random.stand_in_generator():
                 graph = model_graph.trace(model)
             self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
-
-    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
-        """Return the global batches as they are.
-
-        Raises:
-            ValueError: If they are ragged or sparse.
-        """
-        whole = super().distribute(dataset)
-        check_dense(whole.dataset.element_spec)
-        return whole
 
     def place(self, model: keras.Model, batch: Any) -> None:
         """Divide the model into stages with the first batch, and give its weights memory there.

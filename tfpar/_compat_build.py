@@ -1,0 +1,58 @@
+"""How Keras builds a model for its first batch, without running it. Written for Keras 3.15 and TensorFlow 2.21."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+
+
+def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
+    """Create the weights and metrics that the first batch calls for, as `fit` does; not the optimizer's slots.
+
+    Keras 3.15's method builds the optimizer too, also for an evaluation, tells `compute_loss` that it evaluates, also
+    for a training, and calls the model on dense tensors in place of ragged and sparse ones; on one device Keras does
+    without the method (`_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py).
+
+    Args:
+        model: A compiled model.
+        batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+        training: What `compute_loss` is told.
+    """
+
+    def compute(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+        return original(model, *args, **{**kwargs, "training": training})
+
+    def spec(function: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(symbolic: Any, **options: Any) -> Any:
+            return model(keras.tree.map_structure(_of_same_kind, inputs, symbolic), **options)
+
+        return original_spec(call if function is model else function, *args, **kwargs)
+
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    original, original_spec, optimizer = keras.Model._compute_loss, backend.compute_output_spec, model.optimizer
+    was_built = optimizer is None or optimizer.built
+    if not was_built:
+        optimizer.built = True
+    try:
+        with (
+            mock.patch.object(keras.Model, "_compute_loss", compute),
+            mock.patch.object(backend, "compute_output_spec", spec),
+        ):
+            model._symbolic_build(data_batch=batch)
+    finally:
+        if not was_built:
+            optimizer.built = False
+
+
+def _of_same_kind(given: Any, symbolic: Any) -> Any:
+    """Return a placeholder for a ragged or sparse tensor; for another the symbolic tensor that Keras has made."""
+    if not isinstance(given, tf.RaggedTensor | tf.SparseTensor):
+        return symbolic
+    spec = tf.type_spec_from_value(given)
+    return tf.nest.map_structure(
+        lambda part: tf.compat.v1.placeholder(part.dtype, part.shape), spec, expand_composites=True
+    )
