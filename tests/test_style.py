@@ -13,10 +13,11 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
-    ["cores", "figures", "notices", "quiet"],
+    ["cores", "figures", "notices", "per_model", "quiet"],
     [
         "atomic_file",
         "_compat_data",
+        "_compat_gradients",
         "_compat_losses",
         "_compat_metrics",
         "_compat_objectives",

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfpar import _compat_gradients
+
 SECONDS_PER_CALL = 0.1
 
 
@@ -80,6 +82,7 @@ def compile_loop(
         _, done, finite, examples, waited, upcoming = tf.while_loop(more, one, begin)
         return CallResult(upcoming, done, finite, examples, waited, logs())
 
+    _compat_gradients.release_with_graphs()
     # The step is a function of its own, so that its end is the end of every update in it.
     if not run_eagerly:
         step = tf.function(alone(step), autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)

@@ -1,7 +1,7 @@
 """What is done to finished batches: class weights, and the cut of one global batch into parts for the replicas."""
 
 import itertools
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import _compat_data
+from tfpar.per_model import PerModel
 
 
 def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
@@ -174,7 +175,7 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
     return tf.nest.map_structure(join, *outputs)
 
 
-def check_same_inputs(first: MutableMapping[keras.Model, list[bool]], model: keras.Model, batch: Any) -> None:
+def check_same_inputs(first: PerModel[list[bool]], model: keras.Model, batch: Any) -> None:
     """Refuse inputs that come or go where a model is cut for those that its first batch has.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ import tensorflow as tf
 from tfpar import _compat, arguments, data, metric_entries, objective, tf_config
 from tfpar.collectives import PIECE_BYTES, AllReduce, Group
 from tfpar.data import Sharded
+from tfpar.per_model import PerModel
 from tfpar.strategies import factors, preflight
 from tfpar.strategies import mixing as mixings
 from tfpar.strategies.averaging import Averaging
@@ -116,7 +116,7 @@ class MultiWorker(Replicated):
         self._hosts = Group([host], self.num_workers)
         _compat.communicate_through(strategy, self._reduce)
         self.require_equal(preflight.versions())
-        self._num_rows: weakref.WeakKeyDictionary[keras.Model, float] = weakref.WeakKeyDictionary()
+        self._num_rows: PerModel[float] = PerModel()
         # Unlike processors round products differently: there all must receive one sum instead of computing it.
         processor = factors.processor()
         self._alike = self.add_up([processor != self.from_chief(processor.encode()).decode()])[0] == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from tfpar import (
     data,
     objective,
 )
+from tfpar.per_model import PerModel
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.forecast import measure_step
@@ -99,13 +99,13 @@ class Pipeline(OneCopy):
         self.devices = _devices(self.schedule) if chosen is None else chosen
         self._balance, self._recompute = balance, recompute
         self._memory_limit_bytes, self._allow_mixing = memory_limit_bytes, allow_mixing
-        self._schedules: weakref.WeakKeyDictionary[keras.Model, schedules.Schedule] = weakref.WeakKeyDictionary()
-        self._partitions: weakref.WeakKeyDictionary[keras.Model, Partition] = weakref.WeakKeyDictionary()
-        self._num_moves: weakref.WeakKeyDictionary[keras.Model, int] = weakref.WeakKeyDictionary()
-        self._stages: weakref.WeakKeyDictionary[keras.Model, StagesOfModel] = weakref.WeakKeyDictionary()
-        self._adds_losses: weakref.WeakKeyDictionary[keras.Model, bool] = weakref.WeakKeyDictionary()
-        self._lowerings: weakref.WeakKeyDictionary[keras.Model, Lowering] = weakref.WeakKeyDictionary()
-        self._present: weakref.WeakKeyDictionary[keras.Model, list[bool]] = weakref.WeakKeyDictionary()
+        self._schedules: PerModel[schedules.Schedule] = PerModel()
+        self._partitions: PerModel[Partition] = PerModel()
+        self._num_moves: PerModel[int] = PerModel()
+        self._stages: PerModel[StagesOfModel] = PerModel()
+        self._adds_losses: PerModel[bool] = PerModel()
+        self._lowerings: PerModel[Lowering] = PerModel()
+        self._present: PerModel[list[bool]] = PerModel()
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created: weights get memory when it is known where they live."""
@@ -133,9 +133,9 @@ class Pipeline(OneCopy):
                 f"A pipeline trains by the loss of compile, computed after the last stage, and {type(model).__name__} "
                 "has objectives of its own. Train it with SingleDevice, Mirrored or MultiWorker."
             )
-        if self._num_moves.get(model, 0) != _compat_variables.num_moves(model.variables):
+        if (self._num_moves.get(model) or 0) != _compat_variables.num_moves(model.variables):
             for known in (self._partitions, self._stages, self._lowerings):  # another strategy had it meanwhile
-                known.pop(model, None)
+                known.pop(model)
         if model not in self._partitions and model.built and getattr(model, "inputs", None):
             with _compat_random.stand_in_generator():
                 graph = model_graph.trace(model)
@@ -204,7 +204,7 @@ class Pipeline(OneCopy):
         place_weights(model, partition.stages, self._stage_devices(model))
         self._partitions[model] = partition
         self._num_moves[model] = _compat_variables.num_moves(model.variables)
-        self._stages.pop(model, None)
+        self._stages.pop(model)
 
     def _fitted(self, model: keras.Model, graph: model_graph.Graph) -> schedules.Schedule:
         """Return the schedule of as many stages as a model has operations; with a warning where they are too few."""
@@ -223,7 +223,7 @@ class Pipeline(OneCopy):
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
         """Return the order in which the stages of a model run: with fewer stages where it has fewer layer calls."""
-        return self._schedules.get(model, self.schedule)
+        return self._schedules.get(model) or self.schedule
 
     def _memory(self, model: keras.Model) -> MemoryNeeds:
         # Where the gradient of the weights waits, what recomputation made again for it waits too.

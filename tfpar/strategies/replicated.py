@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 from tfpar import _compat, _compat_losses, _compat_random, _compat_variables, data, objective, reduction, slices
 from tfpar.data import Sharded
 from tfpar.division import Division
+from tfpar.per_model import PerModel
 from tfpar.reduction import local_replica_id, replica_id
 from tfpar.strategies import mixing as mixings
 from tfpar.strategies import objective_steps
@@ -48,13 +48,11 @@ class Replicated(Strategy):
         self.home = self._strategy = strategy
         strategy.tfpar_strategy = self  # found again by the variables of a model, with its options
         self._mixing = mixing
-        self._mixed: weakref.WeakKeyDictionary[keras.Model, list[mixings.Mixed]] = weakref.WeakKeyDictionary()
+        self._mixed: PerModel[list[mixings.Mixed]] = PerModel()
         self._pack_bytes = pack_bytes
-        self._divisions: weakref.WeakKeyDictionary[keras.Model, Division] = weakref.WeakKeyDictionary()
-        self._generators: weakref.WeakKeyDictionary[keras.Model, _compat_random.GeneratorOnReplicas] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._kinds: weakref.WeakKeyDictionary[keras.Model, list[list[slices.Kind]]] = weakref.WeakKeyDictionary()
+        self._divisions: PerModel[Division] = PerModel()
+        self._generators: PerModel[_compat_random.GeneratorOnReplicas] = PerModel()
+        self._kinds: PerModel[list[list[slices.Kind]]] = PerModel()
         self.num_replicas = strategy.num_replicas_in_sync
         self._num_local_replicas = len(strategy.extended.worker_devices)
 
@@ -292,7 +290,7 @@ class Replicated(Strategy):
 
         parts, counted, share, num_examples = batch
         rows = RowsOfReplicas(counted, share, self.num_replicas, num_examples)
-        with self._draws(model), knowing(rows), mixings.on_whole_batch(self._mixed.get(model, [])):
+        with self._draws(model), knowing(rows), mixings.on_whole_batch(self._mixed.get(model) or []):
             outputs = self._strategy.run(on_replica, args=(parts,))
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
@@ -328,7 +326,7 @@ class Replicated(Strategy):
             stack.enter_context(self._draws(model))
             stack.enter_context(_compat_losses.scalars_weighted(lambda _: shares.get(local_replica_id())))
             stack.enter_context(knowing(RowsOfReplicas(counted, share, self.num_replicas, num_examples)))
-            stack.enter_context(mixings.on_whole_batch(self._mixed.get(model, [])))
+            stack.enter_context(mixings.on_whole_batch(self._mixed.get(model) or []))
             if model in self._divisions:
                 stack.enter_context(self._divisions[model].over_replicas(training, sizes, share, num_examples))
             if model.jit_compile:

@@ -1,0 +1,44 @@
+"""Gradient functions of `tf.custom_gradient`, which TensorFlow keeps for as long as the process lives.
+
+Written for TensorFlow 2.21. Each use of `tf.custom_gradient` in a graph registers a function under a name of its own
+(`_graph_mode_decorator` in tensorflow/python/ops/custom_gradient.py), and nothing removes it again. It refers to the
+tensors around it, so the graph of every step that was ever traced stays in memory, with its model: each that sums over
+replicas (`ReplicaContext.all_reduce`) or has an activation such as `tf.nn.silu`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from tensorflow.python.framework import ops
+from tensorflow.python.framework.func_graph import FuncGraph
+
+_PREFIX = "CustomGradient-"  # generate_name() in custom_gradient.py
+_register = ops.RegisterGradient.__call__
+
+
+def release_with_graphs() -> None:
+    """Let the gradient functions that are registered from now on live as long as the graphs they are part of."""
+    ops.RegisterGradient.__call__ = _register_in_graph
+
+
+def _register_in_graph(registration: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    graph, name = ops.get_default_graph(), registration._op_type
+    if not name.startswith(_PREFIX) or not isinstance(graph, FuncGraph):
+        _register(registration, function)
+        return function
+    while isinstance(graph.outer_graph, FuncGraph):
+        graph = graph.outer_graph  # the bodies of loops and branches may be copied: the whole counts
+    held = weakref.ref(function)
+
+    def call(*arguments: Any) -> Any:
+        gradient = held()
+        assert gradient is not None, "its graph is there while somebody differentiates it"
+        return gradient(*arguments)
+
+    _register(registration, call)
+    graph._tfpar_gradient_functions = [*getattr(graph, "_tfpar_gradient_functions", ()), function]
+    weakref.finalize(graph, ops.gradient_registry._registry.pop, name, None).atexit = False
+    return function
