@@ -87,6 +87,23 @@ with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
     model = build()
 tfpar.fit(model, inputs, inputs.sum(1), verbose=0)
 """
+PLOTS = """
+import sys
+
+plotting = {"matplotlib.pyplot", "sklearn"}
+print("after training:", sorted({"matplotlib", *plotting} & sys.modules.keys()))
+from keras.wrappers import SKLearnClassifier
+from keras.wrappers import *
+print(SKLearnClassifier.__name__)
+print(keras.wrappers.SKLearnRegressor.__name__)
+print(keras.visualization.plot_image_gallery.__name__)
+print("after use:", sorted(plotting & sys.modules.keys()))
+try:
+    keras.visualization.nothing
+except AttributeError as error:
+    print(str(error)[-22:])
+print("draw_bounding_boxes" in dir(keras.visualization))
+"""
 LOGS = """
 import logging, os, warnings
 from absl import logging as absl_logging
@@ -118,9 +135,29 @@ def run(program: str, folder: Path, *options: str, **environment: str) -> subpro
     return completed
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    program = "import tfpar, keras, tensorflow as tf\n" + TRAINS + PLOTS
+    return run(program, tmp_path_factory.mktemp("trained"))
+
+
 @pytest.mark.slow_start
-def test_a_script_that_trains_under_every_strategy_writes_nothing(tmp_path: Path) -> None:
-    assert run("import tfpar, keras, tensorflow as tf\n" + TRAINS, tmp_path).stderr == ""
+def test_a_script_that_trains_under_every_strategy_writes_nothing(trained: subprocess.CompletedProcess[str]) -> None:
+    assert trained.stderr == ""
+
+
+@pytest.mark.slow_start
+def test_what_plots_or_wraps_is_loaded_when_it_is_used(trained: subprocess.CompletedProcess[str]) -> None:
+    """Keras imports Matplotlib and scikit-learn at its start, which takes a quarter of it."""
+    assert trained.stdout.splitlines() == [
+        "after training: []",
+        "SKLearnClassifier",
+        "SKLearnRegressor",
+        "plot_image_gallery",
+        "after use: ['matplotlib.pyplot', 'sklearn']",
+        "no attribute 'nothing'",
+        "True",
+    ]
 
 
 @pytest.mark.slow_start

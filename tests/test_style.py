@@ -18,6 +18,7 @@ LADDER = [
         "atomic_file",
         "_compat_data",
         "_compat_gradients",
+        "_compat_imports",
         "_compat_losses",
         "_compat_metrics",
         "_compat_objectives",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfpar import quiet
+from tfpar import _compat_imports, quiet
 
 if TYPE_CHECKING:
     from tfpar.callbacks import LearningRateWarmup, MetricsFile, ReplicaCheck, Throughput
@@ -67,6 +67,7 @@ __all__ = [
 
 # Before TensorFlow is imported: it writes while it is.
 quiet.install()
+_compat_imports.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING, Any
 
 from tfpar.pipeline.schedule import Action, Kind, Schedule
 from tfpar.pipeline.simulate import Span, Timeline
 from tfpar.pipeline.table import describe_schedule, describe_step
+
+# Matplotlib is imported where something is drawn: strategies import this module, and few runs draw.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which also the colour-blind tell apart; dark, light and in between for a print in grey.
 _COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#E69F00", "W": "#009E73"}
@@ -54,6 +54,8 @@ def figure(planned: Timeline, measured: Timeline | None, schedule: Schedule) -> 
         measured: Of the same schedule; None to draw the plan alone.
         schedule: What both follow.
     """
+    from matplotlib.figure import Figure
+
     panels = {"as planned": planned} | ({} if measured is None else {"as run": measured})
     per_device = max(len(order) for order in schedule.actions)
     width_inches = min(18.0, max(9.0, 0.25 * per_device))
@@ -118,6 +120,8 @@ def _label(axes: Axes, timeline: Timeline, schedule: Schedule, points_per_second
 
 def _colour(action: Action, schedule: Schedule) -> tuple[float, float, float]:
     """The colour of a kind, lighter for the later stages of a device."""
+    from matplotlib.colors import to_rgb
+
     rounds = schedule.num_stages // schedule.num_devices
     white = 0.6 * (action.stage // schedule.num_devices) / max(1, rounds - 1)
     red, green, blue = (part + white * (1 - part) for part in to_rgb(_COLOURS[action.kind]))
@@ -126,6 +130,8 @@ def _colour(action: Action, schedule: Schedule) -> tuple[float, float, float]:
 
 def _legend(schedule: Schedule) -> dict[str, Any]:
     """A column for each kind of action, one for the bubble."""
+    from matplotlib.patches import Patch
+
     words: dict[Kind, str] = {"F": "forward", "B": "backward"}
     if schedule.splits_backward:
         words |= {"B": "input gradient", "W": "weight gradient"}
