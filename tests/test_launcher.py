@@ -62,7 +62,10 @@ def test_cores_are_apart_where_there_are_enough(
 
 def test_the_environment_of_a_worker_keeps_what_the_user_chose() -> None:
     given = {"PATH": "/bin", "TF_NUM_INTRAOP_THREADS": "3"}
-    environment = environment_of(1, ["127.0.0.1:1", "127.0.0.1:2"], 4, given)
+    environment = environment_of(1, ["127.0.0.1:1", "127.0.0.1:2"], 4, "new", given)
+    assert environment["TFPAR_JOB_SECRET"] == "new"
+    own = {"TFPAR_JOB_SECRET": "own"}
+    assert environment_of(0, ["127.0.0.1:1"], 4, "new", own)["TFPAR_JOB_SECRET"] == "own"
     assert environment["PATH"] == "/bin"
     assert environment["PYTHONUNBUFFERED"] == "1"
     assert environment["TF_NUM_INTRAOP_THREADS"] == "3"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
+import ipaddress
 import json
 import os
 import re
@@ -51,6 +53,11 @@ class Job:
     def is_chief(self) -> bool:
         """Whether this process writes checkpoints, logs and the model."""
         return self.role == "chief"
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether all addresses are of the loopback interface, so that no other machine takes part."""
+        return all(_is_loopback(split_address(address)[0]) for address in self.addresses)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -250,12 +257,13 @@ def check_port_free(job: Job) -> None:
     host, port = split_address(address)
     if not _is_this_machine(host):
         return
-    with socket.socket() as probe:
+    for family in (socket.AF_INET6, socket.AF_INET):
         # As TensorFlow does it: connections of a job that has just ended do not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("", port))
+            socket.create_server(("", port), family=family).close()
         except OSError as error:
+            if error.errno in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                continue
             raise OSError(
                 f"The port of this worker must be free, and {address} (rank {job.rank}) is taken: "
                 f"{os.strerror(error.errno or 0)}. End the process that listens there, or choose another port."
@@ -292,6 +300,12 @@ def split_address(address: str) -> tuple[str, int]:
     """Return host and port of an address of a job."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def _is_this_machine(host: str) -> bool:

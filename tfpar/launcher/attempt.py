@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
+from tfpar import job_secret
 from tfpar.launcher.guardian import Guardian
 from tfpar.launcher.output import Outputs
 from tfpar.launcher.requests import Requests
@@ -120,12 +121,12 @@ class Attempt:
 
     def _start(self, guardian: Guardian, outputs: Outputs) -> None:
         available = sorted(os.sched_getaffinity(0))
-        addresses = free_addresses(self._num_workers)
+        addresses, secret = free_addresses(self._num_workers), job_secret.new()
         for rank in range(self._num_workers):
             worker = Worker(
                 rank,
                 self._command,
-                environment_of(rank, addresses, self._cores_per_worker, os.environ),
+                environment_of(rank, addresses, self._cores_per_worker, secret, os.environ),
                 cores_of(rank, self._num_workers, self._cores_per_worker, available),
                 guardian,
                 keeps_terminal=rank == 0 and outputs.is_terminal,

@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from tfpar import tf_config
+from tfpar import job_secret, tf_config
 from tfpar.launcher.guardian import Guardian
 from tfpar.launcher.lines import Lines
 
@@ -24,7 +24,7 @@ _READ_BYTES = 1 << 16
 
 
 def environment_of(
-    rank: int, addresses: Sequence[str], cores_per_worker: int, given: Mapping[str, str]
+    rank: int, addresses: Sequence[str], cores_per_worker: int, secret: str, given: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the environment of a worker: its place in the cluster, and threads for the cores it has.
 
@@ -32,14 +32,20 @@ def environment_of(
         rank: Which worker, from 0, the chief.
         addresses: `host:port` of every worker, in the order of ranks.
         cores_per_worker: How many cores it has.
-        given: The launcher's own environment. Thread settings that stand there stay: the user chose them.
+        secret: The job's, the same for all workers.
+        given: The launcher's own environment. Thread settings and a secret there stay: the user chose them.
 
     Example:
-        >>> environment_of(0, ["127.0.0.1:4000"], 2, {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"]
+        >>> environment_of(0, ["127.0.0.1:4000"], 2, job_secret.new(), {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"]
         '1'
     """
     threads = dict.fromkeys(THREAD_SETTINGS, str(cores_per_worker))
-    return {**threads, **given, "TF_CONFIG": tf_config.to_tf_config(addresses, rank), "PYTHONUNBUFFERED": "1"}
+    own = {
+        "TF_CONFIG": tf_config.to_tf_config(addresses, rank),
+        job_secret.VARIABLE: given.get(job_secret.VARIABLE) or secret,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {**threads, **given, **own}
 
 
 def cores_of(rank: int, num_workers: int, cores_per_worker: int, available: Sequence[int]) -> list[int]:

@@ -1,0 +1,71 @@
+"""The secret that all workers of a job share, and proofs of it that do not contain it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+
+VARIABLE = "TFPAR_JOB_SECRET"
+FEWEST_CHARACTERS = 16
+
+
+def new() -> str:
+    """Return a secret of 256 random bits.
+
+    Example:
+        >>> len(new())
+        64
+    """
+    return secrets.token_hex(32)
+
+
+def from_environment(environment: Mapping[str, str]) -> bytes:
+    """Return the secret of this process's job; empty where there is none.
+
+    A variable of the environment, unlike a flag, cannot be read by other users of the machine.
+
+    Args:
+        environment: The variables of this process, as `os.environ`. Space around the secret does not count.
+
+    Raises:
+        ValueError: If it is so short that it can be guessed.
+
+    Example:
+        >>> from_environment({"TFPAR_JOB_SECRET": "0123456789abcdef"})
+        b'0123456789abcdef'
+    """
+    secret = environment.get(VARIABLE, "").strip()
+    if secret and len(secret) < FEWEST_CHARACTERS:
+        raise ValueError(
+            f"{VARIABLE} must have at least {FEWEST_CHARACTERS} characters, received {len(secret)}. Set the same "
+            "random text on all workers, such as what openssl rand -hex 32 prints."
+        )
+    return secret.encode(errors="surrogateescape")
+
+
+def proof(secret: bytes, *parts: str) -> str:
+    """Return what only a process with the secret can compute from some texts: their HMAC (RFC 2104) with SHA-256.
+
+    Args:
+        secret: What `from_environment` gave.
+        parts: The texts.
+
+    Example:
+        >>> len(proof(b"0123456789abcdef", "worker", "1"))
+        64
+    """
+    return hmac.new(secret, json.dumps(parts).encode(), hashlib.sha256).hexdigest()
+
+
+def is_proof(claimed: str, secret: bytes, *parts: str) -> bool:
+    """Whether a text is the proof, compared in a time that says nothing about it.
+
+    Args:
+        claimed: What was received.
+        secret: What `from_environment` gave.
+        parts: The texts.
+    """
+    return hmac.compare_digest(claimed.encode(), proof(secret, *parts).encode())
