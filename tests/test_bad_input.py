@@ -428,7 +428,7 @@ def test_a_directory_that_cannot_be_made_is_refused(call: command.InProcess, tmp
     assert (tmp_path / "own.py").read_text() == OWN
 
 
-def test_a_checkpoint_of_another_model_is_refused_and_stays(call: command.InProcess, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused_and_stays(call: command.InProcess, tmp_path: Path) -> None:
     assert call(*REGRESSION, *settings("data.num_features=5"), "--directory", "other").code == 0
     assert call(*REGRESSION).code == 0
     checkpoints = tmp_path / "run" / "checkpoints"
@@ -436,7 +436,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_stays(call: command.InProc
     shutil.copytree(tmp_path / "other" / "checkpoints", checkpoints, dirs_exist_ok=True)
     before = contents(tmp_path / "run", without=[".lock", "tensorflow.log"])
     outcome = call(*REGRESSION)
-    assert_one_sentence(outcome, "run/checkpoints/step-", "another model", "(5, 1)", "(10, 1)")
+    assert_one_sentence(outcome, "run/checkpoints/step-", "is a checkpoint of another run", "Move it away")
     after = contents(tmp_path / "run", without=[".lock", "tensorflow.log"])
     assert before.items() <= after.items()
     assert (tmp_path / "run" / "config.toml").exists()

@@ -2,12 +2,16 @@
 
 import doctest
 import errno
+import json
+import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.command import contents, file_size_limit
-from tfpar import config, run_directory
+from tfpar import atomic_file, checkpoint_file, config, run_directory
 from tfpar.run_directory import RunDirectory
 
 RUN = config.Run()
@@ -82,16 +86,60 @@ def test_a_run_may_resume_with_other_settings_that_change_no_weight(folder: Path
     assert contents(folder, without=[".lock"]) == before, "it is recorded when it trains"
 
 
+RESULTS = {"epochs": 10, "steps": 240, "loss": 0.5}
+
+
+def finished(folder: Path) -> RunDirectory:
+    """The default run in a folder, trained to its end."""
+    directory = RunDirectory(folder)
+    directory.claim(RUN)
+    directory.model.write_bytes(b"a model")
+    directory.finish(RESULTS)
+    return directory
+
+
 def test_a_run_is_finished_when_its_results_are_those_of_as_many_epochs(folder: Path) -> None:
     first = RunDirectory(folder)
     first.claim(RUN)
     assert first.finished(RUN) is None
-    first.finish({"epochs": 10, "loss": 0.5})
-    assert first.finished(RUN) == {"epochs": 10, "loss": 0.5}
-    assert first.finished(config.load(None, ["training.epochs=20"])) is None
-    assert first.finished(config.load(None, ["callbacks.tensorboard=false"])) == {"epochs": 10, "loss": 0.5}
-    first.reopen()
-    assert first.finished(RUN) is None
+    del first
+    directory = finished(folder)
+    assert directory.finished(RUN) == RESULTS
+    assert directory.finished(config.load(None, ["training.epochs=20"])) is None
+    assert directory.finished(config.load(None, ["callbacks.tensorboard=false"])) == RESULTS
+    directory.reopen()
+    assert directory.finished(RUN) is None
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "5", '{"epochs": 10}', '{"epochs": "10", "steps": 1}', "[" * 99_999]
+)
+def test_results_that_cannot_be_read_count_as_none(folder: Path, content: str) -> None:
+    """A full disk, or a crash of the machine, can leave an empty file."""
+    directory = finished(folder)
+    directory.results.write_text(content)
+    assert directory.finished(RUN) is None
+    assert directory.broken() == ["results.json"]
+
+
+def test_results_of_another_run_count_as_none(folder: Path, tmp_path: Path) -> None:
+    other = RunDirectory(tmp_path / "other")
+    other.claim(RUN)
+    other.finish(RESULTS)
+    directory = finished(folder)
+    directory.results.write_bytes(other.results.read_bytes())
+    assert directory.finished(RUN) is None
+
+
+@pytest.mark.parametrize("name", ["model.keras", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "change", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!")], ids=["lost", "changed"]
+)
+def test_a_run_whose_files_are_lost_or_changed_is_not_finished(folder: Path, name: str, change: Any) -> None:
+    directory = finished(folder)
+    change(folder / name)
+    assert directory.broken() == [name]
+    assert directory.finished(RUN) is None
 
 
 def test_numbers_that_are_equal_make_the_same_run(folder: Path) -> None:
@@ -106,6 +154,95 @@ def test_files_that_are_no_run_are_refused(tmp_path: Path) -> None:
     assert "Choose another --directory" in message
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"], "nothing is added"
+
+
+@pytest.mark.parametrize("others", [[], ["index.md"], ["metrics.jsonl", "model.keras"]])
+@pytest.mark.parametrize("text", ['title = "My web site"\n', "# my notes\nseed = 0\n"], ids=["web site", "own run"])
+def test_a_config_toml_that_no_run_wrote_is_never_replaced(tmp_path: Path, text: str, others: list[str]) -> None:
+    """A web site's, or the file that --config itself names."""
+    (tmp_path / "config.toml").write_text(text)
+    for name in others:
+        (tmp_path / name).write_text("somebody's")
+    before = contents(tmp_path)
+    assert "it holds files without a run.json: no run wrote them" in refusal(tmp_path, RUN)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["config.toml", "run.json", ".lock", "metrics.jsonl", "results.json", "tensorflow.log"]
+)
+def test_a_link_in_the_place_of_a_runs_file_is_refused_and_not_followed(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    treasure = tmp_path / "treasure"
+    treasure.write_text("gold")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(treasure)
+    assert f"{folder / name} must be a file, and it is none" in refusal(folder, RUN)
+    assert treasure.read_text() == "gold"
+
+
+def test_a_link_planted_as_unfinished_file_is_not_followed(tmp_path: Path) -> None:
+    treasure = tmp_path / "treasure"
+    treasure.write_text("gold")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.unfinished").symlink_to(treasure)
+    directory = RunDirectory(tmp_path / "x")
+    directory.claim(RUN)
+    assert treasure.read_text() == "gold"
+    assert config.load(directory.config) == RUN
+
+
+def test_a_pipe_in_the_place_of_a_runs_file_is_refused_at_once(folder: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    assert "metrics.jsonl must be a file" in refusal(folder, RUN)
+
+
+def test_checkpoints_and_tensorboard_may_lie_on_another_disk(folder: Path, tmp_path: Path) -> None:
+    (folder / "checkpoints").rename(tmp_path / "disk")
+    (folder / "checkpoints").symlink_to(tmp_path / "disk")
+    RunDirectory(folder).claim(RUN)
+
+
+# An identity
+
+
+def test_a_run_keeps_its_identity_and_another_run_gets_another(folder: Path, tmp_path: Path) -> None:
+    identities = []
+    for path in (folder, folder, tmp_path / "other"):
+        directory = RunDirectory(path)
+        directory.claim(RUN)
+        identities.append(directory.identity)
+        del directory
+    assert identities[0] == identities[1] != identities[2]
+
+
+def test_the_run_of_an_older_version_resumes_and_gets_an_identity(folder: Path) -> None:
+    """Known by its lock beside a configuration; the sign "" says that its checkpoints carry none."""
+    (folder / "run.json").unlink()
+    directory = RunDirectory(folder)
+    directory.claim(config.load(None, ["training.epochs=20"]))
+    assert directory.resumed == RUN
+    assert directory.identity == ""
+    assert (folder / "run.json").read_text() == '{"run": ""}\n'
+
+
+def test_a_run_json_that_cannot_be_read_is_written_again_from_the_checkpoints(folder: Path) -> None:
+    path = folder / "checkpoints" / "step-00000002.npz"
+    state = np.array(json.dumps({"run": "mine"}))
+    checkpoint_file.write(path, {checkpoint_file.STATE: state}.items(), keep=9)
+    (folder / "run.json").write_text("")
+    directory = RunDirectory(folder)
+    directory.claim(RUN)
+    assert directory.identity == "mine"
+
+
+def test_a_run_whose_configuration_is_lost_is_refused(folder: Path) -> None:
+    (folder / "config.toml").unlink()
+    before = contents(folder, without=[".lock"])
+    assert "config.toml is missing, and without it nobody knows which run this is" in refusal(folder, RUN)
+    assert contents(folder, without=[".lock"]) == before
 
 
 @pytest.mark.parametrize("text", ["[training\n", "[training]\nepoch = 3\n"], ids=["no TOML", "unknown key"])
@@ -160,5 +297,6 @@ def test_a_folder_in_which_nothing_was_trained_can_be_claimed_by_another_run(tmp
     assert config.load(tmp_path / "x" / "config.toml") == RUN
 
 
-def test_examples_in_docstrings_hold() -> None:
-    assert doctest.testmod(run_directory).failed == 0
+@pytest.mark.parametrize("module", [atomic_file, run_directory], ids=lambda module: module.__name__)
+def test_examples_in_docstrings_hold(module: object) -> None:
+    assert doctest.testmod(module).failed == 0

@@ -27,7 +27,8 @@ LADDER = [
         "update_order",
     ],
     ["_toml", "arguments", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
-    ["config_data"],
+    ["json_lines"],
+    ["config_data", "run_files"],
     [
         "config",
         "_compat",

@@ -18,7 +18,8 @@ from tfpar import config, train
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 IN_FLOAT64 = settings("training.epochs=2", "training.precision=float64")  # where rounding hides nothing
-FILES = {"config.toml", "metrics.jsonl", "model.keras", "optimizer.json", "results.json", "tensorflow.log"}
+FILES = {"config.toml", "metrics.jsonl", "model.keras", "optimizer.json", "results.json"}
+FILES |= {"run.json", "tensorflow.log"}
 LOAD_WITHOUT_TFPAR = """
 import sys
 sys.modules["tfpar"] = sys.modules["trainers"] = None  # importing them is an error from here on

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+
+from tfpar import json_lines
 
 FIGURES = ("examples_per_second", "step_milliseconds", "data_wait_share")
 
@@ -195,7 +196,8 @@ class ReplicaCheck(keras.callbacks.Callback):
 class MetricsFile(keras.callbacks.Callback):
     """Append each epoch's logs to a file, one JSON object a line.
 
-    A resumed training drops the lines of the epochs that it repeats.
+    A resumed training drops the lines of the epochs that it repeats. Checkpoints hold the lines too, so that a file
+    which was lost or damaged meanwhile is written again.
 
     Args:
         path: The file, `metrics.jsonl` by custom; its folder must exist.
@@ -209,6 +211,11 @@ class MetricsFile(keras.callbacks.Callback):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.path = Path(path)
+        self.entries: list[dict[str, Any]] = []
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Forget another training's lines; a checkpoint, or else the file, has those of this one."""
+        self.entries = []
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Write the epoch's line."""
@@ -218,22 +225,33 @@ class MetricsFile(keras.callbacks.Callback):
             "step": step,
             **{name: np.asarray(value).tolist() for name, value in (logs or {}).items()},
         }
-        entries = read_metrics(self.path)
-        kept = [entry for entry in entries if entry["epoch"] <= epoch]
-        # Rewritten as a whole and renamed: a crash leaves no half line to which the next would be appended.
-        unfinished = self.path.with_suffix(".unfinished")
-        unfinished.write_text("".join(json.dumps(entry) + "\n" for entry in [*kept, line]))
-        unfinished.replace(self.path)
+        entries = self.entries or self._known()
+        self.entries = [*(entry for entry in entries if entry["epoch"] <= epoch), line]
+        json_lines.write(self.path, self.entries)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Write the file again if it is not as it was written, or lost."""
+        if not self.entries:
+            self.entries = self._known()
+        if self.entries and json_lines.read(self.path) != (self.entries, []):
+            json_lines.write(self.path, self.entries)
+
+    def _known(self) -> list[dict[str, Any]]:
+        """Return what the file and the history say of earlier epochs, where no checkpoint has the lines."""
+        entries = {entry["epoch"]: entry for entry in [*self._of_history(), *json_lines.read_or_warn(self.path)]}
+        return [entries[epoch] for epoch in sorted(entries)]
+
+    def _of_history(self) -> list[dict[str, Any]]:
+        """Return what the history says of each epoch: a checkpoint of an older version has that."""
+        history = getattr(self.model, "history", None)
+        epochs = getattr(history, "epoch", None) or []
+        logs = {name: values for name, values in getattr(history, "history", {}).items() if len(values) == len(epochs)}
+        return [
+            {"epoch": epoch + 1, **{name: np.asarray(values[place]).tolist() for name, values in logs.items()}}
+            for place, epoch in enumerate(epochs)
+        ]
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the lines of a `metrics.jsonl` that are whole; a crash can leave the last one cut."""
-    if not path.exists():
-        return []
-    entries = []
-    for line in path.read_text().splitlines():
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return entries
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a `metrics.jsonl` that are whole; say on standard error which are not."""
+    return json_lines.read_or_warn(path)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 from typing import Any
 
 import tensorflow as tf
 
-from tfpar import config, strategies
+from tfpar import config, json_lines, strategies
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.run_directory import RunDirectory
 from tfpar.trainer_class import make_trainer
@@ -70,8 +69,8 @@ def _evaluate(checkpoints: Checkpoints, directory: RunDirectory, trainer: Any) -
     logs = trainer.evaluate(trainer.validation_data, verbose=0, return_dict=True)
     figures = {f"val_{name}": float(value) for name, value in logs.items()}
     print(f"step {step}: {', '.join(f'{name} {value:.4f}' for name, value in figures.items())}", flush=True)
-    with (directory.path / "evaluations.jsonl").open("a") as file:
-        file.write(json.dumps({"epoch": position.epoch, "step": step, **figures}) + "\n")
+    path = directory.path / "evaluations.jsonl"
+    json_lines.write(path, [*json_lines.read_or_warn(path), {"epoch": position.epoch, "step": step, **figures}])
     writer = tf.summary.create_file_writer(str(directory.tensorboard / "evaluator"))
     with writer.as_default():
         for name, value in figures.items():

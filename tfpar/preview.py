@@ -8,6 +8,7 @@ import html
 from base64 import b64encode
 from pathlib import Path
 
+from tfpar import atomic_file
 from tfpar.figures import three_digits
 from tfpar.pipeline import render
 from tfpar.pipeline.schedule import Schedule
@@ -72,7 +73,7 @@ class Preview:
             raise ValueError(f"The path must end with .png, received {str(path)!r}. Name it {Path(path).stem}.png.")
         if self._picture is None:
             raise ValueError("Only a pipeline has a schedule to draw. Print the preview: its table is text.")
-        Path(path).write_bytes(self._picture)
+        atomic_file.write(Path(path), self._picture)
 
     @functools.cached_property
     def _picture(self) -> bytes | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfpar import _toml, config, objective
+from tfpar import _toml, atomic_file, config, objective, run_files
 from tfpar.checkpoint import Position
 from tfpar.run_directory import RunDirectory, changes
 
@@ -28,17 +28,25 @@ def check(run: config.Run, directory: RunDirectory, position: Position | None, m
     """
     built = optimizer_settings(model)
     if directory.resumed is None or position is None:
-        directory.optimizer.write_text(built)
+        atomic_file.write(directory.optimizer, built)
         return
     old, new = directory.resumed.training.epochs, run.training.epochs
+    recorded = run_files.read_text(directory.optimizer)
     if old == new:
+        if recorded is None:
+            atomic_file.write(directory.optimizer, built)
         return
     if (begun := position.epoch + bool(position.step)) > new:
         raise ValueError(
             f"{EPOCHS} = {new} is less than what is trained in {directory.path}: {_place(position)}. Set it to at "
             f"least {begun}, or choose another --directory."
         )
-    if not directory.optimizer.exists() or directory.optimizer.read_text() != built:
+    if recorded is None:
+        raise ValueError(
+            f"{directory.optimizer} is missing or damaged, and {EPOCHS} is {old} in {directory.path} and {new} now: "
+            f"repeat the command with {old} first, which writes it again."
+        )
+    if recorded != built:
         raise ValueError(
             f"{EPOCHS} is {old} in {directory.path} and {new} now, and the optimizer depends on it, as a learning-rate "
             f"schedule does: a run of {new} epochs would not have begun as this one did. Leave it at {old}, or choose "

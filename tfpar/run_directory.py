@@ -5,26 +5,33 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import IO, Any
 
-from tfpar import config
+from tfpar import atomic_file, config, run_files
 
 _NOT_SET = "not set"
+_OF_FILES = ("run", "sha256")  # in results.json, beside the figures
 
 
 class RunDirectory:
     """A folder that holds one configuration's run.
 
+        run.json         the run's identity, which its checkpoints and results carry
         config.toml      the resolved run, for `--config` again
         metrics.jsonl    one line an epoch
         tensorboard/     logs for `tensorboard --logdir`
         checkpoints/     the newest few
         model.keras      the trained model
-        results.json     its metrics and the speed of its training, once it is trained to its end
+        results.json     its metrics and the speed of its training, once it is trained to its end, and the SHA-256 of
+                         model.keras and metrics.jsonl
         optimizer.json   the optimizer as it was built
         pipeline.png     with --trace: a step of the pipeline as planned and as run
         tensorflow.log   what TensorFlow's native code wrote
+
+    A folder that holds somebody's own files is refused, whatever their names: without a `run.json` no file is a run's.
+    An older version wrote none; its folder is known by `.lock` beside a readable `config.toml`, and gets one.
 
     Args:
         path: The folder.
@@ -34,9 +41,6 @@ class RunDirectory:
         >>> directory.model.name
         'model.keras'
     """
-
-    # What an earlier claim, cut short, can have left.
-    _OWN = frozenset({".lock", "config.unfinished", "tensorflow.log"})
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -50,7 +54,8 @@ class RunDirectory:
         self.native_log = self.path / "tensorflow.log"
         self.optimizer = self.path / "optimizer.json"
         self.resumed: config.Run | None = None  # the run that the folder held when it was claimed
-        self._lock: IO[str] | None = None
+        self.identity: str | None = None  # known once the folder is claimed; "" where an older version began the run
+        self._lock: IO[bytes] | None = None
 
     def claim(self, run: config.Run) -> None:
         """Take the folder for a run: make it, or resume what it holds if that trains the same weights.
@@ -63,30 +68,66 @@ class RunDirectory:
                 trains in it. Nothing in it is changed then.
             OSError: If it cannot be written.
         """
-        if not self.config.exists() and self.path.exists() and not self._OWN.issuperset(os.listdir(self.path)):
-            raise ValueError(
-                f"{self.path} must be empty or hold a run, and it holds files without a config.toml. "
-                "Choose another --directory."
-            )
+        self._refuse_strangers()
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("a")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._lock = os.fdopen(os.open(self.path / ".lock", flags, 0o666), "rb")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._claim(run)
         except BlockingIOError:
+            self._lock.close()
             raise ValueError(
                 f"Only one process can train in {self.path}, and another one does. "
                 "Wait for it, or choose another --directory."
             ) from None
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _refuse_strangers(self) -> None:
+        """Refuse a folder that holds files which no run has written; nothing in it is changed then."""
+        if not self.path.exists():
+            return
+        names = os.listdir(self.path)
+        run_files.require_kinds(self.path, names)
+        if run_files.is_unused(names) or self._known_identity() is not None:
+            return
+        if ".lock" in names and self.config.name in names:  # an older version's
+            return
+        raise ValueError(
+            f"{self.path} must be empty or hold a run, and it holds files without a run.json: no run wrote them. "
+            "Choose another --directory."
+        )
+
+    def _known_identity(self) -> str | None:
+        identity = (run_files.read_table(self.path / "run.json") or {}).get("run")
+        return identity if isinstance(identity, str) else None
+
+    def _claim(self, run: config.Run) -> None:
+        identity, own = self._known_identity(), self.path / "run.json"
         # Until something is trained there is nothing to lose: a mistyped setting must not block its own correction.
-        begun = self.metrics.exists() or self.model.exists() or any(self.checkpoints.glob("*.npz"))
-        if self.config.exists() and begun:
+        if self.metrics.exists() or self.model.exists() or any(self.checkpoints.glob("*.npz")):
             self.resumed = self._refuse_other(run)
+            self.identity = self._identity_of_checkpoints() if identity is None else identity
         else:
-            try:
-                self.record(config.dump(run))
-            except OSError:
-                self._lock.close()
-                raise
+            if self.config.exists() and identity is None:
+                self._load()  # a stranger's is refused
+            self.identity = identity or uuid.uuid4().hex
+        if self.identity != identity:
+            atomic_file.write(own, json.dumps({"run": self.identity}) + "\n")
+        for name in run_files.FILES:
+            if name != "evaluations.jsonl":  # an evaluator may write it
+                atomic_file.remove_unfinished(self.path, name)
+        if self.resumed is None:
+            self.record(config.dump(run))
+
+    def _identity_of_checkpoints(self) -> str:
+        """Return the identity that a run's checkpoints carry: "" if an older version wrote them."""
+        from tfpar import checkpoint_file  # imports NumPy, which a finished run does without
+
+        found = (checkpoint_file.run_of(path) for path in reversed(checkpoint_file.paths(self.checkpoints)))
+        return next((run for run in found if run is not None), "")
 
     def record(self, text: str) -> None:
         """Write config.toml, whole or not at all; it stays untouched where it says the same already.
@@ -97,20 +138,39 @@ class RunDirectory:
         Raises:
             OSError: If it cannot be written.
         """
-        if self.config.exists() and self.config.read_text() == text:
-            return
-        _write(self.config, text)
+        if not self.config.exists() or self.config.read_bytes() != text.encode():
+            atomic_file.write(self.config, text)
 
     def finished(self, run: config.Run) -> dict[str, Any] | None:
         """Return the results of a run that is trained to its end; None if it is not, or is to train more epochs.
 
+        Results whose files are missing or changed count as none: the model is then written again.
+
         Args:
             run: The run, for which the folder is claimed.
         """
-        if self.resumed is None or self.resumed.training.epochs != run.training.epochs or not self.results.exists():
+        if self.resumed is None or self.resumed.training.epochs != run.training.epochs:
             return None
-        results: dict[str, Any] = json.loads(self.results.read_text())
-        return results
+        results = self._results()
+        if results is None or self.broken():
+            return None
+        return {name: value for name, value in results.items() if name not in _OF_FILES}
+
+    def broken(self) -> list[str]:
+        """Return the names of the files of a finished run that are missing, or not as they were written."""
+        results = self._results()
+        if results is None:
+            return [self.results.name] if self.results.exists() else []
+        digests = results.get("sha256")
+        files = [path for path in (self.model, self.metrics) if digests is None or path.name in digests]
+        return [path.name for path in files if not run_files.is_unchanged(path, digests)]
+
+    def _results(self) -> dict[str, Any] | None:
+        results = run_files.read_table(self.results) or {}
+        figures = {name: value for name, value in results.items() if name not in _OF_FILES}
+        digests, owner = results.get("sha256"), results.get("run", "")
+        is_whole = run_files.are_results(figures) and (digests is None or isinstance(digests, dict))
+        return results if is_whole and owner == self.identity else None
 
     def reopen(self) -> None:
         """Take the results away before more epochs are trained: whoever finds them takes the run for finished.
@@ -121,7 +181,7 @@ class RunDirectory:
         self.results.unlink(missing_ok=True)
 
     def finish(self, results: dict[str, Any]) -> None:
-        """Write the results, whole or not at all: they say that the run is trained to its end.
+        """Write the results, whole or not at all: they say that the run is trained to its end, and what it wrote.
 
         Args:
             results: JSON values by name.
@@ -129,14 +189,13 @@ class RunDirectory:
         Raises:
             OSError: If they cannot be written.
         """
-        _write(self.results, json.dumps(results, indent=2) + "\n")
+        digests = {path.name: run_files.digest(path) for path in (self.model, self.metrics) if path.exists()}
+        of_files = {"run": self.identity, "sha256": digests}
+        atomic_file.write(self.results, json.dumps({**results, **of_files}, indent=2) + "\n")
 
     def _refuse_other(self, run: config.Run) -> config.Run:
         """Return the run that the folder holds; refuse one that trains other weights."""
-        try:
-            there = config.load(self.config)
-        except ValueError as error:
-            raise ValueError(f"{self.config} cannot be read: {error} Choose another --directory.") from error
+        there = self._load()
         differing = [
             f"{key} is {old} there and {new} now"
             for key, old, new in changes(there, run)
@@ -148,6 +207,17 @@ class RunDirectory:
                 f"--directory, or repeat that run with --config {self.config}, or delete the folder."
             )
         return there
+
+    def _load(self) -> config.Run:
+        if not self.config.exists():
+            raise ValueError(
+                f"{self.config} is missing, and without it nobody knows which run this is. Restore it, or choose "
+                "another --directory."
+            )
+        try:
+            return config.load(self.config)
+        except ValueError as error:
+            raise ValueError(f"{self.config} cannot be read: {error} Choose another --directory.") from error
 
 
 def changes(old: config.Run, new: config.Run) -> list[tuple[str, Any, Any]]:
@@ -164,12 +234,6 @@ def changes(old: config.Run, new: config.Run) -> list[tuple[str, Any, Any]]:
     before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
     pairs = [(key, before.get(key, _NOT_SET), after.get(key, _NOT_SET)) for key in {**before, **after}]
     return [(key, one, other) for key, one, other in pairs if one != other]
-
-
-def _write(path: Path, text: str) -> None:
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfpar.figures import LABEL_COLUMNS, figure, line
@@ -23,6 +23,16 @@ def already_trained(directory: RunDirectory, results: Mapping[str, Any]) -> str:
         "another run, choose another --directory."
     )
     return f"{line('', sentence, 0)}\n\n{summary(directory, results)}"
+
+
+def written_again(names: Sequence[str]) -> str:
+    """Return what to say when a finished run is asked for again whose files are not as they were written.
+
+    Args:
+        names: The files.
+    """
+    is_are = "is" if len(names) == 1 else "are"
+    return f"This run was trained to its end, but {' and '.join(names)} {is_are} missing or changed: written again."
 
 
 def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:

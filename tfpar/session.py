@@ -60,8 +60,12 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     strategy = strategies.from_settings(run.strategy)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
     strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
-    checkpoints = Checkpoints(directory.checkpoints, run.training.checkpoint_seconds, run.training.keep_checkpoints)
+    settings = run.training
+    checkpoints = Checkpoints(
+        directory.checkpoints, settings.checkpoint_seconds, settings.keep_checkpoints, run=directory.identity
+    )
     results = directory.finished(run) if strategy.is_chief else None
+    broken = directory.broken() if strategy.is_chief else []
     (ends_here,) = strategy.add_up([results is not None])
     if ends_here:
         if results is not None:
@@ -90,14 +94,17 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
             pipeline_view.draw_trace(trainer, strategy, outlook, batch, directory.trace, tensorboard)
     if position is not None:
         print(line("", resume.describe(run, directory, position), 0), end="\n\n", flush=True)
+    if broken:
+        print(line("", run_summary.written_again(broken), 0), end="\n\n", flush=True)
     throughput = callbacks.Throughput()
+    metrics_file = callbacks.MetricsFile(directory.metrics)
     table = EpochTable(trainer.validation_data is not None, directory.metrics)
     with interruptible(trainer):
         trainer.fit(
             trainer.train_data,
             epochs=run.training.epochs,
             verbose=0,
-            callbacks=[throughput, *_callbacks(run, directory, throughput), table],
+            callbacks=[throughput, metrics_file, *_callbacks(run, directory, throughput), table],
             validation_data=trainer.validation_data,
             validation_freq=run.training.validation_freq,
             steps_per_call=None if run.training.steps_per_call == "auto" else run.training.steps_per_call,
@@ -109,7 +116,7 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
         if strategy.is_chief:
             print(f"\nStopped after step {_num_updates(trainer)}; a checkpoint is written.")
         return False
-    results = _results(directory, trainer, throughput)
+    results = _results(trainer, throughput, metrics_file)
     if strategy.is_chief:
         trainer.save(directory.model)
         directory.finish(results)
@@ -144,7 +151,7 @@ def _meet(strategy: strategies.Strategy) -> None:
 def _callbacks(
     run: config.Run, directory: RunDirectory, throughput: callbacks.Throughput
 ) -> list[keras.callbacks.Callback]:
-    wanted: list[keras.callbacks.Callback] = [callbacks.MetricsFile(directory.metrics)]
+    wanted: list[keras.callbacks.Callback] = []
     settings, optimizer = run.callbacks, run.optimizer
     if settings.tensorboard:
         wanted.append(keras.callbacks.TensorBoard(str(directory.tensorboard), write_graph=False))
@@ -193,14 +200,14 @@ def _num_updates(trainer: Trainer) -> int:
     return int(trainer.model.optimizer.iterations.numpy())
 
 
-def _results(directory: RunDirectory, trainer: Any, throughput: callbacks.Throughput) -> dict[str, float]:
+def _results(trainer: Any, throughput: callbacks.Throughput, metrics_file: callbacks.MetricsFile) -> dict[str, float]:
     """Return the metrics of the model as it is saved: the last epoch's are of other weights after an early stop."""
     logs = {}
     if trainer.validation_data is not None:  # on all workers
         logs = trainer.evaluate(trainer.validation_data, verbose=0, return_dict=True)
     if not trainer.strategy.is_chief:
         return {}
-    last = callbacks.read_metrics(directory.metrics)[-1]
+    last = dict(metrics_file.entries[-1])
     speed = {name: last.pop(name) for name in callbacks.FIGURES if name in last}
     results = {"epochs": last.pop("epoch"), "steps": _num_updates(trainer)}
     results |= {name: value for name, value in last.items() if name != "step" and not name.startswith("val_")}

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, arguments, data, strategies
+from tfpar import _compat, arguments, atomic_file, data, strategies
 from tfpar.calls import limited_epochs, limited_steps
 from tfpar.checkpoint import Checkpoints
 from tfpar.evaluation import evaluate, predict
@@ -328,9 +328,5 @@ class Trainer:
             raise ValueError(f"The path must end with .keras, received {str(path)!r}. Name it {path.stem}.keras.")
         if not self.strategy.is_chief:
             return
-        unfinished = path.with_name(f".{path.stem}.unfinished.keras")
-        try:
+        with atomic_file.new_by_path(path) as unfinished:
             self.model.save(unfinished)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfpar import atomic_file
 from tfpar.pipeline.schedule import Action, Kind, Schedule
 from tfpar.pipeline.simulate import Span, Timeline
 from tfpar.pipeline.table import describe_schedule, describe_step
@@ -39,7 +40,7 @@ def draw(planned: Timeline, measured: Timeline | None, schedule: Schedule, path:
     buffer = io.BytesIO()
     figure(planned, measured, schedule).savefig(buffer, format="png")
     if path is not None:
-        path.write_bytes(buffer.getvalue())
+        atomic_file.write(path, buffer.getvalue())
     return buffer.getvalue()
 
 
