@@ -1,4 +1,4 @@
-"""Models that ask for the whole batch in their `call`, over two workers: one device's results, or a clear refusal."""
+"""Models that need more than a sum of dense gradients, over two workers: one device's results, or a clear refusal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_what_asks_for_the_whole_batch_equals_one_device(job: workers.Workers, name: str) -> None:
+def test_two_workers_equal_one_device(job: workers.Workers, name: str) -> None:
     history, state = train(tfpar.SingleDevice(), *TRAINED[name])
     for answer in job.answers(name):
         assert not isinstance(answer, workers.Raised), answer.trace

@@ -40,6 +40,10 @@ def with_rows(function: Callable[[Any, Any], Any], **compiled: Any) -> Callable[
     return build
 
 
+def pipeline() -> tfpar.Strategy:
+    return tfpar.Pipeline(2, 3, balance="parameters")
+
+
 def tokens() -> tf.data.Dataset:
     return parity_cases._tokens(11)
 
@@ -113,7 +117,7 @@ def test_positions_of_batches_of_any_length_are_those_of_one_device(strategy: st
         trainer.fit(sequences(), verbose=0)
         return trainer
 
-    strategies = small.STRATEGIES | {"pipeline": lambda: tfpar.Pipeline(2, 3, balance="parameters")}
+    strategies = small.STRATEGIES | {"pipeline": pipeline}
     # Not Keras' compiled step: TensorFlow's graph optimizer lets it read a weight after its update here.
     found, expected = train(strategies[strategy]()).model, train(tfpar.SingleDevice()).model
     small.assert_same_state(found.get_weights(), expected.get_weights(), 1e-5)
@@ -167,3 +171,23 @@ def test_rows_that_cannot_be_told_apart_eagerly_are_refused() -> None:
     trainer = tfpar.Trainer(lambda: parity_cases.lookups(run_eagerly=True), small.STRATEGIES["mirrored"]())
     with pytest.raises(ValueError, match=r"looked up in several ways cannot .* run_eagerly=True, received '.*table'"):
         trainer.fit(tokens(), verbose=0)
+
+
+def embedding(policy: str) -> Callable[[], keras.Model]:
+    """A model with rows of a type of their own; in "mixed_float16" with a scaled loss, as Keras' compile makes it."""
+
+    def build() -> keras.Model:
+        hidden = [layers.Embedding(20, 5, dtype=policy), layers.GlobalAveragePooling1D(dtype="float32")]
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), *hidden, layers.Dense(3, dtype="float32")])
+        adam = optimizers.Adam(0.05, clipnorm=0.5)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizers.LossScaleOptimizer(adam) if policy == "mixed_float16" else adam, loss)
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+@pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
+def test_rows_of_few_bits_are_those_of_one_device(strategy: Callable[[], tfpar.Strategy], policy: str) -> None:
+    small.assert_trains_as_one_device(embedding(policy), tokens, strategy, epochs=1)

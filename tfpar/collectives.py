@@ -26,7 +26,8 @@ NUM_STREAMS = 4
 # Group keys of TensorFlow's own strategies count up from 1; these stay clear of them.
 _GROUP_KEYS = itertools.count(1_000_000)
 _NUM_VARIANTS = 32
-_REDUCIBLE = (tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64)
+_GATHERABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_REDUCIBLE = (*_GATHERABLE, tf.bfloat16)
 
 
 class Group:
@@ -147,6 +148,9 @@ class Group:
             )
 
     def _gather(self, tensor: tf.Tensor, member: int, variant: Any = 0) -> tf.Tensor:
+        if tensor.dtype not in _GATHERABLE:  # TensorFlow 2.21: not bfloat16, though it reduces that
+            wider = tf.float32 if tensor.dtype.is_floating else tf.int64
+            return tf.cast(self._gather(tf.cast(tensor, wider), member, variant), tensor.dtype)
         with tf.device(self._devices[member]):
             return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._meeting(member, variant))
 
