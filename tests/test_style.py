@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
-    ["cores", "figures", "job_secret", "notices", "per_model", "quiet"],
+    ["cores", "figures", "job_secret", "loopback", "notices", "per_model", "quiet"],
     [
         "atomic_file",
         "_compat_data",
@@ -36,6 +36,7 @@ LADDER = [
         "_compat_graph",
         "_compat_pipeline",
         "_compat_random",
+        "_compat_server",
         "_compat_variables",
         "batch_systems",
         "tf_config",

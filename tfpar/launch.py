@@ -16,7 +16,7 @@ from pathlib import Path
 from absl import app, flags
 
 from tfpar import batch_systems, command_line, cores
-from tfpar.launcher import Job, launch
+from tfpar.launcher import Job, launch, network
 from tfpar.suggestions import closest
 
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", None, "How many workers; worker 0 is the chief.")
@@ -27,6 +27,12 @@ _CORES_PER_WORKER = flags.DEFINE_integer(
     "cores_per_worker", None, "Cores and threads of a worker; by default the cores of this machine, divided."
 )
 _GRACE_SECONDS = flags.DEFINE_float("grace_seconds", 30.0, "Seconds between the request to stop and SIGKILL.")
+_NETWORK = flags.DEFINE_string(
+    "network",
+    "open",
+    "open: the workers use this machine's network, and TensorFlow's ports accept this machine's connections only; "
+    "private: a network of their own, closed to everybody and everything else.",
+)
 _PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
 
 A_WEEK_SECONDS = 7 * 24 * 3600  # in milliseconds it fits the 32 bits of poll
@@ -46,6 +52,7 @@ COMMAND: command_line.Command = command_line.Command(
         "max_restarts": "TIMES",
         "cores_per_worker": "CORES",
         "grace_seconds": "SECONDS",
+        "network": "KIND",
         "print": "KIND",
     },
     examples=[
@@ -77,6 +84,8 @@ def main(argv: Sequence[str]) -> int:
         _refuse_other_job()
         _at_least("max_restarts", _MAX_RESTARTS.value, 0)
         _check_grace_seconds()
+        if _is_private():
+            network.enter_private()
         command = [sys.executable, *words]
         return launch(Job(command, num_workers, cores_per_worker, _MAX_RESTARTS.value, _GRACE_SECONDS.value))
     except KeyboardInterrupt:
@@ -134,6 +143,12 @@ def _submission(kind: str, num_workers: int, command: Sequence[str], cores_per_w
     if kind not in printers:
         raise ValueError(f"--print must be one of {', '.join(printers)}, received {kind!r}.")
     return printers[kind](num_workers, command, cores_per_worker)
+
+
+def _is_private() -> bool:
+    if _NETWORK.value not in ("open", "private"):
+        raise ValueError(f"--network must be open or private, received {_NETWORK.value!r}.")
+    return bool(_NETWORK.value == "private")
 
 
 def _check_grace_seconds() -> None:

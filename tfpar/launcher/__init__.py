@@ -7,6 +7,7 @@
     output     where the lines go, without waiting for a slow reader
     requests   the signals with which somebody stops the job
     guardian   ends what is left when the launcher itself is killed
+    network    a network of the job's own, where the user asks for it
 
 No module of it knows TensorFlow.
 """

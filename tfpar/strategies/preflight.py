@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, cluster, meeting, tf_config
+from tfpar import _compat, _compat_server, cluster, loopback, meeting, tf_config
 from tfpar.config_sections import A_WEEK_SECONDS
 
 SLOW_START_SECONDS = 60.0  # from the meeting of all workers to the start of TensorFlow in the last of them
@@ -80,8 +81,11 @@ def form_cluster(
         if _compat.has_started():
             raise RuntimeError(STARTED)
         meeting.meet(job, form_seconds)
+    begin = functools.partial(_compat.form_cluster, resolver, names, form_seconds + SLOW_START_SECONDS, silence_seconds)
     try:
-        return _compat.form_cluster(resolver, names, form_seconds + SLOW_START_SECONDS, silence_seconds)
+        if job is None or alone or _compat.has_cluster() or not job.is_on_loopback:
+            return begin()
+        return _begin_confined(begin, job)
     except tf.errors.OpError as error:
         if job is None:
             raise
@@ -90,6 +94,26 @@ def form_cluster(
             f"All {job.num_workers} workers were there, and {', '.join(missing) or 'one of them'} was lost while "
             f"TensorFlow started: {_reason(error)}. Look at its output."
         ) from error
+
+
+def _begin_confined(
+    begin: Callable[[], tf.distribute.MultiWorkerMirroredStrategy], job: tf_config.Job
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Form the cluster of a job of this machine so that no other machine can reach TensorFlow's server.
+
+    The server listens on all addresses and lets everybody who connects run operations, as the user of this process.
+    """
+    address = job.addresses[job.rank]
+    with _compat_server.starting_without_lock(), loopback.confined(tf_config.split_address(address)[1]) as found:
+        strategy = begin()
+    if found.problem is not None:
+        print(
+            f"warning: TensorFlow's server at {address} can be reached from other machines, as it could not be bound "
+            f"to the loopback ({found.problem.strerror}), and lets whoever connects act as you. Use a firewall, or "
+            "python -m tfpar.launch --network private.",
+            file=sys.stderr,
+        )
+    return strategy
 
 
 def lost_worker(error: tf.errors.OpError) -> str | None:

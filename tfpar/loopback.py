@@ -1,0 +1,92 @@
+"""Servers of this process that only this machine can reach, though they listen on all of its addresses.
+
+A server that listens on `[::]` cannot be told afterwards to listen on 127.0.0.1 instead. But its socket can be bound to
+the loopback interface (SO_BINDTODEVICE), which every user may do since Linux 5.7: then the kernel refuses whatever
+arrives by another interface, as if nobody listened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+_INTERFACE = b"lo\0"
+_POLL_SECONDS = 0.001
+_SO_BINDTODEVICE = getattr(socket, "SO_BINDTODEVICE", 25)
+
+
+class Confined:
+    """What `confined` found.
+
+    Attributes:
+        problem: Why a server can still be reached from other machines; None if it cannot.
+    """
+
+    def __init__(self) -> None:
+        self.problem: OSError | None = None
+
+
+@contextlib.contextmanager
+def confined(port: int) -> Iterator[Confined]:
+    """Bind each socket of this process with a local port to the loopback, from the moment that it is made.
+
+    A thread looks for them while the caller starts its server, and so binds them some milliseconds after they listen.
+    Connections made in between are bound too, which cuts off those from other machines.
+
+    Args:
+        port: The port on which the caller's server will listen.
+
+    Returns:
+        What to look at afterwards.
+
+    Example:
+        >>> with confined(2222) as found:
+        ...     server = socket.create_server(("", 2222))
+        >>> found.problem is None
+        True
+    """
+    found, is_over = Confined(), threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_POLL_SECONDS):
+            with contextlib.suppress(OSError):  # the last pass reports it
+                _bind_all(port)
+
+    thread = threading.Thread(target=watch, name="tfpar-loopback", daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
+        try:
+            _bind_all(port)
+        except OSError as error:
+            found.problem = error
+
+
+def _bind_all(port: int) -> None:
+    """Bind all sockets of this process with a local port to the loopback; raise OSError if one cannot be bound."""
+    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
+        with contextlib.suppress(FileNotFoundError):
+            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+                continue
+        try:
+            copy = socket.socket(fileno=os.dup(descriptor))
+        except OSError:  # it was closed meanwhile
+            continue
+        with copy:
+            if _local_port(copy) == port and not copy.getsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, 16).strip(b"\0"):
+                copy.setsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, _INTERFACE)
+
+
+def _local_port(one: socket.socket) -> int | None:
+    if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+        return None
+    try:
+        return int(one.getsockname()[1])
+    except OSError:
+        return None
