@@ -57,24 +57,55 @@ def test_only_workers_that_have_saved_go_back_into_the_queue(code: int, restarts
 
 def test_threads_of_a_slurm_task_are_its_cores() -> None:
     script = batch_systems.slurm_script(2, COMMAND, 6)
-    assert [line for line in script.splitlines() if line.startswith("export")] == [
+    assert [line for line in script.splitlines() if line.startswith("export")][:3] == [
         "export TF_NUM_INTRAOP_THREADS=6",
         "export TF_NUM_INTEROP_THREADS=6",
         "export OMP_NUM_THREADS=6",
     ]
 
 
-@pytest.fixture
-def tfjob() -> dict[str, Any]:
+def test_each_turn_of_a_slurm_job_has_a_secret_of_its_own_that_is_no_argument() -> None:
+    script = batch_systems.slurm_script(2, ["python"], 1)
+    shown = 'srun() { printenv TFPAR_JOB_SECRET; echo "$@"; }\n'
+    turns = [
+        subprocess.run(["bash", "-c", shown + script], capture_output=True, text=True, check=True).stdout.splitlines()
+        for _ in range(2)
+    ]
+    secrets = [secret for secret, _ in turns]
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
+    assert secrets[0] != secrets[1]
+    assert not any(secret in arguments for secret, arguments in turns)
+
+
+def test_both_say_that_tensorflows_port_needs_a_trusted_network(policy: dict[str, Any], tfjob: dict[str, Any]) -> None:
+    assert "20000 to 32735, have no authentication" in batch_systems.slurm_script(2, COMMAND, 1)
+    assert "TensorFlow's port has no authentication" in batch_systems.tfjob_manifest(2, COMMAND, 1)
+    spec, pods = policy["spec"], {"matchLabels": {"training.kubeflow.org/job-name": tfjob["metadata"]["name"]}}
+    assert spec == {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]}
+
+
+def documents() -> list[dict[str, Any]]:
     """The manifest of three workers, as YAML reads it."""
     yaml = pytest.importorskip("yaml", reason="reads the manifest; comes with kubeflow-training")
-    manifest: dict[str, Any] = yaml.safe_load(batch_systems.tfjob_manifest(3, COMMAND, 4))
-    return manifest
+    return [one for one in yaml.safe_load_all(batch_systems.tfjob_manifest(3, COMMAND, 4)) if one]
 
 
-def test_the_manifest_fits_the_models_of_kubeflow_and_kubernetes(tfjob: dict[str, Any]) -> None:
+@pytest.fixture
+def policy() -> dict[str, Any]:
+    """Who may connect to the pods of three workers."""
+    return documents()[0]
+
+
+@pytest.fixture
+def tfjob() -> dict[str, Any]:
+    """The job of three workers."""
+    return documents()[1]
+
+
+def test_the_manifest_fits_the_models_of_kubeflow_and_kubernetes(policy: dict[str, Any], tfjob: dict[str, Any]) -> None:
     training = pytest.importorskip("kubeflow.training", reason="has the models of TFJob")
     assert not list(problems(tfjob, "KubeflowOrgV1TFJob", training))
+    assert not list(problems(policy, "V1NetworkPolicy", training))
 
 
 def test_a_key_or_a_type_that_the_models_do_not_have_would_be_found(tfjob: dict[str, Any]) -> None:
@@ -139,7 +170,10 @@ def test_every_pod_runs_the_same_command_with_its_cores_and_time_to_save(tfjob: 
         pod = replicas["template"]["spec"]
         container = pod["containers"][0]
         assert [word.replace("$$(", "$(") for word in container["command"]] == COMMAND
-        assert {variable["value"] for variable in container["env"]} == {"4"}
+        *threads, secret = container["env"]
+        assert {variable["value"] for variable in threads} == {"4"}
+        assert secret["name"] == "TFPAR_JOB_SECRET"
+        assert secret["valueFrom"] == {"secretKeyRef": {"name": "tfpar-job", "key": "secret"}}
         assert container["resources"]["requests"]["cpu"] == container["resources"]["limits"]["cpu"] == "4"
         assert pod["terminationGracePeriodSeconds"] == 120
 

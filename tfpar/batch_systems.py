@@ -10,10 +10,14 @@ import json
 import shlex
 from collections.abc import Iterable, Sequence
 
+from tfpar import job_secret, slurm
+
 # Between SIGTERM and the end: time for the step in progress and for a checkpoint of a large model.
 STOP_SECONDS = 120
 RESTARTS_A_WORKER = 10
 MAX_TURNS = 100  # of one Slurm job: srun tells the highest exit code only, which could hide an error behind a 130
+_FIRST_PORT = slurm.FIRST_PORT
+_LAST_PORT = slurm.FIRST_PORT + slurm.PORTS_A_STEP * slurm.NUM_SLOTS - 1
 THREAD_SETTINGS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 
 
@@ -55,6 +59,12 @@ def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int
 #SBATCH --open-mode=append
 
 {_lines(f"export {name}={cores_per_worker}" for name in THREAD_SETTINGS)}
+# The workers prove with it that they belong to this job. It is on no command line, and new in each turn.
+export {job_secret.VARIABLE}="$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')"
+# TensorFlow's own ports, {_FIRST_PORT} to {_LAST_PORT}, have no authentication: whoever connects acts as you. Let
+# only the compute nodes reach them, for example with this rule on each:
+#   nft add rule inet filter input tcp dport {_FIRST_PORT}-{_LAST_PORT} ip saddr != 10.0.0.0/16 drop
+
 # tfpar reads the addresses of all workers from the variables of srun, which must number the tasks node by node.
 srun --kill-on-bad-exit=1 --distribution=block --cpus-per-task={cores_per_worker} --label \\
     {shlex.join(command)}
@@ -69,7 +79,7 @@ exit "$code"
 
 
 def tfjob_manifest(num_workers: int, command: Sequence[str], cores_per_worker: int) -> str:
-    """Return a manifest for `kubectl apply`, a TFJob of Kubeflow's training operator, which sets TF_CONFIG.
+    """Return a manifest for `kubectl apply`: a TFJob of Kubeflow's training operator, and who may connect to its pods.
 
     The chief has a replica type of its own because it alone reads and writes the run's folder: a volume that only one
     node can mount is enough. A failed or evicted worker's peers fail too, and all containers start again.
@@ -86,14 +96,32 @@ def tfjob_manifest(num_workers: int, command: Sequence[str], cores_per_worker: i
         ValueError: If a number is below 1 or the command is empty.
 
     Example:
-        >>> print(tfjob_manifest(2, ["python", "-m", "tfpar.train"], 4).splitlines()[1])
-        apiVersion: kubeflow.org/v1
+        >>> [line for line in tfjob_manifest(2, ["python", "-m", "tfpar.train"], 4).splitlines() if "kind" in line]
+        ['kind: NetworkPolicy', 'kind: TFJob']
     """
     _check(num_workers, command, cores_per_worker)
     pod = _pod(command, cores_per_worker)
     workers = f"    Worker:\n{_replicas(num_workers - 1)}{pod}" if num_workers > 1 else ""
     return f"""\
-# Submit with: kubectl apply -f THIS_FILE. Lines marked FILL IN depend on your cluster.
+# Submit with: kubectl apply -f THIS_FILE. Lines marked FILL IN depend on your cluster. Before the first time, make the
+# secret with which the workers prove that they belong together:
+#   openssl rand -hex 32 | kubectl create secret generic tfpar-job --from-file=secret=/dev/stdin
+---
+# TensorFlow's port has no authentication: whoever connects acts as the job. Only its own pods may, where the cluster's
+# network plugin enforces policies; make sure that it does.
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+  name: tfpar
+spec:
+  podSelector:
+    matchLabels: {{training.kubeflow.org/job-name: tfpar}}
+  policyTypes: [Ingress]
+  ingress:
+    - from:
+        - podSelector:
+            matchLabels: {{training.kubeflow.org/job-name: tfpar}}
+---
 apiVersion: kubeflow.org/v1
 kind: TFJob
 metadata:
@@ -143,6 +171,8 @@ def _pod(command: Sequence[str], cores: int) -> str:
 {_lines(f"                - {word}" for word in words)}\
               env:
 {_lines(f'                - {{name: {name}, value: "{cores}"}}' for name in THREAD_SETTINGS)}\
+                - name: {job_secret.VARIABLE}
+                  valueFrom: {{secretKeyRef: {{name: tfpar-job, key: secret}}}}
               resources:
                 requests: {{cpu: "{cores}", memory: 4Gi}}  # FILL IN the memory
                 limits: {{cpu: "{cores}", memory: 4Gi}}  # FILL IN; for a GPU add nvidia.com/gpu: "1"
