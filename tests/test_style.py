@@ -53,7 +53,7 @@ LADDER = [
     ["preview"],
     ["strategies", "checkpoint", "stream"],
     ["alike", "built", "callback_list", "callbacks", "compiled", "model_function", "resume"],
-    ["epoch_table", "step_summaries"],
+    ["epoch_table", "folder_watch", "step_summaries"],
     ["calls", "evaluation", "training", "preparation", "trainer", "drop_in", "interruption", "parity"],
     ["pipeline_view", "trainer_class"],
     ["run_header"],

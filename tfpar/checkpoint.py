@@ -171,6 +171,16 @@ class Checkpoints:
         """
         self._background.wait()
 
+    def redirect(self, directory: Path) -> None:
+        """Write the next checkpoints into another folder, and give up one that could not be written.
+
+        Args:
+            directory: The folder; made if absent.
+        """
+        with contextlib.suppress(OSError):
+            self.wait()
+        self.directory, self._is_made = directory, False
+
     def restore(
         self, model: keras.Model, assign: model_state.Assign = keras.Variable.assign
     ) -> tuple[Position, dict[str, Any]] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import tempfile
 import uuid
 from pathlib import Path
 from typing import IO, Any
@@ -56,6 +58,8 @@ class RunDirectory:
         self.resumed: config.Run | None = None  # the run that the folder held when it was claimed
         self.identity: str | None = None  # known once the folder is claimed; "" where an older version began the run
         self._lock: IO[bytes] | None = None
+        self._seen: tuple[int, ...] = ()  # the state of run.json when its content was last read
+        self._recorded = ""  # the content of config.toml
 
     def claim(self, run: config.Run) -> None:
         """Take the folder for a run: make it, or resume what it holds if that trains the same weights.
@@ -105,7 +109,7 @@ class RunDirectory:
         return identity if isinstance(identity, str) else None
 
     def _claim(self, run: config.Run) -> None:
-        identity, own = self._known_identity(), self.path / "run.json"
+        identity = self._known_identity()
         # Until something is trained there is nothing to lose: a mistyped setting must not block its own correction.
         if self.metrics.exists() or self.model.exists() or any(self.checkpoints.glob("*.npz")):
             self.resumed = self._refuse_other(run)
@@ -115,7 +119,7 @@ class RunDirectory:
                 self._load()  # a stranger's is refused
             self.identity = identity or uuid.uuid4().hex
         if self.identity != identity:
-            atomic_file.write(own, json.dumps({"run": self.identity}) + "\n")
+            self._write_identity(self.path)
         for name in run_files.FILES:
             if name != "evaluations.jsonl":  # an evaluator may write it
                 atomic_file.remove_unfinished(self.path, name)
@@ -138,8 +142,72 @@ class RunDirectory:
         Raises:
             OSError: If it cannot be written.
         """
+        self._recorded = text
         if not self.config.exists() or self.config.read_bytes() != text.encode():
             atomic_file.write(self.config, text)
+
+    def is_there(self) -> bool:
+        """Say whether the folder is still that of the run: not removed, emptied, renamed or replaced.
+
+        A lost `run.json` alone is written again.
+        """
+        try:
+            status = (self.path / "run.json").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return self._repair_identity()
+        except OSError:  # a disk of the network that does not answer now
+            return True
+        state = (status.st_dev, status.st_ino, status.st_mtime_ns)
+        if state != self._seen and self._known_identity() != self.identity:
+            return self._repair_identity()
+        self._seen = state
+        return True
+
+    def _repair_identity(self) -> bool:
+        if not self._holds_lock(self.path) or not self.config.exists():
+            return False
+        self._write_identity(self.path)
+        return True
+
+    def _write_identity(self, folder: Path) -> None:
+        atomic_file.write(folder / "run.json", json.dumps({"run": self.identity}) + "\n")
+
+    def _holds_lock(self, folder: Path) -> bool:
+        """Say whether a folder is the one that was claimed, by the file that this process has locked there."""
+        try:
+            return self._lock is not None and os.path.samestat(os.fstat(self._lock.fileno()), os.stat(folder / ".lock"))
+        except OSError:
+            return False
+
+    def rescue(self) -> Path:
+        """Return a folder that can hold what a run whose folder is gone would write: the renamed one, or a new one.
+
+        A new one gets the run's identity and configuration, so that the run resumes there.
+
+        Raises:
+            OSError: If none can be written.
+        """
+        with contextlib.suppress(OSError):
+            if self._lock is not None:
+                renamed = Path(os.readlink(f"/proc/self/fd/{self._lock.fileno()}")).parent
+                if self._holds_lock(renamed) and (renamed / "run.json").exists():
+                    return renamed
+        folder = self._new_folder()
+        self._write_identity(folder)
+        atomic_file.write(folder / self.config.name, self._recorded)
+        return folder
+
+    def _new_folder(self) -> Path:
+        for suffix in ("rescued", *(f"rescued-{number}" for number in range(2, 100))):
+            folder = self.path.with_name(f"{self.path.name}.{suffix}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError:
+                break
+            return folder
+        return Path(tempfile.mkdtemp(prefix="tfpar-"))
 
     def finished(self, run: config.Run) -> dict[str, Any] | None:
         """Return the results of a run that is trained to its end; None if it is not, or is to train more epochs.
@@ -189,6 +257,8 @@ class RunDirectory:
         Raises:
             OSError: If they cannot be written.
         """
+        if self._recorded:
+            self.record(self._recorded)  # which somebody may have removed since
         digests = {path.name: run_files.digest(path) for path in (self.model, self.metrics) if path.exists()}
         of_files = {"run": self.identity, "sha256": digests}
         atomic_file.write(self.results, json.dumps({**results, **of_files}, indent=2) + "\n")

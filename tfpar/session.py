@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from tfpar import callbacks, config, config_use, data, pipeline_view, resume, ru
 from tfpar.checkpoint import Checkpoints
 from tfpar.epoch_table import EpochTable
 from tfpar.figures import line
+from tfpar.folder_watch import FolderWatch
 from tfpar.interruption import interruptible
 from tfpar.run_directory import RunDirectory
 from tfpar.step_summaries import StepSummaries
@@ -99,25 +101,34 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     throughput = callbacks.Throughput()
     metrics_file = callbacks.MetricsFile(directory.metrics)
     table = EpochTable(trainer.validation_data is not None, directory.metrics)
-    with interruptible(trainer):
-        trainer.fit(
-            trainer.train_data,
-            epochs=run.training.epochs,
-            verbose=0,
-            callbacks=[throughput, metrics_file, *_callbacks(run, directory, throughput), table],
-            validation_data=trainer.validation_data,
-            validation_freq=run.training.validation_freq,
-            steps_per_call=None if run.training.steps_per_call == "auto" else run.training.steps_per_call,
-            checkpoints=checkpoints,
-            nonfinite_loss=run.training.nonfinite_loss,
-        )
+    watch = FolderWatch(directory, checkpoints, metrics_file, trainer.interrupt)
+    try:
+        with interruptible(trainer):
+            trainer.fit(
+                trainer.train_data,
+                epochs=run.training.epochs,
+                verbose=0,
+                callbacks=[watch, throughput, metrics_file, *_callbacks(run, directory, throughput), table],
+                validation_data=trainer.validation_data,
+                validation_freq=run.training.validation_freq,
+                steps_per_call=None if run.training.steps_per_call == "auto" else run.training.steps_per_call,
+                checkpoints=checkpoints,
+                nonfinite_loss=run.training.nonfinite_loss,
+            )
+    except OSError:
+        if strategy.is_chief:
+            _require_folder(directory, trainer)  # its loss is the reason
+        raise
     if trainer.interrupted:
         _meet(strategy)
+        if watch.kept_in is not None:
+            raise _gone(directory, "its last checkpoint", watch.kept_in)
         if strategy.is_chief:
             print(f"\nStopped after step {_num_updates(trainer)}; a checkpoint is written.")
         return False
     results = _results(trainer, throughput, metrics_file)
     if strategy.is_chief:
+        _require_folder(directory, trainer)
         trainer.save(directory.model)
         directory.finish(results)
         print(f"\n{run_summary.summary(directory, results)}")
@@ -125,6 +136,25 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
             print(f"\n{trainer.report(results)}")
     _meet(strategy)
     return True
+
+
+def _require_folder(directory: RunDirectory, trainer: Trainer) -> None:
+    """Refuse to end a run in a folder that is gone; save the model where it can be.
+
+    Raises:
+        FileNotFoundError: If it is gone; it says where the model is.
+    """
+    if not directory.is_there():
+        kept_in = directory.rescue()
+        trainer.save(kept_in / directory.model.name)
+        raise _gone(directory, "the model", kept_in)
+
+
+def _gone(directory: RunDirectory, what: str, kept_in: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{directory.path} was removed or renamed while this run trained in it, so the run has stopped, and {what} is "
+        f"in {kept_in}. Resume with --directory {kept_in}."
+    )
 
 
 def audit(run: config.Run, num_workers: int) -> bool:
