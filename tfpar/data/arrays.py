@@ -64,6 +64,7 @@ def from_arrays(
 
         return blocks.batches(read, num_rows, batch_size, batches_per_block=batches_per_block)
 
+    @tf.autograph.experimental.do_not_convert
     def permuted(epoch_seed: tf.Tensor) -> tf.data.Dataset:
         rows = _permutation(num_rows, tf.stack([epoch_seed, seed]), batch_size if shuffle == "batch" else num_rows)
 

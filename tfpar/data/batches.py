@@ -40,6 +40,7 @@ def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
     if isinstance(spec[1], (dict, list, tuple)):
         raise ValueError("class_weight needs a model with one output, but y is a structure: pass sample_weight.")
 
+    @tf.autograph.experimental.do_not_convert
     def weigh(x: Any, y: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tuple[Any, tf.Tensor, tf.Tensor]:
         weights = _look_up(table, _classes(y))
         if sample_weight is not None:

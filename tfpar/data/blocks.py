@@ -83,6 +83,7 @@ def _read_run(
 ) -> tf.data.Dataset:
     block_rows = run.num_batches * run.batch_size
 
+    @tf.autograph.experimental.do_not_convert
     def read_block(first_row: tf.Tensor) -> Any:
         rows = read(first_row, block_rows)
         return rows if run.num_batches == 1 else tf.nest.map_structure(as_batches, rows)

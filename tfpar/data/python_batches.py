@@ -161,7 +161,9 @@ class _Packing:
         def flat() -> Iterator[Any]:
             return map(self._flat, batches())
 
-        return tf.data.Dataset.from_generator(flat, output_signature=self._specs).map(self._packed)
+        return tf.data.Dataset.from_generator(flat, output_signature=self._specs).map(
+            tf.autograph.experimental.do_not_convert(self._packed)
+        )
 
     def _flat(self, batch: Any) -> tuple[Any, ...]:
         leaves = tf.nest.flatten(keras.tree.lists_to_tuples(batch))
@@ -197,6 +199,7 @@ def _without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
     def none(leaf: Any) -> Any:
         return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
+    @tf.autograph.experimental.do_not_convert
     def change(*batch: Any) -> Any:
         return tf.nest.map_structure(none, batch if isinstance(dataset.element_spec, tuple) else batch[0])
 

@@ -162,6 +162,7 @@ class MultiWorker(Replicated):
     def _distribute_shards(self, sharded: Sharded) -> Distributed:
         """Let every worker read its own shards only."""
 
+        @tf.autograph.experimental.do_not_convert
         def split(rows: Any, num_rows: tf.Tensor) -> Any:
             """Cut this worker's rows; a stand-in for none counts nothing."""
             parts, sizes, share, _ = self._split(rows, data.num_rows(rows), self._num_local_replicas, 0)
