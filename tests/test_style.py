@@ -13,7 +13,17 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 350
 # A module imports from its own rung or from those above it. A package (data, strategies) counts as one module.
 LADDER = [
-    ["cores", "figures", "job_secret", "loopback", "notices", "per_model", "quiet"],
+    [
+        "cores",
+        "excerpts",
+        "figures",
+        "job_secret",
+        "loopback",
+        "notices",
+        "per_model",
+        "quiet",
+        "standard_streams",
+    ],
     [
         "atomic_file",
         "_compat_data",
@@ -23,10 +33,22 @@ LADDER = [
         "_compat_metrics",
         "_compat_objectives",
         "slices",
+        "command_start",
         "suggestions",
+        "toml_limits",
         "update_order",
     ],
-    ["_toml", "arguments", "background", "checkpoint_file", "command_line", "config_files", "config_sections", "slurm"],
+    [
+        "_toml",
+        "arguments",
+        "background",
+        "checkpoint_file",
+        "command_line",
+        "config_files",
+        "config_sections",
+        "number_flags",
+        "slurm",
+    ],
     ["json_lines"],
     ["config_data", "run_files"],
     [

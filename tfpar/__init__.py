@@ -5,7 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfpar import _compat_imports, quiet
+from tfpar import command_start
+
+command_start.begin()  # before everything else that takes time
+
+from tfpar import _compat_imports, quiet  # noqa: E402
 
 if TYPE_CHECKING:
     from tfpar.callbacks import LearningRateWarmup, MetricsFile, ReplicaCheck, Throughput

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from tfpar import command_line
+from tfpar.excerpts import quoted
 from tfpar.suggestions import closest
 
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         names = {name.removeprefix("tfpar."): name for name in command_line.COMMANDS}
         near = names.get(closest(arguments[0], names) or "", "tfpar")
         print(
-            f"error: python -m tfpar lists the commands and takes nothing else, received {arguments[0]!r}. "
+            f"error: python -m tfpar lists the commands and takes nothing else, received {quoted(arguments[0])}. "
             f"Write python -m {near}.",
             file=sys.stderr,
         )
@@ -36,4 +37,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    command_line.run_plain(lambda: main(sys.argv[1:]))

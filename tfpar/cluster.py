@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO, cast
 
-from tfpar import quiet
+from tfpar import quiet, standard_streams
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -141,7 +141,8 @@ def native_messages_to(path: Path) -> Iterator[None]:
     terminal = os.dup(2)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     python_stderr = sys.stderr
-    sys.stderr = os.fdopen(os.dup(terminal), "w", buffering=1, errors="backslashreplace")
+    own = os.fdopen(os.dup(terminal), "w", buffering=1, errors="backslashreplace")
+    sys.stderr = cast(TextIO, standard_streams.Stream(own, standard_streams.ignore))
     os.dup2(log, 2)
     os.close(log)
     try:

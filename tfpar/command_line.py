@@ -11,10 +11,13 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
-from absl import flags
+from absl import app, flags
 
 import tfpar
+from tfpar import command_start, standard_streams
+from tfpar.excerpts import COLUMNS, excerpt, quoted
 from tfpar.suggestions import closest
 
 COMMANDS = {
@@ -24,6 +27,7 @@ COMMANDS = {
 _MOST_COLUMNS = 100
 FAILED = 1
 REPEATABLE = 2  # of a worker whose next start would fail in the same way; argparse, too, ends with it
+_LONGEST_NAME = 60  # of a flag
 
 
 def _no_way_out(flag: str) -> str:
@@ -68,6 +72,11 @@ def parse(command: Command, arguments: Sequence[str]) -> list[str]:
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     asked = set(arguments[1:end])
+    for word in arguments[1:end]:
+        name = word.partition("=")[0].lstrip("-")
+        # absl looks for similar names in a time and a depth that grow with the name, and reads any flag file whole.
+        if word.startswith("-") and (len(name) > _LONGEST_NAME or name in ("flagfile", "undefok")):
+            _refuse(command, f"{excerpt(word.partition('=')[0])} is no flag.")
     if asked & {"-h", "-help", "--help", "-?"}:
         print(help_text(command))
         raise SystemExit(0)
@@ -77,8 +86,12 @@ def parse(command: Command, arguments: Sequence[str]) -> list[str]:
     try:
         return [*flags.FLAGS(arguments[:end]), *arguments[end + 1 :]]
     except flags.Error as error:
-        print(f"error: {_sentence(command, error)} See python -m {command.name} --help.", file=sys.stderr)
-        raise SystemExit(code_of_repeatable_error(os.environ)) from None
+        _refuse(command, _sentence(command, error))
+
+
+def _refuse(command: Command, sentence: str) -> NoReturn:
+    print(f"error: {sentence} See python -m {command.name} --help.", file=sys.stderr)
+    raise SystemExit(code_of_repeatable_error(os.environ)) from None
 
 
 def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
@@ -96,18 +109,63 @@ def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
     return REPEATABLE if "TF_CONFIG" in environment or "SLURM_STEP_ID" in environment else FAILED
 
 
+def run(main: Callable[[list[str]], int], flags_parser: Callable[[Sequence[str]], list[str]]) -> NoReturn:
+    """Run a command to its end, the process with it: no way out of it is a traceback that is not a bug.
+
+    Args:
+        main: What the command does; it returns the exit code.
+        flags_parser: Takes the flags out of the command line.
+
+    Raises:
+        SystemExit: With the exit code: that of `main`, 130 after Ctrl-C, 141 where nobody reads its output.
+    """
+    run_plain(lambda: app.run(main, flags_parser=flags_parser))
+
+
+def run_plain(main: Callable[[], int]) -> NoReturn:
+    """Run a command without flags to its end, as `run` does.
+
+    Args:
+        main: What the command does; it returns the exit code, or leaves with it.
+
+    Raises:
+        SystemExit: With the exit code.
+    """
+    standard_streams.install()
+    try:
+        code = _exit_code(main)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        code = command_start.INTERRUPTED
+    except standard_streams.UnwritableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    sys.stderr.flush()
+    command_start.ended()
+    raise SystemExit(code)
+
+
+def _exit_code(main: Callable[[], int]) -> int:
+    try:
+        command_start.imported()
+        return main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+
+
 def _sentence(command: Command, error: flags.Error) -> str:
     if isinstance(error, flags.UnrecognizedFlagError):
         near = closest(error.flagname, command.flags)
         way_out = command.way_out(error.flagname) or (f" Did you mean --{near}?" if near else "")
-        return f"--{error.flagname} is no flag.{way_out}"
+        return f"--{excerpt(error.flagname)} is no flag.{way_out}"
     if refused := re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL):
         name, value = refused.groups()
         allowed = flags.FLAGS[name].parser.syntactic_help or "true or false"
-        return f"--{name} must be {allowed}, received {value!r}."
+        return f"--{name} must be {allowed}, received {quoted(value)}."
     if lacking := re.match(r"Missing value for flag -*(\w+)", str(error)):
         return f"--{lacking[1]} needs a value."
-    return f"{str(error).rstrip('.')}."
+    return f"{excerpt(str(error).rstrip('.'), 2 * COLUMNS)}."
 
 
 def help_text(command: Command) -> str:

@@ -7,9 +7,14 @@ from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 Value = TypeVar("Value")
 OrNone = Annotated[Value | None, BeforeValidator(lambda value: None if value == "none" else value)]
 Text = Annotated[str, Field(min_length=1)]
-ImportPath = Annotated[str, Field(pattern=r"^\w+(\.\w+)+$", examples=["trainers.regression.Regression"])]
-Device = Annotated[str, Field(pattern=r"^(CPU|GPU):[0-9]+$", examples=["GPU:0"])]
+ImportPath = Annotated[
+    str, Field(pattern=r"^\w+(\.\w+)+$", max_length=1000, examples=["trainers.regression.Regression"])
+]
+Device = Annotated[str, Field(pattern=r"^(CPU|GPU):(0|[1-9][0-9]{0,3})$", examples=["GPU:0"])]
 Count = Annotated[int, Field(ge=1)]
+# More is no wish but a mistake, and would take the memory or the days to find that out.
+DeviceCount = Annotated[int, Field(ge=1, le=4096)]
+PartCount = Annotated[int, Field(ge=1, le=65536)]
 Patience = Annotated[int, Field(ge=0)]
 Limit = Annotated[float, Field(gt=0)]
 LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
@@ -62,7 +67,7 @@ class Training(Section):
     """
 
     epochs: int = Field(10, ge=1, description="Passes over the training split.", json_schema_extra=CHANGES_NO_WEIGHT)
-    global_batch_size: int = Field(64, ge=1, description="Examples in one step, over all replicas together.")
+    global_batch_size: int = Field(64, ge=1, lt=2**31, description="Examples in one step, over all replicas together.")
     steps_per_call: Count | Literal["auto"] = Field(
         "auto",
         description="Steps in one call of the compiled function; auto: about a tenth of a second's worth.",
@@ -122,7 +127,7 @@ class Strategy(Section):
         "auto",
         description="auto: multi_worker in a job of several workers, mirrored over GPUs, else single_device.",
     )
-    num_logical_cpus: int = Field(1, ge=1, description="Without GPUs: devices that a worker's CPU is split into.")
+    num_logical_cpus: DeviceCount = Field(1, description="Without GPUs: devices that a worker's CPU is split into.")
     devices: OrNone[Annotated[tuple[Device, ...], Field(min_length=1, strict=False)]] = Field(
         None, description='Only these devices, such as ["GPU:0", "GPU:1"].'
     )
@@ -152,8 +157,8 @@ class Strategy(Section):
         description="multi_worker: how long a worker may be silent before the others give it up.",
         json_schema_extra=CHANGES_NO_WEIGHT,
     )
-    num_stages: OrNone[Count] = Field(None, description="pipeline: parts of the model, one a device.")
-    num_microbatches: OrNone[Count] = Field(None, description="pipeline: parts of every global batch.")
+    num_stages: OrNone[DeviceCount] = Field(None, description="pipeline: parts of the model, one a device.")
+    num_microbatches: OrNone[PartCount] = Field(None, description="pipeline: parts of every global batch.")
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
         "1f1b", description="pipeline: the order of work; interleaved: several stages a device."
     )

@@ -8,25 +8,28 @@ python -m tfpar.launch --num_workers 4 --print slurm -- --config configs/digits.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-from tfpar import batch_systems, command_line, cores
+from tfpar import batch_systems, command_line, command_start, cores, excerpts, slurm
+from tfpar.config_sections import A_WEEK_SECONDS
+from tfpar.excerpts import quoted
 from tfpar.launcher import Job, launch, network
+from tfpar.number_flags import Integer, Number, check_within
 from tfpar.suggestions import closest
 
-_NUM_WORKERS = flags.DEFINE_integer("num_workers", None, "How many workers; worker 0 is the chief.")
-_MAX_RESTARTS = flags.DEFINE_integer(
-    "max_restarts", 0, "How many times all start again after a failure other than of usage."
+_NUM_WORKERS = flags.DEFINE(Integer(), "num_workers", None, "How many workers; worker 0 is the chief.")
+_MAX_RESTARTS = flags.DEFINE(
+    Integer(), "max_restarts", 0, "How many times all start again after a failure other than of usage."
 )
-_CORES_PER_WORKER = flags.DEFINE_integer(
-    "cores_per_worker", None, "Cores and threads of a worker; by default the cores of this machine, divided."
+_CORES_PER_WORKER = flags.DEFINE(
+    Integer(), "cores_per_worker", None, "Cores and threads of a worker; by default the cores of this machine, divided."
 )
-_GRACE_SECONDS = flags.DEFINE_float("grace_seconds", 30.0, "Seconds between the request to stop and SIGKILL.")
+_GRACE_SECONDS = flags.DEFINE(Number(), "grace_seconds", 30.0, "Seconds between the request to stop and SIGKILL.")
 _NETWORK = flags.DEFINE_string(
     "network",
     "open",
@@ -35,8 +38,8 @@ _NETWORK = flags.DEFINE_string(
 )
 _PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
 
-A_WEEK_SECONDS = 7 * 24 * 3600  # in milliseconds it fits the 32 bits of poll
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+MAX_LOCAL_WORKERS = 1024  # each is a process with ports, threads and some hundred megabytes
+MAX_CORES = 8192  # of one machine, the most that Linux knows
 _AFTER_DASHES = (
     "What the workers get follows after --, as in python -m tfpar.launch --num_workers 2 -- --config digits_workers."
 )
@@ -73,16 +76,18 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
         The exit code: 0 when all ended well, 1 on an error here, else that of the worker that failed first, or
-        128 + n when signal n stopped the job.
+        128 + n when signal n stopped the job: 141 (SIGPIPE) when nobody reads the output any more.
     """
     try:
         num_workers, cores_per_worker = _num_workers(), _cores_per_worker()
         words = worker_words(argv[1:])
         if _PRINT.value is not None:
+            check_within("num_workers", num_workers, 1, slurm.MAX_TASKS)
             print(_submission(_PRINT.value, num_workers, ["python", *words], cores_per_worker), end="")
             return 0
         _refuse_other_job()
-        _at_least("max_restarts", _MAX_RESTARTS.value, 0)
+        check_within("num_workers", num_workers, 1, MAX_LOCAL_WORKERS)
+        check_within("max_restarts", _MAX_RESTARTS.value, 0, math.inf)
         _check_grace_seconds()
         if _is_private():
             network.enter_private()
@@ -90,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         return launch(Job(command, num_workers, cores_per_worker, _MAX_RESTARTS.value, _GRACE_SECONDS.value))
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        return command_start.INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -113,41 +118,42 @@ def worker_words(given: Sequence[str]) -> list[str]:
     if first == "-m" and len(given) > 1:
         return list(given)
     if first.endswith(".py") and not first.startswith("-"):
-        if not Path(first).is_file():
-            raise ValueError(f"{first}: there is no such file in {os.getcwd()}. Give the path of the script.")
+        if not os.path.isfile(first):
+            here = excerpts.path(os.getcwd())
+            raise ValueError(f"{excerpts.path(first)}: there is no such file in {here}. Give the path of the script.")
         return list(given)
     if first.startswith("--"):
         return ["-m", "tfpar.train", *given]
     raise ValueError(
         f"After -- comes a flag of tfpar.train such as --config, a script that ends in .py, or -m and a module, "
-        f"received {' '.join(given)!r}."
+        f"received {quoted(' '.join(given))}."
     )
 
 
 def _num_workers() -> int:
     if _NUM_WORKERS.value is None:
         raise ValueError("--num_workers must say how many workers start, and it is not set. Try --num_workers 2.")
-    _at_least("num_workers", _NUM_WORKERS.value, 1)
+    check_within("num_workers", _NUM_WORKERS.value, 1, math.inf)
     return int(_NUM_WORKERS.value)
 
 
 def _cores_per_worker() -> int:
     if _CORES_PER_WORKER.value is None:
         return max(1, cores.num_allowed_cores() // _num_workers())
-    _at_least("cores_per_worker", _CORES_PER_WORKER.value, 1)
+    check_within("cores_per_worker", _CORES_PER_WORKER.value, 1, MAX_CORES)
     return int(_CORES_PER_WORKER.value)
 
 
 def _submission(kind: str, num_workers: int, command: Sequence[str], cores_per_worker: int) -> str:
     printers = {"slurm": batch_systems.slurm_script, "tfjob": batch_systems.tfjob_manifest}
     if kind not in printers:
-        raise ValueError(f"--print must be one of {', '.join(printers)}, received {kind!r}.")
+        raise ValueError(f"--print must be one of {', '.join(printers)}, received {quoted(kind)}.")
     return printers[kind](num_workers, command, cores_per_worker)
 
 
 def _is_private() -> bool:
     if _NETWORK.value not in ("open", "private"):
-        raise ValueError(f"--network must be open or private, received {_NETWORK.value!r}.")
+        raise ValueError(f"--network must be open or private, received {quoted(_NETWORK.value)}.")
     return bool(_NETWORK.value == "private")
 
 
@@ -156,11 +162,6 @@ def _check_grace_seconds() -> None:
         raise ValueError(
             f"--grace_seconds must be from 0 to {A_WEEK_SECONDS} (a week), received {_GRACE_SECONDS.value:g}."
         )
-
-
-def _at_least(name: str, value: float, least: int) -> None:
-    if not value >= least:
-        raise ValueError(f"--{name} must be at least {least}, received {value}.")
 
 
 def _refuse_other_job() -> None:
@@ -176,14 +177,14 @@ def _parse(arguments: Sequence[str]) -> list[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     _, *others = command_line.parse(COMMAND, arguments[:end])
     if others:
-        print(f"error: {others[0]!r} is no flag. {_AFTER_DASHES}", file=sys.stderr)
+        print(f"error: {quoted(others[0])} is no flag. {_AFTER_DASHES}", file=sys.stderr)
         sys.exit(1)
     return [arguments[0], *arguments[end + 1 :]]
 
 
 def run() -> None:
     """Entry point of the console script `tfpar-launch`."""
-    app.run(main, flags_parser=_parse)
+    command_line.run(main, _parse)
 
 
 if __name__ == "__main__":

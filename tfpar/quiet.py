@@ -133,8 +133,12 @@ def without_startup_messages() -> Iterator[None]:
 
     A crash in here ends the process before that; Python's own report of it still reaches the terminal.
     """
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as terminal:
+    if not _is_open(2):
+        yield
+        return
+    _flush_errors()
+    # Without a buffer: what cannot be written, as on a full disk, must not fail again when it is closed.
+    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb", buffering=0) as terminal:
         reports_crashes = not faulthandler.is_enabled()
         if reports_crashes:
             faulthandler.enable(terminal.fileno())
@@ -142,14 +146,29 @@ def without_startup_messages() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stderr.flush()
+            _flush_errors()
             os.dup2(terminal.fileno(), 2)
             if reports_crashes:
                 faulthandler.disable()
             held.seek(0)
-            for line in held:
-                if not is_startup_message(line.decode(errors="replace").rstrip("\n")):
-                    terminal.write(line)
+            with contextlib.suppress(OSError):
+                for line in held:
+                    if not is_startup_message(line.decode(errors="replace").rstrip("\n")):
+                        terminal.write(line)
+
+
+def _flush_errors() -> None:
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None:  # as where it was closed when Python started
+            sys.stderr.flush()
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _has_gpu() -> bool:

@@ -12,7 +12,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import callbacks, config, config_use, data, pipeline_view, resume, run_header, run_summary, strategies
+from tfpar import (
+    callbacks,
+    config,
+    config_use,
+    data,
+    pipeline_view,
+    resume,
+    run_header,
+    run_summary,
+    standard_streams,
+    strategies,
+)
 from tfpar.checkpoint import Checkpoints
 from tfpar.epoch_table import EpochTable
 from tfpar.figures import line
@@ -98,6 +109,13 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
         print(line("", resume.describe(run, directory, position), 0), end="\n\n", flush=True)
     if broken:
         print(line("", run_summary.written_again(broken), 0), end="\n\n", flush=True)
+    with standard_streams.outlived(trainer.interrupt):
+        return _fit_and_save(run, directory, trainer, checkpoints)
+
+
+def _fit_and_save(run: config.Run, directory: RunDirectory, trainer: Any, checkpoints: Checkpoints) -> bool:
+    """Train to the end or to an interruption, and write the results; return whether it came to its end."""
+    strategy = trainer.strategy
     throughput = callbacks.Throughput()
     metrics_file = callbacks.MetricsFile(directory.metrics)
     table = EpochTable(trainer.validation_data is not None, directory.metrics)

@@ -9,9 +9,20 @@ import shlex
 import sys
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-from tfpar import command_line, config, config_files, run_summary, tf_config
+from tfpar import (
+    command_line,
+    command_start,
+    config,
+    config_files,
+    excerpts,
+    run_summary,
+    standard_streams,
+    tf_config,
+)
+from tfpar.excerpts import excerpt, quoted
+from tfpar.number_flags import Integer, check_within
 from tfpar.run_directory import RunDirectory
 from tfpar.suggestions import closest
 
@@ -19,10 +30,10 @@ _CONFIG = flags.DEFINE_string("config", None, "Name below, or a TOML file of you
 _SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.")
 _DIRECTORY = flags.DEFINE_string("directory", None, "Folder of the run; by default runs/<name of the config>.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved run and exit, without TensorFlow.")
-_AUDIT = flags.DEFINE_integer("audit", None, "Count what each of so many workers would read in an epoch, and exit.")
+_AUDIT = flags.DEFINE(Integer(), "audit", None, "Count what each of so many workers would read in an epoch, and exit.")
 _TRACE = flags.DEFINE_bool("trace", False, "Pipelines: measure when each action runs, and draw it below the plan.")
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+MAX_AUDITED = 4096  # workers
 
 
 def _details() -> str:
@@ -72,7 +83,7 @@ def main(argv: list[str]) -> int:
 
     Returns:
         The exit code: 0 when trained, 1 on an error (2 for a worker where the error would come again), 130 when
-        interrupted (with a checkpoint to resume from).
+        interrupted and 141 when nobody reads the output any more, both with a checkpoint to resume from.
     """
     try:
         if len(argv) > 1:
@@ -88,9 +99,10 @@ def main(argv: list[str]) -> int:
             print(config.dump(run), end="")
             return 0
         if _AUDIT.value is not None:
+            check_within("audit", _AUDIT.value, 1, MAX_AUDITED)
             return _audit(run, _AUDIT.value)
         job = tf_config.from_environment(os.environ)
-        directory = RunDirectory(_DIRECTORY.value or Path("runs") / (file.stem if file else "default"))
+        directory = RunDirectory(_run_folder(file))
         if job is not None and job.role == "evaluator":
             return _evaluate(run, directory)
         if job is not None and job.num_workers > 1:
@@ -105,9 +117,9 @@ def main(argv: list[str]) -> int:
         return _train(run, directory, is_chief)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        return command_start.INTERRUPTED
     except Exception as error:
-        sentence = _sentence(error)
+        sentence = _sentence(error, _DIRECTORY.value)
         if sentence is None:
             raise
         for line in sentence.splitlines():
@@ -116,31 +128,52 @@ def main(argv: list[str]) -> int:
         return command_line.code_of_repeatable_error(os.environ) if is_repeatable else command_line.FAILED
 
 
+def _run_folder(file: Path | None) -> Path:
+    """Return the folder of the run; a name that the system cannot have is refused here, where its flag is known."""
+    given = _DIRECTORY.value
+    if given is not None and not given.strip():
+        raise ValueError("--directory must name a folder, received an empty name. Leave it out for runs/<config>.")
+    folder = Path("runs", file.stem if file else "default") if given is None else Path(given)
+    try:
+        os.stat(folder)
+    except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            name = "--directory" if given is not None else "The folder of the run"
+            raise ValueError(
+                f"{name} must be a path that the system can have, received {excerpts.path(folder)}: "
+                f"{os.strerror(error.errno)}."
+            ) from None
+    return folder
+
+
 def _surplus(word: str) -> str:
     flag = "set" if "=" in word else "config" if word in config_files.names() or word.endswith(".toml") else None
-    way_out = f"Did you mean --{flag} {word}?" if flag else "See python -m tfpar.train --help."
-    return f"There are flags only, received {word!r}. {way_out}"
+    way_out = f"Did you mean --{flag} {excerpt(word)}?" if flag else "See python -m tfpar.train --help."
+    return f"There are flags only, received {quoted(word)}. {way_out}"
 
 
 def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
     from tfpar import cluster
 
     # Workers other than the chief may have no disk to write on.
-    with cluster.native_messages_to(directory.native_log if is_chief else Path(os.devnull)):
-        from tfpar import session
+    messages = cluster.native_messages_to(directory.native_log if is_chief else Path(os.devnull))
+    with messages, standard_streams.outlived():
+        with command_start.importing():
+            from tfpar import session
 
         trained = session.train(run, directory, trace=_TRACE.value)
-    if not trained and is_chief:
+    if not trained and is_chief and not standard_streams.unread():
         command = shlex.join(["python", "-m", "tfpar.train", *sys.argv[1:]])
         print(f"Resume with the same command:\n  {command}")
-    return 0 if trained else INTERRUPTED
+    return 0 if trained else standard_streams.UNREAD if standard_streams.unread() else command_start.INTERRUPTED
 
 
 def _audit(run: config.Run, num_workers: int) -> int:
     from tfpar import cluster
 
     with cluster.native_messages_to(Path(os.devnull)):
-        from tfpar import session
+        with command_start.importing():
+            from tfpar import session
 
         return 0 if session.audit(run, num_workers) else 1
 
@@ -149,20 +182,29 @@ def _evaluate(run: config.Run, directory: RunDirectory) -> int:
     from tfpar import cluster
 
     with cluster.native_messages_to(Path(os.devnull)):
-        from tfpar import evaluator
+        with command_start.importing():
+            from tfpar import evaluator
 
-        return 0 if evaluator.evaluate_checkpoints(run, directory) else INTERRUPTED
+        return 0 if evaluator.evaluate_checkpoints(run, directory) else command_start.INTERRUPTED
 
 
-def _sentence(error: Exception) -> str | None:
-    """Return what to tell the user of an error; None for one that is ours and needs its traceback."""
+def _sentence(error: Exception, directory: str | None) -> str | None:
+    """Return what to tell the user of an error; None for one that is ours and needs its traceback.
+
+    Args:
+        error: The error.
+        directory: What `--directory` says.
+    """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return (
             f"The disk must have room for the run, and {error.filename or 'a file of the run'} could not be written: "
             f"{os.strerror(error.errno)}. Free some space and repeat the command: it resumes from the last checkpoint."
         )
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return f"{error.filename}: {os.strerror(error.errno)}. Choose a --directory that can be written."
+        name = os.fsdecode(error.filename)
+        is_of_run = name.startswith(directory or "runs")
+        way_out = "Choose a --directory that can be written." if is_of_run else "Correct the path, or its permissions."
+        return f"{excerpts.path(name)}: {os.strerror(error.errno)}. {way_out}"
     if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ImportError):
         return str(error)
     return None
@@ -170,7 +212,7 @@ def _sentence(error: Exception) -> str | None:
 
 def run() -> None:
     """Entry point of the console script `tfpar-train`."""
-    app.run(main, flags_parser=functools.partial(command_line.parse, COMMAND))
+    command_line.run(main, functools.partial(command_line.parse, COMMAND))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfpar import command_line
+
 if TYPE_CHECKING:
     import tensorflow as tf
 
@@ -97,18 +99,22 @@ def _digits() -> tuple[Any, Any]:
     return (found.images * (255 / 16)).round().astype("uint8")[..., None], found.target.astype("int32")
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> int:
     """Write all samples.
 
     Args:
         arguments: The folder to write into, or nothing.
+
+    Returns:
+        The exit code, 0.
     """
     directory = Path(arguments[0] if arguments else "samples")
     write_digits(directory / "digits")
     write_breast_cancer(directory / "breast_cancer")
     write_diabetes(directory / "diabetes")
     print(f"Samples are in {directory}.")
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    command_line.run_plain(lambda: main(sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ class Sink:
         self.descriptor = descriptor
         self.is_terminal = os.isatty(descriptor)
         self.is_broken = False
+        self.is_unread = False
         self._pending = bytearray()
 
     @property
@@ -64,14 +66,15 @@ class Sink:
                 written = os.write(self.descriptor, self._pending[: select.PIPE_BUF])
                 del self._pending[:written]
             elif events:  # an error: nobody reads any more
-                self._break()
+                self._break(is_unread=True)
         except BlockingIOError:
             pass  # somebody else who writes there was faster
-        except OSError:
-            self._break()
+        except OSError as error:
+            # A full disk below a log file is no reason to stop a job; a reader that is gone is a request to.
+            self._break(is_unread=error.errno != errno.ENOSPC)
 
-    def _break(self) -> None:
-        self.is_broken = True
+    def _break(self, is_unread: bool) -> None:
+        self.is_broken, self.is_unread = True, is_unread
         self._pending.clear()
 
 
@@ -123,9 +126,12 @@ class Outputs:
             ready: What the poll told: events by file descriptor.
         """
         for sink in self._sinks:
+            was_broken = sink.is_broken
             sink.write_some(ready.get(sink.descriptor, 0))
-            if sink.is_broken:
+            if sink.is_unread:
                 self._requests.note(signal.SIGPIPE)
+            elif sink.is_broken and not was_broken:
+                self.say("The disk below standard output or error is full: the job goes on, and its lines are lost.")
 
     def write_rest(self) -> None:
         """Write what is pending, however long that takes; once the job was asked to stop, only for a moment."""

@@ -1,0 +1,139 @@
+"""Received values as error messages show them: on one line, and never longer than some 80 characters.
+
+A message that repeats what it received whole could be as long as a file, move the cursor of a terminal, or fail itself:
+Python refuses to print integers of more than 4,300 digits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+COLUMNS = 80
+MAX_SENTENCE = 300  # characters of an error message about one problem
+MAX_PROBLEMS = 8  # of one input; who has more repairs these first
+_ITEMS, _LEVELS = 40, 6
+_MAX_BITS = 256
+
+
+def excerpt(text: str, columns: int = COLUMNS) -> str:
+    r"""Return the beginning of a text on one line, with unprintable characters escaped.
+
+    Args:
+        text: Any text, of any length.
+        columns: The longest result, in characters.
+
+    Example:
+        >>> print(excerpt("two\nlines"), excerpt("0123456789", columns=6))
+        two\nlines 012...
+    """
+    shown = "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[: columns + 1])
+    return shown if len(shown) <= columns else shown[: columns - 3] + "..."
+
+
+def quoted(value: object, columns: int = COLUMNS) -> str:
+    """Return a value as Python writes it, shortened: the `repr` of error messages.
+
+    Args:
+        value: Anything.
+        columns: The longest result, in characters.
+
+    Example:
+        >>> quoted("node1"), quoted("x" * 1000)[-4:]
+        ("'node1'", "...'")
+    """
+    if isinstance(value, str):
+        whole = repr(value[: columns + 1])
+        return whole if len(whole) <= columns and len(value) <= columns else f"{whole[: columns - 4]}...{whole[-1]}"
+    return excerpt(_Repr().repr(value), columns)
+
+
+def toml(value: object) -> str:
+    """Return a value as TOML writes it, shortened; None is the word "none".
+
+    Args:
+        value: What a TOML file can hold, or None.
+
+    Example:
+        >>> toml(("GPU:0", True, 1.5))
+        '["GPU:0", true, 1.5]'
+    """
+    text = json.dumps("none" if value is None else _pruned(value, _LEVELS), default=str, ensure_ascii=False)
+    return excerpt(text)
+
+
+def path(name: str | os.PathLike[str]) -> str:
+    """Return a path as messages show it: the end of a long one says more than its beginning.
+
+    Args:
+        name: The path.
+
+    Example:
+        >>> path("runs/digits")
+        'runs/digits'
+    """
+    text = os.fspath(name)
+    return excerpt(text) if len(text) <= COLUMNS else "..." + excerpt(text[3 - COLUMNS :], COLUMNS - 3)
+
+
+def listed(names: Iterable[str], columns: int = 2 * COLUMNS) -> str:
+    """Return names with commas between them, as many as fit.
+
+    Args:
+        names: Our own names, or those that a message has shortened already.
+        columns: The longest result, in characters.
+
+    Example:
+        >>> listed(["one", "two", "three"], columns=12)
+        'one, ...'
+    """
+    text = ", ".join(names)
+    return text if len(text) <= columns else text[: columns - 5].rpartition(", ")[0] + ", ..."
+
+
+def first_problems(problems: Sequence[str]) -> list[str]:
+    """Return the first few of many problems, one sentence each, and how many more there are.
+
+    Args:
+        problems: Any number of sentences.
+
+    Example:
+        >>> first_problems(["a."] * 10)[-1]
+        'There are 2 more problems.'
+    """
+    more = len(problems) - MAX_PROBLEMS
+    if more <= 0:
+        return list(problems)
+    return [*problems[:MAX_PROBLEMS], f"There {'is' if more == 1 else 'are'} {more} more problem{'s' * (more > 1)}."]
+
+
+def _pruned(value: Any, levels: int) -> Any:
+    """Return what is enough of a value to fill a line, without what `json` cannot write."""
+    if isinstance(value, str):
+        return value[: COLUMNS + 1]
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return _large_integer(value)
+    if isinstance(value, Mapping):
+        kept = list(value.items())[:_ITEMS] if levels else []
+        return {str(key)[:COLUMNS]: _pruned(item, levels - 1) for key, item in kept} if levels else "..."
+    if isinstance(value, list | tuple):
+        return [_pruned(item, levels - 1) for item in value[:_ITEMS]] if levels else "..."
+    return value
+
+
+def _large_integer(value: int) -> str:
+    return f"{'-' * (value < 0)}0x{abs(value) >> max(0, value.bit_length() - 64):x}..."
+
+
+class _Repr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = COLUMNS
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = _ITEMS
+        self.maxlevel = _LEVELS
+
+    def repr_int(self, value: int, level: int) -> str:
+        return _large_integer(value) if value.bit_length() > _MAX_BITS else super().repr_int(value, level)
