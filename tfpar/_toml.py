@@ -3,7 +3,7 @@
 The words for what is allowed come from the JSON schema, so that no error text repeats a limit that may change.
 """
 
-import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +14,13 @@ from pydantic import ValidationError
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import ErrorDetails, core_schema
 
+from tfpar import excerpts
+from tfpar.excerpts import MAX_PROBLEMS, excerpt
 from tfpar.suggestions import closest
+from tfpar.toml_limits import MAX_BYTES, MAX_LEVELS, parse
 
 Tables = dict[str, Any]
+show = excerpts.toml
 _TYPE_WORDS = {
     "integer": "an integer",
     "number": "a finite number",
@@ -60,21 +64,27 @@ def read(path: str | Path) -> Tables:
         ValueError: it is not valid TOML; the sentence names the line.
     """
     path = Path(path)
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "nothing there"
+    name = f'"{excerpts.path(path)}"'
+    if not os.path.isfile(path):
+        found = "a folder" if os.path.isdir(path) else "nothing there"
         near = closest(path.name, [other.name for other in path.parent.glob("*.toml")])
         way_out = f'did you mean "{path.with_name(near)}"?' if near else "check the path."
-        raise FileNotFoundError(f'The configuration file "{path}" must exist, found {found}: {way_out}')
-    content = path.read_bytes()
+        raise FileNotFoundError(f"The configuration file {name} must exist, found {found}: {way_out}")
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"{name} must have at most {MAX_BYTES:,} bytes as a configuration, and it has more.")
     try:
-        return tomllib.loads(content.decode("utf-8-sig"))
+        return parse(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
-        raise ValueError(f'"{path}", line {line}, is not UTF-8 text: save the file as UTF-8.') from None
+        raise ValueError(f"{name}, line {line}, is not UTF-8 text: save the file as UTF-8.") from None
     except tomllib.TOMLDecodeError as error:
         end = f"at line {len(content.splitlines())}, the end of the file"
-        problem = str(error).replace("at end of document", end)
-        raise ValueError(f'"{path}" is not valid TOML: {problem}. Correct that line.') from None
+        problem = excerpt(str(error).replace("at end of document", end), 2 * excerpts.COLUMNS)
+        raise ValueError(f"{name} is not valid TOML: {problem}. Correct that line.") from None
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
 
 
 def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
@@ -95,28 +105,46 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
     """
     key, equals, value = (part.strip() for part in text.partition("="))
     *parents, last = key.split(".")
+    shown, name = excerpt(text), excerpt(key, excerpts.COLUMNS // 2)
     if not equals or not all([*parents, last]):
-        raise ValueError(f'An override must read section.key=value, received "{text}": write training.epochs=3.')
+        raise ValueError(f'An override must read section.key=value, received "{shown}": write training.epochs=3.')
+    if len(parents) >= MAX_LEVELS:
+        raise ValueError(f'An override must name a key at most {MAX_LEVELS} levels deep, received "{shown}".')
+    if len(text) > MAX_BYTES or not _is_unicode(text):
+        what = "is longer than a configuration may be" if len(text) > MAX_BYTES else "is not UTF-8 text"
+        raise ValueError(f'The override "{shown}" {what}: correct it.')
     if not value:
-        raise ValueError(f'The override "{text}" has no value: write {key}=value, or {key}=none to unset what can be.')
+        raise ValueError(
+            f'The override "{shown}" has no value: write {name}=value, or {name}=none to unset what can be.'
+        )
     if key in sections:
-        raise ValueError(f'The override "{text}" names the whole section {key}: set its keys, {key}.key=value.')
+        raise ValueError(f'The override "{shown}" names the whole section {name}: set its keys, {name}.key=value.')
     table = tables
     for part in parents:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ValueError(f'The override "{text}" goes below {part}, which is a value: set {part} itself.')
-    table[last] = _value(text, value)
+            below = excerpt(part, excerpts.COLUMNS // 2)
+            raise ValueError(f'The override "{shown}" goes below {below}, which is a value: set {below} itself.')
+    table[last] = _value(shown, value)
 
 
-def _value(text: str, value: str) -> Any:
+def _value(shown: str, value: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {value}")
+        parsed = parse(f"value = {value}")
     except tomllib.TOMLDecodeError:
         if value[0] in "\"'[{":
-            raise ValueError(f'The override "{text}" opens a TOML value that is not valid: check {value}.') from None
+            raise ValueError(
+                f'The override "{shown}" opens a TOML value that is not valid: check {excerpt(value)}.'
+            ) from None
         return value
+    except ValueError as error:
+        raise ValueError(f'The override "{shown}" {error}') from None
     return parsed["value"] if len(parsed) == 1 else value
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8: an argument of a command line may hold other bytes."""
+    return not any(0xD800 <= ord(one) <= 0xDFFF for one in text)
 
 
 def write(tables: Mapping[str, Any]) -> str:
@@ -136,16 +164,6 @@ def _without_none(value: Any) -> Any:
     return "none" if value is None else value
 
 
-def show(value: Any) -> str:
-    """A value as TOML writes it, shortened to one line of at most 80 characters.
-
-    >>> show(("GPU:0", True, 1.5))
-    '["GPU:0", true, 1.5]'
-    """
-    text = json.dumps("none" if value is None else value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def sentences(error: ValidationError, tables: Tables, schema: Mapping[str, Any]) -> list[str]:
     """One sentence for each problem that pydantic found in `tables`.
 
@@ -158,7 +176,13 @@ def sentences(error: ValidationError, tables: Tables, schema: Mapping[str, Any])
         Sentences, each with the path of the key, the value received, what is allowed and the default.
     """
     # One problem of a union gives an error for each of its members: the same sentence, kept once.
-    return list(dict.fromkeys(line for detail in error.errors() for line in _lines(detail, tables, schema)))
+    found: dict[str, None] = {}
+    details = error.errors(include_url=False, include_input=False)
+    for index, detail in enumerate(details):
+        found |= dict.fromkeys(_lines(detail, tables, schema))
+        if len(found) >= MAX_PROBLEMS and index + 1 < len(details):
+            return [*list(found)[:MAX_PROBLEMS], "There are more problems: correct these first."]
+    return excerpts.first_problems(list(found))
 
 
 def _lines(detail: ErrorDetails, tables: Tables, schema: Mapping[str, Any]) -> Iterator[str]:
@@ -166,16 +190,18 @@ def _lines(detail: ErrorDetails, tables: Tables, schema: Mapping[str, Any]) -> I
         yield from str(detail["ctx"]["error"]).splitlines()
         return
     path, value, node, parent = _locate(detail["loc"], tables, schema)
-    name = ".".join(path)
+    name = excerpt(".".join(path), excerpts.COLUMNS // 2)
     if detail["type"] == "extra_forbidden":
         allowed = parent.get("properties", {})
         near = _closest_key(path, allowed, schema)
         way_out = f"did you mean {near}?" if near else "rename or remove it."
-        yield f"{name} = {show(value)} is not a known key: {way_out} Allowed here: {', '.join(allowed)}."
+        sentence = f"{name} = {show(value)} is not a known key: {way_out} Allowed here: "
+        # A section of many keys does not fit into a sentence; the nearest is there already.
+        yield sentence + excerpts.listed(allowed, excerpts.MAX_SENTENCE - len(sentence) - 1) + "."
     elif detail["type"] == "missing":
         yield f"{name} is missing: set it to {_allowed(node, schema)}."
     elif detail["type"] in ("value_error", "assertion_error"):  # a rule of a user's own model
-        yield f"{name} = {show(value)} is refused: {detail['ctx']['error']}"
+        yield f"{name} = {show(value)} is refused: {excerpt(str(detail['ctx']['error']), 2 * excerpts.COLUMNS)}"
     else:
         default = f" (default {show(node['default'])})" if not isinstance(node.get("default", {}), dict) else ""
         near = closest(value, _words(node, schema)) if isinstance(value, str) else None
@@ -217,9 +243,14 @@ def _closest_key(path: Sequence[str], allowed: Mapping[str, Any], schema: Mappin
         return elsewhere
     near = closest(path[-1], allowed.keys())
     if near is None and len(path) > 1:  # a table of the section that takes any key, as optimizer.settings
-        tables = (key for key, node in allowed.items() if "anyOf" in (node.get("additionalProperties") or ()))
+        tables = (key for key, node in allowed.items() if _takes_any_key(node))
         near = next((f"{table}.{path[-1]}" for table in tables), None)
     return elsewhere if near is None else ".".join([*path[:-1], near])
+
+
+def _takes_any_key(node: Mapping[str, Any]) -> bool:
+    values = node.get("additionalProperties")  # false, true for values of any kind, or a schema of them
+    return isinstance(values, Mapping) and "anyOf" in values
 
 
 def _words(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:

@@ -215,7 +215,7 @@ def _training_problems(run: Run) -> Iterator[str]:
         yield f"{frequency} needs a moving average: set training.ema_momentum, such as 0.99, or leave both out."
     watched = callbacks.early_stopping_patience is not None or callbacks.reduce_learning_rate_patience is not None
     if watched and callbacks.monitor.startswith("val_") and run.data.validation_split is None:
-        monitor = f'callbacks.monitor = "{callbacks.monitor}"'
+        monitor = f"callbacks.monitor = {_toml.show(callbacks.monitor)}"
         yield f'{monitor} is not measured with data.validation_split = "none": set a split, or monitor "loss".'
     # Two places for one value would let one silently win.
     homes = {"learning_rate": "optimizer.learning_rate", "use_ema": "training.ema_momentum"}

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from tfpar import _toml
 from tfpar.config_sections import Count, ImportPath, OrNone, Section, Text
+from tfpar.excerpts import excerpt
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 Names = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
@@ -168,7 +169,8 @@ def _source_problems(data: Data) -> Iterator[str]:
         for role in ("input_key", "label_key"):
             key = getattr(data, role)
             if key not in data.features:
-                yield f'data.{role} = "{key}" is not declared: add [data.features.{key}], or change data.{role}.'
+                section = excerpt(f"data.features.{key}")
+                yield f"data.{role} = {_toml.show(key)} is not declared: add [{section}], or change data.{role}."
     if data.source == "python_source" and data.normalization != "none":
         normalization = f'data.normalization = "{data.normalization}"'
         yield f'{normalization} is for measured values, but data.source = "python_source" gives bytes: set "none".'
@@ -187,8 +189,8 @@ def _split_problems(data: Data) -> Iterator[str]:
         )
     elif data.source in ("generated", "python") and data.validation_split not in (None, "test"):
         yield (
-            f'data.validation_split = "{data.validation_split}" names stored data, but data.source = "{data.source}" '
-            'has none of that name: leave it out, or set "none" to train without validation.'
+            f"data.validation_split = {_toml.show(data.validation_split)} names stored data, but data.source = "
+            f'"{data.source}" has none of that name: leave it out, or set "none" to train without validation.'
         )
 
 
@@ -196,8 +198,8 @@ def _image_problems(data: Data) -> Iterator[str]:
     for key, feature in data.features.items():
         if feature.dtype in ("jpeg", "png") and (len(feature.shape) != 3 or feature.shape[2] not in (1, 3)):
             yield (
-                f"data.features.{key}.shape = {_toml.show(feature.shape)} must be [height, width, channels] with 1 or "
-                f'3 channels, as its dtype is "{feature.dtype}".'
+                f"{excerpt(f'data.features.{key}')}.shape = {_toml.show(feature.shape)} must be [height, width, "
+                f'channels] with 1 or 3 channels, as its dtype is "{feature.dtype}".'
             )
     if data.crop_to_aspect_ratio and data.pad_to_aspect_ratio:
         yield "data.crop_to_aspect_ratio and data.pad_to_aspect_ratio exclude each other: set one of them."
@@ -216,7 +218,10 @@ def _label_problems(data: Data) -> Iterator[str]:
     if data.class_names is not None and len(data.class_names) < 2:
         yield f"data.class_names = {_toml.show(data.class_names)} must name at least 2 classes."
     if data.label_key in (data.columns or ()):
-        yield f'data.label_key = "{data.label_key}" is in data.columns too, and would predict itself: remove it there.'
+        yield (
+            f"data.label_key = {_toml.show(data.label_key)} is in data.columns too, and would predict itself: "
+            "remove it there."
+        )
 
 
 def _division_problems(data: Data) -> Iterator[str]:

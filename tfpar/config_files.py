@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from tfpar import excerpts
+from tfpar.excerpts import quoted
 from tfpar.suggestions import did_you_mean
 
 # In a clone a link to configs/, in an installed package a folder.
@@ -53,19 +55,19 @@ def find(name_or_path: str) -> Path:
         'digits.toml'
     """
     path = Path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(path):  # False also for a name that is too long for the system
         return path
     is_path = path.suffix == ".toml" or os.sep in name_or_path
     if is_path and path.stem in names():
         raise FileNotFoundError(
-            f'The configuration file "{path}" must exist, found nothing there: write {path.stem} for the '
-            "configuration of that name that comes with tfpar."
+            f'The configuration file "{excerpts.path(path)}" must exist, found nothing there: write {path.stem} '
+            "for the configuration of that name that comes with tfpar."
         )
     if is_path:
         return path  # whoever reads it says what is there
     if name_or_path not in names():
         raise FileNotFoundError(
-            f"A configuration is a TOML file or one of {', '.join(names())}, received {name_or_path!r}."
-            f"{did_you_mean(name_or_path, names())}"
+            f"A configuration is a TOML file or one of {excerpts.listed(names(), 180)}, received "
+            f"{quoted(name_or_path, 40)}.{did_you_mean(name_or_path, names())}"
         )
     return FOLDER / f"{name_or_path}.toml"

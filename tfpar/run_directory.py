@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tfpar import atomic_file, config, run_files
+from tfpar.excerpts import excerpt
 
 _NOT_SET = "not set"
 _OF_FILES = ("run", "sha256")  # in results.json, beside the figures
@@ -267,14 +268,14 @@ class RunDirectory:
         """Return the run that the folder holds; refuse one that trains other weights."""
         there = self._load()
         differing = [
-            f"{key} is {old} there and {new} now"
+            f"{excerpt(key, 40)} is {excerpt(str(old), 40)} there and {excerpt(str(new), 40)} now"
             for key, old, new in changes(there, run)
             if config.changes_weights(key)
         ]
         if differing:
             raise ValueError(
-                f"{self.path} holds another configuration's run ({'; '.join(differing[:3])}). Choose another "
-                f"--directory, or repeat that run with --config {self.config}, or delete the folder."
+                f"{self.path} holds another configuration's run ({excerpt('; '.join(differing[:3]), 140)}). Choose "
+                f"another --directory, or repeat that run with --config {self.config}, or delete the folder."
             )
         return there
 

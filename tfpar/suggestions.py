@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST = 200
+
 
 def closest(word: str, names: Iterable[str]) -> str | None:
     """Return the name that a word most likely stands for.
@@ -26,6 +28,8 @@ def closest(word: str, names: Iterable[str]) -> str | None:
         >>> closest("batch_size", ["epochs", "global_batch_size"])
         'global_batch_size'
     """
+    if len(word) > _LONGEST:  # no name is near, and to find that out would take seconds
+        return None
     by_plain = {_plain(name): name for name in reversed(list(names))}
     plain = _plain(word)
     if plain in by_plain:

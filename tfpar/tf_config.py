@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import ipaddress
+import itertools
 import json
 import os
 import re
@@ -20,8 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from tfpar import slurm
+from tfpar.excerpts import MAX_PROBLEMS, excerpt, quoted
 
 JOB_TYPES = ("chief", "worker", "evaluator")
+_MAX_TEXT = 1 << 20
+_LONGEST_HOST = 253  # RFC 1035
 _ADDRESS = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]{1,9})")
 
 
@@ -116,18 +120,29 @@ def parse(text: str) -> Job:
         Job(addresses=('a:1', 'b:1'), rank=1, role='worker')
     """
     try:
+        if len(text) > _MAX_TEXT:
+            raise ValueError("more than a million characters")
         described = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"TF_CONFIG must be JSON, received {text[:200]!r}: {error.msg} at line {error.lineno}, column "
+            f"TF_CONFIG must be JSON, received {quoted(text)}: {error.msg} at line {error.lineno}, column "
             f"{error.colno}; correct it, or unset TF_CONFIG to train on one worker."
+        ) from None
+    except (RecursionError, ValueError):
+        raise ValueError(
+            f"TF_CONFIG must list the addresses of a job, received {quoted(text)}, which is too long, too deep or has "
+            "an integer of thousands of digits; correct it, or unset TF_CONFIG to train on one worker."
         ) from None
     if not isinstance(described, dict):
         raise ValueError(
-            f'TF_CONFIG must be an object with "cluster" and "task", received {text[:200]}; '
+            f'TF_CONFIG must be an object with "cluster" and "task", received {excerpt(text)}; '
             "write it so, or unset TF_CONFIG to train on one worker."
         )
-    mistakes = [*_cluster_mistakes(described), *_task_mistakes(described)]
+    # Of a million mistakes only the first are looked for.
+    found = itertools.chain(_cluster_mistakes(described), _task_mistakes(described))
+    mistakes = list(itertools.islice(found, MAX_PROBLEMS + 1))
+    if len(mistakes) > MAX_PROBLEMS:
+        mistakes[MAX_PROBLEMS:] = ["There are more mistakes: correct these first."]
     if mistakes:
         raise ValueError("\n".join(mistakes))
     return _job(described["cluster"], described["task"])
@@ -145,7 +160,7 @@ def _job(cluster: dict[str, list[str]], task: dict[str, Any]) -> Job:
 def _cluster_mistakes(described: dict[str, Any]) -> Iterator[str]:
     cluster = described.get("cluster")
     if not isinstance(cluster, dict) or not cluster:
-        received = "none" if "cluster" not in described else repr(cluster)
+        received = "none" if "cluster" not in described else quoted(cluster)
         yield (
             f'TF_CONFIG must have a "cluster" that lists the addresses of all workers, received {received}; write '
             '"cluster": {"worker": ["host:port", ...]}, or unset TF_CONFIG to train on one worker.'
@@ -155,48 +170,60 @@ def _cluster_mistakes(described: dict[str, Any]) -> Iterator[str]:
         yield from _job_type_mistakes(job_type, addresses)
     if not {"chief", "worker"} & cluster.keys():
         yield (
-            f'"cluster" must have a worker or a chief, received {", ".join(cluster)} only; list those that train as '
-            '"worker".'
+            f'"cluster" must have a worker or a chief, received {excerpt(", ".join(cluster))} only; list those '
+            'that train as "worker".'
         )
     listed = [address for addresses in cluster.values() if isinstance(addresses, list) for address in addresses]
     counts = collections.Counter(address for address in listed if isinstance(address, str))
     for address, count in counts.items():
         if count > 1:
-            yield f'"cluster" must name each address once, received {address!r} {count} times; give each its own port.'
+            yield (
+                f'"cluster" must name each address once, received {quoted(address)} {count} times; '
+                "give each its own port."
+            )
 
 
 def _job_type_mistakes(job_type: str, addresses: object) -> Iterator[str]:
     if job_type not in JOB_TYPES:
         hint = "tfpar has no parameter servers, so leave it out" if job_type == "ps" else "rename it or leave it out"
-        yield f'"cluster" may have {", ".join(JOB_TYPES)}, received {job_type!r}; {hint}.'
+        yield f'"cluster" may have {", ".join(JOB_TYPES)}, received {quoted(job_type)}; {hint}.'
         return
     if not isinstance(addresses, list) or not addresses:
         yield (
-            f'"cluster" must give each job type a list of addresses, received {addresses!r} for {job_type!r}; write '
-            f'"{job_type}": ["host:port", ...], or leave {job_type!r} out.'
+            f'"cluster" must give each job type a list of addresses, received {quoted(addresses)} for {job_type!r}; '
+            f'write "{job_type}": ["host:port", ...], or leave {job_type!r} out.'
         )
         return
     if job_type != "worker" and len(addresses) > 1:
         yield (
-            f'"cluster" must have at most one {job_type}, received {len(addresses)}: {addresses}; list the others as '
-            '"worker".'
+            f'"cluster" must have at most one {job_type}, received {len(addresses)}: {quoted(addresses)}; list the '
+            'others as "worker".'
         )
     for index, address in enumerate(addresses):
         yield from _address_mistakes(f"{job_type} {index}", address)
 
 
 def _address_mistakes(who: str, address: object) -> Iterator[str]:
-    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None:
-        yield f'The address of {who} must be text as "host:port", received {address!r}; write it as "node1:2222".'
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) and address.isprintable() else None
+    if match is None or not _is_host(match["host"]):
+        yield f'The address of {who} must be text as "host:port", received {quoted(address)}; write it as "node1:2222".'
     elif not 1 <= int(match["port"]) <= 65535:
-        yield f"The port of {who} must be from 1 to 65535, received {address!r}; choose another port."
+        yield f"The port of {who} must be from 1 to 65535, received {quoted(address)}; choose another port."
+
+
+def _is_host(host: str) -> bool:
+    """Whether a name may be a host's: whatever is in brackets must be an address of IPv6."""
+    if host.startswith("["):
+        with contextlib.suppress(ValueError):
+            return bool(ipaddress.IPv6Address(host.strip("[]")))
+        return False
+    return len(host) <= _LONGEST_HOST
 
 
 def _task_mistakes(described: dict[str, Any]) -> Iterator[str]:
     task = described.get("task")
     if not isinstance(task, dict):
-        received = "none" if "task" not in described else repr(task)
+        received = "none" if "task" not in described else quoted(task)
         yield (
             f'TF_CONFIG must have a "task" that says which worker this is, received {received}; write '
             '"task": {"type": "worker", "index": 0}.'
@@ -211,28 +238,28 @@ def _task_mistakes(described: dict[str, Any]) -> Iterator[str]:
 def _type_mistakes(task: dict[str, Any], cluster: dict[str, Any]) -> Iterator[str]:
     job_type = task.get("type")
     if job_type not in JOB_TYPES:
-        received = "none" if "type" not in task else repr(job_type)
+        received = "none" if "type" not in task else quoted(job_type)
         yield f'The "type" of "task" must be one of {", ".join(JOB_TYPES)}, received {received}; write one of these.'
     elif cluster and job_type != "evaluator" and job_type not in cluster:
         yield (
             f'The "type" of "task" must stand in "cluster", received {job_type!r}, and there are: '
-            f"{', '.join(cluster)}; list the address of this process there."
+            f"{excerpt(', '.join(cluster))}; list the address of this process there."
         )
 
 
 def _index_mistakes(task: dict[str, Any], cluster: dict[str, Any]) -> Iterator[str]:
     index, job_type = task.get("index"), task.get("type")
     if not isinstance(index, int) or isinstance(index, bool):
-        received = "none" if "index" not in task else repr(index)
+        received = "none" if "index" not in task else quoted(index)
         yield f'The "index" of "task" must be a whole number, received {received}; write it without quotes, from 0.'
         return
-    addresses = cluster.get(job_type) if isinstance(job_type, str) else None
+    addresses = cluster.get(job_type) if job_type in JOB_TYPES else None
     if addresses is None and job_type == "evaluator":
         addresses = [""]  # there is one, which the cluster need not list
     if isinstance(addresses, list) and addresses and not 0 <= index < len(addresses):
         yield (
             f'The "index" of "task" must be from 0 to {len(addresses) - 1}, as "cluster" has {len(addresses)} '
-            f"{job_type}(s), received {index}; correct it, or list all addresses."
+            f"{job_type}(s), received {quoted(index)}; correct it, or list all addresses."
         )
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import pydantic
 
 from tfpar import checks, config, config_use
+from tfpar.excerpts import excerpt, quoted
 from tfpar.strategies import Strategy
 from tfpar.suggestions import did_you_mean
 from tfpar.trainer import Trainer
@@ -54,8 +55,8 @@ def make_trainer(run: config.Run, strategy: Strategy) -> Any:
     for name in ("train_data", "validation_data", "num_train_examples"):
         if not hasattr(trainer, name):
             raise ValueError(
-                f"trainer must have train_data, validation_data and num_train_examples, and {run.trainer!r} lacks "
-                f"{name}: set it in __init__, None where there is none."
+                f"trainer must have train_data, validation_data and num_train_examples, and {quoted(run.trainer)} "
+                f"lacks {name}: set it in __init__, None where there is none."
             )
     checks.check_compiled(trainer.model, "fit")
     return trainer
@@ -95,8 +96,8 @@ def trainer_reads(run: config.Run) -> Collection[str]:
     named = getattr(found, "reads", ())
     if isinstance(named, str) or not isinstance(named, Collection) or not all(isinstance(key, str) for key in named):
         raise ValueError(
-            f"The `reads` of {run.trainer} must be a tuple of names of sections or keys, received {named!r}: write "
-            'reads = ("data", "training.precision").'
+            f"The `reads` of {run.trainer} must be a tuple of names of sections or keys, received {quoted(named)}: "
+            'write reads = ("data", "training.precision").'
         )
     return (*named, "options") if _options(found) is not None else tuple(named)
 
@@ -145,14 +146,14 @@ def trainer_class(path: str) -> Any:
     if found is None:
         classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Trainer)]
         way_out = did_you_mean(name, classes).strip() or _EXAMPLE
-        raise ValueError(_no_class(path, f"module {module_name!r} has no {name!r}", way_out))
+        raise ValueError(_no_class(path, f"module {quoted(module_name)} has no {quoted(name)}", way_out))
     if not (isinstance(found, type) and issubclass(found, Trainer) and found is not Trainer):
-        raise ValueError(f"trainer must name a subclass of tfpar.Trainer, and {path!r} is none. {_EXAMPLE}")
+        raise ValueError(f"trainer must name a subclass of tfpar.Trainer, and {quoted(path)} is none. {_EXAMPLE}")
     return found
 
 
 def _no_class(path: str, reason: str, way_out: str) -> str:
-    return f"trainer must be the import path of a class, received {path!r}: {reason}. {way_out}"
+    return f"trainer must be the import path of a class, received {quoted(path)}: {excerpt(reason)}. {way_out}"
 
 
 def trainer_source(path: str) -> str:

@@ -10,6 +10,7 @@ import keras
 
 import tfpar
 from tfpar import config, data
+from tfpar.excerpts import quoted
 from tfpar.suggestions import did_you_mean
 from trainers import recipe
 
@@ -121,7 +122,7 @@ def _application(settings: config.Model, image_shape: tuple[int, ...], *, synchr
     if not callable(build):
         names = [name for name in dir(keras.applications) if name[0].isupper()]
         raise ValueError(
-            f'model.name must be "cnn" or a network of keras.applications, received {settings.name!r}. '
+            f'model.name must be "cnn" or a network of keras.applications, received {quoted(settings.name)}. '
             f"There are: {', '.join(names)}.{did_you_mean(settings.name, names)}"
         )
     try:
@@ -131,7 +132,7 @@ def _application(settings: config.Model, image_shape: tuple[int, ...], *, synchr
         backbone = build(weights=None, include_top=False, input_shape=image_shape, pooling="avg", **options)
     except ValueError as error:
         raise ValueError(
-            f"model.name={settings.name!r} does not take images of shape {image_shape}: "
+            f"model.name={quoted(settings.name)} does not take images of shape {image_shape}: "
             f'{str(error).splitlines()[0]} Use larger images, or model.name="cnn".'
         ) from error
     penalty = recipe.build_penalty(settings)

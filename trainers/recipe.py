@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfpar import config
+from tfpar.excerpts import excerpt, quoted
 from tfpar.suggestions import did_you_mean
 
 # Sections and keys of a run that all trainer classes here read; of [model], each names what its networks know.
@@ -42,7 +43,7 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
     classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
     if run.optimizer.name.lower() not in classes:
         raise ValueError(
-            f"optimizer.name must be that of a Keras optimizer, received {run.optimizer.name!r}."
+            f"optimizer.name must be that of a Keras optimizer, received {quoted(run.optimizer.name)}."
             f"{did_you_mean(run.optimizer.name, classes)}"
         )
     try:
@@ -52,7 +53,7 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"optimizer.name and optimizer.settings must be those of a Keras optimizer, received "
-            f"{run.optimizer.name!r} with {settings}. Keras says: {str(error).splitlines()[0]}"
+            f"{quoted(run.optimizer.name)} with {quoted(settings)}. Keras says: {excerpt(str(error).splitlines()[0])}"
         ) from error
 
 

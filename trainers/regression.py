@@ -8,6 +8,7 @@ import keras
 
 import tfpar
 from tfpar import config, data
+from tfpar.excerpts import quoted
 from trainers import recipe
 
 
@@ -31,7 +32,7 @@ class Regression(tfpar.Trainer):
     def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
         if run.model.name != "linear":
             raise ValueError(
-                f'trainers.regression.Regression builds model.name = "linear" only, received {run.model.name!r}. '
+                f'trainers.regression.Regression builds model.name = "linear" only, received {quoted(run.model.name)}. '
                 'Set model.name = "linear".'
             )
         keras.utils.set_random_seed(run.seed)

@@ -7,7 +7,7 @@ import functools
 import keras
 
 import tfpar
-from tfpar import config, data
+from tfpar import config, data, excerpts
 from trainers import recipe
 
 
@@ -32,8 +32,8 @@ class Tabular(tfpar.Trainer):
     def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
         if run.model.name not in ("mlp", "linear"):
             raise ValueError(
-                f'trainers.tabular.Tabular builds model.name = "mlp" or "linear", received "{run.model.name}": set one '
-                "of them, or use another trainer."
+                f'trainers.tabular.Tabular builds model.name = "mlp" or "linear", received '
+                f"{excerpts.toml(run.model.name)}: set one of them, or use another trainer."
             )
         if run.model.name == "linear":
             _check_linear(run.model)

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar import config
+from tfpar import config, excerpts
 from tfpar.data.examples import Split
 
 FILES_AT_ONCE = 16
@@ -142,19 +142,21 @@ def _builder(settings: config.Data) -> Any:
     except (ValueError, AssertionError, tfds.core.DatasetNotFoundError) as error:
         reason = re.sub(r'^Failed to construct dataset .*?}": ', "", str(error)).split(". ")[0].strip(" .\n")
         raise ValueError(
-            f'data.name "{settings.name}" is no version or configuration of "{name}": {reason}.'
+            f"data.name {excerpts.toml(settings.name)} is no version or configuration of {excerpts.toml(name)}: "
+            f"{excerpts.excerpt(reason)}."
         ) from error
 
 
 def _check_name(tfds: Any, name: str, settings: config.Data) -> None:
     """Asks only the installed TFDS and the folder: TFDS itself would look for community data sets on the network."""
     known = tfds.list_builders(with_community_datasets=False)
-    folder = Path(settings.directory or tfds.core.constants.DATA_DIR).expanduser() / name
-    if name in known or folder.is_dir():
+    folder = os.path.join(os.path.expanduser(settings.directory or tfds.core.constants.DATA_DIR), name)
+    if name in known or os.path.isdir(folder):
         return
     close = difflib.get_close_matches(name, known, n=3) or [OURS, "mnist", "cifar10"]
     raise ValueError(
-        f'data.name "{settings.name}" is no data set that TensorFlow Datasets knows: did you mean {" or ".join(close)}?'
+        f"data.name {excerpts.toml(settings.name)} is no data set that TensorFlow Datasets knows: did you mean "
+        f"{' or '.join(close)}?"
     )
 
 
@@ -164,7 +166,8 @@ def _split_info(builder: Any, split: str) -> Any:
     except (KeyError, ValueError, AssertionError) as error:
         available = ", ".join(builder.info.splits)
         raise ValueError(
-            f'Data set "{builder.name}" has no split "{split}". It has: {available}; parts are written train[:80%].'
+            f'Data set "{builder.name}" has no split {excerpts.toml(split)}. It has: {available}; parts are written '
+            "train[:80%]."
         ) from error
 
 

@@ -1,9 +1,10 @@
 """The files of a split: a sub-folder, one file, the beginning of file names, or a pattern."""
 
+import os
 import re
 from pathlib import Path
 
-from tfpar import config
+from tfpar import config, excerpts
 
 # Fixed, not tuned: the order of the examples must be the same on every machine.
 FILES_AT_ONCE = 16
@@ -28,16 +29,19 @@ def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
     """
     folder = directory(settings, f"{kind} files")
     if any(sign in split for sign in "*?["):
+        if os.path.isabs(split):
+            raise ValueError(f"A pattern of files must begin in {folder}, received {excerpts.toml(split)}: shorten it.")
         candidates = sorted(path for path in folder.glob(split) if not _is_hidden(path))
-    elif (folder / split).is_dir():
+    elif os.path.isdir(folder / split):
         candidates = _visible(folder / split)
     else:
         candidates = [path for path in _visible(folder) if _is_of(path, split)]
     found = [path for path in candidates if path.is_file()]
     if not found:
         raise FileNotFoundError(
-            f'{folder} holds no {kind} files of split "{split}". A split is a sub-folder, the beginning of file names '
-            f"or a pattern; there are: {', '.join(_splits(folder)) or 'no files at all'}."
+            f"{excerpts.path(folder)} holds no {kind} files of split {excerpts.toml(split)}. A split is a sub-folder, "
+            "the beginning of file names or a pattern; there are: "
+            f"{excerpts.excerpt(', '.join(_splits(folder)) or 'no files at all')}."
         )
     return found
 
@@ -52,12 +56,13 @@ def directory(settings: config.Data, content: str) -> Path:
     Raises:
         FileNotFoundError: There is no such folder.
     """
-    folder = Path(settings.directory or "").expanduser()
-    if not settings.directory or not folder.is_dir():
-        what = "is a file" if folder.is_file() else "is not a folder"
+    folder = Path(os.path.expanduser(settings.directory or ""))
+    # os.path answers False where pathlib raises, as for a name that is too long for the system.
+    if not settings.directory or not os.path.isdir(folder):
+        is_file = os.path.isfile(folder)
         raise FileNotFoundError(
-            f"data.directory must be a folder of {content}, but {settings.directory} {what}: "
-            + ("set the folder that holds it." if folder.is_file() else "correct the path.")
+            f"data.directory must be a folder of {content}, but {excerpts.path(settings.directory or 'none')} "
+            + ("is a file: set the folder that holds it." if is_file else "is not a folder: correct the path.")
         )
     return folder
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar import config
+from tfpar import config, excerpts
 from tfpar.data import files
 from tfpar.data.examples import Split, close_to
 from tfpar.data.held_out import place
@@ -79,12 +79,12 @@ def corruption(settings: config.Data) -> str | None:
 def _folder(settings: config.Data, split: str) -> Path:
     folder = files.directory(settings, "images")
     inside = folder / split
-    if not inside.is_dir():
+    if not os.path.isdir(inside):
         there = ", ".join(_sub_folders(folder)) or "none"
         raise FileNotFoundError(
-            f'A split of images must be a folder of class folders, but {folder} has no folder "{split}"; its folders '
-            f'are: {there}. If these are the classes, set data.train_split = "." and data.validation_share, such as '
-            "0.2; else correct the name of the split."
+            f"A split of images must be a folder of class folders, but {excerpts.path(folder)} has no folder "
+            f"{excerpts.toml(split)}; its folders are: {excerpts.excerpt(there)}. If these are the classes, set "
+            'data.train_split = "." and data.validation_share, such as 0.2; else correct the name of the split.'
         )
     return inside
 

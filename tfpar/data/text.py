@@ -11,6 +11,7 @@ each byte after the first is predicted once; what is left at the end of a file i
 
 import functools
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Iterable
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfpar import config
+from tfpar import config, excerpts
 from tfpar.data.examples import Split
 
 NUM_BYTES = 256  # values of one byte: the classes that a model chooses from
@@ -31,7 +32,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 FILES_AT_ONCE = 16
 WINDOWS_IN_A_ROW = 16
 
-_SPLIT = re.compile(r"(train|test)(?:\[(?:(\d+)%)?:(?:(\d+)%)?\])?")
+_SPLIT = re.compile(r"(train|test)(?:\[(?:([0-9]{1,3})%)?:(?:([0-9]{1,3})%)?\])?")
 
 
 def read(settings: config.Data, split: str) -> Split:
@@ -92,7 +93,7 @@ def files(settings: config.Data, split: str) -> list[Path]:
     if asked is None:
         raise ValueError(
             f'A split of Python source files must be "train" or "test", or a share of one such as "train[:10%]", '
-            f'received "{split}".'
+            f"received {excerpts.toml(split)}."
         )
     folder = _folder(settings)
     places = {path: _place(path.relative_to(folder)) for path in folder.rglob("*.py") if _is_source(path, folder)}
@@ -126,7 +127,7 @@ def unigram_entropy(batches: Iterable[tuple[Any, Any]]) -> float:
 
 
 def _folder(settings: config.Data) -> Path:
-    return Path(settings.directory or sysconfig.get_path("stdlib")).expanduser()
+    return Path(os.path.expanduser(settings.directory or sysconfig.get_path("stdlib")))
 
 
 def _is_source(path: Path, folder: Path) -> bool:
