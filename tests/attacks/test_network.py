@@ -1,0 +1,23 @@
+"""A short sample of the attack on the rendezvous; `python -m tests.attacks network --seconds 600` goes on for long."""
+
+import collections
+
+import pytest
+
+from tests.attacks import network
+from tests.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
+from tfpar import job_secret
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_strangers_neither_delay_a_job_nor_take_part_in_it(seed: int) -> None:
+    assert network.attack(seed, collections.Counter()) == []
+
+
+def test_a_chief_that_takes_every_proof_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_secret, "is_proof", lambda *arguments: True)
+    found = network.attack(0, collections.Counter())
+    assert found
+    assert all(text.endswith("was missing: ''") for text in found), found
