@@ -190,6 +190,49 @@ def test_each_of_several_problems_is_an_error_line(call: command.InProcess) -> N
     assert all(line.startswith("error: ") for line in lines), lines
 
 
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (["--directory", ""], ["--directory must name a folder, received an empty name"]),
+        (["--directory", "x" * 300], ["--directory must be a path that the system can have", "File name too long"]),
+        (["--directory", "run", "--audit", "0"], ["--audit must be at least 1, received 0"]),
+        (["--directory", "run", "--audit", "-1"], ["--audit must be at least 1, received -1"]),
+        (["--directory", "run", "--audit", "100000"], ["--audit must be at most 4,096, received 100000"]),
+        (["--config", "x" * 300], ["A configuration is a TOML file or one of"]),
+        (["--config", "x" * 300 + ".toml"], ["The configuration file", "must exist"]),
+        (
+            ["--directory", "run", *settings("data.source=csv", f"data.directory={'x' * 300}", "data.num_classes=2")],
+            ["data.directory must be a folder of CSV files"],
+        ),
+        (
+            ["--directory", "run", *settings("data.source=csv", "data.directory=~nobody-has-this-name/x")],
+            ["data.directory must be a folder of CSV files"],
+        ),
+        (
+            ["--directory", "run", *settings("data.source=csv", "data.directory=.", "data.train_split=/etc/*")],
+            ["A pattern of files must begin in"],
+        ),
+        (
+            ["--directory", "run", *settings("data.source=csv", "data.directory=.", f"data.train_split={'x' * 300}")],
+            ["holds no CSV files of split"],
+        ),
+    ],
+    ids=lambda value: f"{value!r:.50}",
+)
+def test_a_name_that_cannot_be_one_is_blamed_on_its_flag_or_key(
+    call: command.InProcess, flags: list[str], parts: list[str]
+) -> None:
+    trainer = settings("trainer=trainers.tabular.Tabular", "model.name=mlp") if "data.source=csv" in flags else []
+    assert_one_sentence(call(*flags, *trainer), *parts)
+
+
+def test_a_file_in_the_place_of_the_tensorboard_folder_is_refused(call: command.InProcess, tmp_path: Path) -> None:
+    assert call(*REGRESSION, *settings("callbacks.tensorboard=false")).code == 0
+    (tmp_path / "run" / "tensorboard").touch()
+    outcome = call(*REGRESSION, *settings("training.epochs=99", "callbacks.tensorboard=true"))
+    assert_one_sentence(outcome, "run/tensorboard must be a folder")
+
+
 # Devices
 
 
@@ -279,6 +322,9 @@ def test_a_label_out_of_range_is_named(call: command.InProcess, records: Path, s
         (["model.name=MobileNetV2"], ["MobileNetV2", "(8, 8, 1)", "at least 32x32", 'model.name="cnn"']),
         (["optimizer.name=adamant"], ["optimizer.name", "'adamant'", "Did you mean adam"]),
         (["optimizer.name=multioptimizer"], ["optimizer.name", "'multioptimizer'"]),
+        (["optimizer.name=Optimizer"], ["optimizer.name must be that of a Keras optimizer, received 'Optimizer'"]),
+        (["model.name=__class__"], ["a network of keras.applications, received '__class__'"]),
+        ([f"model.name={'x' * 10_000}"], ["a network of keras.applications, received 'xxx"]),
         (["optimizer.settings.momentum=0.9"], ["optimizer.settings", "'momentum'"]),
         (["optimizer.settings.beta_1=high"], ["optimizer.settings", "beta_1"]),
         (["callbacks.monitor=nothing", "callbacks.early_stopping_patience=1"], ["callbacks.monitor", "val_loss"]),

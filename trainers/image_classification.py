@@ -118,9 +118,9 @@ def _cnn(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any
 
 def _application(settings: config.Model, image_shape: tuple[int, ...], *, synchronized: bool) -> tuple[Any, Any]:
     """A network of `keras.applications` from random weights, its normalizations over the global batch if asked for."""
-    build = getattr(keras.applications, settings.name, None)
-    if not callable(build):
-        names = [name for name in dir(keras.applications) if name[0].isupper()]
+    names = [name for name in dir(keras.applications) if name[0].isupper()]
+    build = getattr(keras.applications, settings.name) if settings.name in names else None
+    if build is None:
         raise ValueError(
             f'model.name must be "cnn" or a network of keras.applications, received {quoted(settings.name)}. '
             f"There are: {', '.join(names)}.{did_you_mean(settings.name, names)}"

@@ -40,7 +40,7 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
         if training.ema_overwrite_frequency is not None:
             settings["ema_overwrite_frequency"] = training.ema_overwrite_frequency
     # Not keras.optimizers.get: in Keras 3.15 it does not know Lamb.
-    classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if isinstance(value, type)}
+    classes = {name.lower(): value for name, value in vars(keras.optimizers).items() if _is_optimizer(value)}
     if run.optimizer.name.lower() not in classes:
         raise ValueError(
             f"optimizer.name must be that of a Keras optimizer, received {quoted(run.optimizer.name)}."
@@ -55,6 +55,12 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
             f"optimizer.name and optimizer.settings must be those of a Keras optimizer, received "
             f"{quoted(run.optimizer.name)} with {quoted(settings)}. Keras says: {excerpt(str(error).splitlines()[0])}"
         ) from error
+
+
+def _is_optimizer(value: object) -> bool:
+    """Say whether a value is the class of one optimizer: not the base of all, nor one that wraps others."""
+    base = keras.optimizers.Optimizer
+    return isinstance(value, type) and issubclass(value, base) and value.update_step is not base.update_step
 
 
 def _check_numbers(optimizer: keras.optimizers.Optimizer, settings: Mapping[str, Any]) -> None:
