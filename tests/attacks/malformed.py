@@ -64,7 +64,12 @@ def toml_files() -> st.SearchStrategy[bytes]:
     )
     lines = st.lists(st.builds("{} = {}".format, keys, st.sampled_from(NASTY) | st.text(max_size=9)), max_size=5)
     texts = mutated(samples) | lines.map("\n".join)
-    return texts.map(lambda text: text.encode("utf-8", "surrogatepass")) | st.binary(max_size=300)
+    return texts.map(encoded) | st.binary(max_size=300)
+
+
+def encoded(text: str) -> bytes:
+    """Return a text as bytes; what UTF-8 cannot have is written all the same."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def overrides() -> st.SearchStrategy[list[str]]:

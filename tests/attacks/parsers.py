@@ -25,8 +25,21 @@ from hypothesis import seed as fixed_seed
 from hypothesis import strategies as st
 
 from tests.attacks import malformed
-from tfpar import batch_systems, command_line, config, excerpts, launch, slurm, suggestions, tf_config, train
+from tfpar import (
+    batch_systems,
+    command_line,
+    config,
+    excerpts,
+    job_secret,
+    json_lines,
+    launch,
+    slurm,
+    suggestions,
+    tf_config,
+    train,
+)
 from tfpar.launcher.lines import Lines
+from tfpar.meeting import messages
 
 MAX_SECONDS = 1.0  # of the processor
 MAX_LINES = excerpts.MAX_PROBLEMS + 1
@@ -122,6 +135,36 @@ def read_lines(chunks: list[bytes]) -> None:
     assert max(map(len, found), default=0) <= (1 << 16) + max(map(len, chunks), default=0)
 
 
+def read_metrics(content: bytes) -> None:
+    """Read the metrics of a run: entries and damaged lines, which together are all lines."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "metrics.jsonl")
+        path.write_bytes(content)
+        entries, damaged = json_lines.read(path)
+        assert all(isinstance(entry["epoch"], int) for entry in entries)
+        assert len(entries) + len(damaged) == len(content.removesuffix(b"\n").split(b"\n")) * bool(content)
+
+
+def read_greetings(line: bytes) -> None:
+    """Read what a stranger sends to a worker, or to the chief of a job without a secret."""
+    challenge = messages.read_greeting(line)
+    assert challenge is None or len(challenge) == 32
+    assert messages.read_hello(line, "0" * 32, JOB.num_workers, b"") is None, "it has no proof"
+
+
+def read_answer(text: str) -> None:
+    """Read what an impostor of the chief answers in a job without a secret, where anybody can write the proof."""
+    challenges = messages.Challenges("0" * 32, "1" * 32)
+    proof = job_secret.proof(b"", "chief", *challenges, text)
+    line = f"{proof} {text}\n".encode("utf-8", "surrogatepass")
+    missing = messages.read_answer(line, challenges, JOB, b"")
+    assert missing is None or set(missing) <= set(JOB.addresses), "what is printed is the job's own"
+    assert messages.read_answer(text.encode("utf-8", "surrogatepass"), challenges, JOB, b"") is None
+
+
+JOB = tf_config.Job(("a:1", "b:1", "c:1"), rank=1, role="worker")
+METRICS = '{"epoch": 1, "step": 10, "loss": 0.5}\n{"epoch": 2, "step": 20, "loss": NaN}\n'
+GREETINGS = [f"tfpar {'0' * 32}\n", f"1 {'0' * 32} {'0' * 64}\n"]
 PARSERS = {
     "configuration": Parser(malformed.toml_files(), read_config),
     "overrides": Parser(malformed.overrides(), read_overrides),
@@ -135,6 +178,9 @@ PARSERS = {
     "worker output": Parser(
         st.lists(st.binary() | st.sampled_from([b"\r", b"\n", b"\r\n", b"x" * 70_000])), read_lines
     ),
+    "metrics": Parser(malformed.mutated([METRICS]).map(malformed.encoded), read_metrics),
+    "greetings": Parser(malformed.mutated(GREETINGS).map(malformed.encoded) | st.binary(), read_greetings),
+    "answers": Parser(malformed.mutated(['["b:1"]', "[]"]), read_answer),
     "misspellings": Parser(
         malformed.mutated(["learning_rate"]), lambda word: suggestions.closest(word, ["epochs", "x"])
     ),
