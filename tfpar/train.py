@@ -181,7 +181,7 @@ def _audit(run: config.Run, num_workers: int) -> int:
 def _evaluate(run: config.Run, directory: RunDirectory) -> int:
     from tfpar import cluster
 
-    with cluster.native_messages_to(Path(os.devnull)):
+    with cluster.native_messages_to(Path(os.devnull)), standard_streams.outlived():
         with command_start.importing():
             from tfpar import evaluator
 
