@@ -25,8 +25,6 @@ from tfpar.pipeline import schedule as schedules
 SCHEDULES = schedules.NAMES
 NUM_STAGES = (2, 3, 4)
 # Statistics of a micro-batch are not those of the batch: tests/test_pipeline_randomness.py has their arithmetic.
-# What a loss inside a layer is divided by is known after its last micro-batch; refused before the first step.
-REFUSED = ("loss object in a layer",)
 ONE_MICROBATCH_ONLY = ("BatchNormalization, synchronized", "fewer examples than replicas")
 BATCHES_OF_7 = (
     "global batch odd", "static batch shape", "class weights", "masked sequence", "outputs as dict", "outputs as list",
@@ -66,7 +64,7 @@ class Row:
     def is_possible(self) -> bool:
         """Whether the batches are large enough and the schedule takes so many micro-batches."""
         most = 1 if self.case in ONE_MICROBATCH_ONLY else 7 if self.case in BATCHES_OF_7 else 8
-        if self.case in REFUSED or self.num_microbatches > most:
+        if self.num_microbatches > most:
             return False
         in_groups = self.schedule == "interleaved" and self.num_stages == 4
         return not (in_groups and self.num_microbatches % 2)

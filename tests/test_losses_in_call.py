@@ -1,4 +1,4 @@
-"""Losses that a layer or a model computes in its `call`: on replicas they are those of the whole batch."""
+"""Losses that a layer or a model computes in its `call`: on replicas and in pipelines those of the whole batch."""
 
 from __future__ import annotations
 
@@ -104,6 +104,17 @@ def weighted(**settings: Any) -> Callable[..., Any]:
     return loss
 
 
+def masked(targets: Any, predictions: Any, training: bool) -> Any:
+    some = ops.multiply(predictions, 1.0)
+    some._keras_mask = targets[:, 0] > 0
+    return MSE()(targets, some)
+
+
+def by_trained_weights(targets: Any, predictions: Any, training: bool) -> Any:
+    loss = keras.losses.Huber(reduction="mean_with_sample_weight")
+    return loss(targets, predictions, sample_weight=0.1 + predictions[:, 0] ** 2)
+
+
 ENDPOINTS: dict[str, Callable[..., Any]] = {
     "mean": lambda y, p, training: MSE()(y, p),
     "sum": lambda y, p, training: 0.1 * MSE(reduction="sum")(y, p),
@@ -114,21 +125,27 @@ ENDPOINTS: dict[str, Callable[..., Any]] = {
     "with a sum": lambda y, p, training: 0.1 * MSE(reduction="sum")(y, p) + 0.1 * ops.sum(ops.abs(p)),
     "only some values": lambda y, p, training: MSE()(y[y > 0][:, None], p[y > 0][:, None]),
     "sum in training": lambda y, p, training: 0.1 * ops.sum(ops.square(y - p)) if training else ops.sum(0.0 * p),
+    "masked": masked,
+    "trained weights": by_trained_weights,
     "no reduction": lambda y, p, training: ops.mean(MSE(reduction=None)(y, p)),
 }
 # A metric cannot know that a scalar is the sum over a part.
 NOT_COUNTED = ("with a sum", "sum in training")
 
 
-@pytest.mark.parametrize("name", ENDPOINTS)
-def test_a_loss_in_a_layer_equals_one_device(name: str) -> None:
+def endpoint(name: str) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         model = with_endpoint(ENDPOINTS[name])()
         if name in NOT_COUNTED:
             model.layers[-1]._metrics.clear()
         return model
 
-    small.assert_trains_as_one_device(build, pairs)
+    return build
+
+
+@pytest.mark.parametrize("name", ENDPOINTS)
+def test_a_loss_in_a_layer_equals_one_device(name: str) -> None:
+    small.assert_trains_as_one_device(endpoint(name), pairs)
 
 
 @pytest.mark.parametrize("build", [own_call, in_the_graph], ids=["own call", "in the graph"])
@@ -150,13 +167,100 @@ def test_a_loss_in_a_layer_equals_one_device_where_replicas_have_the_same_exampl
     )
 
 
-def test_a_mean_in_a_layer_of_a_pipeline_equals_one_device() -> None:
-    def pipeline() -> tfpar.Strategy:
-        return tfpar.Pipeline(2, 3, balance="parameters")
+# --- micro-batches, which run one after the other ---------------------------------------------------------------------
 
+
+def pipeline() -> tfpar.Strategy:
+    return tfpar.Pipeline(2, 3, balance="parameters")
+
+
+def of_a_pipeline() -> tf.data.Dataset:
+    """The last batch has fewer examples than there are micro-batches."""
+    return pairs(7)
+
+
+@pytest.mark.parametrize("name", [name for name in ENDPOINTS if name != "times another mean"])
+def test_a_loss_in_a_layer_of_a_pipeline_equals_one_device(name: str) -> None:
+    small.assert_trains_as_one_device(endpoint(name), of_a_pipeline, pipeline)
+
+
+def test_losses_in_several_stages_equal_one_device() -> None:
     def build() -> keras.Model:
-        model = with_endpoint(ENDPOINTS["mean"])()
-        model.layers[-1]._metrics.clear()
+        features, targets = keras.Input((parity_cases.NUM_FEATURES,)), keras.Input((1,))
+        first = layers.Dense(1)(layers.Dense(4, "tanh")(features))
+        ends = [Endpoint(ENDPOINTS[name]) for name in ("masked", "trained weights", "mean")]
+        ends[1].seen.name = "seen_later"
+        hidden = ends[2](targets, ends[0](targets, first))
+        model = keras.Model([features, targets], ends[1](targets, layers.Dense(1)(layers.Dense(3)(hidden))))
+        model.compile("adam", loss="mae")
         return model
 
-    small.assert_trains_as_one_device(build, lambda: pairs().take(4), pipeline)
+    strategy = lambda: tfpar.Pipeline(3, 2, "zero_bubble", [3, 2, 2])  # noqa: E731
+    small.assert_trains_as_one_device(build, lambda: of_a_pipeline().map(lambda pair: (pair, pair[1])), strategy)
+
+
+class AddsInCall(keras.Model):
+    """Adds, in a `call` that is cut into stages, losses with weights and one that is not linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.end = layers.Dense(4, "tanh"), layers.Dense(1)
+        self.huber = keras.losses.Huber(reduction="mean_with_sample_weight")
+
+    def call(self, inputs: Any) -> Any:
+        features, targets = inputs
+        predictions = self.end(self.hidden(features))
+        weights = ops.cast(targets[:, 0] > 0.2, predictions.dtype)
+        self.add_loss(0.5 * self.huber(targets, predictions, sample_weight=weights))
+        self.add_loss(ops.sqrt(MSE()(targets, predictions)))
+        return predictions
+
+
+def adds_in_call() -> keras.Model:
+    model = AddsInCall()
+    model.compile("adam")
+    return model
+
+
+def test_losses_in_the_call_of_a_model_that_is_cut_equal_one_device() -> None:
+    small.assert_trains_as_one_device(adds_in_call, of_a_pipeline, pipeline)
+
+
+def test_a_first_batch_without_anything_to_mask_tells_nothing_about_the_next() -> None:
+    """In the first batch every example counts, so that the loss of a micro-batch looks like a mean over it."""
+
+    def batches() -> tf.data.Dataset:
+        first = pairs(7).take(1).map(lambda pair: ((pair[0], tf.abs(pair[1])),))
+        return first.concatenate(pairs(7).skip(1))
+
+    small.assert_trains_as_one_device(endpoint("masked"), batches, pipeline)
+    small.assert_trains_as_one_device(endpoint("only some values"), batches, pipeline)
+
+
+def test_what_micro_batches_need_of_the_whole_batch_is_no_more_than_weights_where_these_are_not_trained() -> None:
+    for name, way in [
+        ("mean", "alone"),
+        ("masked", "by weight"),
+        ("trained weights", "whole"),
+        ("not linear", "whole"),
+    ]:
+        trainer = tfpar.Trainer(endpoint(name), pipeline(), seed=0)
+        trainer.fit(of_a_pipeline().take(1), verbose=0)
+        (lowering,) = [trainer.strategy._lowerings[trainer.model]]
+        assert lowering._ways(training=True) == (way,), name
+
+
+def test_what_is_not_linear_in_a_loss_is_refused_where_a_cut_parts_it_from_the_loss() -> None:
+    to_the_loss, from_the_root_on = 6, 17
+    trainer = tfpar.Trainer(adds_in_call, tfpar.Pipeline(2, 3, balance=[to_the_loss, from_the_root_on]), seed=0)
+    with pytest.raises(ValueError, match="in the stage that computes it, and stage 0 sends it on"):
+        trainer.fit(of_a_pipeline(), verbose=0)
+
+
+def test_a_loss_times_what_depends_on_examples_is_refused_in_a_pipeline() -> None:
+    trainer = tfpar.Trainer(endpoint("times another mean"), pipeline(), seed=0)
+    with pytest.raises(
+        ValueError, match="but not its product with something else of the examples, as a layer of stage 1"
+    ):
+        trainer.fit(of_a_pipeline(), verbose=0)
+    assert int(trainer.model.optimizer.iterations.numpy()) == 0

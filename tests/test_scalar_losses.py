@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], str]] = {
     "neither sum nor mean": (
         with_loss(root),
         small.data,
-        "loss function that returns a scalar must be a sum or a mean",
+        "loss function that returns a scalar must be a sum or a mean .* replicas or micro-batches",
     ),
     "sample weights": (with_loss(mean), lambda: parity_cases.weighted(16, 8), "weights or masks, received a scalar"),
     "mask": (masked, parity_cases.sequence_data, "weights or masks, received a scalar"),

@@ -25,6 +25,7 @@ from keras.src.backend.common import global_state, keras_tensor
 from keras.src.backend.common.variables import Variable
 from keras.src.layers import layer as layer_module
 from keras.src.layers.layer import CallContext
+from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 from keras.src.ops.core import ConvertToTensor
 
@@ -66,6 +67,23 @@ class AddedLoss(keras.Operation):
     def compute_output_spec(self, loss: Any) -> tuple[()]:
         """Return nothing: a loss flows nowhere."""
         return ()
+
+
+class ReducedLoss(keras.Operation):
+    """Makes a scalar of a loss's values where a model's `call` calls a loss object: one operation, as in Keras 3.15."""
+
+    def __init__(self, reduction: str | None, dtype: Any) -> None:
+        super().__init__(name="loss")
+        self.reduction, self.dtype = reduction, dtype
+
+    def call(self, values: Any, sample_weight: Any = None, mask: Any = None) -> Any:
+        """Reduce what was computed, as Keras does then."""
+        return loss_module.reduce_weighted_values(values, sample_weight, mask, self.reduction, self.dtype)
+
+    def compute_output_spec(self, values: Any, sample_weight: Any = None, mask: Any = None) -> keras.KerasTensor:
+        """Return a symbolic scalar, or values where nothing is reduced."""
+        shape = values.shape if self.reduction in (None, "none") else ()
+        return keras.KerasTensor(shape, backend.standardize_dtype(self.dtype or values.dtype))
 
 
 def record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Recorded], Any]:
@@ -112,6 +130,7 @@ class _Recorder:
             (keras.Layer, "symbolic_call", method(self._call_symbolic)),
             (keras.Layer, "add_loss", method(self._add_loss)),
             (keras.Operation, "symbolic_call", method(self._operate)),
+            (loss_module, "reduce_weighted_values", self._reduce_loss),
             (Variable, "value", property(self._read)),
             (Variable, "assign", method(self._assign)),
             # Nothing is left behind in the layers' own lists of nodes.
@@ -190,6 +209,15 @@ class _Recorder:
             return
         for value in keras.tree.flatten(loss):
             self._append(AddedLoss(layer), (value,), {}, (), None)
+
+    def _reduce_loss(
+        self, values: Any, sample_weight: Any = None, mask: Any = None,
+        reduction: str | None = "sum_over_batch_size", dtype: Any = None,
+    ) -> Any:  # fmt: skip
+        loss = values, sample_weight, mask
+        if self._is_inside or not any(isinstance(one, keras.KerasTensor) for one in loss):
+            return self._originals["reduce_weighted_values"](*loss, reduction, dtype)
+        return ReducedLoss(reduction, dtype).symbolic_call(*loss)
 
     def _read(self, variable: Variable) -> Any:
         if self._is_inside:

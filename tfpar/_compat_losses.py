@@ -83,3 +83,28 @@ def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterato
     original = keras.metrics.Mean.update_state
     with mock.patch.object(keras.metrics.Mean, "update_state", update_state):
         yield
+
+
+@contextlib.contextmanager
+def scalars_noted(note: Callable[[keras.Metric, tf.Tensor], Any]) -> Iterator[None]:
+    """Let a function take each scalar without a weight that a `Mean` or `Sum` is given inside this context.
+
+    Args:
+        note: Takes the metric, which does not count the scalar, and the scalar.
+    """
+
+    def noting(kind: type[keras.Metric]) -> Callable[..., None]:
+        original = kind.update_state
+
+        def update_state(metric: keras.Metric, values: Any, sample_weight: Any = None) -> None:
+            if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+                note(metric, tf.convert_to_tensor(values))
+            else:
+                original(metric, values, sample_weight)
+
+        return update_state
+
+    with contextlib.ExitStack() as stack:
+        for kind in (keras.metrics.Mean, keras.metrics.Sum):
+            stack.enter_context(mock.patch.object(kind, "update_state", noting(kind)))
+        yield

@@ -1,4 +1,4 @@
-"""How the losses of one model divide over replicas, found out before the first step."""
+"""How the losses of one model divide over replicas or micro-batches, found out before the first step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, _compat_random
+from tfpar import _compat, _compat_losses, _compat_random, data, loss_values
 from tfpar.loss_kinds import Kind, kinds_of, parts_of, restored
-from tfpar.reduction import ONE_VALUE, WAY_OUT, Counts, global_mean, global_sum, local_replica_id, reduce_loss
+from tfpar.losses_of_parts import PartTrial, Way, cheapest_ways, other_ways
+from tfpar.reduction import Counts, global_mean, global_sum, local_replica_id, reduce_loss
 from tfpar.whole_batch import Trial, losses_in_call
 
 
 class Division:
-    """How the losses of one model divide over replicas; found out before the first step.
+    """How the losses of one model divide over replicas or micro-batches; found out before the first step.
 
     Keras' own losses are divided by their true weights, summed over the replicas. What a layer adds with `add_loss`,
     and what an overridden `compute_loss` returns, says nothing about how it was averaged, and on one device it makes
     no difference. So those are computed on two parts of a batch and on both together: a sum adds up, a mean averages,
     anything else cannot be divided. A loss object that `call` itself calls gives the loss of the whole batch there,
-    as on one device, if what is made of it divides so; or else that of the part. A loss function that returns a scalar
-    is found out about in the same way, and so is a metric function, which must average.
+    as on one device, if what is made of it divides so; or else that of the part. Micro-batches, which run one after the
+    other, have there what `tfpar.losses_of_parts` says. A loss function that returns a scalar is found out about in the
+    same way, and so is a metric function, which must average.
 
     Args:
         model: A built and compiled model.
@@ -47,7 +49,7 @@ class Division:
         communicates: bool = True,
         values_call: Callable[..., Any] | None = None,
     ) -> None:
-        check_divisible(model)
+        loss_values.check_divisible(model)
         # With several outputs Keras keeps the loss of each in its logs, and needs it as of the global batch.
         self.in_parts = len(_compat.flat_losses(model)) < 2
         self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
@@ -57,30 +59,38 @@ class Division:
         self.counts_scalars = False
         # Whether a loss that `call` computes is that of the whole batch: in training, and in evaluation.
         self._whole_in_call = {True: communicates, False: communicates}
+        # Where parts do not communicate, what they need of the whole batch for each of these losses.
+        self.ways: dict[bool, tuple[Way, ...]] = {True: (), False: ()}
+        self._communicates = communicates
         parts = parts_of(batch)
         with _compat_random.preserved_random_state(), restored(model):
-            if _scalar_metrics(model, parts[2], call):
+            if loss_values.scalar_metrics(model, parts[2], call):
                 self._check_metrics(model, parts, values_call or call)
             if not _compat.overridden(model, "compute_loss"):
                 self._find_losses(model, parts, call, values_call or call)
             else:  # asked as training or as evaluation asks it, in `find_own_loss`
                 self._whole_in_call = {True: False, False: False}
+            if _compat.own_metrics(model):
+                trial = self._trial(parts, training=False)
+                loss_values.check_counted_scalars(model, parts, values_call or call, trial)
 
     def _find_losses(
         self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], values_call: Callable[..., Any]
     ) -> None:
-        if () in _check_shapes(model, parts[1:], call, training=False):
-            self._scalar_losses = _scalar_kinds(
+        if not self._communicates:
+            self._find_ways(model, parts[2], call)
+        if () in loss_values.check_shapes(model, parts[1:], call, training=False):
+            self._scalar_losses = loss_values.scalar_kinds(
                 model, parts, values_call, Trial() if self._whole_in_call[True] else None
             )
-        added_losses = functools.partial(_added_losses, call=call)
+        added_losses = functools.partial(loss_values.added_losses, call=call)
         find = functools.partial(self._find_added_losses, model, parts)
         evaluating = find(False, functools.partial(added_losses, training=False))
         training = functools.partial(added_losses, training=True)
         # As in evaluation, where that tells: found without the chance that training may bring into play.
         as_in_evaluation = None not in evaluating and len(training(model, parts[0])) == len(evaluating)
-        if as_in_evaluation:
-            self._whole_in_call[True] = self._whole_in_call[False]
+        if as_in_evaluation and len(self.ways[True]) == len(self.ways[False]):
+            self._whole_in_call[True], self.ways[True] = self._whole_in_call[False], self.ways[False]
         kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
         self._added_losses = {key: [kind or "mean" for kind in found] for key, found in kinds.items()}
 
@@ -101,9 +111,9 @@ class Division:
         if not _compat.overridden(model, "compute_loss"):
             return
         parts = parts_of(batch)
-        losses_of = functools.partial(_own_loss, call=call, training=training)
+        losses_of = functools.partial(loss_values.own_loss, call=call, training=training)
         with _compat_random.preserved_random_state(), restored(model):
-            _check_shapes(model, parts[1:], call, training)
+            loss_values.check_shapes(model, parts[1:], call, training)
             try:
                 (kind,) = self._kind_of_own_loss(model, parts, losses_of)
             except ValueError:
@@ -125,17 +135,33 @@ class Division:
             with contextlib.suppress(ValueError):
                 return kinds_of(model, parts, losses_of, what, Trial())
             self._whole_in_call[training] = False
-        return kinds_of(model, parts, losses_of, what)
+        for ways in other_ways(self.ways[training]) if self.ways[training] else ():
+            with contextlib.suppress(ValueError):
+                return kinds_of(model, parts, losses_of, what, self._trial(parts, training))
+            self.ways[training] = ways
+        return kinds_of(model, parts, losses_of, what, self._trial(parts, training))
+
+    def _find_ways(self, model: keras.Model, batch: Any, call: Callable[..., Any]) -> None:
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        trainable = [variable.value for variable in model.trainable_variables]
+        for training in (False, True):
+            self.ways[training] = cheapest_ways(functools.partial(call, model, inputs, training), trainable)
+
+    def _trial(self, parts: Sequence[Any], training: bool) -> Trial | PartTrial | None:
+        """Return what gives parts the losses that `call` computes as they will have them."""
+        if self._whole_in_call[training]:
+            return Trial()
+        return PartTrial(self.ways[training], int(data.num_rows(parts[2]))) if self.ways[training] else None
 
     def _check_metrics(self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
         """Refuse a metric function that returns a scalar which is no mean over the batch."""
         what = "A metric function that returns a scalar"
-        kinds = kinds_of(model, parts, functools.partial(_scalar_metrics, call=call), what)
+        kinds = kinds_of(model, parts, functools.partial(loss_values.scalar_metrics, call=call), what)
         self.counts_scalars = True
         if "sum" in kinds:
             raise ValueError(
-                f"{what} must average over the batch to be counted over replicas, and this one sums. Let it return one "
-                "value per example, or train on SingleDevice()."
+                f"{what} must average over the batch to be counted over replicas or micro-batches, and this one sums. "
+                "Let it return one value per example, or train on SingleDevice()."
             )
 
     def to_json(self) -> str:
@@ -187,7 +213,7 @@ class Division:
             kind = self._scalar_losses[positions[replica]] if self._scalar_losses else None
             positions[replica] += 1
             if kind is not None:
-                _check_unweighted(weight, mask)
+                loss_values.check_unweighted(weight, mask)
                 return _reduce_kind(kind, tf.convert_to_tensor(values, dtype), counts())
             return reduce_loss(values, weight, mask, reduction, dtype, counts())
 
@@ -219,125 +245,3 @@ def _reduce_kind(kind: Kind | None, value: tf.Tensor, counts: Counts) -> tf.Tens
     weight = share * tf.cast(counts.here, value.dtype)
     all_weight = None if counts.everywhere is None else tf.cast(counts.everywhere, value.dtype)
     return global_mean(weight * value, weight, all_weight, counts.in_parts)
-
-
-def check_divisible(model: keras.Model) -> None:
-    """Refuse losses whose part over some examples cannot be told from outside.
-
-    Raises:
-        ValueError: If a loss object reduces in a `__call__` of its own, or compares the examples of a batch, or if
-            `compute_loss` is overridden with several losses.
-    """
-    losses = _compat.flat_losses(model)
-    for loss in losses:
-        if isinstance(loss, keras.losses.Circle):
-            raise ValueError(
-                "keras.losses.Circle compares all examples of a batch, and a replica sees only its part. "
-                "Train on SingleDevice()."
-            )
-        if isinstance(loss, keras.losses.Loss) and type(loss).__call__ is not keras.losses.Loss.__call__:
-            raise ValueError(
-                f"Under several replicas a loss must leave the average over the batch to Keras, and "
-                f"{type(loss).__name__} has a __call__ of its own. Override `call` and return one value per example."
-            )
-    if _compat.overridden(model, "compute_loss") and len(losses) > 1:
-        raise ValueError(
-            f"Under several replicas a model that overrides compute_loss can be compiled with one loss, and "
-            f"{type(model).__name__} has {len(losses)}. Leave compute_loss to Keras, or train on SingleDevice()."
-        )
-
-
-def _added_losses(model: keras.Model, batch: Any, training: bool, call: Callable[..., Any]) -> list[float]:
-    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    added: list[Any] = []
-    with _compat.collect_added_losses(lambda: added):
-        call(model, inputs, training=training)
-    return [float(tf.reduce_sum(loss)) for loss in added]
-
-
-def _check_shapes(
-    model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool
-) -> list[tuple[int, ...]]:
-    """Return the shapes of the losses of `compile` in their order; refuse those that depend on the other examples."""
-    shapes: list[list[tuple[int, ...]]] = [[], []]
-    for part, seen in zip(parts, shapes, strict=True):
-
-        def note(values: tf.Tensor, sample_weight: Any, mask: Any, seen: list[Any] = seen) -> None:
-            seen.append(tuple(values.shape))
-            if values.shape.rank == 0 and not _compat.overridden(model, "compute_loss"):
-                _check_unweighted(sample_weight, mask)
-
-        _note_losses(model, part, call, training, note)
-    for of_few, of_all in zip(*shapes, strict=True):
-        if of_few[1:] != of_all[1:]:
-            raise ValueError(f"{ONE_VALUE}, and this one returned values of shapes {of_few} and {of_all}. {WAY_OUT}")
-    return shapes[0]
-
-
-def _check_unweighted(sample_weight: Any, mask: Any) -> None:
-    """Refuse weights and masks for a scalar, which Keras would multiply with their mean."""
-    if sample_weight is not None or mask is not None:
-        raise ValueError(f"{ONE_VALUE} where there are sample weights or masks, received a scalar. {WAY_OUT}")
-
-
-def _note_losses(
-    model: keras.Model,
-    part: Any,
-    call: Callable[..., Any],
-    training: bool,
-    note: Callable[[tf.Tensor, Any, Any], None],
-) -> None:
-    """Call a function with the values, weights and mask of each loss of `compile`."""
-
-    def reduce(values: Any, sample_weight: Any, mask: Any, *others: Any) -> tf.Tensor:
-        values = tf.convert_to_tensor(values)
-        note(values, sample_weight, mask)
-        return tf.zeros((), values.dtype)
-
-    def nothing(model: keras.Model, loss: Any) -> tf.Tensor:
-        return tf.zeros((), tf.convert_to_tensor(loss).dtype)
-
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-    outputs = call(model, inputs, training=False)
-    with _compat.loss_reduction(reduce, nothing):
-        _compat.compute_loss(model, inputs, targets, outputs, weights, training)
-
-
-def _scalar_kinds(
-    model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], trial: Trial | None
-) -> list[Kind | None]:
-    """Return the kind of each loss of `compile` that is a scalar, None for the others, in their order."""
-    is_scalar: list[bool] = []
-
-    def scalars(model: keras.Model, part: Any) -> list[float]:
-        is_scalar.clear()
-        found: list[float] = []
-
-        def note(values: tf.Tensor, *others: Any) -> None:
-            is_scalar.append(values.shape.rank == 0)
-            found.extend([float(values)] if is_scalar[-1] else [])
-
-        _note_losses(model, part, call, False, note)
-        return found
-
-    kinds = iter(kinds_of(model, parts, scalars, "A loss function that returns a scalar", trial))
-    return [(next(kinds) or "mean") if one else None for one in is_scalar]
-
-
-def _scalar_metrics(model: keras.Model, part: Any, call: Callable[..., Any]) -> list[float]:
-    """Return the scalars that metric functions give to their means."""
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-    found: list[float] = []
-    if _compat.counts_metrics(model):
-        outputs = call(model, inputs, training=False)
-        scalars = _compat_losses.scalars_weighted(lambda value: found.append(float(value)))
-        # What a user's own compute_metrics cannot do here, it does in the step.
-        with contextlib.suppress(Exception), keras.StatelessScope(), scalars:
-            model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
-    return found
-
-
-def _own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> list[float]:
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-    outputs = call(model, inputs, training=False)
-    return [float(_compat.compute_loss(model, inputs, targets, outputs, weights, training))]

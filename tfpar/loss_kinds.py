@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from tfpar import _compat_losses, data
+from tfpar.losses_of_parts import PartTrial
 from tfpar.whole_batch import Trial
 
 Kind = Literal["mean", "sum"]
@@ -47,7 +48,7 @@ def kinds_of(
     parts: Sequence[Any],
     losses_of: Callable[[keras.Model, Any], list[float]],
     what: str,
-    trial: Trial | None = None,
+    trial: Trial | PartTrial | None = None,
 ) -> list[Kind | None]:
     """Classify each loss by its values on one example, on some others, and on all of them together.
 
@@ -56,7 +57,7 @@ def kinds_of(
         parts: One example, some others, all of them.
         losses_of: Returns the losses of a part.
         what: Names a loss in messages.
-        trial: Gives parts the losses of all examples that `call` computes; None for those of the part.
+        trial: Gives parts the losses that `call` computes as replicas or micro-batches have them; None for their own.
 
     Returns:
         The kind of each; None where it is zero on every part.
@@ -90,9 +91,9 @@ def _kind(values: Sequence[float], num_others: float, what: str) -> Kind | None:
     if _close(one + others, both):
         return "sum"
     raise ValueError(
-        f"{what} must be a sum or a mean over the batch to be divided over replicas, received {one:.6g} and "
-        f"{others:.6g} on two parts of a batch and {both:.6g} on both. Let it sum or average over the examples, or "
-        f"train on SingleDevice()."
+        f"{what} must be a sum or a mean over the batch to be divided over replicas or micro-batches, received "
+        f"{one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. Let it sum or average "
+        "over the examples, or train on SingleDevice()."
     )
 
 

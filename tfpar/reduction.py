@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfpar import _compat
 
-ONE_VALUE = "Under several replicas a loss must return one value per example"
+ONE_VALUE = "Under several replicas or micro-batches a loss must return one value per example"
 WAY_OUT = "Reduce over the last axis only, and let Keras average over the batch."
 
 
@@ -105,8 +105,8 @@ def reduce_loss(
         raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
     if reduction in (None, "none"):
         raise ValueError(
-            "Under several replicas a loss needs a reduction, received reduction=None. Use 'sum_over_batch_size', "
-            "'sum', 'mean' or 'mean_with_sample_weight'."
+            "Under several replicas or micro-batches a loss needs a reduction, received reduction=None. Use "
+            "'sum_over_batch_size', 'sum', 'mean' or 'mean_with_sample_weight'."
         )
     share = tf.cast(counts.share, values.dtype)
     total, weight = loss_sums(values, sample_weight, mask, reduction, dtype)

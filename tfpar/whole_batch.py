@@ -125,7 +125,7 @@ class Trial(Rows):
         return tensor if self._replayed is None else tensor[self._start : self._start + int(num_rows)]
 
     def _loss(self, *loss: Any) -> Any:
-        if not _reduces(*loss):
+        if not reduces(*loss):
             return _compat_losses.reduce_of_these(*loss)
         return self._value(lambda: _compat_losses.reduce_of_these(*loss))
 
@@ -194,7 +194,7 @@ def losses_in_call(counts: Callable[[], Counts]) -> Iterator[None]:
 
     def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
         loss = values, sample_weight, mask, reduction, dtype
-        if not _reduces(*loss):
+        if not reduces(*loss):
             return _compat_losses.reduce_of_these(*loss)
         share = tf.cast(counts().share, dtype)
         total, weight = loss_sums(tf.convert_to_tensor(values, dtype), sample_weight, mask, reduction or "", dtype)
@@ -207,5 +207,6 @@ def losses_in_call(counts: Callable[[], Counts]) -> Iterator[None]:
         yield
 
 
-def _reduces(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> bool:
+def reduces(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> bool:
+    """Say whether Keras makes a scalar of a loss that is none yet; its arguments are those of Keras' reduction."""
     return reduction not in (None, "none") and len(values.shape) > 0

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import _compat_pipeline
+from tfpar.pipeline.flows import Forward, Place, Travelling
 from tfpar.pipeline.gradients import sum_on, tensors_of
 from tfpar.pipeline.graph import Value
 from tfpar.pipeline.loss import LossPart
@@ -24,7 +25,6 @@ from tfpar.pipeline.microbatches import Microbatch
 from tfpar.pipeline.programs import Programs
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.split import Stage
-from tfpar.pipeline.stage import Forward, Travelling
 from tfpar.pipeline.variables import StepVariables
 
 
@@ -47,6 +47,8 @@ class Execution:
         scale: What one unit of loss counts in gradients, a scalar in Keras' float type.
         added_factors: For each micro-batch, what each loss added by a layer counts in the whole, in the stages' order.
         loss: Computes a micro-batch's loss; None where there is none.
+        sums_in_call: What the losses that layers compute take of the whole batch, in the stages' order, float64
+            `[losses, 2]`; None where they are not of interest.
         timed: Whether to note when each action runs.
     """
 
@@ -58,12 +60,16 @@ class Execution:
         scale: tf.Tensor,
         added_factors: Sequence[Sequence[tf.Tensor]] = (),
         loss: Callable[[int, list[Travelling]], LossPart] | None = None,
+        sums_in_call: tf.Tensor | None = None,
         *,
         timed: bool = False,
     ) -> None:
         self._programs, self.microbatches, self._scale = programs, microbatches, scale
         self._timed, self._added_factors, self._loss = timed, added_factors, loss
         self.devices = [program.device for program in programs.stages]
+        sizes = [len(program.ways) for program in programs.stages]
+        sums = tf.zeros([sum(sizes), 2], tf.float64) if sums_in_call is None else sums_in_call
+        self._sums_in_call = tf.split(sums, sizes)
         self._values = [{value: Travelling(tensor) for value, tensor in tensors.items()} for tensors in inputs]
         self._arrived: dict[tuple[Value, int, str], Travelling] = {}
         self._forwards: dict[tuple[int, int], Forward] = {}
@@ -158,7 +164,8 @@ class Execution:
         variables = self._variables.read(stage, number)
         factors = self._factors(stage, number)
         scales = self._scale * (tf.stack(factors) if factors else tf.zeros([0], self._scale.dtype))
-        done = program.forward(values, variables, tf.constant(number, tf.int64), scales)
+        place = Place(tf.constant(number, tf.int64), self.microbatches[number].part, self._sums_in_call[stage])
+        done = program.forward(values, variables, place, scales)
         self._forwards[stage, number] = done
         self._values[number] |= dict(zip(program.stage.outputs, done.made, strict=True))
         self._variables.note(program.states, number, done.states, self.microbatches[number])

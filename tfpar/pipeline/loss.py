@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_pipeline, _compat_random
+from tfpar import _compat, _compat_losses, _compat_pipeline, _compat_random
 from tfpar.division import Division
+from tfpar.pipeline.flows import Flow, Travelling
 from tfpar.pipeline.gradients import dense_part
 from tfpar.pipeline.microbatches import Microbatch
-from tfpar.pipeline.stage import Flow, Travelling
 
 
 class LossPart(NamedTuple):
@@ -184,6 +184,7 @@ class LossProgram:
             tf.device(self._device),
             keras.StatelessScope(mapping) as scope,
             _compat.replica_seeds(lambda: number),
+            _compat_losses.scalars_weighted(lambda _: counted / num_examples),
             self._reduced(size, share, num_examples, known),
         ):
             packed = keras.tree.pack_sequence_as(self._outputs, outputs)

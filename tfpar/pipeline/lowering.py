@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_pipeline, data, metric_entries
+from tfpar import _compat, _compat_losses, _compat_pipeline, data, metric_entries
 from tfpar.division import Division
+from tfpar.losses_of_parts import Way, counting, needs_pass
 from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline.batch_run import Compiled, Run
 from tfpar.pipeline.executor import Execution
+from tfpar.pipeline.flows import Travelling
 from tfpar.pipeline.gradients import plus, spec_of
 from tfpar.pipeline.graph import Value
 from tfpar.pipeline.loss import LossPart, LossProgram
@@ -22,46 +25,7 @@ from tfpar.pipeline.penalties import add_penalties
 from tfpar.pipeline.placement import copied_to, follow_data
 from tfpar.pipeline.programs import Programs, StagesOfModel
 from tfpar.pipeline.schedule import Action, Schedule
-from tfpar.pipeline.stage import Travelling
 from tfpar.reduction import Counts
-
-
-class Compiled(NamedTuple):
-    """The compiled functions behind a step.
-
-    Args:
-        programs: Of the stages.
-        loss: Behind the last stage.
-        update_metrics: Takes how many examples count, a micro-batch, the outputs and their masks; None without metrics.
-    """
-
-    programs: Programs
-    loss: LossProgram
-    update_metrics: Any
-
-
-class Run(NamedTuple):
-    """A batch on its way through the stages.
-
-    Args:
-        execution: What runs on it.
-        loss: The loss behind the last stage.
-        states: What the states of that are after the micro-batches so far.
-        weights: The gradients of its own of the weights that it reads, summed so far; None for none.
-    """
-
-    execution: Execution
-    loss: LossProgram
-    states: list[tf.Tensor]
-    weights: list[Any]
-
-    def gradients(self) -> dict[int, Any]:
-        """Return the gradient of each weight, summed over micro-batches, stages and the loss, by the weight's `id`."""
-        found = self.execution.gradients()
-        for variable, gradient in zip(self.loss.parameters, self.weights, strict=True):
-            with tf.device(variable.value.device):
-                found[id(variable)] = plus(found.get(id(variable)), gradient)
-        return {key: gradient for key, gradient in found.items() if gradient is not None}
 
 
 class Lowering:
@@ -91,7 +55,7 @@ class Lowering:
             ValueError: If a loss does not divide.
         """
         # Else only the shapes of the losses are looked at, and a large model takes long to run without a graph.
-        depends_on_values = self._adds_losses or not self._has_shapes
+        depends_on_values = self._adds_losses or not self._has_shapes or bool(_compat.own_metrics(self._model))
         call = self._call_of_check if depends_on_values else self._zeros_of_check
         self._division = Division(self._model, batch, call, communicates=False, values_call=self._call_of_check)
 
@@ -240,10 +204,11 @@ class Lowering:
             execution.note(compiled.loss.layer_states, number, part.layer_states)
             if compiled.update_metrics is not None and not timed:
                 tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
-                compiled.update_metrics(one.counted, one.batch, tensors, masks)
+                compiled.update_metrics(one.counted, one.part, one.batch, tensors, masks)
             return part
 
-        execution = Execution(compiled.programs, microbatches, flat, scale, factors, loss, timed=timed)
+        sums = None if timed else self._sums_in_call(batch, training)
+        execution = Execution(compiled.programs, microbatches, flat, scale, factors, loss, sums, timed=timed)
         return Run(execution, compiled.loss, states, weights)
 
     def _finish(self, batch: Any, run: Run, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -257,7 +222,23 @@ class Lowering:
         return loss
 
     def _programs(self, inputs: Any, *, training: bool) -> Programs:
-        return self._of_stages.programs(inputs, self._trainable, training=training)
+        return self._of_stages.programs(inputs, self._trainable, self._ways(training), training=training)
+
+    def _ways(self, training: bool) -> tuple[Way, ...]:
+        """Return what losses that layers compute need of the whole batch; nothing where there is no other batch."""
+        if self._division is None or self._schedule.num_microbatches == 1:
+            return ()
+        return self._division.ways[training]
+
+    def _sums_in_call(self, batch: Any, training: bool) -> tf.Tensor | None:
+        """Return what losses that layers compute take of the whole batch; of the model only that much is run."""
+        ways, found = self._ways(training), list[tf.Tensor]()
+        if not needs_pass(ways):
+            return None
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with keras.StatelessScope(), counting(ways, found):
+            self._call(inputs, training)
+        return tf.stack(found)
 
     @property
     def _trainable(self) -> tuple[int, ...]:
@@ -280,18 +261,22 @@ class Lowering:
         """Compile the update of the metrics with the outputs of one micro-batch."""
         flows = [programs.flows[value] for value in programs.outputs]
 
-        def update(counted: tf.Tensor, batch: Any, tensors: list[tf.Tensor], masks: list[Any]) -> tf.Tensor:
+        def update(
+            counted: tf.Tensor, part: tf.Tensor, batch: Any, tensors: list[tf.Tensor], masks: list[Any]
+        ) -> tf.Tensor:
             def count() -> tf.Tensor:
                 inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
                 outputs = keras.tree.pack_sequence_as(
                     self._graph.outputs, list(map(_compat_pipeline.with_mask, tensors, masks))
                 )
-                metric_entries.update_metrics(self._model, inputs, targets, outputs, weights, whole=False)
+                with _compat_losses.scalars_weighted(lambda _: part):
+                    metric_entries.update_metrics(self._model, inputs, targets, outputs, weights, whole=False)
                 return tf.constant(True)
 
             return tf.cond(counted > 0, count, lambda: tf.constant(False))
 
-        specs = [tf.TensorSpec([], tf.int64), batch, [flow.spec for flow in flows], [flow.mask for flow in flows]]
+        counts = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)]
+        specs = [*counts, batch, [flow.spec for flow in flows], [flow.mask for flow in flows]]
         return _compat_pipeline.called_apart(
             update, *specs
         )  # its conditional has no place in the loop around the steps

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpar.losses_of_parts import Way
 from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline.flows import Flow
 from tfpar.pipeline.gradients import spec_of
 from tfpar.pipeline.graph import Graph, Value
 from tfpar.pipeline.split import Stage
-from tfpar.pipeline.stage import Flow, StageProgram
+from tfpar.pipeline.stage import StageProgram
 
 
 class Programs(NamedTuple):
@@ -30,7 +32,12 @@ class Programs(NamedTuple):
 
 
 def compile_stages(
-    stages: Sequence[Stage], inputs: dict[Value, Flow], outputs: Sequence[Value], devices: Sequence[str], **options: Any
+    stages: Sequence[Stage],
+    inputs: dict[Value, Flow],
+    outputs: Sequence[Value],
+    devices: Sequence[str],
+    ways: Sequence[Way] = (),
+    **options: Any,
 ) -> Programs:
     """Compile the stages of a model, each for what those before it send.
 
@@ -39,12 +46,14 @@ def compile_stages(
         inputs: What is known of the model's inputs.
         outputs: The model's flat outputs.
         devices: One a stage.
+        ways: What the losses that layers compute need of the whole batch, in the order of the stages.
         **options: As for `StageProgram`.
     """
-    flows = dict(inputs)
+    flows, left = dict(inputs), tuple(ways)
     programs = []
     for stage, device in zip(stages, devices, strict=True):
-        program = StageProgram(stage, [flows[value] for value in stage.inputs], device, **options)
+        program = StageProgram(stage, [flows[value] for value in stage.inputs], device, ways=left, **options)
+        left = left[len(program.ways) :]
         flows.update(zip(stage.outputs, program.sends, strict=True))
         programs.append(program)
     return Programs(programs, tuple(outputs), flows)
@@ -66,7 +75,7 @@ def without_dead_ends(programs: Programs, live: Iterable[Value], **options: Any)
         dead = frozenset(value for value, flow in sends if flow.needs_gradient and value not in alive)
         if dead:
             taken = [programs.flows[value] for value in program.stage.inputs]
-            stages[index] = StageProgram(program.stage, taken, program.device, dead=dead, **options)
+            stages[index] = StageProgram(program.stage, taken, program.device, dead=dead, ways=program.ways, **options)
         back = zip(program.stage.inputs, stages[index].sends_back, strict=True)
         alive |= {value for value, goes_back in back if goes_back}
     return programs._replace(stages=stages)
@@ -101,19 +110,20 @@ class StagesOfModel:
         self._of_training = {"recompute": recompute, "splits_backward": splits_backward}
         self._compiled: dict[bool, tuple[Any, Programs]] = {}  # evaluate and predict have theirs in common
 
-    def programs(self, inputs: Any, trainable: Any, *, training: bool) -> Programs:
+    def programs(self, inputs: Any, trainable: Any, ways: Sequence[Way] = (), *, training: bool) -> Programs:
         """Return the compiled stages.
 
         Args:
             inputs: Specs of a batch of any size, in the structure that the model is called with.
             trainable: A key of the weights that train.
+            ways: What the losses that layers compute need of the whole batch, in the order of the stages.
             training: Whether the model trains.
         """
-        key = str(inputs), trainable, bool(self._model.jit_compile)
+        key = str(inputs), trainable, bool(self._model.jit_compile), tuple(ways)
         if training not in self._compiled or self._compiled[training][0] != key:
             outputs = keras.tree.flatten(self.graph.outputs)
             options = self._options(training=training)
-            programs = compile_stages(self.stages, self._flows(inputs), outputs, self.devices, **options)
+            programs = compile_stages(self.stages, self._flows(inputs), outputs, self.devices, ways, **options)
             self._compiled[training] = key, programs
         return self._compiled[training][1]
 

@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_pipeline, _compat_random, slices
+from tfpar import _compat, _compat_losses, _compat_pipeline, _compat_random, slices
+from tfpar.losses_of_parts import Way, in_part
 from tfpar.pipeline import graph as model_graph
+from tfpar.pipeline.flows import Flow, Forward, Place, Travelling, spec_of_made
 from tfpar.pipeline.gradients import add_rows, by_lookup, dense_part, join_rows, kinds_of, tensors_of, value_of
 from tfpar.pipeline.kept import Kept, kept_between
 from tfpar.pipeline.pieces import cut
 from tfpar.pipeline.split import Stage
-
-
-@dataclasses.dataclass(frozen=True)
-class Flow:
-    """What is known of a value that travels between stages.
-
-    Args:
-        spec: Its shape `[None, ...]` and type.
-        mask: Those of the Keras mask that travels with it; None for none.
-        needs_gradient: Whether a gradient travels back.
-    """
-
-    spec: tf.TensorSpec
-    mask: tf.TensorSpec | None = None
-    needs_gradient: bool = False
-
-
-@dataclasses.dataclass
-class Travelling:
-    """A value of one micro-batch: a tensor and its Keras mask."""
-
-    tensor: tf.Tensor
-    mask: tf.Tensor | None = None
-
-    def on(self, device: str) -> Travelling:
-        """Return it on a device; it leaves for there as soon as it is made."""
-        with tf.device(device):
-            return Travelling(tf.identity(self.tensor), None if self.mask is None else tf.identity(self.mask))
-
-
-class Forward(NamedTuple):
-    """The forward pass of one micro-batch through a stage.
-
-    Args:
-        made: What the stage makes.
-        states: The new value of each of its states; None where it stays.
-        losses: What its layers add to the loss.
-        known: What the backward pass takes.
-    """
-
-    made: list[Travelling]
-    states: list[tf.Tensor | None]
-    losses: list[tf.Tensor]
-    known: dict[Any, tf.Tensor]
 
 
 class StageProgram:
@@ -77,9 +34,10 @@ class StageProgram:
         jit_compile: Compile the functions with XLA.
         model_variables: All variables of the model, among which a layer may read those of another.
         dead: Values that it makes and that no loss depends on, so that no gradient comes back for them.
+        ways: What the losses that its layers compute need of the whole batch, in their order; may go on with others'.
 
     Raises:
-        ValueError: If a layer changes a weight while it is called.
+        ValueError: If a layer changes a weight while it is called, or makes of a loss what depends on examples.
     """
 
     def __init__(
@@ -94,9 +52,10 @@ class StageProgram:
         jit_compile: bool = False,
         model_variables: Sequence[keras.Variable] = (),
         dead: frozenset[model_graph.Value] = frozenset(),
+        ways: Sequence[Way] = (),
     ) -> None:
         self.stage, self.device, self.training = stage, device, training
-        self._taken, self._dead = taken, dead
+        self._taken, self._dead, self.ways = taken, dead, ways
         layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
         counters = [variable for layer in layers for variable in _compat_pipeline.metric_states(layer)]
         self.counters = set(map(id, counters))
@@ -134,7 +93,7 @@ class StageProgram:
         """Say of the lookups behind each gradient of rows what becomes of rows of the same number."""
         # A position is looked up whatever the examples are; what is drawn at random is another for each micro-batch.
         drawn = [tensor for op in self._graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
-        varying = _reached_from([*tensors_of(self._flows), self._microbatch, *drawn])
+        varying = _reached_from([*tensors_of([self._flows, self._place]), *drawn])
         return [kinds_of(gradient, varying) for gradient in self._weight_gradients]
 
     def joined(self, gradients: Sequence[Any]) -> list[Any]:
@@ -148,7 +107,7 @@ class StageProgram:
     def sends(self) -> list[Flow]:
         """What is known of the values that it makes, in the order of `stage.outputs`."""
         return [
-            Flow(_spec(made), _spec(mask), upstream is not None)
+            Flow(spec_of_made(made), spec_of_made(mask), upstream is not None)
             for made, mask, upstream in zip(self._made, self._masks, self._upstream, strict=True)
         ]
 
@@ -175,18 +134,18 @@ class StageProgram:
         )
 
     def forward(
-        self, values: Sequence[Travelling], variables: Sequence[tf.Tensor], microbatch: Any, scale: Any
+        self, values: Sequence[Travelling], variables: Sequence[tf.Tensor], place: Place, scale: Any
     ) -> Forward:
         """Run the forward pass on one micro-batch.
 
         Args:
             values: What it takes, `[examples, ...]` each.
             variables: Those of `parameters` and then those of `states`.
-            microbatch: The number of the micro-batch, an int64 scalar.
+            place: What the micro-batch is in its batch.
             scale: What one unit of each loss that its layers add counts in gradients, `[losses]` in Keras' float type.
         """
         masks = [value.mask for value, flow in zip(values, self._taken, strict=True) if flow.mask is not None]
-        given = [*(value.tensor for value in values), *masks, *variables, microbatch, scale]
+        given = [*(value.tensor for value in values), *masks, *variables, place, scale]
         pairs = zip(tensors_of(self._arguments), tensors_of(given), strict=True)
         known = {tensor.ref(): value for tensor, value in pairs}
         self._forward(known)
@@ -249,14 +208,15 @@ class StageProgram:
         """Trace forward and backward pass together, and keep the tensors of the traced graph by what they are."""
         flows = [flow.spec for flow in self._taken] + [flow.mask for flow in self._taken if flow.mask is not None]
         variables = [tf.TensorSpec(v.shape, v.dtype) for v in (*self.parameters, *self.states)]
+        place = Place(tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), tf.TensorSpec([None, 2], tf.float64))
         traced = tf.function(self._body, autograph=False).get_concrete_function(
-            flows, variables, tf.TensorSpec([], tf.int64), tf.TensorSpec([None], keras.config.floatx())
+            flows, variables, place, tf.TensorSpec([None], keras.config.floatx())
         )
         self._graph = traced.graph
 
-    def _body(self, flows: list[tf.Tensor], variables: list[tf.Tensor], microbatch: tf.Tensor, scale: tf.Tensor) -> Any:
-        self._arguments = [*flows, *variables, microbatch, scale]
-        self._flows, self._variables, self._microbatch, self._scale = flows, variables, microbatch, scale
+    def _body(self, flows: list[tf.Tensor], variables: list[tf.Tensor], place: Place, scale: tf.Tensor) -> Any:
+        self._arguments = [*flows, *variables, place, scale]
+        self._flows, self._variables, self._place, self._scale = flows, variables, place, scale
         masks = iter(flows[len(self._taken) :])
         tensors: dict[model_graph.Value, Any] = {}
         for value, flow, tensor in zip(self.stage.inputs, self._taken, flows, strict=False):
@@ -265,7 +225,10 @@ class StageProgram:
         with (
             tf.device(self.device),
             keras.StatelessScope(mapping, collect_losses=True) as scope,
-            _compat.replica_seeds(lambda: microbatch),
+            _compat.replica_seeds(lambda: place.number),
+            # A scalar that a layer counts stands for the whole batch, and each micro-batch counts one.
+            _compat_losses.scalars_weighted(lambda _: place.part),
+            in_part(self.ways, place.sums, place.part) as in_call,
         ):
             model_graph.run(self.stage.calls, tensors, self.training)
             new_states = [scope.get_current_value(variable) for variable in self.states]
@@ -278,6 +241,8 @@ class StageProgram:
             self._new_states = [None if new is old else new for new, old in zip(new_states, before, strict=True)]
             # A layer may add one value for each example, which Keras sums.
             self._losses = [tf.reduce_sum(loss) for loss in scope.losses]
+            self.ways = tuple(way for way, _ in in_call)
+            self._check_losses_in_call([loss for way, loss in in_call if way == "whole"])
             self._differentiate()
         return [*tensors_of(self._made), *tensors_of(self._input_gradients), *tensors_of(self._sums)]
 
@@ -288,6 +253,27 @@ class StageProgram:
                     f"In a pipeline only the optimizer may change a trained weight, and a layer assigns "
                     f"{variable.path!r} while it is called (as SpectralNormalization does). Leave that layer out, or "
                     "train on SingleDevice()."
+                )
+
+    def _check_losses_in_call(self, whole: Sequence[tf.Tensor]) -> None:
+        """Refuse what is made of a loss of the whole batch with examples, which each micro-batch has others of."""
+        if not whole or not self.training:
+            return
+        later = _reached_from(whole)
+        if any(dense_part(made).op in later for made in self._made):
+            raise ValueError(
+                "In a pipeline a loss object's value of which more is made than a multiple, or whose weights are "
+                f"trained, must be used in the stage that computes it, and stage {self.stage.index} sends it on. "
+                "Choose other cuts with balance, or train on SingleDevice() or Mirrored()."
+            )
+        gradients = tf.gradients(self._losses, list(whole)) if self._losses else []
+        varying = _reached_from(self._flows, stop=[loss.op for loss in whole])
+        for gradient in gradients:
+            if gradient is not None and gradient.op in varying:
+                raise ValueError(
+                    "In a pipeline a layer may add a loss object's value, or a function of it, but not its product "
+                    f"with something else of the examples, as a layer of stage {self.stage.index} does. Add both as "
+                    "losses of their own, or train on SingleDevice() or Mirrored()."
                 )
 
     def _differentiate(self) -> None:
@@ -327,22 +313,16 @@ def _unique(variables: Iterable[Any]) -> list[Any]:
     return list({id(variable): variable for variable in variables}.values())
 
 
-def _reached_from(tensors: Sequence[tf.Tensor]) -> set[tf.Operation]:
-    """Return the operations that some tensors have an influence on, their own included."""
-    reached = {tensor.op for tensor in tensors}
-    waiting = list(tensors)
+def _reached_from(tensors: Sequence[Any], stop: Container[tf.Operation] = ()) -> set[tf.Operation]:
+    """Return the operations that some tensors have an influence on, their own included, but not by way of others."""
+    waiting = tensors_of(tensors)
+    reached = {tensor.op for tensor in waiting}
     while waiting:
         for op in waiting.pop().consumers():
-            if op not in reached:
+            if op not in reached and op not in stop:
                 reached.add(op)
                 waiting += op.outputs
     return reached
-
-
-def _spec(tensor: Any) -> Any:
-    if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
-        return tf.type_spec_from_value(tensor)
-    return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def _value_of(tensor: Any, known: dict[Any, tf.Tensor]) -> Any:
