@@ -189,6 +189,10 @@ GRACE_RULE = "--grace_seconds must be from 0 to 604800 (a week)"
         (["--num_workers", "2", "--grace_seconds", "inf"], f"{GRACE_RULE}, received inf."),
         (["--num_workers", "2", "--grace_seconds", "2147484"], f"{GRACE_RULE}, received 2.14748e+06."),
         (["--num_workers", "2", "--network", "closed"], "--network must be open or private, received 'closed'."),
+        (
+            ["--num_workers", "2", "--network", "private", "--print", "tfjob"],
+            "--network private is for jobs on this machine, and --print is for a cluster. Leave one out.",
+        ),
         (["--num_workers", "2", "--print", "pbs"], "--print must be one of slurm, tfjob, received 'pbs'."),
     ],
 )

@@ -168,6 +168,22 @@ def test_a_server_that_cannot_be_confined_is_said_in_one_line(
     assert said.count("\n") == 1
 
 
+def test_tensorflows_server_starts_by_a_function_that_releases_pythons_lock_and_raises_its_errors() -> None:
+    import tensorflow as tf
+    from tensorflow.python import pywrap_tfe
+    from tensorflow.python.eager import context
+
+    from tfpar import _compat_server
+
+    context.ensure_initialized()
+    with _compat_server.starting_without_lock():
+        start = pywrap_tfe.TFE_EnableCollectiveOps
+        assert start.__module__ == "tfpar._compat_server", "TensorFlow offers it still"
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"Invalid tensorflow\.ServerDef"):
+            start(context.context()._context_handle, b"no ServerDef")
+    assert pywrap_tfe.TFE_EnableCollectiveOps is not start
+
+
 def test_sockets_of_other_ports_stay_as_they_are() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
         with loopback.confined(server.getsockname()[1]):

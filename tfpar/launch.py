@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         num_workers, cores_per_worker = _num_workers(), _cores_per_worker()
         words = worker_words(argv[1:])
+        is_private = _is_private()
         if _PRINT.value is not None:
             check_within("num_workers", num_workers, 1, slurm.MAX_TASKS)
             print(_submission(_PRINT.value, num_workers, ["python", *words], cores_per_worker), end="")
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         check_within("num_workers", num_workers, 1, MAX_LOCAL_WORKERS)
         check_within("max_restarts", _MAX_RESTARTS.value, 0, math.inf)
         _check_grace_seconds()
-        if _is_private():
+        if is_private:
             network.enter_private()
         command = [sys.executable, *words]
         return launch(Job(command, num_workers, cores_per_worker, _MAX_RESTARTS.value, _GRACE_SECONDS.value))
@@ -154,6 +155,8 @@ def _submission(kind: str, num_workers: int, command: Sequence[str], cores_per_w
 def _is_private() -> bool:
     if _NETWORK.value not in ("open", "private"):
         raise ValueError(f"--network must be open or private, received {quoted(_NETWORK.value)}.")
+    if _NETWORK.value == "private" and _PRINT.value is not None:
+        raise ValueError("--network private is for jobs on this machine, and --print is for a cluster. Leave one out.")
     return bool(_NETWORK.value == "private")
 
 

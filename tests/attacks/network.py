@@ -26,7 +26,7 @@ from tfpar.meeting import messages
 from tfpar.tf_config import Job, split_address
 
 NUM_WORKERS = 3
-MISSING_SECONDS = 1.5  # form_seconds of a job that is not complete
+MISSING_SECONDS = 3.0  # form_seconds of a job that is not complete
 FORM_SECONDS = 30.0  # of one that is: never needed
 SLACK_SECONDS = 5.0  # machines are busy; the worker's own allowance for the chief's answer is as long
 IMPOSTOR_SECONDS = 0.3
