@@ -261,6 +261,13 @@ def test_one_device_goes_on_from_the_workers_checkpoint(job: workers.Workers) ->
     assert_same(cases.state(resumed.model), cases.state(undisturbed.model))
 
 
+def test_metrics_do_not_depend_on_when_checkpoints_are_written(job: workers.Workers) -> None:
+    """To the last digit: each replica goes on with the sum that it had, also where the training resumes."""
+    for few, many, resumed in asked(job, "with_few_and_many_checkpoints"):
+        assert few == many
+        assert few == resumed
+
+
 def test_a_loss_that_is_not_finite_is_an_error_on_all(job: workers.Workers) -> None:
     for answer in asked(job, "not_finite"):
         assert answer is not None

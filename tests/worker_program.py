@@ -155,6 +155,22 @@ class Questions:
         answer = trained(trainer, small.shuffled(), epochs=3, callbacks=[callback], checkpoints=checkpoints)
         return answer, trainer.interrupted
 
+    def with_few_and_many_checkpoints(self) -> Any:
+        """The same training: undisturbed, with a checkpoint after each call, and interrupted and resumed."""
+        histories = []
+        for name, every_seconds, stops in (("few", 1000.0, ()), ("many", 0.0, ()), ("resumed", 1000.0, (20, 33))):
+            folder = self._chiefs_only(name)
+            for step in (*stops, 0):
+                trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+                history = trainer.fit(
+                    small.parity_cases.batches(400, 7),
+                    verbose=0,
+                    callbacks=[cases.Interrupt(trainer if step else None, at_step=step)],
+                    checkpoints=tfpar.Checkpoints(folder, every_seconds),
+                ).history
+            histories.append(history)
+        return histories
+
     def not_finite(self) -> Any:
         trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
         try:

@@ -33,14 +33,15 @@ def begin_alike(
         RuntimeError: If the workers' weights differ all the same.
     """
     if strategy.num_workers == 1:
-        restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign)
+        restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign, strategy.assign_parts)
         return restored or (position, {})
     strategy.require_equal({"the model": model_state.describe(model)})
     checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
     resumes, epoch = strategy.add_up([checkpoint is not None, position.epoch if strategy.is_chief else 0])
     callbacks: dict[str, Any] = {}
     if resumes and checkpoints is not None:
-        position, callbacks = checkpoints.load(model, strategy.from_chief(checkpoint), strategy.assign)
+        blob = strategy.from_chief(checkpoint)
+        position, callbacks = checkpoints.load(model, blob, strategy.assign, strategy.assign_parts)
     else:
         fresh = strategy.from_chief(model_state.snapshot_bytes(model) if strategy.is_chief else None)
         model_state.assign_bytes(model, fresh, strategy.assign)

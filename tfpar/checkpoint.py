@@ -34,6 +34,9 @@ from tfpar.checkpoint_state import Checkpoint, Position
 __all__ = ["Checkpoints", "Position", "Snapshot"]
 
 
+Parts = Sequence[tuple[keras.Variable, np.ndarray]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
     """A checkpoint in memory, apart from the model and the callbacks, which may go on.
@@ -116,13 +119,14 @@ class Checkpoints:
         self.wait()
         return time.monotonic() - self._saved_at >= self._every_seconds
 
-    def save(self, model: keras.Model, position: Position, callbacks: dict[str, Any]) -> Path | None:
+    def save(self, model: keras.Model, position: Position, callbacks: dict[str, Any], parts: Parts = ()) -> Path | None:
         """Write a checkpoint and remove the oldest beyond `keep`; first wait for a write under way.
 
         Args:
             model: The model, with its optimizer and metrics.
             position: Where the run stands.
             callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
+            parts: What each replica has counted, as `Strategy.metric_parts` returns it.
 
         Returns:
             The file, whole after `wait`; None if a weight is not finite, since such a checkpoint would replace a good
@@ -134,7 +138,7 @@ class Checkpoints:
         """
         self.wait()
         self._make()
-        snapshot = self.snapshot(model, position, callbacks)
+        snapshot = self.snapshot(model, position, callbacks, parts)
         self._saved_at = time.monotonic()
         if snapshot is None:
             return None
@@ -146,22 +150,28 @@ class Checkpoints:
             write_file()
         return path
 
-    def snapshot(self, model: keras.Model, position: Position, callbacks: dict[str, Any]) -> Snapshot | None:
+    def snapshot(
+        self, model: keras.Model, position: Position, callbacks: dict[str, Any], parts: Parts = ()
+    ) -> Snapshot | None:
         """Copy all that a checkpoint holds.
 
         Args:
             model: The model, with its optimizer and metrics.
             position: Where the run stands.
             callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
+            parts: What each replica has counted, as `Strategy.metric_parts` returns it.
 
         Returns:
             The copy; None if a weight is not finite.
         """
         arrays = dict(model_state.read_arrays(model))
+        names = model_state.names(model)
+        named = {names[id(variable)]: values for variable, values in parts if id(variable) in names}
+        arrays |= {name: model_state.storable(values.sum(axis=0, dtype=values.dtype)) for name, values in named.items()}
         if not all(np.isfinite(array).all() for name, array in arrays.items() if name.startswith("weights/")):
             return None
         step = int(model.optimizer.iterations.numpy())
-        return Snapshot(step, checkpoint_state.pack(arrays, step, position, callbacks, self._identity()))
+        return Snapshot(step, checkpoint_state.pack(arrays, named, step, position, callbacks, self._identity()))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk.
@@ -182,13 +192,17 @@ class Checkpoints:
         self.directory, self._is_made = directory, False
 
     def restore(
-        self, model: keras.Model, assign: model_state.Assign = keras.Variable.assign
+        self,
+        model: keras.Model,
+        assign: model_state.Assign = keras.Variable.assign,
+        assign_parts: model_state.Assign | None = None,
     ) -> tuple[Position, dict[str, Any]] | None:
         """Load the newest readable checkpoint into the model.
 
         Args:
             model: The model, with its optimizer and metrics.
             assign: Sets a variable.
+            assign_parts: Gives each replica the part that it has counted; None where the sum is enough.
 
         Returns:
             The position and the state of the callbacks; None if there is no checkpoint.
@@ -199,7 +213,7 @@ class Checkpoints:
         """
         self._check_writable()
         found = self._newest()
-        return None if found is None else self._assign(model, found[1], assign)
+        return None if found is None else self._assign(model, found[1], assign, assign_parts)
 
     def read(self) -> bytes | None:
         """Return the newest readable checkpoint in one piece, to `load` it where there is no disk.
@@ -218,7 +232,11 @@ class Checkpoints:
         return None
 
     def load(
-        self, model: keras.Model, blob: bytes, assign: model_state.Assign = keras.Variable.assign
+        self,
+        model: keras.Model,
+        blob: bytes,
+        assign: model_state.Assign = keras.Variable.assign,
+        assign_parts: model_state.Assign | None = None,
     ) -> tuple[Position, dict[str, Any]]:
         """Load into the model what `read` returned, here or on another worker.
 
@@ -226,6 +244,7 @@ class Checkpoints:
             model: The model, with its optimizer and metrics.
             blob: A checkpoint in one piece.
             assign: Sets a variable.
+            assign_parts: Gives each replica the part that it has counted; None where the sum is enough.
 
         Returns:
             The position and the state of the callbacks.
@@ -233,7 +252,7 @@ class Checkpoints:
         Raises:
             ValueError: If the checkpoint is of another model, or damaged.
         """
-        return self._assign(model, checkpoint_state.unpack(blob), assign)
+        return self._assign(model, checkpoint_state.unpack(blob), assign, assign_parts)
 
     def position(self) -> Position | None:
         """Return where the newest readable checkpoint stands; None if there is no checkpoint.
@@ -301,7 +320,7 @@ class Checkpoints:
             print(f"warning: {path} is damaged ({error}); using the checkpoint before it.", file=sys.stderr)
 
     def _assign(
-        self, model: keras.Model, found: Checkpoint, assign: model_state.Assign = keras.Variable.assign
+        self, model: keras.Model, found: Checkpoint, assign: model_state.Assign, assign_parts: model_state.Assign | None
     ) -> tuple[Position, dict[str, Any]]:
         # Older files do not know their step.
         origin = f"The newest file in {self.directory}" if found.step is None else str(self._path(found.step))
@@ -311,6 +330,8 @@ class Checkpoints:
                     with model.distribute_strategy.scope():
                         optimizer.build(weights)
         model_state.assign_arrays(model, found.arrays, origin, assign)
+        if assign_parts is not None:
+            model_state.assign_parts(model, found.parts, assign_parts)
         return found.position, found.callbacks
 
     def _path(self, step: int) -> Path:

@@ -13,6 +13,7 @@ import numpy as np
 from tfpar.callback_state import extract_arrays, insert_arrays
 from tfpar.checkpoint_file import STATE, DamagedError, decode
 
+_REPLICAS = "replicas/"
 _LARGEST = 2**63 - 1  # of TensorFlow's integers
 
 
@@ -41,6 +42,7 @@ class Checkpoint:
 
     Args:
         arrays: State variables by name.
+        parts: What each replica had counted of those of metrics, `[replicas, ...]`, by name.
         step: Updates of the optimizer; None in files of older versions.
         position: Where the run stands.
         callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
@@ -48,6 +50,7 @@ class Checkpoint:
     """
 
     arrays: dict[str, np.ndarray]
+    parts: dict[str, np.ndarray]
     step: int | None
     position: Position
     callbacks: dict[str, Any]
@@ -55,27 +58,34 @@ class Checkpoint:
 
 
 def pack(
-    arrays: Mapping[str, np.ndarray], step: int, position: Position, callbacks: dict[str, Any], run: str
+    arrays: Mapping[str, np.ndarray],
+    parts: Mapping[str, np.ndarray],
+    step: int,
+    position: Position,
+    callbacks: dict[str, Any],
+    run: str,
 ) -> dict[str, np.ndarray]:
     """Return all arrays of a checkpoint's file, copied as far as callbacks may change them.
 
     Args:
         arrays: State variables by name, copied.
+        parts: What each replica has counted of those of metrics, `[replicas, ...]`, by name, copied.
         step: Updates of the optimizer.
         position: Where the run stands.
         callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
         run: The identity of the run.
     """
     extracted: dict[str, np.ndarray] = {}
+    of_replicas = {_REPLICAS + name: values for name, values in parts.items()}
     state = {
         "step": step,
         "run": run,
         "position": dataclasses.asdict(position),
         "callbacks": extract_arrays(callbacks, extracted),
-        "num_arrays": len(arrays) + len(extracted),
+        "num_arrays": len(arrays) + len(of_replicas) + len(extracted),
     }
     copies = {name: array.copy() for name, array in extracted.items()}
-    return {**arrays, **copies, STATE: np.array(json.dumps(state))}
+    return {**arrays, **of_replicas, **copies, STATE: np.array(json.dumps(state))}
 
 
 def unpack(source: Path | bytes) -> Checkpoint:
@@ -108,9 +118,14 @@ def unpack(source: Path | bytes) -> Checkpoint:
         raise DamagedError(f"its step is {step!r:.40}")
     if not isinstance(run, str):
         raise DamagedError(f"its run is {run!r:.40}")
-    variables = {name: array for name, array in arrays.items() if not name.startswith("callbacks/")}
+    others = ("callbacks/", _REPLICAS)
     return Checkpoint(
-        variables, step, _position(state.get("position")), _callbacks(state.get("callbacks"), arrays), run
+        {name: array for name, array in arrays.items() if not name.startswith(others)},
+        {name.removeprefix(_REPLICAS): array for name, array in arrays.items() if name.startswith(_REPLICAS)},
+        step,
+        _position(state.get("position")),
+        _callbacks(state.get("callbacks"), arrays),
+        run,
     )
 
 

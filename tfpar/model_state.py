@@ -51,6 +51,11 @@ def state_variables(model: keras.Model) -> dict[str, Any]:
     return named
 
 
+def names(model: keras.Model) -> dict[int, str]:
+    """Return the name of every state variable by its `id`."""
+    return {id(variable): name for name, variable in state_variables(model).items()}
+
+
 def describe(model: keras.Model) -> str:
     """Return a line for each state variable: its name, shape and type."""
     variables = state_variables(model)
@@ -60,12 +65,11 @@ def describe(model: keras.Model) -> str:
 def read_arrays(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yield a copy of every variable with its name, one after another, in the same order on every worker."""
     for name, variable in state_variables(model).items():
-        yield name, _to_array(variable)
+        yield name, storable(np.asarray(variable.numpy()))
 
 
-def _to_array(variable: Any) -> np.ndarray:
-    array = np.asarray(variable.numpy())
-    # NumPy stores no bfloat16; every bfloat16 is exactly a float32.
+def storable(array: np.ndarray) -> np.ndarray:
+    """Return an array in a type that NumPy stores: it knows no bfloat16, and each is exactly a float32."""
     return array.astype("float32") if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
 
 
@@ -97,10 +101,32 @@ def assign_arrays(
         assign(variable, converted[name])
 
 
+def assign_parts(model: keras.Model, parts: dict[str, np.ndarray], assign: Assign) -> None:
+    """Give the replicas what each had counted, as far as it fits; the sums are assigned already.
+
+    Args:
+        model: A built and compiled model.
+        parts: `[replicas, ...]` by name.
+        assign: Gives a variable's replicas their parts, if there are as many.
+    """
+    for name, variable in state_variables(model).items():
+        values = parts.get(name)
+        if values is not None and values.shape[1:] == tuple(variable.shape) and _holds(variable, values):
+            assign(variable, values.astype(_kind(variable)))
+
+
+def _kind(variable: Any) -> np.dtype[Any]:
+    """Return NumPy's type for a variable: it knows no bfloat16, and float32 holds its range."""
+    return np.dtype("float32" if variable.dtype == "bfloat16" else variable.dtype)
+
+
+def _holds(variable: Any, array: np.ndarray) -> bool:
+    return array.ndim > 0 and bool(np.can_cast(array.dtype, _kind(variable), "same_kind"))
+
+
 def _convert(name: str, array: np.ndarray, variable: Any, origin: str) -> np.ndarray:
     """Return an array in its variable's type, or refuse one whose numbers that type cannot hold."""
-    # NumPy has no bfloat16; float32 holds its range.
-    kind = np.dtype("float32" if variable.dtype == "bfloat16" else variable.dtype)
+    kind = _kind(variable)
     if not np.can_cast(array.dtype, kind, "same_kind"):
         raise ValueError(
             f"{origin} is of another model: {name!r} is {array.dtype} there and {variable.dtype} in this model. Resume "

@@ -160,12 +160,12 @@ class Training:
         """Write a checkpoint at the chief; all workers take part."""
         if self._checkpoints is None:
             return
-        self._strategy.gather_metrics(self._model)
+        parts = self._strategy.metric_parts(self._model)
         if self._strategy.is_chief:
             state = callback_state.changed(
                 callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
             )
-            self._checkpoints.save(self._model, self._position, state)
+            self._checkpoints.save(self._model, self._position, state, parts)
 
 
 def _validation_not_finite(epoch: int, loss: float) -> FloatingPointError:

@@ -217,9 +217,16 @@ class Strategy(abc.ABC):
         """Return the logs over the examples of all workers: the metrics' results, and what `compute_metrics` adds."""
         return metric_entries.results(model)
 
-    def gather_metrics(self, model: keras.Model) -> None:
-        """Let the chief's variables of metrics hold what all workers have counted."""
-        return  # one worker's do
+    def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
+        """Return what each replica of all workers has counted, `[replicas, ...]`, by variable; all workers must ask.
+
+        A checkpoint holds it beside the sums, so that a resumed run adds up in the same order as an undisturbed one.
+        """
+        return []  # one copy holds all
+
+    def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
+        """Give each replica its part back, `[replicas, ...]`, if there are as many; the sum is assigned already."""
+        return  # one copy holds the sum
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Set a variable so that it reads as `value`."""

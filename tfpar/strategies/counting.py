@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat
+from tfpar import _compat, metric_entries
 from tfpar.strategies.single_device import update_metrics
 
 
@@ -41,3 +42,20 @@ def own_statistics(model: keras.Model) -> list[keras.Variable]:
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
         for variable in (layer.moving_mean, layer.moving_variance)
     ]
+
+
+def summed_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of metrics of which each replica holds a part."""
+    found = {id(variable): variable for metric in metric_entries.all_metrics(model) for variable in metric.variables}
+    return [variable for variable in found.values() if _compat.is_summed_on_read(variable)]
+
+
+def local_parts(strategy: tf.distribute.Strategy, variable: keras.Variable) -> np.ndarray:
+    """Return the parts of this process's replicas, `[replicas, ...]`."""
+    return np.stack([copy.read_value().numpy() for copy in strategy.experimental_local_results(variable.value)])
+
+
+def assign_local_parts(strategy: tf.distribute.Strategy, variable: keras.Variable, parts: np.ndarray) -> None:
+    """Give this process's replicas their parts back: the first of `parts`."""
+    for copy, part in zip(strategy.experimental_local_results(variable.value), parts, strict=False):
+        copy.assign(part)

@@ -19,6 +19,8 @@ from tfpar.strategies import factors, preflight
 from tfpar.strategies import mixing as mixings
 from tfpar.strategies.averaging import Averaging
 from tfpar.strategies.base import Distributed
+from tfpar.strategies.counting import summed_variables
+from tfpar.strategies.parts import split_into_parts
 from tfpar.strategies.replicated import Replicated
 
 Compression = Literal["bfloat16"]
@@ -165,7 +167,7 @@ class MultiWorker(Replicated):
         @tf.autograph.experimental.do_not_convert
         def split(rows: Any, num_rows: tf.Tensor) -> Any:
             """Cut this worker's rows; a stand-in for none counts nothing."""
-            parts, sizes, share, _ = self._split(rows, data.num_rows(rows), self._num_local_replicas, 0)
+            parts, sizes, share, _ = split_into_parts(rows, data.num_rows(rows), self._num_local_replicas, slice(None))
             is_some = num_rows > 0
             return parts, tf.where(is_some, sizes, 0), tf.where(is_some, share, 0.0), None
 
@@ -290,7 +292,7 @@ class MultiWorker(Replicated):
 
     def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
         """Return the model's metrics over the examples of all workers; each worker's own counts stay as they are."""
-        variables = _summed_variables(model)
+        variables = summed_variables(model)
         copies = [copy for variable in variables for copy in self._strategy.experimental_local_results(variable.value)]
         before = [copy.read_value() for copy in copies]
         for variable, total in zip(variables, self._totals(variables), strict=True):
@@ -300,11 +302,12 @@ class MultiWorker(Replicated):
             copy.assign(value)
         return results
 
-    def gather_metrics(self, model: keras.Model) -> None:
-        """Let the chief's variables of metrics hold what all workers have counted, and the others' nothing."""
-        variables = _summed_variables(model)
-        for variable, total in zip(variables, self._totals(variables), strict=True):
-            self.assign(variable, total)
+    def _gather(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the parts of all workers' replicas, from those of this one's: zeros elsewhere add nothing."""
+        rows = [np.zeros((self.num_replicas, *one.shape[1:]), one.dtype) for one in parts]
+        for row, one in zip(rows, parts, strict=True):
+            row[self.rank * len(one) : (self.rank + 1) * len(one)] = one
+        return [total.numpy() for total in self._hosts.all_reduce_many(list(map(tf.constant, rows)))]
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Set a variable so that it reads as `value`; of what replicas add up, the chief's first holds all."""
@@ -341,8 +344,3 @@ class MultiWorker(Replicated):
         words.view("uint8")[: len(mine)] = np.frombuffer(mine, "uint8")
         words = self._hosts.all_reduce(tf.constant(words)).numpy() if len(words) else words
         return words.tobytes()[: int(size)]
-
-
-def _summed_variables(model: keras.Model) -> list[keras.Variable]:
-    found = {id(variable): variable for metric in metric_entries.all_metrics(model) for variable in metric.variables}
-    return [variable for variable in found.values() if _compat.is_summed_on_read(variable)]

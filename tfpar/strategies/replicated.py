@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpar import _compat, _compat_losses, _compat_random, _compat_variables, data, objective, reduction, slices
@@ -17,8 +18,16 @@ from tfpar.reduction import local_replica_id, replica_id
 from tfpar.strategies import mixing as mixings
 from tfpar.strategies import objective_steps
 from tfpar.strategies.base import Distributed, Strategy
-from tfpar.strategies.counting import own_metrics_counted, own_statistics, update_counted_metrics
+from tfpar.strategies.counting import (
+    assign_local_parts,
+    local_parts,
+    own_metrics_counted,
+    own_statistics,
+    summed_variables,
+    update_counted_metrics,
+)
 from tfpar.strategies.gradients import add_up, kinds_of_lookups
+from tfpar.strategies.parts import split_into_parts
 from tfpar.strategies.single_device import forward, forward_backward
 from tfpar.whole_batch import RowsOfReplicas, knowing
 
@@ -84,29 +93,14 @@ class Replicated(Strategy):
         @tf.autograph.experimental.do_not_convert  # takes half a second in every process
         def split(*elements: Any) -> Any:
             batch = elements if in_tuples else elements[0]
-            return self._split(batch, data.num_rows(batch), self.num_replicas, self.rank * self._num_local_replicas)
+            first = self.rank * self._num_local_replicas
+            own = slice(first, first + self._num_local_replicas)
+            return split_into_parts(batch, data.num_rows(batch), self.num_replicas, own)
 
         return Distributed(dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE))
 
     def _distribute_shards(self, sharded: Sharded) -> Distributed:
         return self.distribute(sharded.whole())
-
-    def _split(self, batch: Any, num_examples: tf.Tensor, num_parts: int, first: int) -> Any:
-        """Cut a batch into parts; return this process's, from number `first` on, with what they count."""
-        own = slice(first, first + self._num_local_replicas)
-        on_all = num_examples < num_parts
-
-        def whole() -> Any:
-            sizes = [num_examples if part == 0 else tf.zeros_like(num_examples) for part in range(num_parts)[own]]
-            return (batch,) * self._num_local_replicas, tf.stack(sizes)
-
-        def cut() -> Any:
-            parts = data.split_batch(batch, num_parts)[own]
-            return parts, tf.stack([data.num_rows(part) for part in parts])
-
-        parts, sizes = tf.cond(on_all, whole, cut)
-        parts = tf.nest.map_structure(_of_any_size, parts)
-        return parts, sizes, tf.where(on_all, tf.constant(1.0 / num_parts, tf.float64), 1.0), num_examples
 
     def local_batch(self, element: Any) -> Any:
         """Return the examples of the element's parts, each once."""
@@ -282,6 +276,20 @@ class Replicated(Strategy):
                         group=False,
                     )
 
+    def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
+        """Return what each replica of all workers has counted, `[replicas, ...]`, by variable; all workers must ask."""
+        variables = summed_variables(model) if self.num_replicas > 1 else []
+        return list(zip(variables, self._gather([local_parts(self._strategy, one) for one in variables]), strict=True))
+
+    def _gather(self, parts: list[np.ndarray]) -> list[np.ndarray]:
+        """Return the parts of all workers' replicas, from those of this one's."""
+        return parts
+
+    def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
+        """Give each replica its part back, `[replicas, ...]`, if there are as many; the sum is assigned already."""
+        if len(parts) == self.num_replicas and _compat.is_summed_on_read(variable):
+            assign_local_parts(self._strategy, variable, parts[self.rank * self._num_local_replicas :])
+
     def _predict(self, model: keras.Model, batch: Any, then: Callable[[Any], Any]) -> list[Any]:
         """Run the model on each part and a function on each replica's outputs; return what it gives, by replica."""
 
@@ -335,10 +343,3 @@ class Replicated(Strategy):
                 stack.enter_context(tf.xla.experimental.jit_scope())
             loss, *others = self._strategy.run(on_own_part, args=(parts,))
         return self._strategy.experimental_local_results(loss)[0], *others
-
-
-def _of_any_size(part: Any) -> Any:
-    """Forget how many rows a part has: what one worker traces anew all must, and their parts may differ by a row."""
-    if not isinstance(part, tf.Tensor):
-        return part
-    return tf.compat.v1.placeholder_with_default(part, [None, *part.shape[1:]])
