@@ -32,6 +32,7 @@ LADDER = [
         "_compat_losses",
         "_compat_metrics",
         "_compat_objectives",
+        "_compat_tracing",
         "slices",
         "command_start",
         "suggestions",

@@ -17,7 +17,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_metrics
+from tfpar import _compat, _compat_metrics, _compat_tracing
 
 
 @dataclasses.dataclass
@@ -132,7 +132,8 @@ def _computed_again(model: keras.Model, entries: Entries) -> dict[str, Any]:
         feeds[:], examples[:] = counts, tf.nest.flatten(batch, expand_composites=True)
         inputs, targets, outputs, weights = batch
         # The counts are read outside: TensorFlow 2.21 may read a variable in a function before it was assigned.
-        with keras.StatelessScope(list(zip(variables, counts, strict=True))), _no_updates(model):
+        held = keras.StatelessScope(list(zip(variables, counts, strict=True)))
+        with held, _compat_tracing.own_traces(), _no_updates(model):
             returned = model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
         return keras.tree.map_structure(tf.convert_to_tensor, returned)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfpar import _compat_graph, _compat_losses
+from tfpar import _compat_graph, _compat_losses, _compat_tracing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +89,8 @@ def run(calls: Sequence[Call], tensors: dict[Value, Any], training: bool) -> Non
         tensors: What is known so far, at least the inputs.
         training: What layers are told that the model does not always tell the same.
     """
-    with _compat_losses.in_call(), _compat_graph.one_model_call(call.operation for call in calls):
+    one_call = _compat_graph.one_model_call(call.operation for call in calls)
+    with _compat_losses.in_call(), _compat_tracing.own_traces(), one_call:
         for call in calls:
             outputs = keras.tree.flatten(_apply(call, tensors, training))
             tensors |= dict(zip(call.outputs, outputs, strict=True))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, _compat_pipeline, _compat_random
+from tfpar import _compat, _compat_losses, _compat_pipeline, _compat_random, _compat_tracing
 from tfpar.division import Division
 from tfpar.pipeline.flows import Flow, Travelling
 from tfpar.pipeline.gradients import dense_part
@@ -185,6 +185,7 @@ class LossProgram:
             keras.StatelessScope(mapping) as scope,
             _compat.replica_seeds(lambda: number),
             _compat_losses.scalars_weighted(lambda _: counted / num_examples),
+            _compat_tracing.own_traces(),
             self._reduced(size, share, num_examples, known),
         ):
             packed = keras.tree.pack_sequence_as(self._outputs, outputs)
