@@ -9,7 +9,7 @@ import pytest
 
 import tfpar
 from tests import small, workers
-from tests.worker_program_replicas import TRAINED, predict, train
+from tests.worker_program_replicas import REFUSED_ALONE, TRAINED, predict, train
 from tfpar.parity import relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -42,3 +42,13 @@ def test_every_worker_refuses_what_mixes(job: workers.Workers) -> None:
     for answer in job.answers("refused"):
         assert isinstance(answer, workers.Raised)
         assert "where an example depends on the others of its batch; set mixing='gather'" in answer.message
+
+
+@pytest.mark.parametrize("kind", REFUSED_ALONE)
+def test_all_workers_refuse_what_the_examples_of_one_tell(job: workers.Workers, kind: str) -> None:
+    """The others waited for its next message until their time limit."""
+    answers = job.answers(f"refused alone: {kind}")
+    messages = [answer.message for answer in answers if isinstance(answer, workers.Raised)]
+    assert len(messages) == 2
+    assert messages[0] == messages[1]
+    assert "over the batch" in messages[0] or "must not depend on which other examples" in messages[0]

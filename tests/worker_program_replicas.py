@@ -6,6 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import ops
+
 import tfpar
 from tests import multi_worker_cases as cases
 from tests import objective_cases, parity_cases, small, workers
@@ -44,12 +49,69 @@ def refused(strategy: tfpar.Strategy) -> None:
     train(strategy, MIXING["mean"], small.data)
 
 
+def only_of_worker_1() -> tf.data.Dataset:
+    """Global batches of which the chief's examples are alike, so that a maximum over them looks like a mean."""
+    features = np.ones((8, 4), "float32")
+    features[4:] += np.arange(16).reshape(4, 4)
+    return tf.data.Dataset.from_tensor_slices((features, np.zeros((8, 1), "float32"))).batch(8)
+
+
+def largest(targets: Any, outputs: Any) -> Any:
+    return ops.max(ops.square(targets - outputs))
+
+
+class OwnLoss(keras.Model):
+    """Overrides `compute_loss`."""
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        return largest(y, y_pred)
+
+
+class Objectives(keras.Model):
+    """Has an objective that compares examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def objectives(self) -> list[tfpar.Objective]:
+        return [tfpar.Objective("own", self.largest)]
+
+    def largest(self, batch: Any, training: bool) -> Any:
+        outputs = self.dense(batch[0])
+        return outputs - ops.max(outputs) + 1.0
+
+
+def refused_alone(kind: str) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        inputs = keras.Input((4,))
+        outputs = keras.layers.Dense(1, kernel_initializer="ones")(inputs)
+        model: keras.Model = (
+            Objectives()
+            if kind == "objective"
+            else (OwnLoss if kind == "compute_loss" else keras.Model)(inputs, outputs)
+        )
+        model.compile("sgd", largest if kind == "loss" else "mse")
+        return model
+
+    return build
+
+
+REFUSED_ALONE = ("loss", "compute_loss", "objective")
+
+
 def main() -> None:
     strategy = tfpar.MultiWorker()
     gathering = tfpar.MultiWorker(mixing="gather")
     questions = {name: functools.partial(train, gathering, *given) for name, given in TRAINED.items()}
     others = {"predict": functools.partial(predict, gathering), "refused": functools.partial(refused, strategy)}
-    workers.answer_all({**questions, **others})
+    alone = {
+        f"refused alone: {kind}": functools.partial(train, strategy, refused_alone(kind), only_of_worker_1)
+        for kind in REFUSED_ALONE
+    }
+    workers.answer_all({**questions, **others, **alone})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from tfpar.data import Sharded
 from tfpar.per_model import PerModel
 from tfpar.strategies import factors, preflight
 from tfpar.strategies import mixing as mixings
+from tfpar.strategies.agreement import Agreement
 from tfpar.strategies.averaging import Averaging
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.counting import summed_variables
@@ -116,6 +118,7 @@ class MultiWorker(Replicated):
         self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, self._all_reduce, pack_bytes)
         host = self.devices[0].replace(device_type="CPU", device_index=0).to_string()
         self._hosts = Group([host], self.num_workers)
+        self._agreement = Agreement(self._hosts, self.rank, self.num_workers)
         _compat.communicate_through(strategy, self._reduce)
         self.require_equal(preflight.versions())
         self._num_rows: PerModel[float] = PerModel()
@@ -130,13 +133,10 @@ class MultiWorker(Replicated):
             ValueError: If a worker's text is not the chief's; on every worker, with the first line that differs.
         """
         chiefs = json.loads(self.from_chief(json.dumps(facts).encode()))
-        flags = np.zeros(self.num_workers)
-        flags[self.rank] = facts != chiefs
-        different = np.flatnonzero(self.add_up(flags.tolist()))
-        if not len(different):
+        rank = self._agreement.first(facts != chiefs)
+        if rank is None:
             return
-        rank = int(different[0])
-        theirs = json.loads(self._from_worker(rank, json.dumps(facts).encode()))
+        theirs = json.loads(self._agreement.message_of(rank, json.dumps(facts).encode()))
         raise ValueError(
             f"All workers must be alike, and worker {rank} ({self.addresses[rank]}) differs from the chief in "
             f"{'; '.join(preflight.differences(chiefs, theirs))}. Start all of them with the same command, the same "
@@ -213,19 +213,16 @@ class MultiWorker(Replicated):
             division = self._divisions[model]
             division.take_over(self.from_chief(division.to_json().encode()).decode())
 
-    def _agree_on(self, names: list[str], refused: ValueError | None) -> list[str]:
-        """Return the names that the first worker with any found; raise where one raised."""
-        findings = np.zeros(2 * self.num_workers)
-        findings[2 * self.rank : 2 * self.rank + 2] = refused is not None, bool(names)
-        raised, found = self.add_up(findings.tolist()).reshape(-1, 2).T
-        if raised.any():
-            rank = int(np.flatnonzero(raised)[0])
-            message = self._from_worker(rank, None if refused is None else str(refused).encode())
-            raise ValueError(message.decode())
-        if not found.any():
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all workers judge their own examples; where one refuses them, all raise."""
+        return self._agreement.raising_together()
+
+    def _agree_on(self, names: list[str]) -> list[str]:
+        """Return the names that the first worker with any found."""
+        rank = self._agreement.first(bool(names))
+        if rank is None:
             return names
-        rank = int(np.flatnonzero(found)[0])
-        agreed: list[str] = json.loads(self._from_worker(rank, json.dumps(names).encode()))
+        agreed: list[str] = json.loads(self._agreement.message_of(rank, json.dumps(names).encode()))
         return agreed
 
     def _check_mixing(self, model: keras.Model, batch: Any, training: bool) -> None:
@@ -329,18 +326,8 @@ class MultiWorker(Replicated):
 
     def add_up(self, values: Sequence[float]) -> np.ndarray:
         """Return the sums of some numbers over all workers, who must all ask; outside of a step."""
-        sums: np.ndarray = self._hosts.all_reduce(tf.constant(values, tf.float64)).numpy()
-        return sums
+        return self._agreement.add_up(values)
 
     def from_chief(self, message: bytes | None) -> bytes:
         """Return the chief's message on every worker, who must all ask; outside of a step."""
-        return self._from_worker(0, message)
-
-    def _from_worker(self, rank: int, message: bytes | None) -> bytes:
-        mine = message if rank == self.rank and message is not None else b""
-        (size,) = self.add_up([len(mine)])
-        # Numbers travel, not bytes: whole 32-bit words, to which the others add nothing.
-        words = np.zeros(-(-int(size) // 4), "int32")
-        words.view("uint8")[: len(mine)] = np.frombuffer(mine, "uint8")
-        words = self._hosts.all_reduce(tf.constant(words)).numpy() if len(words) else words
-        return words.tobytes()[: int(size)]
+        return self._agreement.message_of(0, message)

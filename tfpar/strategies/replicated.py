@@ -121,10 +121,11 @@ class Replicated(Strategy):
         self._generators[model] = _compat_random.GeneratorOnReplicas(self._strategy)
         if self.num_replicas > 1:
             if objective.objectives_of(model):
-                objective.check(model, batch)
+                with self._together():
+                    objective.check(model, batch)
                 return
             self._check_mixing(model, batch, training=True)
-            with _compat_random.preserved_random_state(), mixings.on_whole_batch(self._mixed[model]):
+            with self._together(), _compat_random.preserved_random_state(), self._gathered(model):
                 self._divisions[model] = Division(model, batch)
             if model.run_eagerly:
                 self._kinds[model] = kinds_of_lookups(model, batch)
@@ -136,7 +137,7 @@ class Replicated(Strategy):
             ValueError: If it cannot be divided.
         """
         if model in self._divisions:
-            with mixings.on_whole_batch(self._mixed[model]):
+            with self._together(), self._gathered(model):
                 self._divisions[model].find_own_loss(model, batch, training)
 
     def prepare_prediction(self, model: keras.Model, batch: Any) -> None:
@@ -157,20 +158,23 @@ class Replicated(Strategy):
             yield
 
     def _check_mixing(self, model: keras.Model, batch: Any, training: bool) -> None:
-        names, refused = [], None
-        try:
+        with self._together():
             names = mixings.find(model, batch, training)
-        except ValueError as error:
-            refused = error
-        names = self._agree_on(names, refused)
+        names = self._agree_on(names)
         if names and self._mixing == "refuse":
             raise mixings.refusal(names, gathers=False)
-        self._mixed[model] = mixings.resolve(model, batch, names) if names else []
+        with self._together():
+            self._mixed[model] = mixings.resolve(model, batch, names) if names else []
 
-    def _agree_on(self, names: list[str], refused: ValueError | None) -> list[str]:
-        """Return the names that the first worker with any found; raise what one raised."""
-        if refused is not None:
-            raise refused
+    def _gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        return mixings.on_whole_batch(self._mixed[model])
+
+    def _together(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all workers judge their own examples; where one refuses them, all raise."""
+        return contextlib.nullcontext()
+
+    def _agree_on(self, names: list[str]) -> list[str]:
+        """Return the names that the first worker with any found."""
         return names
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
