@@ -115,6 +115,19 @@ def test_a_layer_that_computes_each_example_alone_is_not_named(make: Any, shape:
     assert found((lambda inputs: layer(inputs, inputs)) if attends else layer, *shape) == Mixing()
 
 
+def test_one_histogram_for_a_batch_mixes_although_these_examples_have_one_bin() -> None:
+    class Net(keras.Model):  # a Functional model cannot hold the layer, in Keras 3.15
+        def __init__(self) -> None:
+            super().__init__()
+            self.equalize = layers.Equalization(name="tested")
+
+        def call(self, images: Any) -> Any:
+            return self.equalize(images)
+
+    images = np.random.default_rng(0).uniform(0.0, 0.9, (4, 2, 2, 3)).astype("float32")
+    assert find_mixing(trace(Net(), images), [images]).calls == ("tested",)
+
+
 def test_operations_between_layers_are_tested_one_by_one() -> None:
     entry = keras.Input((3, 4))
     centred = entry - ops.mean(entry, axis=0, keepdims=True)

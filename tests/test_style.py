@@ -27,6 +27,7 @@ LADDER = [
     [
         "atomic_file",
         "_compat_data",
+        "_compat_draws",
         "_compat_gradients",
         "_compat_imports",
         "_compat_losses",

@@ -13,14 +13,14 @@ from keras.src import backend
 def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
     """Create the weights and metrics that the first batch calls for, as `fit` does; not the optimizer's slots.
 
-    Keras 3.15's method builds the optimizer too, also for an evaluation, tells `compute_loss` that it evaluates, also
-    for a training, and calls the model on dense tensors in place of ragged and sparse ones; on one device Keras does
-    without the method (`_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py).
+    Keras 3.15's method builds the optimizer too, also for an evaluation, runs the model and `compute_loss` as in an
+    evaluation, also for a training, and calls the model on dense tensors in place of ragged and sparse ones; on one
+    device Keras does without the method (`_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py).
 
     Args:
         model: A compiled model.
         batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
-        training: What `compute_loss` is told.
+        training: What the model and `compute_loss` are told.
     """
 
     def compute(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
@@ -28,7 +28,7 @@ def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
 
     def spec(function: Any, *args: Any, **kwargs: Any) -> Any:
         def call(symbolic: Any, **options: Any) -> Any:
-            return model(keras.tree.map_structure(_of_same_kind, inputs, symbolic), **options)
+            return model(keras.tree.map_structure(_of_same_kind, inputs, symbolic), **{**options, "training": training})
 
         return original_spec(call if function is model else function, *args, **kwargs)
 

@@ -7,6 +7,7 @@ that was traced inside of a `keras.StatelessScope` holds the tensors of that sco
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -27,9 +28,11 @@ def own_traces() -> Iterator[None]:
         yield
         return
     _traced.append({})
-    original = Function.__call__
+    original, thread = Function.__call__, threading.get_ident()
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(function, *args, **kwargs)
         if id(function) not in _traced[-1]:
             _traced[-1][id(function)] = function, function._clone(None)
             _traced[-1][id(function)][1]._omit_frequent_tracing_warning = True
@@ -48,10 +51,10 @@ def eager_functions() -> Iterator[None]:
 
     `tf.config.run_functions_eagerly` takes those too, and on CPUs Keras' grouped convolutions run in no other way.
     """
-    original = Function.__call__
+    original, thread = Function.__call__, threading.get_ident()
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if tf.executing_eagerly() and not function._jit_compile:
+        if threading.get_ident() == thread and tf.executing_eagerly() and not function._jit_compile:
             return function._python_function(*args, **kwargs)
         return original(function, *args, **kwargs)
 

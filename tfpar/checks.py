@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import _compat, _compat_build, _compat_variables, objective
+from tfpar.reduction import dense_losses
 
 _STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict"}
 
@@ -188,6 +189,13 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
     if objective.objectives_of(model):
         objective.build(model, batch)
         return
-    _compat_build.symbolic_build(model, batch, training=kind == "train")
+    with _compat.loss_reduction(_reduce_dense, _compat.aggregate_added_loss):
+        _compat_build.symbolic_build(model, batch, training=kind == "train")
     if kind == "train" and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def _reduce_dense(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+    """Reduce a loss as Keras does, with one sentence for ragged values that it cannot reduce."""
+    loss: tf.Tensor = _compat.reduce_weighted_values(dense_losses(values, reduction), weight, mask, reduction, dtype)
+    return loss

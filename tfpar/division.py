@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, _compat_random, data, loss_values
-from tfpar.loss_kinds import Kind, kinds_of, parts_of, restored
+from tfpar import _compat, _compat_losses, data, loss_values
+from tfpar.loss_kinds import Kind, kinds_of, parts_of, unchanged
 from tfpar.losses_of_parts import PartTrial, Way, cheapest_ways, other_ways
 from tfpar.reduction import Counts, global_mean, global_sum, local_replica_id, reduce_loss
 from tfpar.whole_batch import Trial, losses_in_call
@@ -62,17 +62,33 @@ class Division:
         # Where parts do not communicate, what they need of the whole batch for each of these losses.
         self.ways: dict[bool, tuple[Way, ...]] = {True: (), False: ()}
         self._communicates = communicates
+        # A model may run in training only: RandomCrop gives images of another size in inference.
+        self._infers = True
         parts = parts_of(batch)
-        with _compat_random.preserved_random_state(), restored(model):
+        call, values_call = (self._in_either_mode(one) for one in (call, values_call or call))
+        with unchanged(model):
             if loss_values.scalar_metrics(model, parts[2], call):
-                self._check_metrics(model, parts, values_call or call)
+                self._check_metrics(model, parts, values_call)
             if not _compat.overridden(model, "compute_loss"):
-                self._find_losses(model, parts, call, values_call or call)
+                self._find_losses(model, parts, call, values_call)
             else:  # asked as training or as evaluation asks it, in `find_own_loss`
                 self._whole_in_call = {True: False, False: False}
             if _compat.own_metrics(model):
                 trial = self._trial(parts, training=False)
-                loss_values.check_counted_scalars(model, parts, values_call or call, trial)
+                loss_values.check_counted_scalars(model, parts, values_call, trial)
+
+    def _in_either_mode(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what calls a model as in training if it does not run in inference."""
+
+        def called(model: keras.Model, inputs: Any, training: bool) -> Any:
+            if not training and self._infers:
+                try:
+                    return call(model, inputs, training=False)
+                except Exception:
+                    self._infers = False
+            return call(model, inputs, training=True)
+
+        return called
 
     def _find_losses(
         self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], values_call: Callable[..., Any]
@@ -110,9 +126,9 @@ class Division:
         """
         if not _compat.overridden(model, "compute_loss"):
             return
-        parts = parts_of(batch)
+        parts, call = parts_of(batch), self._in_either_mode(call)
         losses_of = functools.partial(loss_values.own_loss, call=call, training=training)
-        with _compat_random.preserved_random_state(), restored(model):
+        with unchanged(model):
             loss_values.check_shapes(model, parts[1:], call, training)
             try:
                 (kind,) = self._kind_of_own_loss(model, parts, losses_of)
@@ -144,8 +160,11 @@ class Division:
     def _find_ways(self, model: keras.Model, batch: Any, call: Callable[..., Any]) -> None:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         trainable = [variable.value for variable in model.trainable_variables]
-        for training in (False, True):
-            self.ways[training] = cheapest_ways(functools.partial(call, model, inputs, training), trainable)
+        self.ways[True] = cheapest_ways(functools.partial(call, model, inputs, True), trainable)
+        if self._infers:
+            self.ways[False] = cheapest_ways(functools.partial(call, model, inputs, False), trainable)
+        if not self._infers:  # not found out until it was called
+            self.ways[False] = self.ways[True]
 
     def _trial(self, parts: Sequence[Any], training: bool) -> Trial | PartTrial | None:
         """Return what gives parts the losses that `call` computes as they will have them."""

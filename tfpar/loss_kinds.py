@@ -9,7 +9,7 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from tfpar import _compat_losses, data
+from tfpar import _compat_draws, _compat_losses, _compat_random, data
 from tfpar.losses_of_parts import PartTrial
 from tfpar.whole_batch import Trial
 
@@ -34,6 +34,13 @@ def restored(model: keras.Model) -> Iterator[None]:
         for variable, value in before:
             if not np.array_equal(variable.numpy(), value, equal_nan=True):
                 variable.assign(value)
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """Let a trial change no weight, state and random state; where it draws random numbers, it draws typical ones."""
+    with _compat_random.preserved_random_state(), restored(model), _compat_draws.typical_draws():
+        yield
 
 
 def _shake(model: keras.Model) -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpar import _compat, _compat_losses
 from tfpar.loss_kinds import Kind, kinds_of
 from tfpar.losses_of_parts import PartTrial
-from tfpar.reduction import ONE_VALUE, WAY_OUT
+from tfpar.reduction import ONE_VALUE, WAY_OUT, dense_losses
 from tfpar.whole_batch import Trial
 
 
@@ -103,8 +103,8 @@ def _note_losses(
 ) -> None:
     """Call a function with the values, weights and mask of each loss of `compile`."""
 
-    def reduce(values: Any, sample_weight: Any, mask: Any, *others: Any) -> tf.Tensor:
-        values = tf.convert_to_tensor(values)
+    def reduce(values: Any, sample_weight: Any, mask: Any, reduction: Any, dtype: Any) -> tf.Tensor:
+        values = dense_losses(values, reduction)
         note(values, sample_weight, mask)
         return tf.zeros((), values.dtype)
 

@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import _compat_losses
-from tfpar.reduction import loss_sums
+from tfpar.reduction import dense_losses, loss_sums
 from tfpar.whole_batch import reduces
 
 Way = Literal["alone", "sum", "by weight", "whole"]
@@ -40,7 +40,7 @@ def sums_of(loss: Any) -> _Sums | None:
     if not reduces(*loss):
         return None
     values, sample_weight, mask, reduction, dtype = loss
-    values = tf.convert_to_tensor(values, dtype)
+    values = tf.convert_to_tensor(dense_losses(values, reduction), dtype)
     total, weight = loss_sums(values, sample_weight, mask, reduction or "", dtype)
     return total, tf.ones_like(total) if weight is None else tf.cast(weight, total.dtype)
 
@@ -75,7 +75,7 @@ def cheapest_ways(run: Callable[[], Any], trainable: Sequence[Any]) -> tuple[Way
             values, sample_weight, mask, reduction, _ = loss
             by_weight = mask is not None or (reduction == "mean_with_sample_weight" and sample_weight is not None)
             # A size that is not known although that of the batch is: a layer leaves some values out.
-            counts = by_weight or not tf.convert_to_tensor(values).shape.is_fully_defined()
+            counts = by_weight or not dense_losses(values, reduction).shape.is_fully_defined()
             found.append("sum" if reduction == "sum" else sums[1] if counts else "alone")
             return tf.math.divide_no_nan(*sums)
 

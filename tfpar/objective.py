@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import _compat, _compat_objectives, _compat_random, data
-from tfpar.loss_kinds import restored
+from tfpar.loss_kinds import restored, unchanged
 from tfpar.reduction import Counts, mean_of_sums, reduce_loss
 from tfpar.update_order import after_reads
 from tfpar.whole_batch import Trial
@@ -254,7 +254,8 @@ def _values(objective: Objective, batch: Any, training: bool) -> Any:
 def check(model: keras.Model, batch: Any) -> None:
     """Refuse objectives whose value for one example depends on the others in a way that parts would not show.
 
-    A loss that draws random numbers is not checked. What a loss takes from `tfpar.gather` is that of both parts.
+    What draws other numbers in each run, and not by functions of Keras or TensorFlow, is not checked. What a loss takes
+    from `tfpar.gather` is that of both parts.
 
     Args:
         model: A built and compiled model with objectives.
@@ -269,7 +270,7 @@ def check(model: keras.Model, batch: Any) -> None:
     first, others = data.take_rows(batch, 0, 1), data.take_rows(batch, 1, min(4, num_examples))
     both = data.join_batches([first, others])
     for objective in objectives_of(model):
-        with _compat_random.preserved_random_state(), restored(model):
+        with unchanged(model):
             again, trial = _values(objective, both, False), Trial()
             with trial.recording():
                 whole = _values(objective, both, False)

@@ -100,7 +100,7 @@ def reduce_loss(
     Raises:
         ValueError: If the loss is already a scalar or has no reduction, so that its examples cannot be told apart.
     """
-    values = tf.convert_to_tensor(values, dtype=dtype)
+    values = tf.convert_to_tensor(dense_losses(values, reduction), dtype=dtype)
     if values.shape.rank == 0:
         raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
     if reduction in (None, "none"):
@@ -115,6 +115,30 @@ def reduce_loss(
     by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
     all_weight = None if mask is not None or by_weight else _num_values(values, counts)
     return _mean(share * total, share * weight, all_weight, counts)
+
+
+def dense_losses(values: Any, reduction: str | None) -> tf.Tensor:
+    """Return losses as a dense tensor: ragged ones as Keras 3.15 takes them, of equal lengths or to be summed.
+
+    Args:
+        values: `[batch, ...]`, or a scalar.
+        reduction: A reduction of `keras.losses.Loss`.
+
+    Raises:
+        ValueError: If they are rows of different lengths that are to be averaged.
+    """
+    if not isinstance(values, tf.RaggedTensor):
+        return tf.convert_to_tensor(values)
+    rows, lengths = values, []
+    while isinstance(rows, tf.RaggedTensor):
+        lengths.append(rows.uniform_row_length)
+        rows = rows.values
+    if any(length is None for length in lengths) and reduction != "sum":
+        raise ValueError(
+            f"A loss that returns rows of different lengths needs reduction='sum', as in Keras, and it has "
+            f"{reduction!r}. Let it return one value per example, such as tf.reduce_mean(values, axis=-1)."
+        )
+    return values.to_tensor()
 
 
 def loss_sums(

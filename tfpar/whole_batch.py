@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar import _compat_losses
-from tfpar.reduction import Counts, local_replica_id, loss_sums, replica_id, sum_over_replicas
+from tfpar.reduction import Counts, dense_losses, local_replica_id, loss_sums, replica_id, sum_over_replicas
 
 
 class Rows(abc.ABC):
@@ -197,7 +197,9 @@ def losses_in_call(counts: Callable[[], Counts]) -> Iterator[None]:
         if not reduces(*loss):
             return _compat_losses.reduce_of_these(*loss)
         share = tf.cast(counts().share, dtype)
-        total, weight = loss_sums(tf.convert_to_tensor(values, dtype), sample_weight, mask, reduction or "", dtype)
+        total, weight = loss_sums(
+            tf.convert_to_tensor(dense_losses(values, reduction), dtype), sample_weight, mask, reduction or "", dtype
+        )
         if weight is None:
             return sum_over_replicas(share * total)
         # Not counted from the number of examples: a layer may leave some values out, or compute weights.

@@ -110,6 +110,7 @@ class Lowering:
         flat = [self._flat(one.batch) for one in microbatches]
         execution = Execution(programs, microbatches, flat, tf.ones((), keras.config.floatx()))
         execution.run(self._forwards())
+        self._keep_states(execution.new_states(), execution.ends)
         parts = [execution.outputs(number) for number in range(len(microbatches))]
         with tf.device(self._devices[-1]):
             whole = [
@@ -215,11 +216,15 @@ class Lowering:
         """Return the loss of the batch; keep new states and count the loss."""
         loss = tf.add_n([tf.cast(part, keras.config.floatx()) for part in (*run.execution.losses, *penalties)])
         new_states = [*run.execution.new_states(), *run.loss.counted(run.states)]
-        with tf.control_dependencies([tf.group(*run.execution.ends, loss)]), follow_data():
-            for variable, value in new_states:
-                variable.assign(value)
+        self._keep_states(new_states, [*run.execution.ends, loss])
         self._update_trackers(batch, loss, run.execution)
         return loss
+
+    def _keep_states(self, new_states: Sequence[tuple[keras.Variable, tf.Tensor]], ends: Sequence[tf.Tensor]) -> None:
+        """Assign states when all that reads them has run."""
+        with tf.control_dependencies([tf.group(*ends)]), follow_data():
+            for variable, value in new_states:
+                variable.assign(value)
 
     def _programs(self, inputs: Any, *, training: bool) -> Programs:
         return self._of_stages.programs(inputs, self._trainable, self._ways(training), training=training)

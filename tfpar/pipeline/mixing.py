@@ -4,6 +4,8 @@ whole      [a b c d] ── call ── [A B C D]
 halves     [a b]     ── call ── [A B]           must be the same examples: an example is computed alone
                [c d] ── call ──     [C D]
 neighbours [a b a b] ── call ── [A B . .]       for what draws at random: same numbers, other neighbours
+
+Halves draw other numbers than the whole, so that first typical numbers stand in for random ones.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from tfpar import _compat, _compat_pipeline, _compat_random, data
+from tfpar import _compat, _compat_draws, _compat_pipeline, _compat_random, data
 from tfpar.pipeline.calls import Call, Graph, Value, run
-from tfpar.pipeline.trial import trial_examples
+from tfpar.pipeline.trial import moving_statistics, trial_examples
 
 # Layers that compute each example alone, whatever their settings, if the examples come first.
 _SAFE = {
@@ -42,8 +44,8 @@ _SAFE = {
 }
 # Layers that do so if their axis is not that of the examples.
 _SAFE_BY_AXIS = {layers.Concatenate, layers.LayerNormalization, layers.RMSNormalization, layers.Softmax}
-# Layers that mix on purpose, by a chance that a trial may miss.
-_MIXING = (layers.MixUp, layers.CutMix)
+# Layers that mix by a chance, or with examples, that a trial may miss: Keras 3.15 counts one histogram of a batch.
+_MIXING = (layers.MixUp, layers.CutMix, layers.Equalization)
 
 # Relative to the largest element, by the bytes of a number: about the root of its precision.
 _TOLERANCES = {1: 0.5, 2: 0.1, 4: 3e-4, 8: 1e-8}
@@ -169,31 +171,26 @@ class _Trial:
 
     def test(self, call: Call) -> None:
         """Run a call, note whether it mixes, and keep what it makes for both halves as if it did not."""
-        normalizes = _normalizes(call)
-        if normalizes:
+        if _normalizes(call):
             self.batch_normalizations.append(call.name)
         is_ragged = any(isinstance(self._whole[value], tf.RaggedTensor) for value in call.inputs)
         if _is_safe(call) and not is_ragged and call.inputs and all(self.axes[value] == 0 for value in call.inputs):
-            for value, tensor in zip(call.outputs, _run(call, self._whole, training=True), strict=True):
+            for value, tensor in zip(call.outputs, _run(call, self._whole), strict=True):
                 self._whole[value] = tensor
                 self._cut(value, 0, int(data.num_rows(tensor)) // 2)
             return
-        draws = _draws(call)
-        mixes = self._halves_differ(call, training=not (normalizes or draws))
-        # Where training is random, halves draw other numbers; where it normalizes, it is known to mix.
-        if isinstance(call.operation, _MIXING):
-            mixes = True
-        elif draws and not normalizes:
-            mixes = mixes or self._depends_on_neighbours(call)
-        elif mixes and self._is_random(call):
+        with _compat_draws.typical_draws() as drawn:
+            mixes = self._halves_differ(call)
+            hides = mixes and self._is_random(call)
+        if hides or (drawn and not mixes):
             mixes = self._depends_on_neighbours(call)
-        if mixes:
+        if mixes or isinstance(call.operation, _MIXING):
             self.mixing.append(call.name)
 
-    def _halves_differ(self, call: Call, training: bool) -> bool:
+    def _halves_differ(self, call: Call) -> bool:
         """Run a call on all examples and on both halves, and keep what it makes."""
-        whole = _run(call, self._whole, training)
-        halves = [_run(call, half, training) for half in self._halves]
+        whole = _run(call, self._whole)
+        halves = [_run(call, half) for half in self._halves]
         differs = False
         for value, tensor, one, other in zip(call.outputs, whole, *halves, strict=True):
             axis = _axis(tensor, one, other)
@@ -214,9 +211,8 @@ class _Trial:
             half[value] = part
 
     def _is_random(self, call: Call) -> bool:
-        """Say whether a call draws from Keras' global generator, or anew each time that it runs."""
-        one = _run(call, self._whole, training=True)
-        other = _run(call, self._whole, training=True, draw=1)
+        """Say whether a call draws numbers that are not typical ones, and so other ones for halves."""
+        one, other = (_run(call, self._whole, seed) for seed in (0, 1))
         return not all(close(*pair) for pair in zip(one, other, strict=True))
 
     def _depends_on_neighbours(self, call: Call) -> bool:
@@ -230,7 +226,7 @@ class _Trial:
                 neighbours[value] = _compat_pipeline.with_mask(
                     doubled, None if masks is None else tf.concat([masks, masks], axis)
                 )
-        runs = [_run(call, tensors, training=True) for tensors in (self._whole, self._whole, neighbours)]
+        runs = [_run(call, tensors, seed=0) for tensors in (self._whole, self._whole, neighbours)]
         for value, one, again, other in zip(call.outputs, *runs, strict=True):
             axis = self.axes[value]
             if not close(one, again):
@@ -272,23 +268,27 @@ def _normalizes(call: Call) -> bool:
     )
 
 
-def _draws(call: Call) -> bool:
-    members = [member for layer in _layers(call) for member in vars(layer).values()]
-    return any(isinstance(member, keras.random.SeedGenerator) for member in members)
-
-
 def _layers(call: Call) -> list[keras.Layer]:
     return _compat.all_layers(call.operation) if isinstance(call.operation, keras.Layer) else []
 
 
-def _run(call: Call, tensors: dict[Value, Any], training: bool, draw: int = 0) -> list[Any]:
-    """Run a call with the states that it has now, and leave them so."""
+def _run(call: Call, tensors: dict[Value, Any], seed: int | None = None) -> list[Any]:
+    """Run a call as in training with the states that it has now, and leave them so.
+
+    Args:
+        call: The call.
+        tensors: The values that it takes.
+        seed: Runs with the same seed draw the same numbers; None leaves TensorFlow's own functions unseeded.
+    """
     given = {value: tensors[value] for value in call.inputs}
-    state = _compat_random.state_of_no_layer()
     # Weights may live on several devices, and what XLA compiles reads those of its own alone.
-    copies = [(variable, tf.identity(variable.value)) for variable in call.variables]
-    with keras.StatelessScope([*copies, (state, state.value + draw)]):
-        run([call], given, training)
+    states = {id(variable): (variable, tf.identity(variable.value)) for variable in call.variables}
+    for state in (_compat_random.state_of_no_layer(), *_compat_draws.seed_states(_layers(call))):
+        states[id(state)] = state, state.value + (seed or 0)
+    if seed is not None:
+        tf.random.set_seed(seed)
+    with keras.StatelessScope(list(states.values())), moving_statistics():
+        run([call], given, training=True)
     return [given[value] for value in call.outputs]
 
 

@@ -1,10 +1,13 @@
-"""A few examples to try a model on, made of those of a batch so that none is like another."""
+"""What a trial of a model runs on: a few examples of which none is like another, and no statistics of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -26,6 +29,18 @@ def trial_examples(inputs: Sequence[Any]) -> list[Any]:
     if size == 1:
         inputs, size = [_several(tensor) for tensor in inputs], NUM_EXAMPLES
     return [_varied(data.take_rows(tensor, 0, 2 * (size // 2))) for tensor in inputs]
+
+
+@contextlib.contextmanager
+def moving_statistics() -> Iterator[None]:
+    """Let BatchNormalization take its moving statistics inside this context, also in training."""
+    call = keras.layers.BatchNormalization.call
+
+    def normalize(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        return call(layer, inputs, training=False, mask=mask)
+
+    with mock.patch.object(keras.layers.BatchNormalization, "call", normalize):
+        yield
 
 
 def _several(tensor: Any) -> Any:
