@@ -165,6 +165,15 @@ def optional_model() -> keras.Model:
     return _compiled(keras.Model([features, more], keras.layers.Dense(parity_cases.NUM_CLASSES)(hidden)))
 
 
+def optional_by_name() -> keras.Model:
+    """In the order of the names the optional input comes first."""
+    features = keras.Input((parity_cases.NUM_FEATURES,), name="features")
+    added = keras.Input((parity_cases.NUM_FEATURES,), name="added", optional=True)
+    hidden = keras.layers.Dense(4, "tanh")(AddIfThere()(features, added))
+    inputs = {"added": added, "features": features}
+    return _compiled(keras.Model(inputs, keras.layers.Dense(parity_cases.NUM_CLASSES)(hidden)))
+
+
 # --- cases
 
 
@@ -248,6 +257,7 @@ CASES: dict[str, Case] = {
     ),
     "None in a list": _arrays(optional_model, [FEATURES, None], validation_split=0.3),
     "None in a dict": _arrays(optional_model, {"features": FEATURES, "more": None}),
+    "None first in a dict": _arrays(optional_by_name, {"added": None, "features": FEATURES}),
     "None in a dataset": Case(optional_model, lambda: {"x": with_none(), "epochs": 2}),
     "None in a generator": Case(optional_model, lambda: {"x": generate(((FEATURES, None), LABELS))}),
     "None in a PyDataset": Case(optional_model, lambda: {"x": Rows(((FEATURES, None), LABELS))}, keras_takes=False),

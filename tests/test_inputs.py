@@ -29,7 +29,7 @@ by_any_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 # What micro-batches cut in another way; the batches reach the stages as they reach one device.
 IN_PIPELINES = (
     *("PyDataset, two threads", "generator", "pandas", "dataset, too many steps", "None in a list"),
-    *("sparse dataset", "scipy, split", "sparse, own layer", "ragged, own layer"),
+    *("sparse dataset", "scipy, split", "sparse, own layer", "ragged, own layer", "None first in a dict"),
 )
 # What differs from one device where a batch is cut; the rest is the same code for both.
 ON_REPLICAS = (

@@ -320,7 +320,7 @@ class Lowering:
         """Count the loss of the step, and that of each output where Keras logs them."""
         num_examples = execution.microbatches[0].num_examples
         # Keras weighs the loss of an output by the size of the batch where that is fixed, and else by one.
-        fixed_size = tf.nest.flatten(batch)[0].shape[0]
+        fixed_size = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None).shape[0]
         _compat.loss_tracker(self._model).update_state(loss, sample_weight=num_examples)
         for index, tracker in enumerate(_compat_pipeline.trackers_of_losses(self._model)):
             whole = tf.add_n([part.of_outputs[index] for part in execution.loss_parts])
