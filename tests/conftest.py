@@ -1,5 +1,6 @@
 """Four logical CPUs for the whole session: a strategy takes as many of them as its test asks for."""
 
+import collections
 import gc
 import os
 import signal
@@ -14,6 +15,14 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # A shell lets what it starts in the background ignore SIGINT, and so would every process that a test starts and stops.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files whose jobs take long and wait, so that none of them runs alone at the end."""
+    num_tests = collections.Counter(item.path for item in items)
+    waits = {item.path for item in items if item.get_closest_marker("multi_process")}
+    items.sort(key=lambda item: (item.path not in waits, -num_tests[item.path], item.path))
 
 
 @pytest.fixture(scope="session", autouse=True)
