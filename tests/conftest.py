@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import once
 from tests.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -17,12 +18,24 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole-tables", action="store_true", help="train every row of the tables of parity")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files whose jobs take long and wait, so that none of them runs alone at the end."""
     num_tests = collections.Counter(item.path for item in items)
     waits = {item.path for item in items if item.get_closest_marker("multi_process")}
     items.sort(key=lambda item: (item.path not in waits, -num_tests[item.path], item.path))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def references_of_this_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
+    """Tests that run side by side share what Keras gives on one device."""
+    folder = tmp_path_factory.getbasetemp()
+    once.FOLDER = (folder.parent if hasattr(request.config, "workerinput") else folder) / "references"
+    once.FOLDER.mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

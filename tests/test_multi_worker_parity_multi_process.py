@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,16 +17,47 @@ from tests import multi_worker_cases as cases
 from tests import small, workers
 from tests.multi_worker_cases import Trained
 from tests.test_parity import CASES, computing_in, differences, reference
-from tfpar.parity import relative_difference
+from tfpar.parity import TOLERANCES, relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 
-JOBS = {2: ("float64", "float32"), 3: ("float64",)}
 PACK_BYTES = {2: 4 << 20, 3: 256}  # everything in one pack, and the gradients of one model in several
-TABLE = [(num_workers, dtype, case) for num_workers, dtypes in JOBS.items() for case in CASES for dtype in dtypes]
-
-
+JOBS = tuple(PACK_BYTES)
+# Where the number of workers is part of what is tested.
+IN_EVERY_JOB = (
+    "global batch odd",
+    "last batch of 1",
+    "fewer examples than replicas",
+    "masked sequence",
+    "accumulation 4, ragged end, clipped",
+    "BatchNormalization, synchronized",
+    "embedding, sparse gradients",
+    "GAN, clipped and accumulated",
+)
 Job = Callable[[int], workers.Workers]
+Row = tuple[int, str, str]  # workers, dtype, case
+
+
+def table(whole: bool) -> list[Row]:
+    """Every case, by two workers or by three in turn in float64, and every fifth by the others in float32.
+
+    How a batch divides by two and by three is a matter of one process too: test_parity.py trains every case so.
+    """
+    if whole:
+        return list(itertools.product(JOBS, TOLERANCES, CASES))
+    turns = zip(CASES, itertools.cycle((JOBS, JOBS[::-1])), strict=False)
+    rows: list[Row] = []
+    for number, (case, (job, other)) in enumerate(turns):
+        rows.append((job, "float64", case))
+        rows += [(other, "float64", case)] * (case in IN_EVERY_JOB)
+        rows += [(other, "float32", case)] * (number % 5 == 0)
+    return sorted(rows, key=lambda row: row[0])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_equals_one_device_after_20_steps:
+        rows = table(metafunc.config.getoption("whole_tables"))
+        metafunc.parametrize(("num_workers", "dtype", "name"), rows, ids=lambda value: str(value).replace(" ", "_"))
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +67,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Iterator[Job]:
-    """A job of some number of workers, started once, that trains all cases while the tests compute what they expect."""
+def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, checkpoints: Path) -> Iterator[Job]:
+    """A job of some number of workers, started once, that trains its cases while the tests compute what they expect."""
+    rows = table(request.config.getoption("whole_tables"))
     with contextlib.ExitStack() as stack:
 
         @functools.cache
@@ -45,13 +78,20 @@ def job(tmp_path_factory: pytest.TempPathFactory, checkpoints: Path) -> Iterator
                 start(2).answers("checkpoints")
                 shutil.copytree(checkpoints, checkpoints / "copy")
             folder = tmp_path_factory.mktemp(f"workers-{num_workers}")
-            arguments = (str(checkpoints), str(PACK_BYTES[num_workers]), *JOBS[num_workers])
+            of_this_job = [f"{dtype} {name}" for number, dtype, name in rows if number == num_workers]
+            arguments = (str(checkpoints), str(PACK_BYTES[num_workers]), *of_this_job)
             return stack.enter_context(workers.started("worker_program_parity.py", folder, num_workers, *arguments))
 
         yield start
 
 
-@pytest.mark.parametrize(("num_workers", "dtype", "name"), TABLE, ids=lambda value: str(value).replace(" ", "_"))
+def test_the_rows_hold_every_case_and_both_types_in_every_job() -> None:
+    rows = table(whole=False)
+    assert {name for _, dtype, name in rows if dtype == "float64"} == {*CASES}
+    assert {(number, dtype) for number, dtype, _ in rows} == {*itertools.product(JOBS, TOLERANCES)}
+    assert {*IN_EVERY_JOB} <= {*CASES}
+
+
 def test_equals_one_device_after_20_steps(job: Job, num_workers: int, dtype: str, name: str) -> None:
     answers_of = job(num_workers).answers
     with computing_in(dtype):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests import objective_cases, parity_cases
+from tests import objective_cases, once, parity_cases
 from tests.parity_cases import Case
 from tfpar.parity import TOLERANCES, relative_difference
 
@@ -24,14 +24,24 @@ STRATEGIES = {
     "mirrored over 3, packed": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], pack_bytes=256),
 }
 CASES = parity_cases.CASES | objective_cases.CASES
-IN_FLOAT32_TOO = ("single device", "mirrored over 2")
-TABLE = [
-    (dtype, strategy, case)
-    for case in CASES
-    for dtype in TOLERANCES
-    for strategy in STRATEGIES
-    if dtype == "float64" or strategy in IN_FLOAT32_TOO
-]
+Row = tuple[str, str, str]  # dtype, strategy, case
+
+
+def table(whole: bool) -> list[Row]:
+    """Every case under every strategy: in both types, or in float32 under one of them in turn and else in float64."""
+    if whole:
+        return list(itertools.product(TOLERANCES, STRATEGIES, CASES))
+    turns = dict(zip(CASES, itertools.cycle(STRATEGIES), strict=False))
+    return [
+        ("float32" if turns[case] == strategy else "float64", strategy, case)
+        for case, strategy in itertools.product(CASES, STRATEGIES)
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_equals_one_device_after_20_steps:
+        rows = table(metafunc.config.getoption("whole_tables"))
+        metafunc.parametrize(("dtype", "strategy", "name"), rows, ids=lambda value: str(value).replace(" ", "_"))
 
 
 @contextlib.contextmanager
@@ -53,7 +63,7 @@ def train(case: Case, fit: Any, model: keras.Model, **more: Any) -> Result:
     return history, [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
 
 
-@functools.cache
+@once.in_a_run
 def reference(name: str, dtype: str) -> Result:
     """Keras' own `fit`, without any strategy; the same for all strategies."""
     keras.utils.set_random_seed(0)
@@ -76,7 +86,14 @@ def differences(found: Result, expected: Result, dtype: str) -> Iterator[str]:
             yield f"weight {index} of shape {actual.shape} differs by {difference:.2g}"
 
 
-@pytest.mark.parametrize(("dtype", "strategy", "name"), TABLE, ids=lambda value: str(value).replace(" ", "_"))
+def test_the_rows_pair_every_case_with_every_strategy_and_type() -> None:
+    rows = table(whole=False)
+    assert {(strategy, case) for _, strategy, case in rows} == {*itertools.product(STRATEGIES, CASES)}
+    assert {(dtype, case) for dtype, _, case in rows} == {*itertools.product(TOLERANCES, CASES)}
+    assert {(dtype, strategy) for dtype, strategy, _ in rows} == {*itertools.product(TOLERANCES, STRATEGIES)}
+    assert {*rows} < {*table(whole=True)}
+
+
 def test_equals_one_device_after_20_steps(dtype: str, strategy: str, name: str) -> None:
     case = CASES[name]
     with computing_in(dtype):

@@ -1,4 +1,4 @@
-"""What a worker runs for test_multi_worker_parity_multi_process.py: all cases of the parity table."""
+"""What a worker runs for test_multi_worker_parity_multi_process.py: cases of the parity table."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ def train_with_checkpoints(strategy: tfpar.MultiWorker, folder: Path) -> tuple[d
 
 
 def main() -> None:
-    checkpoints, pack_bytes, *dtypes = sys.argv[3:]
+    checkpoints, pack_bytes, *rows = sys.argv[3:]
     strategy = tfpar.MultiWorker(pack_bytes=int(pack_bytes))
-    questions = {
-        f"{dtype} {name}": functools.partial(train_case, strategy, dtype, name) for name in CASES for dtype in dtypes
-    }
+    questions = {row: functools.partial(train_case, strategy, *row.split(" ", 1)) for row in rows}
     workers.answer_all(
         {"checkpoints": functools.partial(train_with_checkpoints, strategy, Path(checkpoints)), **questions}
     )
