@@ -108,7 +108,8 @@ class StepsPerCall:
     """Choose how many steps the next call runs, so that a call takes about a given time.
 
     The first call compiles and is not counted. The number grows at most tenfold from call to call, since a first
-    short measurement can be far off. It changes how often Python looks up, never the result.
+    short measurement can be far off. It changes how often Python looks up, never the result; only moving statistics,
+    which replicas average after every call, may differ in their last bits.
 
     Args:
         fixed: A number of steps to keep to; None to choose by time.
