@@ -127,6 +127,15 @@ class Process:
             assert time.monotonic() < deadline_seconds, f"it did not come so far: {self.written()}"
             time.sleep(0.01)
 
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def code(self) -> int | None:
+        """The exit code, negative after a signal; None while it runs."""
+        return self._process.poll()
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal."""
         self._process.send_signal(number)
