@@ -13,9 +13,11 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")
 
 @pytest.mark.parametrize("seed", range(4))
 def test_strangers_neither_delay_a_job_nor_take_part_in_it(seed: int) -> None:
-    assert network.attack(seed, collections.Counter()) == []
+    assert network.attack(seed, collections.Counter(), missing_seconds=3.0) == []
 
 
 def test_a_chief_that_takes_every_proof_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_secret, "is_proof", lambda *arguments: True)
-    assert any(network.attack(seed, collections.Counter()) for seed in (0, 5, 7)), "in these a worker is missing"
+    assert any(network.attack(seed, collections.Counter(), missing_seconds=1.0) for seed in (0, 5, 7)), (
+        "in these a worker is missing"
+    )

@@ -8,14 +8,14 @@ import signal
 import time
 from collections.abc import Sequence
 
+from tfpar.command_line import REPEATABLE
 from tfpar.launcher.attempt import Attempt
 from tfpar.launcher.guardian import Guardian
 from tfpar.launcher.output import Outputs
 from tfpar.launcher.requests import Requests
 
-REPEATABLE = 2  # exit code of a worker whose next start would fail in the same way: flags, configuration, data
-_LONG_SECONDS = 60.0  # a start that lasted this long was no failed start
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 30.0
+_LONG_SECONDS = 30.0  # a start that lasted this long was no failed start
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +89,11 @@ def pause_seconds(short_starts: int) -> float:
     """Return how long to wait before workers start again.
 
     Args:
-        short_starts: How many starts in a row failed within a minute.
+        short_starts: How many starts in a row failed within 30 seconds.
 
     Example:
         >>> [pause_seconds(count) for count in (0, 1, 2, 3, 100)]
-        [0.0, 0.5, 1.0, 2.0, 30.0]
+        [0.0, 0.5, 1.0, 2.0, 5.0]
     """
     if short_starts == 0:
         return 0.0
