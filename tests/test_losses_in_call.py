@@ -115,6 +115,10 @@ def by_trained_weights(targets: Any, predictions: Any, training: bool) -> Any:
     return loss(targets, predictions, sample_weight=0.1 + predictions[:, 0] ** 2)
 
 
+def by_weights_trained_in_training(targets: Any, predictions: Any, training: bool) -> Any:
+    return by_trained_weights(targets, predictions if training else ops.stop_gradient(predictions), training)
+
+
 ENDPOINTS: dict[str, Callable[..., Any]] = {
     "mean": lambda y, p, training: MSE()(y, p),
     "sum": lambda y, p, training: 0.1 * MSE(reduction="sum")(y, p),
@@ -127,6 +131,7 @@ ENDPOINTS: dict[str, Callable[..., Any]] = {
     "sum in training": lambda y, p, training: 0.1 * ops.sum(ops.square(y - p)) if training else ops.sum(0.0 * p),
     "masked": masked,
     "trained weights": by_trained_weights,
+    "trained weights in training": by_weights_trained_in_training,
     "no reduction": lambda y, p, training: ops.mean(MSE(reduction=None)(y, p)),
 }
 # A metric cannot know that a scalar is the sum over a part.

@@ -101,11 +101,12 @@ class Division:
             )
         added_losses = functools.partial(loss_values.added_losses, call=call)
         find = functools.partial(self._find_added_losses, model, parts)
+        alike = self.ways[True] == self.ways[False]  # weights may be trained in training only
         evaluating = find(False, functools.partial(added_losses, training=False))
         training = functools.partial(added_losses, training=True)
         # As in evaluation, where that tells: found without the chance that training may bring into play.
-        as_in_evaluation = None not in evaluating and len(training(model, parts[0])) == len(evaluating)
-        if as_in_evaluation and len(self.ways[True]) == len(self.ways[False]):
+        as_in_evaluation = alike and None not in evaluating and len(training(model, parts[0])) == len(evaluating)
+        if as_in_evaluation:
             self._whole_in_call[True], self.ways[True] = self._whole_in_call[False], self.ways[False]
         kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
         self._added_losses = {key: [kind or "mean" for kind in found] for key, found in kinds.items()}
