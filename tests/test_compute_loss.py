@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 
 import tfpar
@@ -107,3 +108,36 @@ def test_a_loss_that_compares_examples_in_training_is_refused_there(strategy: st
     trainer.evaluate(small.data(), verbose=0)
     with pytest.raises(ValueError, match=r"What ComparesInTraining\.compute_loss returns must be a sum or a mean"):
         trainer.fit(small.data(), verbose=0)
+
+
+class HalvesLoss(keras.Model):
+    """Makes something of its own of the loss of compile."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return 0.5 * super().compute_loss(*args, **kwargs)
+
+
+def masked() -> keras.Model:
+    tokens = keras.Input((6,), dtype="int32")
+    embedded = keras.layers.Embedding(11, 4, mask_zero=True)(tokens)
+    model = HalvesLoss(tokens, keras.layers.Dense(2)(embedded))
+    model.compile("sgd", "mse")
+    return model
+
+
+def by_weight() -> keras.Model:
+    inputs = keras.Input((6,))
+    model = HalvesLoss(inputs, keras.layers.Dense(2)(keras.layers.Dense(3)(inputs)))
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+    return model
+
+
+@pytest.mark.parametrize(("build", "received"), [(masked, "a mask"), (by_weight, "the weights of reduction")])
+@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
+def test_masks_and_weights_to_divide_by_are_refused_also_where_the_first_batch_masks_nothing(
+    strategy: str, build: Any, received: str
+) -> None:
+    trainer = tfpar.Trainer(build, STRATEGIES[strategy](), seed=0)
+    targets, weights = (np.ones((8, 6, 2)), None) if build is masked else (np.ones((8, 2)), np.ones(8))
+    with pytest.raises(ValueError, match=f"divide losses by the number of examples, received {received}"):
+        trainer.fit(np.ones((8, 6)), targets, sample_weight=weights, verbose=0)

@@ -131,6 +131,7 @@ class Division:
         losses_of = functools.partial(loss_values.own_loss, call=call, training=training)
         with unchanged(model):
             loss_values.check_shapes(model, parts[1:], call, training)
+            loss_values.check_own_weights(model, parts[0], call, training)
             try:
                 (kind,) = self._kind_of_own_loss(model, parts, losses_of)
             except ValueError:

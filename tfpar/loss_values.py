@@ -178,6 +178,36 @@ def own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training:
     return [float(_compat.compute_loss(model, inputs, targets, outputs, weights, training))]
 
 
+def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> None:
+    """Refuse masks and weights that losses in an overridden `compute_loss` are divided by.
+
+    Their sum over the whole batch has no way into it, and a batch that happens to have nothing to mask hides them.
+
+    Args:
+        model: A built and compiled model.
+        batch: Some examples.
+        call: Runs the model.
+        training: What `compute_loss` is told.
+
+    Raises:
+        ValueError: If there are any.
+    """
+
+    def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+        by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+        if reduction not in (None, "none", "sum") and (by_weight or mask is not None):
+            what = f"the weights of reduction={reduction!r}" if by_weight else "a mask"
+            raise ValueError(
+                "In a model that overrides compute_loss, replicas and micro-batches divide losses by the number of "
+                f"examples, received {what} to divide by in {type(model).__name__}. Leave compute_loss to Keras, or "
+                "train on SingleDevice()."
+            )
+        return _compat.reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
+
+    with _compat.loss_reduction(reduce, _compat.aggregate_added_loss):
+        own_loss(model, batch, call, training)
+
+
 def check_counted_scalars(
     model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], trial: Trial | PartTrial | None
 ) -> None:
