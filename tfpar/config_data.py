@@ -73,6 +73,9 @@ class Data(Section):
     crop_to_aspect_ratio: bool = Field(False, description="image_folder: resize the largest window of image_size.")
     pad_to_aspect_ratio: bool = Field(False, description="image_folder: resize all of the image, black around it.")
     columns: OrNone[Names] = Field(None, description="csv, parquet: input columns; none: all but label_key.")
+    category_columns: OrNone[Names] = Field(
+        None, description="csv, parquet: input columns of words, each a one-hot vector over the training rows' words."
+    )
     missing_value: OrNone[float] = Field(
         None, description="csv, parquet: what an empty cell of an input column stands for; none refuses empty cells."
     )
@@ -121,7 +124,7 @@ _READERS: dict[str, tuple[str, ...]] = {
     "class_names": ("image_folder", *_TABLES),
     **dict.fromkeys(("image_size", "color_mode", "interpolation"), ("image_folder",)),
     **dict.fromkeys(("crop_to_aspect_ratio", "pad_to_aspect_ratio"), ("image_folder",)),
-    **dict.fromkeys(("columns", "missing_value"), _TABLES),
+    **dict.fromkeys(("columns", "category_columns", "missing_value"), _TABLES),
     **dict.fromkeys(("column_names", "delimiter"), ("csv",)),
     **dict.fromkeys(("function", "arguments"), ("python",)),
     **dict.fromkeys(("num_examples", "num_features", "noise"), ("generated",)),
@@ -211,12 +214,20 @@ def _label_problems(data: Data) -> Iterator[str]:
             f"data.num_classes = {data.num_classes} is for labels that are numbers, and data.class_names names "
             f"{len(data.class_names)} classes: leave one of them out."
         )
-    for key in ("class_names", "columns", "column_names"):
+    for key in ("class_names", "columns", "category_columns", "column_names"):
         names = getattr(data, key) or ()
         if len(set(names)) < len(names):
             yield f"data.{key} = {_toml.show(names)} names one of them twice: name each once."
     if data.class_names is not None and len(data.class_names) < 2:
         yield f"data.class_names = {_toml.show(data.class_names)} must name at least 2 classes."
+    others = [name for name in data.category_columns or () if name not in (data.columns or data.category_columns or ())]
+    if others:
+        yield f"data.category_columns names {_toml.show(others[0])}, which is not in data.columns: add it there."
+    if data.label_key in (data.category_columns or ()):
+        yield (
+            f"data.label_key = {_toml.show(data.label_key)} is in data.category_columns too: remove it there; the "
+            "words of a label are data.class_names."
+        )
     if data.label_key in (data.columns or ()):
         yield (
             f"data.label_key = {_toml.show(data.label_key)} is in data.columns too, and would predict itself: "

@@ -46,7 +46,7 @@ class Tabular(tfpar.Trainer):
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
         self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
-        self.class_names = loaded.class_names
+        self.class_names, self.vocabularies = loaded.class_names, loaded.vocabularies
         recipe.set_precision(run.training.precision)
         build = functools.partial(build_model, run, loaded.input_shape, loaded.num_classes)
         super().__init__(build, strategy, run.seed)

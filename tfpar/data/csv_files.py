@@ -9,15 +9,15 @@ import functools
 import gzip
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfpar import _toml, config
-from tfpar.data import tables
+from tfpar.data import categories, tables
 from tfpar.data.examples import Split, check
 from tfpar.data.files import FILES_AT_ONCE, of_split
 from tfpar.data.held_out import Part, keeps, of_settings
@@ -26,7 +26,7 @@ NOT_FINITE = "A cell is not a finite number."
 LARGEST = float(np.finfo(np.float32).max)
 UNREADABLE = re.compile(
     r"Field \d+ in record|is required but missing in record|Expect \d+ fields but have|[Qq]uoted field|"
-    + "|".join(re.escape(sentence) for sentence in (NOT_FINITE, tables.WRONG_LABEL))
+    + "|".join(re.escape(sentence) for sentence in (NOT_FINITE, tables.WRONG_LABEL, categories.EMPTY))
 )
 
 
@@ -41,7 +41,30 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
         FileNotFoundError: No such folder, split or file.
         ValueError: A file without a header line, or with other columns than the first.
     """
-    return of_settings(settings, _split)
+    return of_settings(settings, functools.partial(_split, vocabularies=_vocabularies(settings)))
+
+
+def _vocabularies(settings: config.Data) -> categories.Vocabularies:
+    """The words of each column of words, of the training rows; they are read once for it."""
+    names = settings.category_columns
+    if names is None:
+        return {}
+    paths = of_split(settings, settings.train_split, "CSV")
+    header = _column_names(settings, paths[0])
+    columns = tables.choose(settings, header, paths[0])
+    places = [columns.places[columns.inputs.index(name)] for name in names]
+
+    def words(lines: tf.Tensor) -> tf.Tensor:
+        cells = tf.io.decode_csv(_without_mark(settings, lines), [tf.constant([""])] * len(header), settings.delimiter)
+        return tf.stack([categories.strip(cells[place]) for place in places], axis=1)
+
+    part: Part = "all" if settings.validation_share is None else "train"
+    rows = _rows(settings, paths, part, words).batch(tables.BLOCK_ROWS)
+    blocks = ([[word.decode() for word in column] for column in block.T] for block in rows.as_numpy_iterator())
+    try:
+        return categories.vocabularies(names, blocks, f'split "{settings.train_split}"')
+    except UnicodeDecodeError:
+        raise ValueError(problem(settings)) from None
 
 
 def problem(settings: config.Data) -> str | None:
@@ -79,7 +102,10 @@ def _row_problem(settings: config.Data, columns: tables.Columns, names: Sequence
             f"the row has {len(cells)} cells, but there are {len(names)} columns: correct the row, or data.delimiter."
         )
     for name, place in zip((*columns.inputs, columns.label), columns.places, strict=True):
-        wrong = _cell_problem(settings, cells[place], is_label=name == columns.label)
+        if name in (settings.category_columns or ()):
+            wrong = None if cells[place].strip(categories.SPACE) else "is empty: fill it, with a word such as unknown"
+        else:
+            wrong = _cell_problem(settings, cells[place], is_label=name == columns.label)
         if wrong:
             return f'the cell {_toml.show(cells[place])} of column "{name}" {wrong}.'
     return None
@@ -103,7 +129,7 @@ def _is_number(cell: str) -> bool:
         return False
 
 
-def _split(settings: config.Data, split: str, part: Part) -> Split:
+def _split(settings: config.Data, split: str, part: Part, vocabularies: categories.Vocabularies) -> Split:
     paths = of_split(settings, split, "CSV")
     names = _column_names(settings, paths[0])
     columns = tables.choose(settings, names, paths[0])
@@ -115,10 +141,13 @@ def _split(settings: config.Data, split: str, part: Part) -> Split:
                 f"{', '.join(others)} and {paths[0]} has {', '.join(names)}: correct one of them."
             )
 
+    def parse(lines: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        return _parse(settings, lines, len(names), columns, vocabularies)
+
     @functools.cache  # the same lines in the same order at each reading, so traced once
     def rows(num_file_shards: int = 1, file_shard: int = 0, num_shards: int = 1, shard: int = 0) -> tf.data.Dataset:
         own = paths[file_shard::num_file_shards]
-        return _rows(settings, own, len(names), columns, part, num_shards, shard)
+        return _rows(settings, own, part, parse, num_shards, shard)
 
     origin = f'split "{split}" in {settings.directory}'
     return Split(
@@ -132,6 +161,8 @@ def _split(settings: config.Data, split: str, part: Part) -> Split:
         encoded=False,
         class_names=settings.class_names,
         read_examples=lambda num_shards, shard: rows(1, 0, num_shards, shard),
+        vocabularies=vocabularies or None,
+        one_hot=categories.one_hot_channels(columns.inputs, vocabularies),
     )
 
 
@@ -165,18 +196,17 @@ def _open(path: Path) -> IO[str]:
 def _rows(
     settings: config.Data,
     paths: list[Path],
-    num_columns: int,
-    columns: tables.Columns,
     part: Part,
-    num_shards: int,
-    shard: int,
+    parse_lines: Callable[[tf.Tensor], Any],
+    num_shards: int = 1,
+    shard: int = 0,
 ) -> tf.data.Dataset:
-    """`(inputs, label)` pairs of the lines of some files, parsed some hundred lines at a time."""
+    """What `parse_lines` makes of the lines of some files, some hundred lines at a time, row by row."""
 
     @tf.function(autograph=False)
-    def parse(numbers: tf.Tensor, lines: tf.Tensor, name: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def parse(numbers: tf.Tensor, lines: tf.Tensor, name: tf.Tensor) -> Any:
         own = keeps(numbers, name, part, settings.validation_share) & (tf.strings.strip(lines) != "")
-        return _parse(settings, tf.boolean_mask(lines, own), num_columns, columns)
+        return parse_lines(tf.boolean_mask(lines, own))
 
     @tf.autograph.experimental.do_not_convert
     def read_file(place: tf.Tensor, path: tf.Tensor) -> tf.data.Dataset:
@@ -204,21 +234,39 @@ def _rows(
 
 
 def _parse(
-    settings: config.Data, lines: tf.Tensor, num_columns: int, columns: tables.Columns
+    settings: config.Data,
+    lines: tf.Tensor,
+    num_columns: int,
+    columns: tables.Columns,
+    vocabularies: categories.Vocabularies,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Lines `[rows]` as inputs float32 `[rows, inputs]` and labels."""
     *inputs, label = columns.places
+    words = {
+        place: vocabularies[name] for name, place in zip(columns.inputs, inputs, strict=True) if name in vocabularies
+    }
     # All columns, not decode_csv's select_cols: with these TensorFlow 2.21 takes a row that has too many cells.
     defaults = [tf.constant([""]) for _ in range(num_columns)]
     for place in inputs:
+        if place in words:
+            continue
         missing = [] if settings.missing_value is None else [settings.missing_value]
         defaults[place] = tf.constant(missing, tf.float32)
     defaults[label] = tf.constant([], tf.string if settings.class_names is not None else tf.float32)
-    if settings.column_names is not None:  # a mark of the encoding stands before the first cell, not before a header
-        lines = tf.strings.regex_replace(lines, "^\ufeff", "")
-    cells = tf.io.decode_csv(lines, defaults, settings.delimiter)
-    rows = tf.stack([cells[place] for place in inputs], axis=1)
+    cells = tf.io.decode_csv(_without_mark(settings, lines), defaults, settings.delimiter)
+    channels = [
+        categories.encode(categories.strip(cells[place]), words[place])
+        if place in words
+        else cells[place][:, tf.newaxis]
+        for place in inputs
+    ]
+    rows = tf.concat(channels, axis=1)
     finite = tf.reduce_all(tf.math.is_finite(rows))
     if settings.class_names is None:
         finite &= tf.reduce_all(tf.math.is_finite(cells[label]))
     return check(finite, tf.constant(NOT_FINITE), rows), tables.labels(settings, cells[label])
+
+
+def _without_mark(settings: config.Data, lines: tf.Tensor) -> tf.Tensor:
+    """Lines without a mark of the encoding, which stands before the first cell, not before a header."""
+    return lines if settings.column_names is None else tf.strings.regex_replace(lines, "^\ufeff", "")

@@ -1,6 +1,6 @@
 """The examples of one split as they are stored, and the checks that stop a run before its first step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import tensorflow as tf
@@ -22,6 +22,8 @@ class Split(NamedTuple):
     class_names: tuple[str, ...] | None = None
     # (num_shards, shard) -> stored examples of that shard; None: from all of them, each in turn
     read_examples: Callable[[int, int], tf.data.Dataset] | None = None
+    vocabularies: Mapping[str, tuple[str, ...]] | None = None  # of columns of words, by name
+    one_hot: tuple[bool, ...] = ()  # which channels of an input are of such columns; empty: none
 
     def decoded(self) -> tf.data.Dataset:
         """Single `(input, label)` pairs in the order of storage."""

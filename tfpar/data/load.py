@@ -1,8 +1,9 @@
 """From the data settings of a run to its batches: `load`, and what it refuses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfpar import config
@@ -45,6 +46,7 @@ class Loaded(NamedTuple):
     input_shape: tuple[int, ...]  # of one example
     division: str  # how workers divide the training examples and why, in a sentence
     class_names: tuple[str, ...] | None = None  # of labels 0, 1, ..., where classes have names
+    vocabularies: Mapping[str, tuple[str, ...]] | None = None  # of data.category_columns, by name
 
 
 def describe(settings: config.Data) -> str:
@@ -125,6 +127,7 @@ def _stored(settings: config.Data, global_batch_size: int, seed: int, augment: A
         tuple(train.decoded().element_spec[0].shape),
         choice.sentence,
         train.class_names,
+        train.vocabularies,
     )
 
 
@@ -151,6 +154,11 @@ def _finish(settings: config.Data, train: examples.Split) -> Finish:
         normalise = images.unit
     elif settings.normalization == "standard":
         statistics = images.measure(train.decoded().map(lambda inputs, label: inputs))
+        if train.one_hot:  # a word that training has not seen is 1 where all training rows are 0
+            mean, deviation = (
+                np.where(train.one_hot, kept, value) for kept, value in zip((0, 1), statistics, strict=True)
+            )
+            statistics = images.Statistics(mean.astype(np.float32), deviation.astype(np.float32))
         normalise = lambda inputs: images.standard(inputs, statistics)  # noqa: E731
 
     def finish(inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

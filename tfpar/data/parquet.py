@@ -10,7 +10,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from tfpar import _toml, config
-from tfpar.data import tables
+from tfpar.data import categories, tables
 from tfpar.data.examples import Split
 from tfpar.data.files import of_split
 from tfpar.data.held_out import Part, keeps, of_settings
@@ -36,21 +36,42 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
         ValueError: A file that is no Parquet file, lacks a column, or holds something else than numbers in one.
         ImportError: pyarrow is not installed.
     """
-    return of_settings(settings, _split)
+    return of_settings(settings, functools.partial(_split, vocabularies=_vocabularies(settings)))
 
 
-def _split(settings: config.Data, split: str, part: Part) -> Split:
+def _vocabularies(settings: config.Data) -> categories.Vocabularies:
+    """The words of each column of words, of the training rows; these columns are read once for it."""
+    names = settings.category_columns
+    if names is None:
+        return {}
+    part: Part = "all" if settings.validation_share is None else "train"
+    paths = of_split(settings, settings.train_split, "Parquet")
+    for path in paths:
+        _num_rows(settings, path)
+
+    def blocks() -> Iterator[list[npt.NDArray[Any]]]:
+        for path in paths:
+            for batch, row in _batches(path, list(names)):
+                numbers = tf.range(row, row + batch.num_rows, dtype=tf.int64)
+                own = keeps(numbers, path.name, part, settings.validation_share).numpy()
+                yield [np.array(_words(batch.column(name), name, path, row), object)[own] for name in names]
+
+    return categories.vocabularies(names, blocks(), f'split "{settings.train_split}"')
+
+
+def _split(settings: config.Data, split: str, part: Part, vocabularies: categories.Vocabularies) -> Split:
     paths = of_split(settings, split, "Parquet")
     counts = {path: _num_rows(settings, path) for path in paths}
 
     @functools.cache  # the same rows in the same order at each reading, so traced once
     def read_files(num_shards: int, shard: int) -> tf.data.Dataset:
         own = paths[shard::num_shards]
-        rows = _rows(settings, own, part)
+        rows = _rows(settings, own, part, vocabularies)
         if part != "all":
             return rows
         return rows.apply(tf.data.experimental.assert_cardinality(sum(counts[path] for path in own)))
 
+    inputs = tables.choose(settings, _names(paths[0]), paths[0]).inputs
     origin = f'split "{split}" in {settings.directory}'
     return Split(
         stored=read_files(1, 0),
@@ -62,6 +83,8 @@ def _split(settings: config.Data, split: str, part: Part) -> Split:
         num_files=len(paths),
         encoded=False,
         class_names=settings.class_names,
+        vocabularies=vocabularies or None,
+        one_hot=categories.one_hot_channels(inputs, vocabularies),
     )
 
 
@@ -94,23 +117,33 @@ def _num_rows(settings: config.Data, path: Path) -> int:
             is_number |= pyarrow.types.is_boolean(kind) or pyarrow.types.is_decimal(kind)
             is_word = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
             named = name == columns.label and settings.class_names is not None
+            named |= name in (settings.category_columns or ())
             if not (is_number or (named and is_word)):
-                way_out = "set data.class_names" if name == columns.label else "leave it out of data.columns"
+                way_out = (
+                    "set data.class_names"
+                    if name == columns.label
+                    else "leave it out of data.columns, or name it in data.category_columns"
+                )
                 raise ValueError(f'The column "{name}" of {path} must hold numbers, but its type is {kind}: {way_out}.')
         return int(file.metadata.num_rows)
 
 
-def _rows(settings: config.Data, paths: list[Path], part: Part) -> tf.data.Dataset:
+def _rows(
+    settings: config.Data, paths: list[Path], part: Part, vocabularies: categories.Vocabularies
+) -> tf.data.Dataset:
     """`(inputs, label)` pairs of the rows of some files, a few files open at a time."""
     columns = tables.choose(settings, _names(paths[0]), paths[0])
     label = tf.TensorSpec([None], tf.string if settings.class_names is not None else tf.float32)
-    signature = (tf.TensorSpec([None, len(columns.inputs)], tf.float32), label, tf.TensorSpec([], tf.int64))
+    channels = sum(categories.width(name, vocabularies) for name in columns.inputs)
+    signature = (tf.TensorSpec([None, channels], tf.float32), label, tf.TensorSpec([], tf.int64))
 
     @tf.autograph.experimental.do_not_convert
     def read_file(index: tf.Tensor) -> tf.data.Dataset:
         name = tf.gather(tf.constant([path.name for path in paths]), index)
         blocks = tf.data.Dataset.from_generator(
-            lambda chosen: _blocks(settings, paths[int(chosen)]), output_signature=signature, args=(index,)
+            lambda chosen: _blocks(settings, paths[int(chosen)], vocabularies),
+            output_signature=signature,
+            args=(index,),
         )
 
         @tf.autograph.experimental.do_not_convert
@@ -139,24 +172,48 @@ def _names(path: Path) -> list[str]:
         return list(file.schema_arrow.names)
 
 
-def _blocks(settings: config.Data, path: Path) -> Iterator[Block]:
+def _blocks(settings: config.Data, path: Path, vocabularies: categories.Vocabularies) -> Iterator[Block]:
     """The rows of a file in blocks of `BLOCK_ROWS`, the last one smaller; a row group is open at a time."""
+    columns = tables.choose(settings, _names(path), path)
+    for batch, row in _batches(path, [*columns.inputs, columns.label]):
+        inputs = [
+            categories.encode_array(_words(batch.column(name), name, path, row), vocabularies[name])
+            if name in vocabularies
+            else _numbers(settings, batch.column(name), name, path, row)[:, np.newaxis]
+            for name in columns.inputs
+        ]
+        label = batch.column(columns.label)
+        yield np.concatenate(inputs, axis=1), _labels(settings, label, columns.label, path, row), row
+
+
+def _batches(path: Path, columns: list[str]) -> Iterator[tuple["pyarrow.RecordBatch", int]]:
+    """Some columns of a file in blocks of `BLOCK_ROWS`, each with the number of its first row."""
     import pyarrow
 
     with _open(path) as file:
-        columns = tables.choose(settings, file.schema_arrow.names, path)
-        wanted = [*columns.inputs, columns.label]
         row = 0
         try:
-            for batch in file.iter_batches(BLOCK_ROWS, columns=wanted, use_threads=False):
-                inputs = [_numbers(settings, batch.column(name), name, path, row) for name in columns.inputs]
-                label = batch.column(columns.label)
-                yield np.stack(inputs, axis=1), _labels(settings, label, columns.label, path, row), row
+            for batch in file.iter_batches(BLOCK_ROWS, columns=columns, use_threads=False):
+                yield batch, row
                 row += batch.num_rows
         except (pyarrow.ArrowException, OSError) as error:
             raise ValueError(
                 f"{path} is corrupt after row {row} ({str(error).splitlines()[0]}): remove or replace the file."
             ) from error
+
+
+def _words(column: "pyarrow.Array", name: str, path: Path, row: int) -> list[str]:
+    """A column of words without the space around them; the first empty one is an error."""
+    try:
+        words = [str(value).strip(categories.SPACE) if value is not None else "" for value in column.to_pylist()]
+    except UnicodeDecodeError:
+        raise ValueError(f'{path}, after row {row}: column "{name}" is not UTF-8 text: save it as UTF-8.') from None
+    if "" in words:
+        raise ValueError(
+            f'{path}, row {row + words.index("") + 1}: the cell of column "{name}" is empty: fill it, with a word '
+            "such as unknown."
+        )
+    return words
 
 
 def _numbers(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfpar import config
+from tfpar.data import categories
 from tfpar.data.examples import check, close_to
 
 # Rows that are read at once. Fixed: the interleaved order of several files rests on nothing else.
@@ -45,6 +46,7 @@ def choose(settings: config.Data, names: Sequence[str], path: Path) -> Columns:
                 raise ValueError(f'data.{key} = "{name}" is no column of {path}: {close_to(name, names)}')
     if not inputs:
         raise ValueError(f'{path} has no column but the label "{settings.label_key}": there is nothing to learn from.')
+    categories.check_names(settings, inputs, path)
     places = tuple(list(names).index(name) for name in (*inputs, settings.label_key))
     return Columns(tuple(inputs), settings.label_key, places)
 
