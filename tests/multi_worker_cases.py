@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,7 +13,9 @@ import tensorflow as tf
 
 import tfpar
 from tests import input_cases, parity_cases, small
+from tfpar.parity import relative_difference
 
+EXACT = 1e-9  # in float64
 ON_TWO_DEVICES = (
     "fewer examples than replicas",
     "accumulation 4, ragged end, clipped",
@@ -31,6 +34,36 @@ class Trained(NamedTuple):
 def state(model: keras.Model) -> list[np.ndarray]:
     """Weights and the optimizer's variables; not the metrics, of which each worker counts its own."""
     return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
+
+
+def keras_fit(dataset: Any, build: Any = small.build_model, **fit: Any) -> Trained:
+    """What Keras' own `fit` gives on one device."""
+    keras.utils.set_random_seed(0)
+    model = build()
+    history = model.fit(dataset, **{"epochs": 2, "verbose": 0, **fit}).history
+    return Trained(history, state(model))
+
+
+@functools.cache
+def plain_fit() -> Trained:
+    """What Keras gives for the small model and its data, in float64."""
+    return keras_fit(small.data())
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float = EXACT, name: str = "") -> None:
+    """Both must have the same structure, and arrays that are as near as the tolerance, relative to the largest."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), name
+        for key in expected:
+            assert_same(actual[key], expected[key], tolerance, f"{name} {key}")
+    elif isinstance(expected, list | tuple) and not all(isinstance(value, float) for value in expected):
+        assert len(actual) == len(expected), name
+        for index, values in enumerate(zip(actual, expected, strict=True)):
+            assert_same(*values, tolerance, f"{name} {index}")
+    else:
+        assert np.shape(actual) == np.shape(expected), f"{name}: {actual} instead of {expected}"
+        difference = relative_difference(np.array(actual), np.array(expected))
+        assert difference <= tolerance, f"{name} differs by {difference:.2g}: {actual} instead of {expected}"
 
 
 plain_sgd = parity_cases.classifier(lambda: keras.optimizers.SGD(0.1))
@@ -127,6 +160,34 @@ class Interrupt(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self._trainer is not None and int(self.model.optimizer.iterations.numpy()) == self._at_step:
             self._trainer.interrupt()
+
+
+# --- parameter averaging
+
+
+def averaged_by_hand(average_optimizer: bool) -> list[np.ndarray]:
+    """Two models, each trained by Keras on its half of every batch, averaged every four steps and after an epoch."""
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(small.build_model())
+        models[-1].optimizer.build(models[-1].trainable_variables)
+    for _ in range(2):
+        for step, (features, labels) in enumerate(equal_parts()):
+            for model, half in zip(models, (slice(0, 4), slice(4, 8)), strict=True):
+                model.train_on_batch(features[half], labels[half])
+            if step in (3, 7, 9):
+                _average([model.trainable_variables for model in models])
+            if step in (3, 7, 9) and average_optimizer:
+                _average([model.optimizer.variables[2:] for model in models])
+    return state(models[0])
+
+
+def _average(copies: list[list[keras.Variable]]) -> None:
+    for variables in zip(*copies, strict=True):
+        mean = sum(variable.numpy() for variable in variables) / len(variables)
+        for variable in variables:
+            variable.assign(mean)
 
 
 # --- evaluate and predict
