@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops, optimizers
@@ -78,15 +81,40 @@ def test_rows_are_those_of_one_device(way: str) -> None:
     small.assert_trains_as_one_device(with_rows(WAYS[way]), tokens, epochs=1)
 
 
-class Positions(layers.Layer):
-    """Adds a row for each position of a batch, whose sequences are as long as the longest of it."""
+def _relative(table: layers.Embedding, places: Any, tokens: Any) -> Any:
+    """A row for each two places by what lies between them."""
+    return ops.mean(table(ops.clip(places[:, None] - places[None, :], -4, 4) + 4), 1)
 
-    def __init__(self, first: int) -> None:
+
+def _up_to_largest(table: layers.Embedding, places: Any, tokens: Any) -> Any:
+    """Rows for as many numbers as the batch has, each twice, of which an example takes its own."""
+    numbers = ops.arange(ops.max(tokens) + 1) // 2
+    return ops.take(table(numbers % 9), tokens, axis=0)
+
+
+# What is looked up for the places 0, 1, 2 ... of a batch's sequences, and its tokens.
+PLACES: dict[str, Callable[[layers.Embedding, Any, Any], Any]] = {
+    "range": lambda table, places, tokens: table(places),
+    "offset": lambda table, places, tokens: table(places + 1),
+    "reversed": lambda table, places, tokens: table(ops.flip(places)),
+    "halves": lambda table, places, tokens: table(places // 2),
+    "relative": _relative,
+    "of each example": lambda table, places, tokens: table(ops.broadcast_to(places, ops.shape(tokens))),
+    "up to the largest": _up_to_largest,
+}
+
+
+class Positions(layers.Layer):
+    """Adds a row of each of some tables for each place of a batch, whose sequences are as long as the longest of it."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.rows, self.first = layers.Embedding(9, 5), first
+        self.tables = [layers.Embedding(9, 5, name=name.replace(" ", "_")) for name in PLACES]
 
     def call(self, tokens: Any) -> Any:
-        return ops.one_hot(tokens, 5) + self.rows(ops.arange(ops.shape(tokens)[-1]) + self.first)
+        places = ops.arange(ops.shape(tokens)[-1])
+        rows = [look_up(table, places, tokens) for look_up, table in zip(PLACES.values(), self.tables, strict=True)]
+        return functools.reduce(operator.add, rows, ops.one_hot(tokens, 5))
 
 
 def sequences() -> tf.data.Dataset:
@@ -101,26 +129,53 @@ def sequences() -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(lambda: iter(pairs), output_signature=specs)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
-def test_positions_of_batches_of_any_length_are_those_of_one_device(strategy: str, first: int) -> None:
-    def build() -> keras.Model:
-        model = keras.Sequential(
-            [keras.Input((None,), dtype="int32"), Positions(first), layers.GlobalAveragePooling1D(), layers.Dense(3)]
-        )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizers.Adam(0.05), loss)
-        return model
+def of_positions(layer: Callable[[], layers.Layer] = Positions) -> keras.Model:
+    hidden = [layer(), layers.GlobalAveragePooling1D(), layers.Dense(3, name="head")]
+    model = keras.Sequential([keras.Input((None,), dtype="int32"), *hidden])
+    model.compile(optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
 
-    def train(strategy: tfpar.Strategy) -> tfpar.Trainer:
-        trainer = tfpar.Trainer(build, strategy, seed=0)
+
+@pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
+def test_positions_of_batches_of_any_length_are_those_of_one_device(strategy: Callable[[], tfpar.Strategy]) -> None:
+    def train(strategy: tfpar.Strategy) -> dict[str, np.ndarray]:
+        trainer = tfpar.Trainer(of_positions, strategy, seed=0)
         trainer.fit(sequences(), verbose=0)
-        return trainer
+        return {"/".join(weight.path.split("/")[-2:]): weight.numpy() for weight in trainer.model.weights}
 
-    strategies = small.STRATEGIES | {"pipeline": pipeline}
     # Not Keras' compiled step: TensorFlow's graph optimizer lets it read a weight after its update here.
-    found, expected = train(strategies[strategy]()).model, train(tfpar.SingleDevice()).model
-    small.assert_same_state(found.get_weights(), expected.get_weights(), 1e-5)
+    found, expected = train(strategy()), train(tfpar.SingleDevice())
+    different = [name for name in expected if not np.allclose(found[name], expected[name], rtol=1e-5, atol=1e-5)]
+    assert not different
+
+
+def _centred(table: Any, tokens: Any) -> Any:
+    rows = ops.mean(ops.take(table, tokens, axis=0), 1)
+    return rows - ops.mean(rows, 0)
+
+
+def test_rows_of_a_layer_on_the_whole_batch_are_those_of_one_device() -> None:
+    gathering = functools.partial(tfpar.Mirrored, ["CPU:0", "CPU:1"], mixing="gather")
+    small.assert_trains_as_one_device(with_rows(_centred), tokens, gathering, epochs=1)
+
+
+class EveryOtherOfAll(layers.Layer):
+    """Reads rows by what all examples have together, without an influence on the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.Embedding(9, 5)
+
+    def call(self, tokens: Any) -> Any:
+        return ops.one_hot(tokens, 5) + 0 * ops.sum(self.table(ops.sort(ops.reshape(tokens % 9, [-1]))[::3]))
+
+
+@pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
+def test_rows_of_neither_an_example_nor_the_batch_are_refused(strategy: Callable[[], tfpar.Strategy]) -> None:
+    trainer = tfpar.Trainer(lambda: of_positions(EveryOtherOfAll), strategy())
+    with pytest.raises(ValueError, match=r"looked up by single examples or by the whole batch, received '.*emb"):
+        trainer.fit(sequences(), verbose=0)
+    assert int(trainer.model.optimizer.iterations.numpy()) == 0
 
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {

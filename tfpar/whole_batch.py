@@ -122,7 +122,7 @@ class Trial(Rows):
 
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
         """Return the rows of the part."""
-        return tensor if self._replayed is None else tensor[self._start : self._start + int(num_rows)]
+        return tensor if self._replayed is None else tensor[self._start : self._start + num_rows]
 
     def _loss(self, *loss: Any) -> Any:
         if not reduces(*loss):

@@ -7,8 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar import slices
-
 
 def tensors_of(structure: Any) -> list[tf.Tensor]:
     """Return all tensors in a structure, those of indexed slices too; a None holds none."""
@@ -52,51 +50,16 @@ def value_of(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
     return None if structure is None else known[structure.ref()]
 
 
-def by_lookup(gradient: Any) -> Any:
-    """Return the rows of each lookup of a gradient of slices, while it is traced; another as it is."""
-    return tuple(slices.pieces(gradient)) if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def kinds_of(gradient: Any, varying: Container[tf.Operation]) -> tuple[slices.Kind, ...]:
-    """Return what becomes of rows of the same number in several micro-batches, for each lookup; none if it is dense.
-
-    Args:
-        gradient: As `by_lookup` returns it.
-        varying: What differs from micro-batch to micro-batch.
-    """
-    if not isinstance(gradient, tuple):
-        return ()
-    return tuple(piece.kind if piece.indices.op in varying else "alike" for piece in gradient)
-
-
-def add_rows(before: Sequence[slices.Piece], now: Sequence[slices.Piece], kinds: Sequence[slices.Kind]) -> Any:
-    """Add the rows of a micro-batch, lookup by lookup, to those of the ones before.
-
-    Args:
-        before: The lookups so far.
-        now: Those of the micro-batch.
-        kinds: What becomes of rows of the same number; those of one micro-batch and another are merged at the end.
-    """
-    return tuple(
-        one._replace(values=one.values + other.values)
-        if kind == "alike"
-        else one._replace(
-            values=tf.concat([one.values, other.values], 0), indices=tf.concat([one.indices, other.indices], 0)
-        )
-        for one, other, kind in zip(before, now, kinds, strict=True)
-    )
-
-
-def join_rows(pieces: Sequence[slices.Piece], kinds: Sequence[slices.Kind], shape: Sequence[int]) -> tf.IndexedSlices:
-    """Return one gradient of the rows of several lookups, those that one device has once merged."""
-    merged = [
-        piece._replace(**dict(zip(("values", "indices"), slices.merge(piece.values, piece.indices), strict=True)))
-        if kind == "distinct"
-        else piece
-        for piece, kind in zip(pieces, kinds, strict=True)
-    ]
-    listed = [piece._replace(indices=tf.cast(piece.indices, tf.int64)) for piece in merged]
-    return slices.join(listed, tf.constant(tuple(shape), tf.int64))
+def reached_from(tensors: Sequence[Any], stop: Container[tf.Operation] = ()) -> set[tf.Operation]:
+    """Return the operations that some tensors have an influence on, their own included, but not by way of others."""
+    waiting = tensors_of(tensors)
+    reached = {tensor.op for tensor in waiting}
+    while waiting:
+        for op in waiting.pop().consumers():
+            if op not in reached and op not in stop:
+                reached.add(op)
+                waiting += op.outputs
+    return reached
 
 
 def plus(one: Any, other: Any) -> Any:

@@ -19,12 +19,14 @@ from tfpar.pipeline.executor import Execution
 from tfpar.pipeline.flows import Travelling
 from tfpar.pipeline.gradients import plus, spec_of
 from tfpar.pipeline.graph import Value
+from tfpar.pipeline.lookups import find_kinds
 from tfpar.pipeline.loss import LossPart, LossProgram
 from tfpar.pipeline.microbatches import cut_batch
 from tfpar.pipeline.penalties import add_penalties
 from tfpar.pipeline.placement import copied_to, follow_data
 from tfpar.pipeline.programs import Programs, StagesOfModel
 from tfpar.pipeline.schedule import Action, Schedule
+from tfpar.pipeline.trial import first_examples
 from tfpar.reduction import Counts
 
 
@@ -36,12 +38,16 @@ class Lowering:
         stages: Its stages.
         schedule: The order of a train step.
         adds_losses: Whether a layer adds a loss.
+        allows_mixing: Whether micro-batches may change what layers compute.
     """
 
-    def __init__(self, model: keras.Model, stages: StagesOfModel, schedule: Schedule, adds_losses: bool) -> None:
+    def __init__(
+        self, model: keras.Model, stages: StagesOfModel, schedule: Schedule, adds_losses: bool, allows_mixing: bool
+    ) -> None:
         self.compilation = _compat.compilation(model)
         self._model, self._of_stages, self._adds_losses = model, stages, adds_losses
         self._graph, self._devices, self._schedule = stages.graph, stages.devices, schedule
+        self._allows_mixing = allows_mixing or schedule.num_microbatches == 1
         self._division: Division | None = None
         self._compiled: dict[Any, Compiled] = {}
 
@@ -54,6 +60,7 @@ class Lowering:
         Raises:
             ValueError: If a loss does not divide.
         """
+        self._inputs = first_examples(keras.utils.unpack_x_y_sample_weight(batch)[0])
         # Else only the shapes of the losses are looked at, and a large model takes long to run without a graph.
         depends_on_values = self._adds_losses or not self._has_shapes or bool(_compat.own_metrics(self._model))
         call = self._call_of_check if depends_on_values else self._zeros_of_check
@@ -160,6 +167,7 @@ class Lowering:
             if training:
                 live = [value for value, back in zip(programs.outputs, loss.sends_back, strict=True) if back]
                 programs = self._of_stages.without_dead_ends(programs, live)
+                find_kinds(programs, self._inputs, self._flat, mixing=self._allows_mixing)
             self._check_own_loss(programs)
             self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
             metrics = self._metrics_program(programs, specs) if _compat.counts_metrics(self._model) else None

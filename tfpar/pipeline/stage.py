@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_losses, _compat_pipeline, _compat_random, slices
+from tfpar import _compat, _compat_losses, _compat_pipeline, _compat_random
 from tfpar.losses_of_parts import Way, in_part
 from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.flows import Flow, Forward, Place, Travelling, spec_of_made
-from tfpar.pipeline.gradients import add_rows, by_lookup, dense_part, join_rows, kinds_of, tensors_of, value_of
+from tfpar.pipeline.gradients import dense_part, reached_from, tensors_of, value_of
 from tfpar.pipeline.kept import Kept, kept_between
 from tfpar.pipeline.pieces import cut
+from tfpar.pipeline.rows import add_rows, by_lookup, join_rows, known_kinds, numbered
 from tfpar.pipeline.split import Stage
 
 
@@ -70,7 +71,7 @@ class StageProgram:
         if training:
             both = [tensors_of(self._input_gradients), tensors_of(self._sums)]
             results += both if splits_backward else [[*both[0], *both[1]]]
-        self._kinds = self._find_kinds()
+        self.kinds = known_kinds(self._graph, self._weight_gradients, tensors_of([self._flows, self._place]))
         inputs = tensors_of([self._arguments, self._upstream, self._totals])
         sums = [one for one, total in zip(self._sums, self._totals, strict=True) if total is not None]
         pieces: list[Any] = cut(
@@ -89,16 +90,9 @@ class StageProgram:
         unseen = [variable for variable in variables if id(variable.value.handle) in handles]
         return [*unseen, _compat_random.state_of_no_layer()] if self._draws_from_stand_in else unseen
 
-    def _find_kinds(self) -> list[tuple[slices.Kind, ...]]:
-        """Say of the lookups behind each gradient of rows what becomes of rows of the same number."""
-        # A position is looked up whatever the examples are; what is drawn at random is another for each micro-batch.
-        drawn = [tensor for op in self._graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
-        varying = _reached_from([*tensors_of([self._flows, self._place]), *drawn])
-        return [kinds_of(gradient, varying) for gradient in self._weight_gradients]
-
     def joined(self, gradients: Sequence[Any]) -> list[Any]:
         """Return summed gradients of `parameters` as tensors, slices or None: each as one device has it."""
-        found = zip(gradients, self._kinds, self.parameters, strict=True)
+        found = zip(gradients, self.kinds, self.parameters, strict=True)
         return [
             join_rows(gradient, kinds, variable.shape) if kinds else gradient for gradient, kinds, variable in found
         ]
@@ -196,12 +190,12 @@ class StageProgram:
             if total is not None:
                 done.known[total.ref()] = tf.zeros(total.shape, total.dtype) if totals is None else totals[index]
         piece(done.known)
-        sums = [value_of(one, done.known) for one in self._sums]
+        sums = [numbered(value_of(one, done.known), kinds) for one, kinds in zip(self._sums, self.kinds, strict=True)]
         if totals is None:
             return sums
         return [
             now if not kinds else add_rows(before, now, kinds)
-            for before, now, kinds in zip(totals, sums, self._kinds, strict=True)
+            for before, now, kinds in zip(totals, sums, self.kinds, strict=True)
         ]
 
     def _trace(self) -> None:
@@ -259,7 +253,7 @@ class StageProgram:
         """Refuse what is made of a loss of the whole batch with examples, which each micro-batch has others of."""
         if not whole or not self.training:
             return
-        later = _reached_from(whole)
+        later = reached_from(whole)
         if any(dense_part(made).op in later for made in self._made):
             raise ValueError(
                 "In a pipeline a loss object's value of which more is made than a multiple, or whose weights are "
@@ -267,7 +261,7 @@ class StageProgram:
                 "Choose other cuts with balance, or train on SingleDevice() or Mirrored()."
             )
         gradients = tf.gradients(self._losses, list(whole)) if self._losses else []
-        varying = _reached_from(self._flows, stop=[loss.op for loss in whole])
+        varying = reached_from(self._flows, stop=[loss.op for loss in whole])
         for gradient in gradients:
             if gradient is not None and gradient.op in varying:
                 raise ValueError(
@@ -283,7 +277,7 @@ class StageProgram:
         self._upstream: list[tf.Tensor | None] = [None] * len(self._made)
         self._input_gradients: list[Any] = [None] * len(sources)
         self._weight_gradients: list[Any] = [None] * len(parameters)
-        reached = _reached_from([*sources, *parameters]) if self.training else set()
+        reached = reached_from([*sources, *parameters]) if self.training else set()
         parts = list(map(dense_part, self._made))
         for index, (value, tensor) in enumerate(zip(self.stage.outputs, parts, strict=True)):
             if tensor.dtype.is_floating and tensor.op in reached and value not in self._dead:
@@ -311,18 +305,6 @@ class StageProgram:
 
 def _unique(variables: Iterable[Any]) -> list[Any]:
     return list({id(variable): variable for variable in variables}.values())
-
-
-def _reached_from(tensors: Sequence[Any], stop: Container[tf.Operation] = ()) -> set[tf.Operation]:
-    """Return the operations that some tensors have an influence on, their own included, but not by way of others."""
-    waiting = tensors_of(tensors)
-    reached = {tensor.op for tensor in waiting}
-    while waiting:
-        for op in waiting.pop().consumers():
-            if op not in reached and op not in stop:
-                reached.add(op)
-                waiting += op.outputs
-    return reached
 
 
 def _value_of(tensor: Any, known: dict[Any, tf.Tensor]) -> Any:

@@ -31,6 +31,24 @@ def trial_examples(inputs: Sequence[Any]) -> list[Any]:
     return [_varied(data.take_rows(tensor, 0, 2 * (size // 2))) for tensor in inputs]
 
 
+def first_examples(batch: Any) -> Any:
+    """Return the first examples of a batch, four if it has as many."""
+    return data.take_rows(batch, 0, min(NUM_EXAMPLES, int(data.num_rows(batch))))
+
+
+def pairs_of_parts(batch: Any) -> list[tuple[Any, Any]]:
+    """Return pairs of equally many examples: the first ones and those after them, and each twice.
+
+    Args:
+        batch: A batch, `[examples, ...]` each.
+    """
+    size = min(NUM_EXAMPLES, int(data.num_rows(batch)))
+    half = max(1, size // 2)
+    one = data.take_rows(batch, 0, half)
+    other = data.take_rows(batch, half, 2 * half) if size > 1 else one
+    return [(one, other), (one, one), (other, other)]
+
+
 @contextlib.contextmanager
 def moving_statistics() -> Iterator[None]:
     """Let BatchNormalization take its moving statistics inside this context, also in training."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -59,3 +59,21 @@ def assign_local_parts(strategy: tf.distribute.Strategy, variable: keras.Variabl
     """Give this process's replicas their parts back: the first of `parts`."""
     for copy, part in zip(strategy.experimental_local_results(variable.value), parts, strict=False):
         copy.assign(part)
+
+
+def average_statistics(strategy: tf.distribute.Strategy, statistics: Sequence[keras.Variable]) -> None:
+    """Set moving statistics to their mean over all replicas.
+
+    Args:
+        strategy: Of their replicas.
+        statistics: The variables, of which each replica has its own.
+    """
+
+    def average() -> None:
+        values = [variable.value.read_value() for variable in statistics]
+        means = tf.distribute.get_replica_context().all_reduce("MEAN", values)
+        for variable, mean in zip(statistics, means, strict=True):
+            variable.value.assign(mean)
+
+    if statistics:
+        strategy.run(average)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfpar import _compat, reduction, slices
-from tfpar.strategies.single_device import forward_backward
+from tfpar import reduction, slices
 
 
 def add_up(
@@ -25,55 +22,38 @@ def add_up(
 
     Args:
         gradients: This replica's: tensors, `tf.IndexedSlices` or None.
-        kinds: Those of the lookups behind each, as `kinds_of_lookups` found them; None where their graph tells.
+        kinds: Those of the lookups behind each, as `lookups.find_kinds` found them; None if nothing is looked up.
         share: What each of the replica's examples counts, a scalar.
         counted: How many of its examples it counts, an int scalar.
         pack_bytes: As for `reduction.all_reduce_gradients`.
         compression: As for `reduction.all_reduce_gradients`.
+
+    Raises:
+        ValueError: If there are lookups that were not found before.
     """
     lookups = [
-        slices.pieces(gradient, None if kinds is None else kinds[index])
-        if isinstance(gradient, tf.IndexedSlices)
-        else []
+        _lookups(gradient, [] if kinds is None or index >= len(kinds) else kinds[index])
         for index, gradient in enumerate(gradients)
     ]
     sent: list[Any] = []
     for gradient, pieces in zip(gradients, lookups, strict=True):
-        sent += [slices.to_send(piece, share, counted) for piece in pieces] or [gradient]
+        sent += [slices.to_send(*one, share, counted) for one in pieces] or [gradient]
     sums = iter(reduction.all_reduce_gradients(sent, pack_bytes, compression))
     return [
-        slices.join([slices.summed(piece, next(sums)) for piece in pieces], gradient.dense_shape)
-        if pieces
-        else next(sums)
+        slices.join([slices.summed(*one, next(sums)) for one in pieces], gradient.dense_shape) if pieces else next(sums)
         for gradient, pieces in zip(gradients, lookups, strict=True)
     ]
 
 
-def kinds_of_lookups(model: keras.Model, batch: Any) -> list[list[slices.Kind]]:
-    """Return the kinds of the lookups behind the gradient of each weight of a model that runs eagerly.
-
-    Args:
-        model: A built and compiled model.
-        batch: A global batch.
-
-    Raises:
-        ValueError: If rows of a weight are looked up in several ways, which a gradient without a graph does not tell
-            apart.
-    """
-    found: list[list[slices.Kind]] = []
-
-    def trace(batch: Any) -> None:
-        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        with _compat.local_losses():
-            found.extend(slices.kinds(forward_backward(model, inputs, targets, weights)[2]))
-
-    with contextlib.suppress(Exception):  # a call that needs values has no graph: its rows are taken as listed
-        tf.function(trace, autograph=False).get_concrete_function(batch)
-    found = found or [["listed"]] * len(model.trainable_variables)
-    for variable, kinds in zip(model.trainable_variables, found, strict=True):
-        if kinds and not slices.are_one(kinds):
-            raise ValueError(
-                "Under several replicas a weight whose rows are looked up in several ways cannot be trained with "
-                f"run_eagerly=True, received {variable.path!r}. Leave run_eagerly out, or train on SingleDevice()."
-            )
-    return [kinds or ["listed"] for kinds in found]
+def _lookups(gradient: Any, kinds: Sequence[slices.Kind]) -> list[tuple[slices.Piece, slices.Kind]]:
+    """Return the lookups behind a gradient of rows with their kinds; none for another gradient."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return []
+    pieces = slices.pieces(gradient)
+    if len(pieces) != len(kinds) and not (tf.executing_eagerly() and kinds):
+        raise ValueError(
+            "Under several replicas a model whose weights are read row by row must train on its first four examples "
+            f"as on all, received rows of {gradient.values.shape[1:]} that were not looked up there. Leave the number "
+            "of examples open in every layer, or train on SingleDevice()."
+        )
+    return list(zip(pieces, kinds, strict=False))

@@ -250,14 +250,14 @@ class MultiWorker(Replicated):
             self._averaging.end_call(model, self._strategy, self._replicas)
 
     def _sum_gradients(
-        self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor
+        self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor, number: int = 0
     ) -> list[Any]:
         """Sum the gradients over all replicas, large ones of dense kernels by their factors."""
         member = tf.distribute.get_replica_context()._replica_id
         found = [factors.of(gradient, int(self._num_rows[model])) for gradient in gradients] if self._alike else []
         by_factors = {index: pair for index, pair in enumerate(found) if pair is not None}
         others = [None if index in by_factors else gradient for index, gradient in enumerate(gradients)]
-        sums = super()._sum_gradients(model, others, share, counted)
+        sums = super()._sum_gradients(model, others, share, counted, number)
         totals = factors.products(self._replicas, member, list(by_factors.values()))
         for index, total in zip(by_factors, totals, strict=True):
             sums[index] = total

@@ -20,7 +20,7 @@ def train(
     model: keras.Model,
     batch: Any,
     run: Run,
-    sum_gradients: Callable[[keras.Model, list[Any], tf.Tensor, tf.Tensor], list[Any]],
+    sum_gradients: Callable[[keras.Model, list[Any], tf.Tensor, tf.Tensor, int], list[Any]],
     apply: Callable[[Any, list[keras.Variable], Any], None],
     metrics_counted: Counting,
 ) -> tf.Tensor:
@@ -30,21 +30,21 @@ def train(
         model: A built and compiled model.
         batch: An element of the distributed dataset, `(parts, sizes, share, num_examples)`.
         run: Runs a function on every replica's part, as `Replicated` does.
-        sum_gradients: Sums gradients over all replicas, in replica context; takes what an example counts and how many
-            of them the replica counts.
+        sum_gradients: Sums gradients over all replicas, in replica context; takes what an example counts, how
+            many of them the replica counts, and the number of the objective.
         apply: Runs an optimizer on every replica with weights and their summed gradients.
         metrics_counted: The context in which a replica's forward pass updates metrics of layers.
     """
     losses = []
     _, _, share, _ = batch
-    for one in objective.objectives_of(model):
+    for number, one in enumerate(objective.objectives_of(model)):
 
-        def on_replica(part: Any, counted: tf.Tensor, one: objective.Objective = one) -> tuple[tf.Tensor, list[Any]]:
+        def on_replica(
+            part: Any, counted: tf.Tensor, one: objective.Objective = one, number: int = number
+        ) -> tuple[tf.Tensor, list[Any]]:
             with metrics_counted(model, counted):
                 loss, gradients = objective.forward_backward(model, one, part, _counts(part, batch))
-            if tf.executing_eagerly():
-                _refuse_rows(model, one, gradients)
-            return loss, sum_gradients(model, gradients, share, counted)
+            return loss, sum_gradients(model, gradients, share, counted, number)
 
         with _compat.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)
@@ -74,16 +74,6 @@ def evaluate(model: keras.Model, batch: Any, run: Run, metrics_counted: Counting
         with _compat.local_losses():
             losses += run(model, on_replica, batch, training=False)
     return _count(model, losses, batch, run, training=False)
-
-
-def _refuse_rows(model: keras.Model, one: objective.Objective, gradients: list[Any]) -> None:
-    """Refuse gradients of rows without a graph, which would tell how replicas' rows add up."""
-    for weight, gradient in zip(objective.trained_by(model, one), gradients, strict=True):
-        if isinstance(gradient, tf.IndexedSlices):
-            raise ValueError(
-                "Under several replicas an objective with run_eagerly=True cannot train a weight whose rows are looked "
-                f"up, received {weight.path!r}. Leave run_eagerly out, or train on SingleDevice()."
-            )
 
 
 def _counts(part: Any, batch: Any) -> Counts:

@@ -169,7 +169,9 @@ class Pipeline(OneCopy):
                 splits_backward=self.schedule.splits_backward,
             )
         schedule = self.schedule_of(model)
-        self._lowerings[model] = Lowering(model, self._stages[model], schedule, self._adds_losses[model])
+        self._lowerings[model] = Lowering(
+            model, self._stages[model], schedule, self._adds_losses[model], self._allow_mixing
+        )
 
     def _read(self, model: keras.Model, batch: Any) -> bool:
         """Read a model's operations, check and divide them; return whether a layer adds a loss."""

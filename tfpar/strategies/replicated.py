@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,13 +21,15 @@ from tfpar.strategies import objective_steps
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.counting import (
     assign_local_parts,
+    average_statistics,
     local_parts,
     own_metrics_counted,
     own_statistics,
     summed_variables,
     update_counted_metrics,
 )
-from tfpar.strategies.gradients import add_up, kinds_of_lookups
+from tfpar.strategies.gradients import add_up
+from tfpar.strategies.lookups import find_kinds, may_look_up
 from tfpar.strategies.parts import split_into_parts
 from tfpar.strategies.single_device import forward, forward_backward
 from tfpar.whole_batch import RowsOfReplicas, knowing
@@ -61,7 +64,7 @@ class Replicated(Strategy):
         self._pack_bytes = pack_bytes
         self._divisions: PerModel[Division] = PerModel()
         self._generators: PerModel[_compat_random.GeneratorOnReplicas] = PerModel()
-        self._kinds: PerModel[list[list[slices.Kind]]] = PerModel()
+        self._kinds: PerModel[list[list[list[slices.Kind]]]] = PerModel()
         self.num_replicas = strategy.num_replicas_in_sync
         self._num_local_replicas = len(strategy.extended.worker_devices)
 
@@ -127,15 +130,17 @@ class Replicated(Strategy):
             self._check_mixing(model, batch, training=True)
             with self._together(), _compat_random.preserved_random_state(), self._gathered(model):
                 self._divisions[model] = Division(model, batch)
-            if model.run_eagerly:
-                self._kinds[model] = kinds_of_lookups(model, batch)
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Find out how what an overridden `compute_loss` returns divides over replicas.
+        """Find out how rows that are looked up add up, and how what an overridden `compute_loss` returns divides.
 
         Raises:
-            ValueError: If it cannot be divided.
+            ValueError: If they do not.
         """
+        if training and self.num_replicas > 1 and may_look_up(model, batch):
+            with self._together(), self._gathered(model):
+                found = find_kinds(model, batch, self._strategy.run)
+            self._kinds[model] = json.loads(self.from_chief(json.dumps(found).encode()))
         if model in self._divisions:
             with self._together(), self._gathered(model):
                 self._divisions[model].find_own_loss(model, batch, training)
@@ -167,7 +172,7 @@ class Replicated(Strategy):
             self._mixed[model] = mixings.resolve(model, batch, names) if names else []
 
     def _gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return mixings.on_whole_batch(self._mixed[model])
+        return mixings.on_whole_batch(self._mixed.get(model) or [])
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all workers judge their own examples; where one refuses them, all raise."""
@@ -199,7 +204,7 @@ class Replicated(Strategy):
         return loss
 
     def _sum_gradients(
-        self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor
+        self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor, number: int = 0
     ) -> list[Any]:
         """Sum the gradients over all replicas, and the loss, a scalar, behind them; called in replica context.
 
@@ -208,8 +213,9 @@ class Replicated(Strategy):
             gradients: This replica's.
             share: What each of its examples counts.
             counted: How many of its examples it counts.
+            number: Of the objective, where the model has several.
         """
-        kinds = self._kinds.get(model) if tf.executing_eagerly() else None
+        kinds = self._kinds[model][number] if model in self._kinds else None
         return add_up(gradients, kinds, share, counted, self._pack_bytes, self._compression)
 
     def _apply(self, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
@@ -258,16 +264,8 @@ class Replicated(Strategy):
 
     def end_call(self, model: keras.Model) -> None:
         """Average the moving statistics that each replica kept by itself."""
-        statistics = own_statistics(model) if self.num_replicas > 1 else []
-
-        def average() -> None:
-            context = tf.distribute.get_replica_context()
-            values = [variable.value.read_value() for variable in statistics]
-            for variable, mean in zip(statistics, context.all_reduce("MEAN", values), strict=True):
-                variable.value.assign(mean)
-
-        if statistics:
-            self._strategy.run(average)
+        if self.num_replicas > 1:
+            average_statistics(self._strategy, own_statistics(model))
 
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights on every replica with their moving average where the optimizer keeps one."""
