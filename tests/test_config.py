@@ -415,6 +415,8 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             "data.crop_to_aspect_ratio and data.pad_to_aspect_ratio exclude each other: set one of them.",
         ),
         (["data.image_size=[8, 8]"], "data.image_size = [8, 8] is read only from data.source image_folder"),
+        ([*CSV, "data.delimiter=é"], 'data.delimiter = "é" must be one ASCII character, no quotation mark and no end'),
+        ([*CSV, "data.delimiter='\"'"], 'data.delimiter = "\\"" must be one ASCII character'),
         (["data.delimiter=;"], 'data.delimiter = ";" is read only from data.source csv, received "tfds"'),
         (
             ["data.source=generated", "data.normalization=standard"],

@@ -146,6 +146,14 @@ def test_numbers_that_are_equal_make_the_same_run(folder: Path) -> None:
     RunDirectory(folder).claim(config.load(None, ["training.checkpoint_seconds=60", "seed=0"]))
 
 
+def test_an_option_that_is_no_number_is_the_same_when_the_run_resumes(tmp_path: Path) -> None:
+    run = config.load(None, ["options.fill=nan"])
+    RunDirectory(tmp_path).claim(run)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000001.npz").write_bytes(b"weights")
+    RunDirectory(tmp_path).claim(config.load(tmp_path / "config.toml"))
+
+
 def test_files_that_are_no_run_are_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     before = contents(tmp_path)

@@ -168,6 +168,11 @@ def _source_problems(data: Data) -> Iterator[str]:
         yield f'data.source = "{data.source}" needs data.directory: set it to the folder that holds the files.'
     if data.source == "python" and data.function is None:
         yield 'data.source = "python" needs data.function: set it to an import path such as "my_data.load".'
+    if not data.delimiter.isascii() or data.delimiter in '"\r\n\0':  # TensorFlow takes one byte
+        yield (
+            f"data.delimiter = {_toml.show(data.delimiter)} must be one ASCII character, no quotation mark and no end "
+            'of a line: write the files with another one, such as ";".'
+        )
     if data.source == "tfrecord":
         for role in ("input_key", "label_key"):
             key = getattr(data, role)

@@ -304,7 +304,8 @@ def changes(old: config.Run, new: config.Run) -> list[tuple[str, Any, Any]]:
     """
     before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
     pairs = [(key, before.get(key, _NOT_SET), after.get(key, _NOT_SET)) for key in {**before, **after}]
-    return [(key, one, other) for key, one, other in pairs if one != other]
+    # By its text, NaN equals itself.
+    return [(key, one, other) for key, one, other in pairs if one != other and repr(one) != repr(other)]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
