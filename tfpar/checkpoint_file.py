@@ -176,7 +176,9 @@ def _parse(content: bytes) -> np.ndarray:
     except MemoryError as error:  # how Python's parser says that it is nested too deeply
         raise DamagedError("a header cannot be read") from error
     data = memoryview(content)[file.tell() :]
-    if dtype.hasobject or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
+    if dtype.hasobject or not dtype.itemsize:  # of elements without bytes, any number would fit
+        raise DamagedError("an array is of no type that a run writes")
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
         raise DamagedError("an array has another size than its header says")
     array: np.ndarray = np.ndarray(shape, dtype, data, order="F" if is_fortran else "C").copy(order="K")
     return array

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import faulthandler
 import io
 import json
 import math
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 LONGEST_SENTENCE = 300
+HANG_SECONDS = 120.0  # then the attack ends with the traceback of what hangs, within C code too
 MOST_SECONDS = 1.0  # of processor time
 MOST_GROWTH_BYTES = 256 << 20
 Members = dict[str, bytes]  # the content of each .npy of a checkpoint by its name
@@ -208,6 +210,7 @@ class Target:
         """
         rng = random.Random(f"{seed}/{index}")
         genuine, name = self._put(rng)
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         began, said = time.process_time(), io.StringIO()
         try:
             with redirect_stderr(said), warnings.catch_warnings():
@@ -219,6 +222,7 @@ class Target:
             found = f"it ended in {type(error).__name__}: {str(error)[:200]}"
         else:
             found = self._judge_state(restored, genuine)
+        faulthandler.cancel_dump_traceback_later()
         if found is None and (seconds := time.process_time() - began) > MOST_SECONDS:
             found = f"it took {seconds:.1f} s"
         if found is None and "Traceback" in said.getvalue():
