@@ -201,6 +201,7 @@ def test_a_configuration_error_is_not_repeated(tmp_path: Path, words: tuple[str,
     said = last_words(completed.stderr).splitlines()
     assert said[0] == "No restart: exit code 2 means flags, configuration or data that must be corrected."
     assert said[1] == "The job failed: worker 0 failed with exit code 2. It was the first to fail."
+    assert said[2] == "The last line that worker 0 wrote:"
 
 
 def test_a_request_to_stop_ends_the_pause_between_restarts(tmp_path: Path) -> None:

@@ -107,9 +107,8 @@ class Attempt:
         lines = [f"The job failed: {self.cause()}. It was the first to fail."]
         if self._still:
             lines.append("Look first at what stood still: the others fail when they hear nothing from it.")
-        lines.append(
-            f"The last {len(tail)} lines that worker {rank} wrote:" if tail else f"Worker {rank} wrote nothing."
-        )
+        last = "The last line" if len(tail) == 1 else f"The last {len(tail)} lines"
+        lines.append(f"{last} that worker {rank} wrote:" if tail else f"Worker {rank} wrote nothing.")
         return lines + [f"  {line.decode(errors='replace')}" for line in tail]
 
     def endings(self) -> str:
