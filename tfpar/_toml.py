@@ -81,7 +81,7 @@ def read(path: str | Path) -> Tables:
         raise ValueError(f"{name}, line {line}, is not UTF-8 text: save the file as UTF-8.") from None
     except tomllib.TOMLDecodeError as error:
         end = f"at line {len(content.splitlines())}, the end of the file"
-        problem = excerpt(str(error).replace("at end of document", end), 2 * excerpts.COLUMNS)
+        problem = excerpt(str(error).replace("at end of document", end), excerpts.PATH_COLUMNS)
         raise ValueError(f"{name} is not valid TOML: {problem}. Correct that line.") from None
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None

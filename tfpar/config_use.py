@@ -67,8 +67,8 @@ def unread_problems(run: config.Run, reads: Collection[str], trainer: str) -> li
     """
     read = read_keys(reads)
     return [
-        f"{key} = {_toml.show(value)} is not read by the trainer {excerpts.path(trainer)}: leave it out, or use a "
-        "trainer whose `reads` names it."
+        f"{key} = {_toml.show(value)} is not read by the trainer {excerpts.path(trainer, excerpts.COLUMNS)}: leave it "
+        "out, or use a trainer whose `reads` names it."
         for key, value, default in _values(run)
         if key not in read and value != default
     ]

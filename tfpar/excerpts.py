@@ -1,4 +1,4 @@
-"""Received values as error messages show them: on one line, and never longer than some 80 characters.
+"""Received values as error messages show them: on one line, and never longer than some 80 characters, 120 for paths.
 
 A message that repeats what it received whole could be as long as a file, move the cursor of a terminal, or fail itself:
 Python refuses to print integers of more than 4,300 digits.
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 COLUMNS = 80
+PATH_COLUMNS = 120  # a path is of use only if it is whole
 MAX_SENTENCE = 300  # characters of an error message about one problem
 MAX_PROBLEMS = 8  # of one input; who has more repairs these first
 _ITEMS, _LEVELS = 40, 6
@@ -65,18 +66,19 @@ def toml(value: object) -> str:
     return excerpt(text)
 
 
-def path(name: str | os.PathLike[str]) -> str:
+def path(name: str | os.PathLike[str], columns: int = PATH_COLUMNS) -> str:
     """Return a path as messages show it: the end of a long one says more than its beginning.
 
     Args:
         name: The path.
+        columns: The longest result, in characters; `COLUMNS` where the message has another long value.
 
     Example:
         >>> path("runs/digits")
         'runs/digits'
     """
     text = os.fspath(name)
-    return excerpt(text) if len(text) <= COLUMNS else "..." + excerpt(text[3 - COLUMNS :], COLUMNS - 3)
+    return excerpt(text, columns) if len(text) <= columns else "..." + excerpt(text[3 - columns :], columns - 3)
 
 
 def listed(names: Iterable[str], columns: int = 2 * COLUMNS) -> str:

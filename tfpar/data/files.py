@@ -39,8 +39,8 @@ def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
     found = [path for path in candidates if path.is_file()]
     if not found:
         raise FileNotFoundError(
-            f"{excerpts.path(folder)} holds no {kind} files of split {excerpts.toml(split)}. A split is a sub-folder, "
-            "the beginning of file names or a pattern; there are: "
+            f"{excerpts.path(folder, excerpts.COLUMNS)} holds no {kind} files of split {excerpts.toml(split)}. A split "
+            "is a sub-folder, the beginning of file names or a pattern; there are: "
             f"{excerpts.excerpt(', '.join(_splits(folder)) or 'no files at all')}."
         )
     return found

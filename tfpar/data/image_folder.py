@@ -82,9 +82,9 @@ def _folder(settings: config.Data, split: str) -> Path:
     if not os.path.isdir(inside):
         there = ", ".join(_sub_folders(folder)) or "none"
         raise FileNotFoundError(
-            f"A split of images must be a folder of class folders, but {excerpts.path(folder)} has no folder "
-            f"{excerpts.toml(split)}; its folders are: {excerpts.excerpt(there)}. If these are the classes, set "
-            'data.train_split = "." and data.validation_share, such as 0.2; else correct the name of the split.'
+            f"A split of images must be a folder of class folders, but {excerpts.path(folder, excerpts.COLUMNS)} has "
+            f"no folder {excerpts.toml(split)}; its folders are: {excerpts.excerpt(there)}. If these are the classes, "
+            'set data.train_split = "." and data.validation_share, such as 0.2; else correct the name of the split.'
         )
     return inside
 
