@@ -13,9 +13,11 @@ from tests import once
 from tests.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# A shell lets what it starts in the background ignore SIGINT, and so would every process that a test starts and stops.
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; every process of a test would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -301,7 +301,7 @@ class Replicated(Strategy):
 
         parts, counted, share, num_examples = batch
         rows = RowsOfReplicas(counted, share, self.num_replicas, num_examples)
-        with self._draws(model), knowing(rows), mixings.on_whole_batch(self._mixed.get(model) or []):
+        with self._draws(model), knowing(rows), self._gathered(model):
             outputs = self._strategy.run(on_replica, args=(parts,))
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
@@ -337,7 +337,7 @@ class Replicated(Strategy):
             stack.enter_context(self._draws(model))
             stack.enter_context(_compat_losses.scalars_weighted(lambda _: shares.get(local_replica_id())))
             stack.enter_context(knowing(RowsOfReplicas(counted, share, self.num_replicas, num_examples)))
-            stack.enter_context(mixings.on_whole_batch(self._mixed.get(model) or []))
+            stack.enter_context(self._gathered(model))
             if model in self._divisions:
                 stack.enter_context(self._divisions[model].over_replicas(training, sizes, share, num_examples))
             if model.jit_compile:
