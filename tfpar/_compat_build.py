@@ -20,7 +20,7 @@ def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
     Args:
         model: A compiled model.
         batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
-        training: What the model and `compute_loss` are told.
+        training: The argument `training` of the model's call and of `compute_loss`.
     """
 
     def compute(model: keras.Model, *args: Any, **kwargs: Any) -> Any:

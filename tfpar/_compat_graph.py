@@ -92,7 +92,7 @@ def record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Record
     Args:
         model: Its inner models are opened where they can be run so; another counts as one operation.
         inputs: Symbolic tensors, in the structure of the model's first argument.
-        training: What the model is told.
+        training: The argument `training` of the model's call.
 
     Raises:
         Exception: Whatever the model's own `call` raises on symbolic tensors.

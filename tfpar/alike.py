@@ -26,7 +26,7 @@ def begin_alike(
         position: Where a run without a checkpoint begins; the chief's counts.
 
     Returns:
-        Where the run stands, and what its callbacks remember.
+        The position of the run, and what its callbacks remember.
 
     Raises:
         ValueError: If a worker has built another model than the chief, or the checkpoint is of another model.

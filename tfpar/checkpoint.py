@@ -124,7 +124,7 @@ class Checkpoints:
 
         Args:
             model: The model, with its optimizer and metrics.
-            position: Where the run stands.
+            position: The position of the run.
             callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
             parts: What each replica has counted, as `Strategy.metric_parts` returns it.
 
@@ -157,7 +157,7 @@ class Checkpoints:
 
         Args:
             model: The model, with its optimizer and metrics.
-            position: Where the run stands.
+            position: The position of the run.
             callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
             parts: What each replica has counted, as `Strategy.metric_parts` returns it.
 

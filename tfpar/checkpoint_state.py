@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its arrays, as JSON: written, and checked where it is read."""
+"""The JSON of a checkpoint, next to its arrays: written, and checked where it is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = 2**63 - 1  # of TensorFlow's integers
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a run stands, in its epochs and in its data.
+    """The position of a run, in its epochs and in its data.
 
     Args:
         epoch: Completed epochs.
@@ -44,7 +44,7 @@ class Checkpoint:
         arrays: State variables by name.
         parts: What each replica had counted of those of metrics, `[replicas, ...]`, by name.
         step: Updates of the optimizer; None in files of older versions.
-        position: Where the run stands.
+        position: The position of the run.
         callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
         run: The identity of the run that wrote it; "" in files of older versions.
     """
@@ -71,7 +71,7 @@ def pack(
         arrays: State variables by name, copied.
         parts: What each replica has counted of those of metrics, `[replicas, ...]`, by name, copied.
         step: Updates of the optimizer.
-        position: Where the run stands.
+        position: The position of the run.
         callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
         run: The identity of the run.
     """

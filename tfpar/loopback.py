@@ -1,6 +1,6 @@
 """Servers of this process that only this machine can reach, though they listen on all of its addresses.
 
-A server that listens on `[::]` cannot be told afterwards to listen on 127.0.0.1 instead. But its socket can be bound to
+The address of a socket that listens on `[::]` cannot be changed to 127.0.0.1 afterwards. But the socket can be bound to
 the loopback interface (SO_BINDTODEVICE), which every user may do since Linux 5.7: then the kernel refuses whatever
 arrives by another interface, as if nobody listened.
 """

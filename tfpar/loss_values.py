@@ -17,7 +17,7 @@ from tfpar.whole_batch import Trial
 
 
 def check_divisible(model: keras.Model) -> None:
-    """Refuse losses whose part over some examples cannot be told from outside.
+    """Refuse losses of a batch that cannot be computed from its parts.
 
     Raises:
         ValueError: If a loss object reduces in a `__call__` of its own, or compares the examples of a batch, or if
@@ -49,7 +49,7 @@ def added_losses(model: keras.Model, batch: Any, training: bool, call: Callable[
     Args:
         model: A built and compiled model.
         batch: Some examples, `(inputs, targets, sample_weight)` as far as given.
-        training: What the model is told.
+        training: The argument `training` of the model's call.
         call: Runs the model.
     """
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)

@@ -1,7 +1,7 @@
 """Columns of words: their vocabularies, measured on the training rows, and words as one-hot vectors.
 
-As `keras.layers.StringLookup(output_mode="one_hot")` with the sorted words as its vocabulary: the first entry stands
-for all words that no training row has.
+As `keras.layers.StringLookup(output_mode="one_hot")` with the sorted words as its vocabulary: the first entry is
+that of all words that no training row has.
 
     color            vocabulary            blue     green     red
     red, blue, green (blue, green, red)    0 1 0 0  0 0 1 0   0 0 0 1     and grey, in validation: 1 0 0 0

@@ -268,5 +268,5 @@ def _parse(
 
 
 def _without_mark(settings: config.Data, lines: tf.Tensor) -> tf.Tensor:
-    """Lines without a mark of the encoding, which stands before the first cell, not before a header."""
+    """Remove the byte order mark from files without a header, whose first cell it precedes."""
     return lines if settings.column_names is None else tf.strings.regex_replace(lines, "^\ufeff", "")

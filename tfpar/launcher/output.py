@@ -131,7 +131,7 @@ class Outputs:
             if sink.is_unread:
                 self._requests.note(signal.SIGPIPE)
             elif sink.is_broken and not was_broken:
-                self.say("The disk below standard output or error is full: the job goes on, and its lines are lost.")
+                self.say("The disk below standard output or error is full: the job continues, and its lines are lost.")
 
     def write_rest(self) -> None:
         """Write what is pending, however long that takes; once the job was asked to stop, only for a moment."""
