@@ -13,7 +13,7 @@ from tests import once
 from tests.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; every process of a test would inherit it.
+# A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; processes of tests would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
