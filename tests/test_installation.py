@@ -69,3 +69,4 @@ def test_a_wheel_holds_the_packages_and_the_configurations_and_nothing_else(clon
     site_packages = build(clone, "wheel", tmp_path / "wheel")
     assert sorted(path.name for path in site_packages.iterdir() if path.suffix != ".dist-info") == ["tfpar", "trainers"]
     assert sorted(path.name for path in (site_packages / "tfpar" / "configs").iterdir()) == CONFIGS
+    assert (site_packages / "tfpar" / "py.typed").exists(), "type checkers would not read the annotations"

@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -160,3 +161,47 @@ def test_the_library_never_imports_trainers(path: Path) -> None:
 def test_no_file_is_longer_than_the_hard_look(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
     assert lines <= MAX_LINES, f"{path.relative_to(ROOT)} has {lines} lines, at most {MAX_LINES}: split it by idea"
+
+
+def public_names() -> tuple[set[str], set[str], set[str]]:
+    """The names of `tfpar.__all__`, of the table of lazy imports, and of the imports that a type checker reads."""
+    tree = ast.parse((ROOT / "tfpar" / "__init__.py").read_text(encoding="utf-8"))
+    assigned = {
+        target.id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    typed = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for line in node.body
+        if isinstance(line, ast.ImportFrom)
+        for alias in line.names
+    }
+    assert len(assigned["__all__"]) == len(set(assigned["__all__"]))
+    return set(assigned["__all__"]), set(assigned["_HOMES"]), typed
+
+
+def test_every_public_name_is_imported_lazily_and_for_type_checkers() -> None:
+    names, lazy, typed = public_names()
+    assert lazy == names
+    assert typed == names
+
+
+def test_a_type_checker_knows_every_public_name(tmp_path: Path) -> None:
+    names = sorted(public_names()[0])
+    script = tmp_path / "user_script.py"
+    script.write_text("import tfpar\n" + "".join(f"reveal_type(tfpar.{name})\n" for name in [*names, "Miror"]))
+    # With the settings and the cache of the test of types.
+    completed = subprocess.run(
+        [sys.executable, "-m", "mypy", str(script)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    *revealed, misspelt = re.findall(r'Revealed type is "(.*)"', completed.stdout)
+    assert len(revealed) == len(names), completed.stdout + completed.stderr
+    unknown = [name for name, type_ in zip(names, revealed, strict=True) if type_ == "Any"]
+    assert not unknown, f"{unknown} are Any to a type checker"
+    assert misspelt == "Any"
+    assert 'Module has no attribute "Miror"' in completed.stdout

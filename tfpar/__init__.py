@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from tfpar.checkpoint import Checkpoints
     from tfpar.cluster import use_logical_cpus
     from tfpar.drop_in import evaluate, fit, predict
+    from tfpar.interruption import interruptible
+    from tfpar.objective import Objective
     from tfpar.parity import check_parity
-    from tfpar.strategies import Mirrored, SingleDevice, Strategy
+    from tfpar.strategies import Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy
     from tfpar.trainer import Trainer
     from tfpar.whole_batch import gather
 
@@ -74,10 +76,12 @@ quiet.install()
 _compat_imports.install()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tfpar' has no attribute {name!r}. It has: {', '.join(__all__)}.")
-    return getattr(importlib.import_module(f"tfpar.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:  # a type checker would take any misspelt name for one of `Any`
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'tfpar' has no attribute {name!r}. It has: {', '.join(__all__)}.")
+        return getattr(importlib.import_module(f"tfpar.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
