@@ -41,7 +41,7 @@ OWN = """
 import json, os, resource, signal, tempfile, threading, time
 from pathlib import Path
 import keras
-from trainers.regression import Regression
+from tfpar.trainers.regression import Regression
 
 rank = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
 fault = next(iter(sorted(Path("faults").glob("*"))), None)

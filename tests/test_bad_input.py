@@ -222,7 +222,7 @@ def test_each_of_several_problems_is_an_error_line(call: command.InProcess) -> N
 def test_a_name_that_cannot_be_one_is_blamed_on_its_flag_or_key(
     call: command.InProcess, flags: list[str], parts: list[str]
 ) -> None:
-    trainer = settings("trainer=trainers.tabular.Tabular", "model.name=mlp") if "data.source=csv" in flags else []
+    trainer = settings("trainer=tfpar.trainers.tabular.Tabular", "model.name=mlp") if "data.source=csv" in flags else []
     assert_one_sentence(call(*flags, *trainer), *parts)
 
 
@@ -346,7 +346,7 @@ def test_a_metric_of_the_model_can_be_watched(call: command.InProcess) -> None:
 
 
 def test_the_regression_refuses_what_it_cannot_fit(call: command.InProcess, digits: list[str]) -> None:
-    trainer = settings("trainer=trainers.regression.Regression")
+    trainer = settings("trainer=tfpar.trainers.regression.Regression")
     assert_one_sentence(call(*digits, *trainer), '"linear"', "'cnn'")
     outcome = call(*digits, *trainer, *settings("model.name=linear"), "--directory", "other")
     assert_one_sentence(outcome, "(8, 8, 1)")
@@ -355,7 +355,7 @@ def test_the_regression_refuses_what_it_cannot_fit(call: command.InProcess, digi
 def test_the_classification_refuses_data_without_classes_or_without_images(
     call: command.InProcess, records: Path
 ) -> None:
-    trainer = settings("trainer=trainers.image_classification.ImageClassification", "model.name=cnn")
+    trainer = settings("trainer=tfpar.trainers.image_classification.ImageClassification", "model.name=cnn")
     outcome = call(*REGRESSION, *trainer)
     assert_one_sentence(outcome, "classes", "generated")
     assert "digits" not in outcome.err, "no data set of that name is read"
@@ -372,7 +372,7 @@ def test_the_classification_refuses_data_without_classes_or_without_images(
         ("own.Nothing_of_the_kind", ["'own.Nothing_of_the_kind'"]),
         ("own.Mismach", ["'own.Mismach'", "Did you mean Mismatch?"]),
         ("pathlib.Path", ["'pathlib.Path'", "tfpar.Trainer"]),
-        ("tfpar.Trainer", ["'tfpar.Trainer'", "trainers.image_classification.ImageClassification"]),
+        ("tfpar.Trainer", ["'tfpar.Trainer'", "tfpar.trainers.image_classification.ImageClassification"]),
         ("own.Uncompiled", ["not compiled", "model.compile"]),
         ("own.Nothing", ["NoneType", "return model"]),
         ("own.Mismatch", ["(None, 4)", "(None, 3)"]),

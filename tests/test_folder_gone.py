@@ -19,7 +19,7 @@ FLAGS = [
 ]
 OWN = """
 import keras
-from trainers.regression import Regression
+from tfpar.trainers.regression import Regression
 
 class Disturbs(keras.callbacks.Callback):
     single_batches = False

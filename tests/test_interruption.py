@@ -228,7 +228,7 @@ def test_a_crash_between_the_last_checkpoint_and_the_model_costs_nothing(
 
 SIGNALLED = """
 import os, signal, pathlib, time, keras
-from trainers.regression import Regression
+from tfpar.trainers.regression import Regression
 
 class Send(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):

@@ -148,8 +148,8 @@ def test_scaling_by_the_batch_needs_a_trainer_that_reads_the_batch(call: command
 
 def test_bundled_trainers_refuse_keys_of_other_networks(call: command.InProcess) -> None:
     for trainer, overrides in (
-        ("trainers.image_classification.ImageClassification", ["model.name=MobileNetV2"]),
-        ("trainers.regression.Regression", ["model.name=linear", "data.source=generated"]),
+        ("tfpar.trainers.image_classification.ImageClassification", ["model.name=MobileNetV2"]),
+        ("tfpar.trainers.regression.Regression", ["model.name=linear", "data.source=generated"]),
     ):
         outcome = call("--directory", "run", *settings(f"trainer={trainer}", "model.num_blocks=2", *overrides))
         assert outcome.code == 1

@@ -22,7 +22,7 @@ FILES = {"config.toml", "metrics.jsonl", "model.keras", "optimizer.json", "resul
 FILES |= {"run.json", "tensorflow.log"}
 LOAD_WITHOUT_TFPAR = """
 import sys
-sys.modules["tfpar"] = sys.modules["trainers"] = None  # importing them is an error from here on
+sys.modules["tfpar"] = None  # importing it is an error from here on
 import keras, numpy as np, sklearn.datasets
 digits = sklearn.datasets.load_digits()
 model = keras.models.load_model(sys.argv[1])

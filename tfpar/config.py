@@ -56,7 +56,7 @@ class Run(Section):
     'digits'
     """
 
-    trainer: ImportPath = Field("trainers.image_classification.ImageClassification", description="Class to run.")
+    trainer: ImportPath = Field("tfpar.trainers.image_classification.ImageClassification", description="Class to run.")
     seed: int = Field(0, ge=0, lt=2**32, description="Fixes weights, data order and augmentation.")
     model: Model = Field(Model(), description="Which model.")
     data: Data = Field(Data(), description="Which examples.")

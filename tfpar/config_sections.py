@@ -8,7 +8,7 @@ Value = TypeVar("Value")
 OrNone = Annotated[Value | None, BeforeValidator(lambda value: None if value == "none" else value)]
 Text = Annotated[str, Field(min_length=1)]
 ImportPath = Annotated[
-    str, Field(pattern=r"^\w+(\.\w+)+$", max_length=1000, examples=["trainers.regression.Regression"])
+    str, Field(pattern=r"^\w+(\.\w+)+$", max_length=1000, examples=["tfpar.trainers.regression.Regression"])
 ]
 Device = Annotated[str, Field(pattern=r"^(CPU|GPU):(0|[1-9][0-9]{0,3})$", examples=["GPU:0"])]
 Count = Annotated[int, Field(ge=1)]

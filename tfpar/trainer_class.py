@@ -34,7 +34,7 @@ from tfpar.strategies import Strategy
 from tfpar.suggestions import did_you_mean
 from tfpar.trainer import Trainer
 
-_EXAMPLE = "trainers.image_classification.ImageClassification is one."
+_EXAMPLE = "tfpar.trainers.image_classification.ImageClassification is one."
 
 
 def make_trainer(run: config.Run, strategy: Strategy) -> Any:
@@ -129,7 +129,7 @@ def trainer_class(path: str) -> Any:
     """Import the class of trainers that a run names.
 
     Args:
-        path: Its import path, such as `trainers.regression.Regression`.
+        path: Its import path, such as `tfpar.trainers.regression.Regression`.
 
     Raises:
         ValueError: If there is none under that path.

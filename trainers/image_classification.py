@@ -12,16 +12,16 @@ import tfpar
 from tfpar import config, data
 from tfpar.excerpts import quoted
 from tfpar.suggestions import did_you_mean
-from trainers import recipe
+from tfpar.trainers import recipe
 
 _WAYS_TO_CLASSES = {
     "tfds": "Choose a data set of classes.",
     "tfrecord": "Set data.num_classes.",
-    "generated": "Read other data, or use trainers.regression.Regression.",
-    "csv": "Read other data, or use trainers.tabular.Tabular.",
-    "parquet": "Read other data, or use trainers.tabular.Tabular.",
+    "generated": "Read other data, or use tfpar.trainers.regression.Regression.",
+    "csv": "Read other data, or use tfpar.trainers.tabular.Tabular.",
+    "parquet": "Read other data, or use tfpar.trainers.tabular.Tabular.",
     "python": "Set data.num_classes.",
-    "python_source": "Read other data, or use trainers.language_model.LanguageModel.",
+    "python_source": "Read other data, or use tfpar.trainers.language_model.LanguageModel.",
 }
 
 

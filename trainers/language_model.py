@@ -15,7 +15,7 @@ from keras import layers, ops
 import tfpar
 from tfpar import config, data
 from tfpar.data import text
-from trainers import recipe
+from tfpar.trainers import recipe
 
 PROMPT = b"def "
 SAMPLE_BYTES = 400
@@ -49,8 +49,8 @@ class LanguageModel(tfpar.Trainer):
         ):
             if received != allowed:
                 raise ValueError(
-                    f'trainers.language_model.LanguageModel needs {key} = "{allowed}", received "{received}": set it, '
-                    "or use another trainer."
+                    f'tfpar.trainers.language_model.LanguageModel needs {key} = "{allowed}", received "{received}": '
+                    "set it, or use another trainer."
                 )
         model = run.model
         if model.width % model.num_heads:
@@ -73,7 +73,7 @@ class LanguageModel(tfpar.Trainer):
             results: The metrics of the run; `val_bits_per_byte`, or `bits_per_byte` where nothing was validated.
         """
         validated = self.validation_data is not None
-        batches = self.validation_data if validated else self.train_data
+        batches = self.train_data if self.validation_data is None else self.validation_data
         batches = batches.whole() if isinstance(batches, data.Sharded) else batches
         entropy = text.unigram_entropy((inputs, labels.numpy()) for inputs, labels in batches)
         reached = results["val_bits_per_byte" if validated else "bits_per_byte"]

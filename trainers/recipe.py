@@ -57,10 +57,11 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
         ) from error
 
 
-def _is_optimizer(value: object) -> bool:
+def _is_optimizer(value: Any) -> bool:
     """Say whether a value is the class of one optimizer: not the base of all, nor one that wraps others."""
     base = keras.optimizers.Optimizer
-    return isinstance(value, type) and issubclass(value, base) and value.update_step is not base.update_step
+    is_class = isinstance(value, type) and issubclass(value, base)
+    return is_class and value.update_step is not base.update_step
 
 
 def _check_numbers(optimizer: keras.optimizers.Optimizer, settings: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import keras
 import tfpar
 from tfpar import config, data
 from tfpar.excerpts import quoted
-from trainers import recipe
+from tfpar.trainers import recipe
 
 
 class Regression(tfpar.Trainer):
@@ -32,8 +32,8 @@ class Regression(tfpar.Trainer):
     def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
         if run.model.name != "linear":
             raise ValueError(
-                f'trainers.regression.Regression builds model.name = "linear" only, received {quoted(run.model.name)}. '
-                'Set model.name = "linear".'
+                f'tfpar.trainers.regression.Regression builds model.name = "linear" only, received '
+                f'{quoted(run.model.name)}. Set model.name = "linear".'
             )
         keras.utils.set_random_seed(run.seed)
         loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
@@ -46,7 +46,7 @@ class Regression(tfpar.Trainer):
         if loaded.num_classes is not None:
             raise ValueError(
                 f"Regression predicts numbers, received labels of {loaded.num_classes} classes. Leave data.num_classes "
-                "and data.class_names out, or use trainers.tabular.Tabular."
+                "and data.class_names out, or use tfpar.trainers.tabular.Tabular."
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
         self.num_train_examples, self.division = loaded.num_train_examples, loaded.division

@@ -1,6 +1,6 @@
 """Small data sets in the forms that people have, of what scikit-learn bundles, for the configurations of `configs/`.
 
-    python -m trainers.samples [folder]
+    python -m tfpar.trainers.samples [folder]
 
 writes into the folder, by default `samples`:
 

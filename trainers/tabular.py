@@ -8,7 +8,7 @@ import keras
 
 import tfpar
 from tfpar import config, data, excerpts
-from trainers import recipe
+from tfpar.trainers import recipe
 
 
 class Tabular(tfpar.Trainer):
@@ -32,7 +32,7 @@ class Tabular(tfpar.Trainer):
     def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
         if run.model.name not in ("mlp", "linear"):
             raise ValueError(
-                f'trainers.tabular.Tabular builds model.name = "mlp" or "linear", received '
+                f'tfpar.trainers.tabular.Tabular builds model.name = "mlp" or "linear", received '
                 f"{excerpts.toml(run.model.name)}: set one of them, or use another trainer."
             )
         if run.model.name == "linear":
@@ -41,7 +41,7 @@ class Tabular(tfpar.Trainer):
         loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
         if len(loaded.input_shape) != 1 or run.data.source == "python_source":
             raise ValueError(
-                f"trainers.tabular.Tabular takes rows [columns] of numbers, received inputs of shape "
+                f"tfpar.trainers.tabular.Tabular takes rows [columns] of numbers, received inputs of shape "
                 f'{loaded.input_shape} from data.source = "{run.data.source}": read other data, or use another trainer.'
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation

@@ -14,7 +14,7 @@ from conftest import assert_same, epoch
 import tfpar
 from tfpar import config
 from tfpar.data import Sharded, audit, categories, explain, load, seek
-from trainers.tabular import Tabular
+from tfpar.trainers.tabular import Tabular
 
 COLORS = ["red", "blue", "grün", "red"]
 ROWS = 40
@@ -165,7 +165,7 @@ def test_the_tabular_trainer_learns_from_words_alone(tmp_path: Path) -> None:
         rows["label"] = [["blue", "grün", "red"].index(color) for color in rows["color"]]
         write("csv", tmp_path / f"train-{shard}", rows)
     run = config.Run(
-        trainer="trainers.tabular.Tabular",
+        trainer="tfpar.trainers.tabular.Tabular",
         data=own.model_copy(update={"columns": ("color",), "category_columns": ("color",)}),
         model=config.Model(name="linear"),
         optimizer=config.Optimizer(name="sgd", learning_rate=1.0),

@@ -11,8 +11,8 @@ import tensorflow as tf
 import tfpar
 from tfpar import config
 from tfpar.checkpoint import Checkpoints, Position
-from trainers import recipe
-from trainers.image_classification import ImageClassification, build_model
+from tfpar.trainers import recipe
+from tfpar.trainers.image_classification import ImageClassification, build_model
 
 pytestmark = pytest.mark.usefixtures("logical_cpus", "own_precision")
 

@@ -15,8 +15,8 @@ import tfpar
 from tests import command
 from tests.command import ROOT
 from tfpar import config
-from trainers import recipe
-from trainers.language_model import LanguageModel, build_model
+from tfpar.trainers import recipe
+from tfpar.trainers.language_model import LanguageModel, build_model
 
 pytestmark = pytest.mark.usefixtures("logical_cpus", "own_precision")
 

@@ -10,7 +10,7 @@ import tfpar
 from tests.command import ROOT
 from tfpar import config
 from tfpar.data import generated
-from trainers.regression import Regression, build_model
+from tfpar.trainers.regression import Regression, build_model
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

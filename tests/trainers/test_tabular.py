@@ -11,10 +11,10 @@ import tfpar
 from tests import command
 from tests.command import ROOT, settings
 from tfpar import config
-from trainers import recipe, samples
-from trainers.image_classification import ImageClassification
-from trainers.regression import Regression
-from trainers.tabular import Tabular, build_model
+from tfpar.trainers import recipe, samples
+from tfpar.trainers.image_classification import ImageClassification
+from tfpar.trainers.regression import Regression
+from tfpar.trainers.tabular import Tabular, build_model
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -67,7 +67,7 @@ def test_a_run_on_csv_files_resumes_in_the_middle_of_an_epoch(
     flags += settings("training.epochs=2", "training.steps_per_call=1", "training.precision=float64")
     flags += settings(f"data.directory={folder / 'samples' / 'breast_cancer'}", "training.checkpoint_seconds=0")
     (tmp_path / "stopping.py").write_text(
-        "from trainers.tabular import Tabular\n"
+        "from tfpar.trainers.tabular import Tabular\n"
         "import keras\n\n"
         "class Stopping(Tabular):\n"
         "    def fit(self, *arguments, callbacks=(), **more):\n"
@@ -122,7 +122,11 @@ def test_the_network_has_the_layers_that_are_asked_for() -> None:
             ["model.name=linear", "model.width=3"],
             'model.width = 3 is of the mlp, received model.name = "linear"',
         ),
-        (Tabular, ["model.name=mlp", "data.source=python", "data.function=trainers.samples.digits"], r"\(8, 8, 1\)"),
+        (
+            Tabular,
+            ["model.name=mlp", "data.source=python", "data.function=tfpar.trainers.samples.digits"],
+            r"\(8, 8, 1\)",
+        ),
         (Regression, ["model.name=linear"], "Regression predicts numbers, received labels of 2 classes"),
         (ImageClassification, [], r"images \[height, width, channels\], received inputs of shape \(30,\)"),
     ],
