@@ -178,6 +178,60 @@ def test_rows_of_neither_an_example_nor_the_batch_are_refused(strategy: Callable
     assert int(trainer.model.optimizer.iterations.numpy()) == 0
 
 
+def reading(read: Callable[[Any, Any], Any]) -> Callable[[], keras.Model]:
+    """A model whose loss reads rows of a weight of its first layer by itself."""
+
+    def build() -> keras.Model:
+        table = layers.Embedding(20, 5)
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), table, layers.Flatten(), layers.Dense(3)])
+
+        def loss(labels: Any, outputs: Any) -> Any:
+            crossentropy = keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
+            rows = read(table.embeddings, ops.cast(ops.reshape(labels, [-1]), "int32"))
+            return crossentropy * (1 + ops.mean(ops.square(rows), -1))
+
+        model.compile(optimizers.Adam(0.05), loss)
+        return model
+
+    return build
+
+
+# Which rows of a weight a loss reads, given the labels of some examples.
+OF_LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "constant rows": lambda table, labels: ops.mean(ops.take(table, [2, 5, 2], axis=0), 0),
+    "up to the largest": lambda table, labels: ops.take(
+        ops.take(table, ops.arange(ops.max(labels) + 1), axis=0), labels, axis=0
+    ),
+    "of each example": lambda table, labels: ops.take(table, labels + 1, axis=0),
+}
+
+
+@pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
+@pytest.mark.parametrize("read", OF_LOSSES)
+def test_rows_that_a_loss_reads_are_those_of_one_device(read: str, strategy: Callable[[], tfpar.Strategy]) -> None:
+    small.assert_trains_as_one_device(reading(OF_LOSSES[read]), tokens, strategy, epochs=1)
+
+
+@pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
+def test_rows_that_a_loss_reads_by_neither_an_example_nor_the_batch_are_refused(
+    strategy: Callable[[], tfpar.Strategy],
+) -> None:
+    def every_other(table: Any, labels: Any) -> Any:
+        return ops.sum(ops.take(table, ops.sort(labels)[::3], axis=0), 0)
+
+    trainer = tfpar.Trainer(reading(every_other), strategy())
+    with pytest.raises(ValueError, match=r"looked up by single examples or by the whole batch, received '.*emb"):
+        trainer.fit(tokens(), verbose=0)
+    assert int(trainer.model.optimizer.iterations.numpy()) == 0
+
+
+def test_a_loss_that_reads_rows_trains_in_a_pipeline_with_and_then_without_weights() -> None:
+    trainer = tfpar.Trainer(reading(OF_LOSSES["of each example"]), pipeline(), seed=0)
+    weighted = tokens().take(1).map(lambda tokens, labels: (tokens, labels, tf.ones_like(labels, tf.float32)))
+    losses = [trainer.fit(dataset, verbose=0).history["loss"] for dataset in (weighted, tokens().take(1))]
+    assert np.isfinite(losses).all()
+
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
     "Adagrad, clipped": lambda: optimizers.Adagrad(0.1, clipnorm=0.1),

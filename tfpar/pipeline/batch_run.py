@@ -34,7 +34,7 @@ class Run(NamedTuple):
         execution: What runs on it.
         loss: The loss behind the last stage.
         states: What the states of that are after the micro-batches so far.
-        weights: The gradients of its own of the weights that it reads, summed so far; None for none.
+        weights: The gradients of its own of the weights that it reads, as it adds them up; None for none.
     """
 
     execution: Execution
@@ -45,7 +45,7 @@ class Run(NamedTuple):
     def gradients(self) -> dict[int, Any]:
         """Return the gradient of each weight, summed over micro-batches, stages and the loss, by the weight's `id`."""
         found = self.execution.gradients()
-        for variable, gradient in zip(self.loss.parameters, self.weights, strict=True):
+        for variable, gradient in zip(self.loss.parameters, self.loss.joined(self.weights), strict=True):
             with tf.device(variable.value.device):
                 found[id(variable)] = plus(found.get(id(variable)), gradient)
         return {key: gradient for key, gradient in found.items() if gradient is not None}

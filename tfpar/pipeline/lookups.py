@@ -1,8 +1,8 @@
-"""Find out, before the first step, how rows that stages look up for micro-batches are those of one device."""
+"""Find out, before the first step, how rows that stages and the loss look up for micro-batches are one device's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -12,42 +12,50 @@ import tensorflow as tf
 from tfpar import data, slices
 from tfpar.pipeline.flows import Forward, Place, Travelling
 from tfpar.pipeline.gradients import dense_part
+from tfpar.pipeline.loss import LossProgram
+from tfpar.pipeline.microbatches import Microbatch, cut_batch
 from tfpar.pipeline.programs import Programs
 from tfpar.pipeline.stage import StageProgram
 from tfpar.pipeline.trial import pairs_of_parts
 from tfpar.pipeline.variables import StepVariables
 from tfpar.slices import Observed
 
-Numbers = list[list[list[np.ndarray]]]  # row numbers by stage, weight and lookup
+Numbers = list[list[list[np.ndarray]]]  # row numbers by stage and at last the loss, by weight and lookup
+Flat = Callable[[Any], dict[Any, Any]]
 
 
-def find_kinds(programs: Programs, batch: Any, flat: Callable[[Any], dict[Any, Any]], *, mixing: bool) -> None:
-    """Let stages know the kinds of their lookups that their graphs do not tell.
+def find_kinds(programs: Programs, loss: LossProgram, batch: Any, flat: Flat, *, mixing: bool) -> None:
+    """Let stages and the loss know the kinds of their lookups that their graphs do not tell.
 
     Args:
         programs: The compiled stages, for training.
-        batch: A batch of the model's inputs; its first examples are used.
+        loss: The compiled loss, for training.
+        batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first examples are used.
         flat: Returns a batch of the graph's inputs for one of the model's.
         mixing: Whether a lookup of no kind counts as one of single examples, instead of being refused.
 
     Raises:
         ValueError: If rows of a weight are looked up in a way that micro-batches would change.
     """
-    if not any(None in kinds for program in programs.stages for kinds in program.kinds):
+    users: list[StageProgram | LossProgram] = [*programs.stages, loss]
+    if not any(None in kinds for user in users for kinds in user.kinds):
         return
-    seen = [
-        (_row_numbers(programs, flat(data.join_batches(parts))), [_row_numbers(programs, flat(part)) for part in parts])
-        for parts in pairs_of_parts(batch)
-    ]
-    for stage, program in enumerate(programs.stages):
-        for number, kinds in enumerate(program.kinds):
-            of_weight = [(whole[stage][number], [part[stage][number] for part in parts]) for whole, parts in seen]
+    seen = []
+    for pair in pairs_of_parts(batch):
+        both = data.join_batches(pair)
+        whole, *parts = (
+            _row_numbers(programs, loss, flat, part) for part in (*cut_batch(both, 1), *cut_batch(both, 2))
+        )
+        seen.append((whole, parts))
+    for index, user in enumerate(users):
+        for number, kinds in enumerate(user.kinds):
+            of_weight = [(whole[index][number], [part[index][number] for part in parts]) for whole, parts in seen]
             observed = [
                 [Observed(whole[place], [part[place] for part in parts]) for whole, parts in of_weight]
                 for place in range(len(kinds))
             ]
-            program.kinds[number] = tuple(
-                kind or slices.kind_of(of_one) or _without_kind(program.parameters[number], mixing=mixing)
+            user.kinds[number] = tuple(
+                kind or slices.kind_of(of_one) or _without_kind(user.parameters[number], mixing=mixing)
                 for kind, of_one in zip(kinds, observed, strict=True)
             )
 
@@ -62,9 +70,10 @@ def _without_kind(weight: keras.Variable, *, mixing: bool) -> slices.Kind:
     )
 
 
-def _row_numbers(programs: Programs, inputs: dict[Any, Any]) -> Numbers:
-    """Run the stages, each with a gradient of ones behind it, and return what their lookups look up."""
-    values = {value: Travelling(tensor) for value, tensor in inputs.items()}
+def _row_numbers(programs: Programs, loss: LossProgram, flat: Flat, microbatch: Microbatch) -> Numbers:
+    """Run the stages, each with a gradient of ones behind it, and the loss; return what their lookups look up."""
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(microbatch.batch)
+    values = {value: Travelling(tensor) for value, tensor in flat(inputs).items()}
     variables, found = StepVariables(programs.stages), []
     for index, program in enumerate(programs.stages):
         taken = [values[value].on(program.device) for value in program.stage.inputs]
@@ -74,8 +83,28 @@ def _row_numbers(programs: Programs, inputs: dict[Any, Any]) -> Numbers:
         done = program.forward(taken, variables.read(index, 0), place, scale)
         values.update(zip(program.stage.outputs, done.made, strict=True))
         gradients = _gradients(program, done) if any(program.kinds) else [None for _ in program.kinds]
-        found.append([[piece.indices.numpy() for piece in one] if isinstance(one, tuple) else [] for one in gradients])
-    return found
+        found.append(_numbers(gradients))
+    outputs = [values[value].on(loss.device) for value in programs.outputs]
+    of_loss = (
+        _gradients_of_loss(loss, microbatch, outputs, variables) if any(loss.kinds) else [None for _ in loss.kinds]
+    )
+    return [*found, _numbers(of_loss)]
+
+
+def _numbers(gradients: Sequence[Any]) -> list[list[np.ndarray]]:
+    return [[piece.indices.numpy() for piece in one] if isinstance(one, tuple) else [] for one in gradients]
+
+
+def _gradients_of_loss(
+    loss: LossProgram, microbatch: Microbatch, outputs: Sequence[Travelling], variables: StepVariables
+) -> list[Any]:
+    states = [state.value.read_value() for state in loss.states]
+    layer_states, parameters = (
+        [variables.state(variable, 0, loss.device) for variable in some]
+        for some in (loss.layer_states, loss.parameters)
+    )
+    divisors, scale = tf.ones([loss.num_divisors], tf.float64), tf.ones((), keras.config.floatx())
+    return loss.part(0, microbatch, outputs, states, layer_states, parameters, divisors, scale).weights
 
 
 def _gradients(program: StageProgram, done: Forward) -> list[Any]:

@@ -12,8 +12,9 @@ import tensorflow as tf
 from tfpar import _compat, _compat_losses, _compat_pipeline, _compat_random, _compat_tracing
 from tfpar.division import Division
 from tfpar.pipeline.flows import Flow, Travelling
-from tfpar.pipeline.gradients import dense_part
+from tfpar.pipeline.gradients import dense_part, plus, tensors_of
 from tfpar.pipeline.microbatches import Microbatch
+from tfpar.pipeline.rows import add_rows, by_lookup, joined, known_kinds, numbered
 
 
 class LossPart(NamedTuple):
@@ -25,7 +26,7 @@ class LossPart(NamedTuple):
         gradients: Of the outputs, `[examples, ...]` each; None for none.
         states: New values of the metrics that `compute_loss` itself counts.
         layer_states: New values of the states that it moves.
-        weights: The gradients of the weights that it reads; None for none.
+        weights: The gradients of the weights that it reads: a tensor, the rows of each lookup, or None for none.
     """
 
     value: tf.Tensor
@@ -63,14 +64,14 @@ class LossProgram:
         training: bool,
         states: Sequence[Any],
     ) -> None:
-        self._model, self._division, self._device, self._training = model, division, device, training
+        self._model, self._division, self.device, self._training = model, division, device, training
         self._outputs = outputs
         self._flows: list[Flow] = keras.tree.flatten(outputs)
         self._trackers = [variable for one in _compat_pipeline.trackers_of_losses(model) for variable in one.variables]
         self.states = states
         self.layer_states: list[Any] = []
         self.parameters: list[Any] = []
-        self._num_divisors = 0
+        self.num_divisors = 0
         self._found: list[bool] = []
         self._counts: list[bool] = []
         with _compat_random.stand_in_generator():
@@ -79,6 +80,7 @@ class LossProgram:
         self.layer_states = [*self._moved, *([_compat_random.state_of_no_layer()] if self._draws_from_no_layer else [])]
         if self.parameters or self.layer_states:
             self._trace(batch)
+        self.kinds = known_kinds(self._function.graph, self._of_weights, self._varying)
 
     def _trace(self, batch: Any) -> None:
         count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
@@ -102,7 +104,7 @@ class LossProgram:
     @property
     def needs_divisors(self) -> bool:
         """Whether a divisor depends on masks or weights of the whole batch, so that `divisors` must be called."""
-        return self._num_divisors > 0
+        return self.num_divisors > 0
 
     def part(
         self,
@@ -134,7 +136,19 @@ class LossProgram:
         value, of_outputs, gradients, new_states, new_layer_states, of_weights = results
         found = iter(gradients)
         every = [next(found) if sends else None for sends in self.sends_back]
-        return LossPart(value, of_outputs, every, new_states, new_layer_states, of_weights)
+        rows = list(map(numbered, of_weights, self.kinds))
+        return LossPart(value, of_outputs, every, new_states, new_layer_states, rows)
+
+    def add_up(self, before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
+        """Add a micro-batch's gradients of `parameters` to those of the ones before; None for the first one."""
+        return [
+            add_rows(one, other, kinds) if one is not None and kinds else plus(one, other)
+            for one, other, kinds in zip(before, now, self.kinds, strict=True)
+        ]
+
+    def joined(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return summed gradients of `parameters` as tensors, slices or None: each as one device has it."""
+        return joined(gradients, self.kinds, self.parameters)
 
     def divisors(self, batch: Any, num_examples: tf.Tensor, call: Callable[[Any], Any]) -> tf.Tensor:
         """Return what the losses over a global batch are divided by, where masks or weights decide.
@@ -157,7 +171,7 @@ class LossProgram:
 
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
         one = tf.ones((), keras.config.floatx())
-        with keras.StatelessScope(), self._reduced(num_examples, one, num_examples, note), tf.device(self._device):
+        with keras.StatelessScope(), self._reduced(num_examples, one, num_examples, note), tf.device(self.device):
             self._value(inputs, targets, call(inputs), weights)
         return tf.stack(found)
 
@@ -181,7 +195,7 @@ class LossProgram:
         variables = (*self.states, *self.layer_states, *self.parameters)
         mapping += zip(variables, (*states, *layer_states, *parameters), strict=True)
         with (
-            tf.device(self._device),
+            tf.device(self.device),
             keras.StatelessScope(mapping) as scope,
             _compat.replica_seeds(lambda: number),
             _compat_losses.scalars_weighted(lambda _: counted / num_examples),
@@ -199,10 +213,12 @@ class LossProgram:
             gradients, of_weights = [], []
             if self._training:
                 found = tf.gradients(value, [*sources, *parameters], tf.cast(scale, value.dtype))
-                gradients, of_weights = found[: len(sources)], found[len(sources) :]
+                gradients, of_weights = found[: len(sources)], list(map(by_lookup, found[len(sources) :]))
         # A tracker's total is the loss times the number of examples, its count that number.
         of_outputs = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
-        self._num_divisors = taken
+        self.num_divisors = taken
+        self._of_weights = of_weights
+        self._varying = tensors_of([batch, tensors, masks, states, layer_states, number, counted, size])
         self._found = [gradient is not None for gradient in gradients]
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
         return value, of_outputs, dense, new_states, new_layer_states, of_weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline.batch_run import Compiled, Run
 from tfpar.pipeline.executor import Execution
 from tfpar.pipeline.flows import Travelling
-from tfpar.pipeline.gradients import plus, spec_of
+from tfpar.pipeline.gradients import spec_of
 from tfpar.pipeline.graph import Value
 from tfpar.pipeline.lookups import find_kinds
 from tfpar.pipeline.loss import LossPart, LossProgram
@@ -26,7 +25,7 @@ from tfpar.pipeline.penalties import add_penalties
 from tfpar.pipeline.placement import copied_to, follow_data
 from tfpar.pipeline.programs import Programs, StagesOfModel
 from tfpar.pipeline.schedule import Action, Schedule
-from tfpar.pipeline.trial import first_examples
+from tfpar.pipeline.trial import Examples
 from tfpar.reduction import Counts
 
 
@@ -50,6 +49,7 @@ class Lowering:
         self._allows_mixing = allows_mixing or schedule.num_microbatches == 1
         self._division: Division | None = None
         self._compiled: dict[Any, Compiled] = {}
+        self.examples = Examples()
 
     def prepare(self, batch: Any) -> None:
         """Find out how the model's losses divide over micro-batches.
@@ -60,7 +60,6 @@ class Lowering:
         Raises:
             ValueError: If a loss does not divide.
         """
-        self._inputs = first_examples(keras.utils.unpack_x_y_sample_weight(batch)[0])
         # Else only the shapes of the losses are looked at, and a large model takes long to run without a graph.
         depends_on_values = self._adds_losses or not self._has_shapes or bool(_compat.own_metrics(self._model))
         call = self._call_of_check if depends_on_values else self._zeros_of_check
@@ -167,7 +166,7 @@ class Lowering:
             if training:
                 live = [value for value, back in zip(programs.outputs, loss.sends_back, strict=True) if back]
                 programs = self._of_stages.without_dead_ends(programs, live)
-                find_kinds(programs, self._inputs, self._flat, mixing=self._allows_mixing)
+                find_kinds(programs, loss, self.examples.like(batch), self._flat, mixing=self._allows_mixing)
             self._check_own_loss(programs)
             self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
             metrics = self._metrics_program(programs, specs) if _compat.counts_metrics(self._model) else None
@@ -209,7 +208,7 @@ class Lowering:
             part = compiled.loss.part(number, one, outputs, states, layer_states, parameters, divisors, scale)
             states[:] = [tf.where(one.counted > 0, new, old) for new, old in zip(part.states, states, strict=True)]
             if part.weights:
-                weights[:] = itertools.starmap(plus, zip(weights, part.weights, strict=True))
+                weights[:] = compiled.loss.add_up(weights, part.weights)
             execution.note(compiled.loss.layer_states, number, part.layer_states)
             if compiled.update_metrics is not None and not timed:
                 tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfpar import slices
@@ -62,6 +63,16 @@ def add_rows(before: Sequence[slices.Piece], now: Sequence[slices.Piece], kinds:
         )
         for one, other, kind in zip(before, now, kinds, strict=True)
     )
+
+
+def joined(
+    gradients: Sequence[Any], kinds: Sequence[Sequence[slices.Kind | None]], weights: Sequence[keras.Variable]
+) -> list[Any]:
+    """Return summed gradients of weights as tensors, slices or None: each as one device has it."""
+    return [
+        join_rows(gradient, of_one, weight.shape) if of_one else gradient
+        for gradient, of_one, weight in zip(gradients, kinds, weights, strict=True)
+    ]
 
 
 def join_rows(

@@ -15,7 +15,7 @@ from tfpar.pipeline.flows import Flow, Forward, Place, Travelling, spec_of_made
 from tfpar.pipeline.gradients import dense_part, reached_from, tensors_of, value_of
 from tfpar.pipeline.kept import Kept, kept_between
 from tfpar.pipeline.pieces import cut
-from tfpar.pipeline.rows import add_rows, by_lookup, join_rows, known_kinds, numbered
+from tfpar.pipeline.rows import add_rows, by_lookup, joined, known_kinds, numbered
 from tfpar.pipeline.split import Stage
 
 
@@ -92,10 +92,7 @@ class StageProgram:
 
     def joined(self, gradients: Sequence[Any]) -> list[Any]:
         """Return summed gradients of `parameters` as tensors, slices or None: each as one device has it."""
-        found = zip(gradients, self.kinds, self.parameters, strict=True)
-        return [
-            join_rows(gradient, kinds, variable.shape) if kinds else gradient for gradient, kinds, variable in found
-        ]
+        return joined(gradients, self.kinds, self.parameters)
 
     @property
     def sends(self) -> list[Flow]:

@@ -36,6 +36,29 @@ def first_examples(batch: Any) -> Any:
     return data.take_rows(batch, 0, min(NUM_EXAMPLES, int(data.num_rows(batch))))
 
 
+class Examples:
+    """The first examples of batches, for trials of steps on batches that have the same tensors.
+
+    Example:
+        >>> examples = Examples()
+        >>> examples.keep((images, labels))
+        >>> examples.like((other_images, other_labels))  # the first four of images and labels
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+
+    def keep(self, batch: Any) -> None:
+        """Keep the first examples of a batch, `[batch, ...]` each, in the place of those of one like it."""
+        self._kept[_structure(batch)] = first_examples(batch)
+
+    def like(self, batch: Any) -> Any:
+        """Return the examples that were kept of a batch like this one, which may be symbolic; or else its own."""
+        if _structure(batch) not in self._kept:
+            self.keep(batch)
+        return self._kept[_structure(batch)]
+
+
 def pairs_of_parts(batch: Any) -> list[tuple[Any, Any]]:
     """Return pairs of equally many examples: the first ones and those after them, and each twice.
 
@@ -59,6 +82,10 @@ def moving_statistics() -> Iterator[None]:
 
     with mock.patch.object(keras.layers.BatchNormalization, "call", normalize):
         yield
+
+
+def _structure(batch: Any) -> str:
+    return str(tf.nest.map_structure(lambda tensor: tensor is not None, batch))
 
 
 def _several(tensor: Any) -> Any:

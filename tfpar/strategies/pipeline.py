@@ -151,6 +151,7 @@ class Pipeline(OneCopy):
         """
         data.check_same_inputs(self._present, model, batch)
         if model in self._lowerings and self._lowerings[model].compilation is _compat.compilation(model):
+            self._lowerings[model].examples.keep(batch)
             return
         if model not in self._stages:
             self._adds_losses[model] = self._read(model, batch)
@@ -172,6 +173,7 @@ class Pipeline(OneCopy):
         self._lowerings[model] = Lowering(
             model, self._stages[model], schedule, self._adds_losses[model], self._allow_mixing
         )
+        self._lowerings[model].examples.keep(batch)
 
     def _read(self, model: keras.Model, batch: Any) -> bool:
         """Read a model's operations, check and divide them; return whether a layer adds a loss."""
