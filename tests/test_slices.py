@@ -232,6 +232,31 @@ def test_a_loss_that_reads_rows_trains_in_a_pipeline_with_and_then_without_weigh
     assert np.isfinite(losses).all()
 
 
+class PenaltyOfRows(keras.Regularizer):
+    def __call__(self, table: Any) -> Any:
+        return 0.1 * ops.sum(ops.square(ops.take(table, [1, 3], axis=0)))
+
+
+PENALTIES: dict[str, tuple[Any, Any]] = {"on a kernel": (None, "l2"), "on some rows": (PenaltyOfRows(), None)}
+
+
+@pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_rows_of_a_model_with_a_penalty_are_those_of_one_device(
+    penalty: str, strategy: Callable[[], tfpar.Strategy]
+) -> None:
+    on_table, on_kernel = PENALTIES[penalty]
+
+    def build() -> keras.Model:
+        hidden = [layers.Embedding(20, 5, embeddings_regularizer=on_table), layers.Flatten()]
+        head = layers.Dense(3, kernel_regularizer=on_kernel)
+        model = keras.Sequential([keras.Input((4,), dtype="int32"), *hidden, head])
+        model.compile(optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    small.assert_trains_as_one_device(build, tokens, strategy, epochs=1)
+
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
     "Adagrad, clipped": lambda: optimizers.Adagrad(0.1, clipnorm=0.1),

@@ -31,6 +31,19 @@ def state(model: keras.Model) -> list[Any]:
     return list({id(variable): variable for group in groups for variable in group}.values())
 
 
+class PenalizedScope(keras.StatelessScope):
+    """A scope without values of its own in which regularizers get the weights, and so gradients flow to these.
+
+    Keras 3.15 asks the scope for the value that a regularizer gets, and passes on the None of a weight that has none
+    there (keras/src/layers/layer.py, `_get_regularization_losses`).
+    """
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Return what was assigned inside the scope, or else the memory of a weight that has a regularizer."""
+        value = super().get_current_value(variable)
+        return variable._value if value is None and variable.regularizer is not None else value
+
+
 def optimizer_of(model: keras.Model) -> Any:
     """Return the optimizer of a model, None where it is not compiled, or compiled without one (Keras 3.15)."""
     return getattr(model, "optimizer", None)

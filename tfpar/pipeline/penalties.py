@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpar.pipeline.gradients import plus
+
 
 def add_penalties(model: keras.Model, gradients: dict[int, Any], scale: tf.Tensor) -> list[tf.Tensor]:
     """Return the penalties on a model's weights, scalars, and add their gradients to those of the other losses.
@@ -27,7 +29,6 @@ def add_penalties(model: keras.Model, gradients: dict[int, Any], scale: tf.Tenso
             scaled = penalty * tf.cast(scale, penalty.dtype)
         gradient = tape.gradient(scaled, weight)
         if gradient is not None:
-            known = gradients.get(id(variable))
-            gradients[id(variable)] = gradient if known is None else tf.convert_to_tensor(known) + gradient
+            gradients[id(variable)] = plus(gradients.get(id(variable)), gradient)
         penalties.append(penalty)
     return penalties

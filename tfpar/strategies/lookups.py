@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_random, data, objective, slices, whole_batch
+from tfpar import _compat, _compat_random, _compat_variables, data, objective, slices, whole_batch
 from tfpar.pipeline.gradients import spec_of
 from tfpar.pipeline.trial import pairs_of_parts
 from tfpar.reduction import Counts
@@ -161,7 +161,7 @@ class _Eager:
         found: list[Numbers] = []
 
         def on_replica() -> None:
-            with keras.StatelessScope(collect_losses=True):
+            with _compat_variables.PenalizedScope(collect_losses=True):
                 gradients = self._gradients(batch)
             found.append([slices.lookups(one) if isinstance(one, tf.IndexedSlices) else [] for one in gradients])
 
