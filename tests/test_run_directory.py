@@ -42,6 +42,40 @@ def test_a_new_folder_is_made_with_all_its_parents_and_holds_the_run(tmp_path: P
     assert config.load(directory.config) == OTHER
 
 
+def test_a_claim_that_is_undone_leaves_nothing(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "runs" / "x")
+    directory.claim(RUN)
+    directory.native_log.write_text("TensorFlow starts")
+    directory.checkpoints.mkdir()
+    directory.undo_claim()
+    assert contents(tmp_path) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "tensorboard/events", "checkpoints/step-00000001.npz"])
+def test_a_claim_is_kept_where_something_is_trained(tmp_path: Path, file: str) -> None:
+    directory = RunDirectory(tmp_path / "x")
+    directory.claim(RUN)
+    (tmp_path / "x" / file).parent.mkdir(exist_ok=True)
+    (tmp_path / "x" / file).write_text("trained")
+    before = contents(tmp_path)
+    directory.undo_claim()
+    assert contents(tmp_path) == before
+
+
+def test_an_undone_claim_leaves_what_was_there_before(tmp_path: Path) -> None:
+    (tmp_path / "tensorflow.log").write_text("earlier")
+    directory = RunDirectory(tmp_path)
+    directory.claim(RUN)
+    with pytest.raises(ValueError, match="Only one process"):
+        (other := RunDirectory(tmp_path)).claim(RUN)
+    before = contents(tmp_path)
+    other.undo_claim()
+    assert contents(tmp_path) == before, "the folder is another process's"
+    directory.undo_claim()
+    assert [path.name for path in tmp_path.iterdir()] == ["tensorflow.log"]
+
+
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
     RunDirectory(tmp_path).claim(RUN)
     assert config.load(tmp_path / "config.toml") == RUN

@@ -61,6 +61,8 @@ class RunDirectory:
         self._lock: IO[bytes] | None = None
         self._seen: tuple[int, ...] = ()  # the state of run.json when its content was last read
         self._recorded = ""  # the content of config.toml
+        self._before: list[str] | None = None  # what the folder held when it was claimed; None if it was not there
+        self._created_above: list[Path] = []
 
     def claim(self, run: config.Run) -> None:
         """Take the folder for a run: make it, or resume what it holds if that trains the same weights.
@@ -74,6 +76,8 @@ class RunDirectory:
             OSError: If it cannot be written.
         """
         self._refuse_strangers()
+        self._before = os.listdir(self.path) if self.path.exists() else None
+        self._created_above = [folder for folder in self.path.parents if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self._lock = os.fdopen(os.open(self.path / ".lock", flags, 0o666), "rb")
@@ -81,14 +85,38 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._claim(run)
         except BlockingIOError:
-            self._lock.close()
+            self._unlock()
             raise ValueError(
                 f"Only one process can train in {self.path}, and another one does. "
                 "Wait for it, or choose another --directory."
             ) from None
         except BaseException:
-            self._lock.close()
+            self._unlock()
             raise
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def undo_claim(self) -> None:
+        """Remove what `claim` created, and what followed it, if nothing was trained; for a run that is refused.
+
+        A folder that held a run before, or a part of one, keeps it.
+
+        Example:
+            >>> directory.claim(run)
+            >>> directory.undo_claim()
+            >>> directory.path.exists()
+            False
+        """
+        if self._lock is None or self.resumed is not None:
+            return
+        run_files.remove_claim(self.path, self._before)
+        self._unlock()
+        with contextlib.suppress(OSError):  # another run may use them by now
+            for folder in self._created_above:
+                folder.rmdir()
 
     def _refuse_strangers(self) -> None:
         """Refuse a folder that holds files which no run has written; nothing in it is changed then."""

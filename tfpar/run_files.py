@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import stat
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ FILES = (
     *("pipeline.png", "tensorflow.log", "evaluations.jsonl"),
 )
 FOLDERS = ("checkpoints", "tensorboard")
+# What a run creates before its first step.
+_OF_CLAIM = frozenset({".lock", "run.json", "config.toml", "optimizer.json", "tensorflow.log", "checkpoints"})
 # What an earlier claim, cut short, can have left.
 _LEFTOVERS = frozenset({".lock", "run.json", "config.unfinished", "tensorflow.log"})
 
@@ -25,6 +29,23 @@ _LEFTOVERS = frozenset({".lock", "run.json", "config.unfinished", "tensorflow.lo
 def is_unused(names: Iterable[str]) -> bool:
     """Say whether a folder with these files holds nothing that a run, or somebody else, would miss."""
     return all(name in _LEFTOVERS or atomic_file.is_unfinished(name) for name in names)
+
+
+def remove_claim(folder: Path, before: Collection[str] | None) -> None:
+    """Remove what a run has created in a folder, unless it holds more than every run creates before its first step.
+
+    Args:
+        folder: The folder of the run, which may be gone.
+        before: The names of the files that it held before; None where the run created it too.
+    """
+    with contextlib.suppress(OSError):  # what cannot be removed now, the next run finds and takes over
+        created = set(os.listdir(folder)).difference(before or ())
+        if created <= _OF_CLAIM and not any((folder / "checkpoints").glob("*")):
+            for name in created:
+                path = folder / name
+                path.rmdir() if path.is_dir() else path.unlink()
+            if before is None:
+                folder.rmdir()
 
 
 def require_kinds(folder: Path, names: Iterable[str]) -> None:

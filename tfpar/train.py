@@ -85,6 +85,7 @@ def main(argv: list[str]) -> int:
         The exit code: 0 when trained, 1 on an error (2 for a worker where the error would come again), 130 when
         interrupted and 141 when nobody reads the output any more, both with a checkpoint to resume from.
     """
+    directory: RunDirectory | None = None
     try:
         if len(argv) > 1:
             raise ValueError(_surplus(argv[1]))
@@ -125,6 +126,8 @@ def main(argv: list[str]) -> int:
         for line in sentence.splitlines():
             print(f"error: {line}", file=sys.stderr)
         is_repeatable = isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError)
+        if is_repeatable and directory is not None:
+            directory.undo_claim()
         return command_line.code_of_repeatable_error(os.environ) if is_repeatable else command_line.FAILED
 
 

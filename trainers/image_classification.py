@@ -122,8 +122,9 @@ def _application(settings: config.Model, image_shape: tuple[int, ...], *, synchr
     build = getattr(keras.applications, settings.name) if settings.name in names else None
     if build is None:
         raise ValueError(
-            f'model.name must be "cnn" or a network of keras.applications, received {quoted(settings.name)}. '
-            f"There are: {', '.join(names)}.{did_you_mean(settings.name, names)}"
+            f'model.name must be "cnn" or one of the {len(names)} networks of keras.applications, such as ResNet50, '
+            f"received {quoted(settings.name)}.{did_you_mean(settings.name, names)} "
+            "https://keras.io/api/applications lists them."
         )
     try:
         # The data are normalized already.
