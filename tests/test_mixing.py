@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -113,6 +114,49 @@ def test_a_layer_that_computes_each_example_alone_is_not_named(make: Any, shape:
     layer = make()
     attends = isinstance(layer, layers.MultiHeadAttention)
     assert found((lambda inputs: layer(inputs, inputs)) if attends else layer, *shape) == Mixing()
+
+
+def reversed_where(condition: Callable[[], Any]) -> Callable[[], layers.Layer]:
+    """A layer that turns the batch around if a condition on random numbers holds."""
+    return lambda: Applies(lambda layer, inputs, training: tf.where(condition(), inputs[::-1], inputs))
+
+
+def sometimes_swapped(layer: Applies, inputs: Any, training: Any) -> Any:
+    return ops.take(inputs, ops.argsort(keras.random.uniform((ops.shape(inputs)[0],), seed=layer.seeds)), axis=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: layers.RandomFlip("vertical", name="tested"), (4, 3)),  # the batch is taken for one image
+        (lambda: layers.RandomFlip("horizontal_and_vertical", name="tested"), (4, 3)),
+        (lambda: Applies(sometimes_swapped, seeds=keras.random.SeedGenerator()), ()),
+        (reversed_where(lambda: keras.random.uniform(()) < 0.05), ()),
+        (reversed_where(lambda: keras.random.uniform(()) > 0.95), ()),
+        (reversed_where(lambda: keras.random.normal(()) < -1.7), ()),
+        (reversed_where(lambda: tf.random.get_global_generator().uniform(()) < 0.05), ()),
+        (lambda: Applies(lambda layer, inputs, training: tf.image.random_flip_up_down(inputs)), (4, 3)),
+    ],
+    ids=[
+        *("flip", "flip both ways", "permutation", "small", "large", "small normal", "generator of TensorFlow"),
+        "image of TensorFlow",
+    ],
+)
+def test_what_mixes_for_some_random_numbers_is_found_with_every_seed(make: Any, shape: tuple[int, ...]) -> None:
+    """One number stood for all, and then the seeds of the process decided."""
+    for seed in range(4):
+        keras.utils.set_random_seed(seed)
+        assert found(make(), *shape).calls == ("tested",)
+
+
+def test_each_example_by_itself_is_let_through_with_every_seed() -> None:
+    def augmented(layer: Applies, inputs: Any, training: Any) -> Any:
+        flipped = layer.inner(inputs, training=True)
+        return ops.where(keras.random.uniform((ops.shape(inputs)[0], 1, 1, 1)) < 0.05, inputs, 2.0 * flipped)
+
+    for seed in range(3):
+        keras.utils.set_random_seed(seed)
+        assert found(Applies(augmented, inner=layers.RandomFlip()), 4, 4, 3) == Mixing()
 
 
 def test_one_histogram_for_a_batch_mixes_although_these_examples_have_one_bin() -> None:

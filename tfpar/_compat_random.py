@@ -36,6 +36,21 @@ def states_of_no_layer() -> list[Any]:
     return [] if generator is None else [generator.state]
 
 
+def seeded(states: Iterable[Any], seed: int) -> list[tuple[Any, tf.Tensor]]:
+    """Seed Python's, NumPy's and TensorFlow's random states; return values for the states of Keras' seed generators.
+
+    A trial that draws with them comes to the same verdict in every process. `preserved_random_state` takes it back.
+
+    Args:
+        states: Of seed generators; each draws numbers of its own.
+        seed: A small number.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    tf.random.set_seed(seed)
+    return [(state, tf.cast([seed, number], state.dtype)) for number, state in enumerate(states)]
+
+
 def draws_from_no_layer(scope: keras.StatelessScope, known: Iterable[Any]) -> bool:
     """Say whether something drew from Keras' global generator inside a scope.
 

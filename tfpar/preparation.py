@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import checks, data
+from tfpar import checks, data, objective
 from tfpar.callback_list import callback_list
 from tfpar.calls import Caller, RunSteps, limited_steps
 from tfpar.compiled import CompiledSteps
@@ -60,6 +60,8 @@ class Preparation:
         if source is not None and goes_on is None:
             source.start(self._strategy.from_chief)
         training = kind == "train"
+        if not objective.objectives_of(self._model):
+            self._prepare_outputs(batch, training)
         self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
         self._compiled.once(f"{kind} loss", lambda: self._strategy.prepare_loss(self._model, batch, training))
         return stream, self._compiled.loop(kind, distributed)
@@ -71,8 +73,12 @@ class Preparation:
         distributed, source, first = self._distribute(whole)
         stream = Stream(distributed.dataset, steps, source=source, first=first)
         batch = self._build(stream, "predict")
-        self._compiled.once("prepare prediction", lambda: self._strategy.prepare_prediction(self._model, batch))
+        self._prepare_outputs(batch, training=False)
         return stream, self._compiled.predict(distributed.dataset.element_spec)
+
+    def _prepare_outputs(self, batch: Any, training: bool) -> None:
+        prepare = self._strategy.prepare_outputs
+        self._compiled.once(f"outputs in training: {training}", lambda: prepare(self._model, batch, training))
 
     def _distribute(
         self, dataset: data.Batches
@@ -90,7 +96,7 @@ class Preparation:
         checks.check_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         self._strategy.adopt(self._model)  # the model may be compiled again since, outside of the scope
         with self._strategy.scope():
-            self._strategy.place(self._model, batch)
+            self._strategy.place(self._model, batch, kind == "train")
             checks.build(self._model, batch, kind)
         self._strategy.adopt(self._model)  # metrics of the user's own belong to the model only now
         return batch

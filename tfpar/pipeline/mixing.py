@@ -5,22 +5,24 @@ halves     [a b]     ── call ── [A B]           must be the same example
                [c d] ── call ──     [C D]
 neighbours [a b a b] ── call ── [A B . .]       for what draws at random: same numbers, other neighbours
 
-Halves draw other numbers than the whole, so that first typical numbers stand in for random ones.
+Halves draw other numbers than the whole, so that first typical numbers stand in for random ones, and then unusual ones:
+what a layer does with a small chance shows only there. All runs are seeded, and so every process finds the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
 
 from tfpar import _compat, _compat_draws, _compat_pipeline, _compat_random, data
 from tfpar.pipeline.calls import Call, Graph, Value, run
+from tfpar.pipeline.compare import agree, close, example_axis, joined, part_of
 from tfpar.pipeline.trial import moving_statistics, trial_examples
 
 # Layers that compute each example alone, whatever their settings, if the examples come first.
@@ -46,9 +48,8 @@ _SAFE = {
 _SAFE_BY_AXIS = {layers.Concatenate, layers.LayerNormalization, layers.RMSNormalization, layers.Softmax}
 # Layers that mix by a chance, or with examples, that a trial may miss: Keras 3.15 counts one histogram of a batch.
 _MIXING = (layers.MixUp, layers.CutMix, layers.Equalization)
-
-# Relative to the largest element, by the bytes of a number: about the root of its precision.
-_TOLERANCES = {1: 0.5, 2: 0.1, 4: 3e-4, 8: 1e-8}
+# How many times a call runs with other random numbers.
+NUM_SEEDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +67,24 @@ class Mixing:
     outputs: tuple[str, ...] = ()
 
 
-def check_mixing(graph: Graph, inputs: Sequence[Any]) -> None:
-    """Refuse a model that micro-batches change; BatchNormalization is let through.
+def check_mixing(graph: Graph, inputs: Sequence[Any], training: bool = True) -> None:
+    """Refuse a model that micro-batches change; BatchNormalization is let through where it normalizes in training.
 
     Args:
         graph: The model.
         inputs: A batch of its flat inputs, `[examples, ...]` each.
+        training: Whether the model is going to train, or to evaluate and predict.
 
     Raises:
         ValueError: If a call mixes the examples, or an output does not have them first.
     """
-    found = find_mixing(graph, inputs)
+    found = find_mixing(graph, inputs, training)
     if found.calls:
+        names = ", ".join(map(repr, found.calls))
         raise ValueError(
             "Every layer must compute each example alone, or micro-batches change the result, received "
-            f"{', '.join(map(repr, found.calls))}, where an example depends on the others of its batch; use "
-            "num_microbatches=1, or allow_mixing=True to train so all the same."
+            f"{names}{'' if training else ' in inference'}, where an example depends on the others of its batch; use "
+            "num_microbatches=1, or allow_mixing=True to run it so all the same."
         )
     if found.outputs:
         raise ValueError(
@@ -101,7 +104,7 @@ def check_synchronized(graph: Graph) -> None:
         ValueError: If there is one.
     """
     for call in graph.calls:
-        if isinstance(call.operation, layers.BatchNormalization) and call.operation.synchronized:
+        if any(isinstance(layer, layers.BatchNormalization) and layer.synchronized for layer in _layers(call)):
             raise ValueError(
                 f"BatchNormalization(synchronized=True) takes its statistics from the global batch, and in a pipeline "
                 f"{call.name!r} sees one micro-batch at a time. Leave synchronized out to normalize each micro-batch "
@@ -110,15 +113,17 @@ def check_synchronized(graph: Graph) -> None:
 
 
 @_compat_random.preserved_random_state()
-def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
+def find_mixing(graph: Graph, inputs: Sequence[Any], training: bool = True) -> Mixing:
     """Return the calls whose result for an example depends on which others are in the batch.
 
     Layers of Keras that cannot mix are known by their type; every other call that an output depends on runs on four
-    examples and on two halves of them, in training mode. No weight and no state changes, random ones included.
+    examples and on two halves of them. No weight and no state changes, random ones included.
 
     Args:
         graph: The model.
         inputs: Its flat inputs, `[examples, ...]` each; the first four examples are used, or others made of one.
+        training: Whether the calls run as in training, or as in inference. A call that draws numbers in training that
+            no seed repeats counts as in inference.
 
     Returns:
         What was found; names in the order of the graph.
@@ -130,9 +135,9 @@ def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
     """
     inputs, is_ragged = trial_examples(inputs), any(isinstance(tensor, tf.RaggedTensor) for tensor in inputs)
     calls, size = _needed(graph), int(data.num_rows(inputs))
-    if not is_ragged and all(_is_safe(call) for call in calls):
-        return Mixing(batch_normalizations=tuple(call.name for call in calls if _normalizes(call)))
-    trial = _Trial(dict(zip(graph.inputs, inputs, strict=True)))
+    if not is_ragged and all(_is_safe(call, training) for call in calls):
+        return Mixing(batch_normalizations=tuple(call.name for call in calls if _normalizes(call, training)))
+    trial = _Trial(dict(zip(graph.inputs, inputs, strict=True)), training)
     last_use = {value: index for index, call in enumerate(calls) for value in call.inputs}
     returned = [leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)]
     last_use |= dict.fromkeys(returned, len(calls))
@@ -147,18 +152,24 @@ def find_mixing(graph: Graph, inputs: Sequence[Any]) -> Mixing:
             ) from error
         trial.forget(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
     outputs = tuple(value.name for value in dict.fromkeys(returned) if trial.axes[value] != 0)
-    return Mixing(tuple(trial.mixing), tuple(trial.batch_normalizations), outputs)
+    mixing = tuple(trial.mixing)
+    if trial.unknown and training:
+        in_inference = find_mixing(graph, inputs, training=False).calls
+        found = {*mixing, *(name for name in trial.unknown if name in in_inference)}
+        mixing = tuple(call.name for call in calls if call.name in found)
+    return Mixing(mixing, tuple(trial.batch_normalizations), outputs)
 
 
 class _Trial:
     """The values of a graph for a few examples at once and for two halves of them."""
 
-    def __init__(self, whole: dict[Value, Any]) -> None:
+    def __init__(self, whole: dict[Value, Any], training: bool) -> None:
         self.mixing: list[str] = []
+        self.unknown: list[str] = []  # calls that draw other numbers in each run
         self.batch_normalizations: list[str] = []
         # The axis of the examples; None for a value that is the same for every batch.
         self.axes: dict[Value, int | None] = {}
-        self._whole = whole
+        self._whole, self._training = whole, training
         self._halves: tuple[dict[Value, Any], dict[Value, Any]] = ({}, {})
         for value, tensor in whole.items():
             self._cut(value, 0, int(data.num_rows(tensor)) // 2)
@@ -171,33 +182,48 @@ class _Trial:
 
     def test(self, call: Call) -> None:
         """Run a call, note whether it mixes, and keep what it makes for both halves as if it did not."""
-        if _normalizes(call):
+        if _normalizes(call, self._training):
             self.batch_normalizations.append(call.name)
         is_ragged = any(isinstance(self._whole[value], tf.RaggedTensor) for value in call.inputs)
-        if _is_safe(call) and not is_ragged and call.inputs and all(self.axes[value] == 0 for value in call.inputs):
-            for value, tensor in zip(call.outputs, _run(call, self._whole), strict=True):
+        all_rows = bool(call.inputs) and all(self.axes[value] == 0 for value in call.inputs)
+        if _is_safe(call, self._training) and not is_ragged and all_rows:
+            for value, tensor in zip(call.outputs, self._run(call, self._whole), strict=True):
                 self._whole[value] = tensor
                 self._cut(value, 0, int(data.num_rows(tensor)) // 2)
             return
         with _compat_draws.typical_draws() as drawn:
-            mixes = self._halves_differ(call)
-            hides = mixes and self._is_random(call)
-        if hides or (drawn and not mixes):
-            mixes = self._depends_on_neighbours(call)
-        if mixes or isinstance(call.operation, _MIXING):
-            self.mixing.append(call.name)
-
-    def _halves_differ(self, call: Call) -> bool:
-        """Run a call on all examples and on both halves, and keep what it makes."""
-        whole = _run(call, self._whole)
-        halves = [_run(call, half) for half in self._halves]
-        differs = False
-        for value, tensor, one, other in zip(call.outputs, whole, *halves, strict=True):
-            axis = _axis(tensor, one, other)
-            differs |= not _agree(tensor, one, other, axis)
+            made = self._made(call)
+            differs = _differ(made)
+            mixes: bool | None = differs and not self._is_random(call)
+        for value, tensor, one, other in made:
+            axis = example_axis(tensor, one, other)
             self._whole[value] = tensor
             self._cut(value, axis, 0 if axis is None else one.shape[axis])
-        return differs
+        if not mixes and (differs or drawn):
+            mixes = self._mixes_by_chance(call, drawn)
+        if mixes is None:
+            self.unknown.append(call.name)
+        if mixes or (self._training and isinstance(call.operation, _MIXING)):
+            self.mixing.append(call.name)
+
+    def _mixes_by_chance(self, call: Call, drawn: Sequence[str]) -> bool | None:
+        """Say whether a call mixes for some random numbers; None where it draws others in each run."""
+        unusual: tuple[float, ...] = ()
+        seeds = range(1)
+        if not _compat_draws.is_dropout(drawn):
+            unusual, seeds = _compat_draws.UNUSUAL, range(NUM_SEEDS)
+        for quantile in unusual:
+            # What it cannot do with unusual numbers, it need not do on halves either.
+            with contextlib.suppress(tf.errors.OpError, ValueError), _compat_draws.typical_draws(quantile):
+                if _differ(self._made(call)) and not self._is_random(call):
+                    return True
+        found = {self._depends_on_neighbours(call, seed) for seed in seeds}
+        return True if True in found else None if None in found else False
+
+    def _made(self, call: Call) -> list[tuple[Value, Any, Any, Any]]:
+        """Run a call on all examples and on both halves; return each value with what it is for these."""
+        runs = [self._run(call, tensors) for tensors in (self._whole, *self._halves)]
+        return list(zip(call.outputs, *runs, strict=True))
 
     def _cut(self, value: Value, axis: int | None, size: int) -> None:
         """Keep a value of all examples for each half, so that what made it is not blamed on those who take it."""
@@ -206,36 +232,63 @@ class _Trial:
         if axis is None:
             parts = [tensor, tensor]
         else:
-            parts = [_part(tensor, 0, size, axis), _part(tensor, size, tensor.shape[axis], axis)]
+            parts = [part_of(tensor, 0, size, axis), part_of(tensor, size, tensor.shape[axis], axis)]
         for half, part in zip(self._halves, parts, strict=True):
             half[value] = part
 
     def _is_random(self, call: Call) -> bool:
         """Say whether a call draws numbers that are not typical ones, and so other ones for halves."""
-        one, other = (_run(call, self._whole, seed) for seed in (0, 1))
-        return not all(close(*pair) for pair in zip(one, other, strict=True))
+        one = self._run(call, self._whole)
+        others = (self._run(call, self._whole, seed) for seed in range(1, 1 + NUM_SEEDS))
+        return not all(close(*pair) for other in others for pair in zip(one, other, strict=True))
 
-    def _depends_on_neighbours(self, call: Call) -> bool:
-        """Say whether the first half changes with the second, where both runs draw the same random numbers."""
+    def _depends_on_neighbours(self, call: Call, seed: int) -> bool | None:
+        """Say whether the first half changes with the second, where both runs draw the same random numbers.
+
+        None where no run draws the same.
+        """
         neighbours = dict(self._whole)
         for value in call.inputs:
             axis, first = self.axes[value], self._halves[0][value]
             if axis is not None:
                 masks = _compat_pipeline.mask_of(first)
-                doubled = _joined(first, first, axis)
+                doubled = joined(first, first, axis)
                 neighbours[value] = _compat_pipeline.with_mask(
                     doubled, None if masks is None else tf.concat([masks, masks], axis)
                 )
-        runs = [_run(call, tensors, seed=0) for tensors in (self._whole, self._whole, neighbours)]
+        runs = [self._run(call, tensors, seed) for tensors in (self._whole, self._whole, neighbours)]
         for value, one, again, other in zip(call.outputs, *runs, strict=True):
             axis = self.axes[value]
             if not close(one, again):
-                return False  # it draws anew each time: nothing can be compared
+                return None
             if axis is not None:
-                one, other = (_part(tensor, 0, one.shape[axis] // 2, axis) for tensor in (one, other))
+                one, other = (part_of(tensor, 0, one.shape[axis] // 2, axis) for tensor in (one, other))
             if not close(one, other):
                 return True
         return False
+
+    def _run(self, call: Call, tensors: dict[Value, Any], seed: int = 0) -> list[Any]:
+        """Run a call with the weights and states that it has now, and leave them so.
+
+        Args:
+            call: The call.
+            tensors: The values that it takes.
+            seed: Runs with the same seed draw the same numbers.
+        """
+        given = {value: tensors[value] for value in call.inputs}
+        # Weights may live on several devices, and what XLA compiles reads those of its own alone.
+        states = {id(variable): (variable, tf.identity(variable.value)) for variable in call.variables}
+        drawing = [_compat_random.state_of_no_layer(), *_compat_draws.seed_states(_layers(call))]
+        states |= {id(state): (state, value) for state, value in _compat_random.seeded(drawing, seed)}
+        normalized = moving_statistics() if self._training else contextlib.nullcontext()
+        with keras.StatelessScope(list(states.values())), normalized:
+            run([call], given, training=self._training)
+        return [given[value] for value in call.outputs]
+
+
+def _differ(made: Iterable[tuple[Value, Any, Any, Any]]) -> bool:
+    """Say whether a call makes something else of halves than of all examples."""
+    return not all(agree(whole, one, other, example_axis(whole, one, other)) for _, whole, one, other in made)
 
 
 def _needed(graph: Graph) -> list[Call]:
@@ -249,10 +302,10 @@ def _needed(graph: Graph) -> list[Call]:
     return needed[::-1]
 
 
-def _is_safe(call: Call) -> bool:
+def _is_safe(call: Call, training: bool) -> bool:
     kind = type(call.operation)
     if kind is layers.BatchNormalization:
-        return True
+        return training or not _normalizes(call, training)
     if kind in (layers.LSTM, layers.GRU, layers.SimpleRNN):
         return not call.operation.stateful
     rank = len(call.inputs[0].shape) if call.inputs else 0
@@ -261,77 +314,12 @@ def _is_safe(call: Call) -> bool:
     return kind in _SAFE
 
 
-def _normalizes(call: Call) -> bool:
-    """Say whether a layer holds a BatchNormalization that takes its statistics from the batch in training."""
-    return call.training is not False and any(
+def _normalizes(call: Call, training: bool) -> bool:
+    """Say whether a layer holds a BatchNormalization that takes its statistics from the batch."""
+    return (training if call.training is None else call.training) and any(
         isinstance(layer, layers.BatchNormalization) and layer.trainable for layer in _layers(call)
     )
 
 
 def _layers(call: Call) -> list[keras.Layer]:
     return _compat.all_layers(call.operation) if isinstance(call.operation, keras.Layer) else []
-
-
-def _run(call: Call, tensors: dict[Value, Any], seed: int | None = None) -> list[Any]:
-    """Run a call as in training with the states that it has now, and leave them so.
-
-    Args:
-        call: The call.
-        tensors: The values that it takes.
-        seed: Runs with the same seed draw the same numbers; None leaves TensorFlow's own functions unseeded.
-    """
-    given = {value: tensors[value] for value in call.inputs}
-    # Weights may live on several devices, and what XLA compiles reads those of its own alone.
-    states = {id(variable): (variable, tf.identity(variable.value)) for variable in call.variables}
-    for state in (_compat_random.state_of_no_layer(), *_compat_draws.seed_states(_layers(call))):
-        states[id(state)] = state, state.value + (seed or 0)
-    if seed is not None:
-        tf.random.set_seed(seed)
-    with keras.StatelessScope(list(states.values())), moving_statistics():
-        run([call], given, training=True)
-    return [given[value] for value in call.outputs]
-
-
-def _axis(whole: Any, one: Any, other: Any) -> int | None:
-    """Return the axis along which two halves make up the whole; None if no axis has another size."""
-    sizes = zip(whole.shape, one.shape, other.shape, strict=True)
-    return next((axis for axis, (all_, first, _) in enumerate(sizes) if all_ != first), None)
-
-
-def _agree(whole: Any, one: Any, other: Any, axis: int | None) -> bool:
-    if axis is None:
-        return close(whole, one) and close(whole, other)
-    rest = [tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :]) for tensor in (whole, one, other)]
-    return rest[0] == rest[1] == rest[2] and close(whole, _joined(one, other, axis))
-
-
-def _joined(one: Any, other: Any, axis: int) -> Any:
-    return tf.sparse.concat(axis, [one, other]) if isinstance(one, tf.SparseTensor) else tf.concat([one, other], axis)
-
-
-def close(one: Any, other: Any) -> bool:
-    """Say whether two tensors are the same but for rounding, which depends on the size of the batch."""
-    composites = (tf.RaggedTensor, tf.SparseTensor)
-    if isinstance(one, composites) or isinstance(other, composites):
-        one, other = (tf.sparse.reorder(x) if isinstance(x, tf.SparseTensor) else x for x in (one, other))
-        parts = [tf.nest.flatten(tensor, expand_composites=True) for tensor in (one, other)]
-        return len(parts[0]) == len(parts[1]) and all(map(close, *parts))
-    one, other = np.asarray(one), np.asarray(other)
-    if one.shape != other.shape or not tf.as_dtype(one.dtype).is_floating:
-        return bool(np.array_equal(one, other))
-    tolerance = _TOLERANCES[one.dtype.itemsize]
-    one, other = one.astype("float64"), other.astype("float64")
-    largest = float(np.max(np.abs(one), initial=0.0, where=np.isfinite(one)))
-    return bool(np.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True))
-
-
-def _part(tensor: Any, start: int, stop: int, axis: int) -> Any:
-    """Return a part of a tensor along an axis, with the same part of its mask."""
-    if isinstance(tensor, tf.SparseTensor):
-        begin, size = [0] * len(tensor.shape), list(tensor.shape)
-        begin[axis], size[axis] = start, stop - start
-        return tf.sparse.slice(tensor, begin, size)
-    where = (*[slice(None)] * axis, slice(start, stop))
-    mask = _compat_pipeline.mask_of(tensor)
-    cut = mask is not None and axis < len(mask.shape)
-    return _compat_pipeline.with_mask(tensor[where], mask[where] if cut else mask)

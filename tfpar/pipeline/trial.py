@@ -73,12 +73,17 @@ def pairs_of_parts(batch: Any) -> list[tuple[Any, Any]]:
 
 
 @contextlib.contextmanager
-def moving_statistics() -> Iterator[None]:
-    """Let BatchNormalization take its moving statistics inside this context, also in training."""
+def moving_statistics(of_synchronized: bool = False) -> Iterator[None]:
+    """Let BatchNormalization take its moving statistics inside this context, also in training.
+
+    Args:
+        of_synchronized: Only where it is synchronized, and so sees the whole batch when it runs on replicas.
+    """
     call = keras.layers.BatchNormalization.call
 
     def normalize(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
-        return call(layer, inputs, training=False, mask=mask)
+        training = training and of_synchronized and not layer.synchronized
+        return call(layer, inputs, training=training, mask=mask)
 
     with mock.patch.object(keras.layers.BatchNormalization, "call", normalize):
         yield

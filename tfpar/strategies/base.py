@@ -140,12 +140,13 @@ class Strategy(abc.ABC):
         if _compat.is_summed_on_read(variable) and value is not None:  # each replica begins with all of it
             self.assign(variable, value)
 
-    def place(self, model: keras.Model, batch: Any) -> None:
+    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Let the weights of a model live where they belong, before the optimizer makes its state beside them.
 
         Args:
             model: A compiled model.
             batch: The first global batch, `(inputs, targets, sample_weight)` as far as given.
+            training: Whether train steps follow, or those that evaluate or predict.
 
         Raises:
             ValueError: If there is no place for them.
@@ -164,12 +165,13 @@ class Strategy(abc.ABC):
             ValueError: If it cannot; the message names what stands in the way.
         """
 
-    def prepare_prediction(self, model: keras.Model, batch: Any) -> None:
-        """Check, before the first batch is predicted, that the outputs are those of one device.
+    def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Check, before the first step of a kind, that the model's outputs are those of one device.
 
         Args:
             model: A built model.
             batch: The first batch, `(inputs,)` or with more.
+            training: Whether train steps follow, or those that evaluate or predict.
 
         Raises:
             ValueError: If they are not.

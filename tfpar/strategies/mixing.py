@@ -15,10 +15,11 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_draws, _compat_random, _compat_tracing, data, whole_batch
+from tfpar import _compat, _compat_random, _compat_tracing, data, whole_batch
 from tfpar.pipeline.graph import Call, Graph, Value, run, standardize, trace
-from tfpar.pipeline.mixing import close, find_mixing
+from tfpar.pipeline.mixing import find_mixing
 from tfpar.pipeline.trial import moving_statistics
+from tfpar.strategies.model_trial import mixes
 
 Mixing = Literal["refuse", "gather"]
 
@@ -52,12 +53,13 @@ def check(mixing: str) -> None:
         raise ValueError(f"mixing must be 'refuse' or 'gather', received {mixing!r}.")
 
 
-def refusal(names: Sequence[str], gathers: bool) -> ValueError:
+def refusal(names: Sequence[str], gathers: bool, training: bool) -> ValueError:
     """Return the error for calls that mix.
 
     Args:
         names: Of the calls, as far as this worker knows them.
         gathers: Whether it was tried to compute them on the whole batch.
+        training: Whether they mix in training, or in inference.
     """
     known = ", ".join(map(repr, names)) or "one"
     way_out = (
@@ -66,7 +68,8 @@ def refusal(names: Sequence[str], gathers: bool) -> ValueError:
         else "set mixing='gather' to compute it on the whole batch"
     )
     return ValueError(
-        f"{_NAMES} {known}, where an example depends on the others of its batch; {way_out}, or train on SingleDevice()."
+        f"{_NAMES} {known}{'' if training else ' in inference'}, where an example depends on the others of its batch; "
+        f"{way_out}, or use SingleDevice()."
     )
 
 
@@ -74,27 +77,26 @@ def refusal(names: Sequence[str], gathers: bool) -> ValueError:
 def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
     """Return the names of what makes the outputs for an example depend on the others of its batch.
 
-    BatchNormalization is let through: its statistics are those of a replica unless it is synchronized.
+    BatchNormalization is let through in training: its statistics are those of a replica unless it is synchronized.
 
     Args:
         model: A built model.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
-        training: Whether the model is going to train, and not only to predict.
+        training: Whether the model is going to train, or to evaluate and predict.
 
     Raises:
         ValueError: If it does not run on parts of a batch.
     """
     inputs = _examples(batch)
-    if not training and not mixes(model, inputs, training=False):
-        return []
     graph = _graph(model, inputs)
     if graph is None:
         return [model.name] if mixes(model, inputs, training) else []
     try:
-        names = find_mixing(graph, standardize(model, inputs)).calls
+        with contextlib.nullcontext() if training else moving_statistics(of_synchronized=True):
+            names = find_mixing(graph, standardize(model, inputs), training).calls
     except ValueError as error:
         raise ValueError(str(error).replace("use num_microbatches=1", "train on SingleDevice()")) from error
-    names = tuple(call.name for call in graph.calls if call.name in names and _reaches_outputs(graph, call))
+    names = tuple(call.name for call in graph.calls if call.name in names and _reaches_outputs(graph, call, training))
     # What a call itself asks of the whole batch, it gets.
     asks = bool(names) and _asks(model, inputs, training)
     return [] if asks and not mixes(model, inputs, training) else list(names)
@@ -114,13 +116,14 @@ def _asks(model: keras.Model, inputs: Any, training: bool) -> bool:
 
 
 @_compat_random.preserved_random_state()
-def resolve(model: keras.Model, batch: Any, names: Sequence[str]) -> list[Mixed]:
+def resolve(model: keras.Model, batch: Any, names: Sequence[str], training: bool = True) -> list[Mixed]:
     """Return what is to be called on the whole batch, so that nothing mixes the examples of a part.
 
     Args:
         model: A built model.
         batch: A batch, as for `find`.
         names: What `find` found.
+        training: As for `find`.
 
     Raises:
         ValueError: If that is not enough.
@@ -131,22 +134,22 @@ def resolve(model: keras.Model, batch: Any, names: Sequence[str]) -> list[Mixed]
     own = {id(operation) for operation in _operations(model)}
     mixed = [Mixed(model)]
     if graph is not None and calls and all(id(call.operation) in own for call in calls):
-        axes = _axes(graph, standardize(model, inputs))
+        axes = _axes(graph, standardize(model, inputs), training)
         if {axes[value] for call in calls for value in (*call.inputs, *call.outputs)} <= {0, None}:
             mixed = [_mixed(call, axes) for call in calls]
     with on_whole_batch(mixed):
-        if mixes(model, inputs, training=True):
-            raise refusal(names, gathers=True)
+        if mixes(model, inputs, training):
+            raise refusal(names, gathers=True, training=training)
     return mixed
 
 
-def _axes(graph: Graph, inputs: Sequence[Any]) -> dict[Value, int | None]:
+def _axes(graph: Graph, inputs: Sequence[Any], training: bool) -> dict[Value, int | None]:
     """Return the axis of the examples for each value of a graph; None for one that is the same for every batch."""
     sizes: list[dict[Value, Any]] = []
     for size in (len(inputs[0]), len(inputs[0]) // 2):
         known = dict(zip(graph.inputs, (tensor[:size] for tensor in inputs), strict=True))
         with keras.StatelessScope(), _compat.collect_added_losses(list):
-            run(graph.calls, known, training=True)
+            run(graph.calls, known, training)
         sizes.append({value: tuple(tensor.shape) for value, tensor in known.items()})
     return {
         value: next(
@@ -162,24 +165,6 @@ def _mixed(call: Call, axes: dict[Value, int | None]) -> Mixed:
 
     kwargs = {name: rows(value) for name, value in call.kwargs.items()}
     return Mixed(call.operation, rows(call.args), kwargs, rows(call.outputs))
-
-
-def mixes(model: keras.Model, inputs: Any, training: bool) -> bool:
-    """Say whether the outputs for some examples depend on others, from runs on all of them and on parts.
-
-    Args:
-        model: A built model.
-        inputs: What it takes, four examples or two.
-        training: Whether training mode counts too.
-    """
-    size = int(data.num_rows(inputs)) // 2
-    halves = [data.take_rows(inputs, 0, size), data.take_rows(inputs, size, 2 * size)]
-    if not training:
-        return _mixes(model, inputs, halves, training=False)
-    with contextlib.suppress(Exception):  # a model may run in training only: RandomCrop crops nothing in inference
-        if _mixes(model, inputs, halves, training=False):
-            return True
-    return _mixes(model, inputs, halves, training=True)
 
 
 @contextlib.contextmanager
@@ -245,14 +230,14 @@ def _operations(model: keras.Model) -> list[Any]:
     return [*layers, *(operation for one in layers for operation in getattr(one, "operations", ()))]
 
 
-def _reaches_outputs(graph: Graph, call: Call) -> bool:
+def _reaches_outputs(graph: Graph, call: Call, training: bool) -> bool:
     """Say whether what a call makes has an influence on the outputs, and not only on losses that layers add."""
     found: list[bool] = []
 
     def traced(tensors: Sequence[Any]) -> None:
         known = dict(zip(graph.inputs, tensors, strict=True))
         with keras.StatelessScope(), _compat.collect_added_losses(list):
-            run(graph.calls, known, training=True)
+            run(graph.calls, known, training)
         outputs = {known[leaf].op for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)}
         waiting, reached = [known[value] for value in call.outputs], {known[value].op for value in call.outputs}
         while waiting:
@@ -264,61 +249,3 @@ def _reaches_outputs(graph: Graph, call: Call) -> bool:
     specs = [tf.TensorSpec([None, *value.shape[1:]], value.dtype) for value in graph.inputs]
     tf.function(traced, autograph=False).get_concrete_function(specs)
     return found[0]
-
-
-def _mixes(model: keras.Model, whole: Any, halves: Sequence[Any], training: bool) -> bool:
-    trial = whole_batch.Trial()
-    size = int(data.num_rows(halves[0]))
-
-    def outputs(inputs: Any, seed: int | None = None) -> list[Any]:
-        seeds = [_compat_random.state_of_no_layer(), *_compat_draws.seed_states(_compat.all_layers(model))]
-        if seed is not None:
-            tf.random.set_seed(seed)
-        with (
-            keras.StatelessScope([(state, state.value + (seed or 0)) for state in seeds]),
-            _compat.collect_added_losses(list),
-            _compat_tracing.own_traces(),
-            moving_statistics(),
-        ):
-            return [one for one in tf.nest.flatten(_compat.call_model(model, inputs, training)) if one is not None]
-
-    def recorded(seed: int | None = None) -> list[Any]:
-        with trial.recording():
-            return outputs(whole, seed)
-
-    def replayed(inputs: Any, start: int, seed: int | None = None) -> list[Any]:
-        with trial.replaying(start):
-            return outputs(inputs, seed)
-
-    def agree(one: Sequence[Any], other: Sequence[Any], rows: slice) -> bool:
-        return len(one) == len(other) and all(close(_rows(a, rows), _dense(b)) for a, b in zip(one, other, strict=True))
-
-    with _compat_draws.typical_draws() as drawn:
-        expected = recorded()
-        first, second = (replayed(half, start) for half, start in zip(halves, (0, size), strict=True))
-        differ = not (agree(expected, first, slice(size)) and agree(expected, second, slice(size, None)))
-        if not differ and not drawn:
-            return False
-        if differ and agree(recorded(seed=0), recorded(seed=1), slice(None)):
-            return True  # nothing was drawn but typical numbers
-    again, expected = recorded(seed=0), recorded(seed=0)
-    if not agree(expected, again, slice(None)):
-        return False  # each run draws other numbers: nothing can be compared
-    neighbours = replayed(data.join_batches([halves[0], halves[0]]), 0, seed=0)
-    return not all(
-        close(_rows(one, slice(size)), _rows(two, slice(size))) for one, two in zip(expected, neighbours, strict=True)
-    )
-
-
-def _rows(tensor: Any, rows: slice) -> tf.Tensor:
-    """Return rows of an output; of a ragged one as a tensor that is as wide as these rows, not as the batch."""
-    if isinstance(tensor, tf.RaggedTensor):
-        return tensor[rows].to_tensor()
-    dense = _dense(tensor)
-    return dense[rows] if dense.shape.rank else dense
-
-
-def _dense(tensor: Any) -> tf.Tensor:
-    if isinstance(tensor, tf.SparseTensor):
-        return tf.sparse.to_dense(tensor)
-    return tensor.to_tensor() if isinstance(tensor, tf.RaggedTensor) else tf.convert_to_tensor(tensor)

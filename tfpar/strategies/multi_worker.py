@@ -226,10 +226,9 @@ class MultiWorker(Replicated):
         return agreed
 
     def _check_mixing(self, model: keras.Model, batch: Any, training: bool) -> None:
-        if self._averaging is None:
+        # Replicas that step alone see their own examples only.
+        if self._averaging is None or not training:
             super()._check_mixing(model, batch, training)
-        else:
-            self._mixed[model] = []  # replicas that step alone see their own examples only
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on the parts of a global batch; return the global loss, a scalar.

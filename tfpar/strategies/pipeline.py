@@ -106,6 +106,7 @@ class Pipeline(OneCopy):
         self._adds_losses: PerModel[bool] = PerModel()
         self._lowerings: PerModel[Lowering] = PerModel()
         self._present: PerModel[list[bool]] = PerModel()
+        self._checked: PerModel[dict[bool, Any]] = PerModel()  # the compilation, by whether the model trains
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created: weights get memory when it is known where they live."""
@@ -141,7 +142,7 @@ class Pipeline(OneCopy):
                 graph = model_graph.trace(model)
             self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
 
-    def place(self, model: keras.Model, batch: Any) -> None:
+    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Divide the model into stages with the first batch, and give its weights memory there.
 
         A model that was compiled again keeps its stages; what depends on losses, metrics and the optimizer is new.
@@ -150,11 +151,13 @@ class Pipeline(OneCopy):
             ValueError: If it cannot be divided, or a layer mixes the examples of a batch.
         """
         data.check_same_inputs(self._present, model, batch)
+        if model in self._stages:
+            self._check_mixing(model, self._partitions[model].graph, batch, training)
         if model in self._lowerings and self._lowerings[model].compilation is _compat.compilation(model):
             self._lowerings[model].examples.keep(batch)
             return
         if model not in self._stages:
-            self._adds_losses[model] = self._read(model, batch)
+            self._adds_losses[model] = self._read(model, batch, training)
         elif self._memory_limit_bytes is not None:  # the new optimizer may keep more for each weight
             before = self._partitions[model]
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -175,7 +178,7 @@ class Pipeline(OneCopy):
         )
         self._lowerings[model].examples.keep(batch)
 
-    def _read(self, model: keras.Model, batch: Any) -> bool:
+    def _read(self, model: keras.Model, batch: Any, training: bool) -> bool:
         """Read a model's operations, check and divide them; return whether a layer adds a loss."""
         given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         model_graph.build(model, given)
@@ -183,15 +186,24 @@ class Pipeline(OneCopy):
             added: list[Any] = []
             with _compat.collect_added_losses(lambda: added):
                 graph = model_graph.trace(model, given)
+            self._check_mixing(model, graph, batch, training)
             inputs = model_graph.standardize(model, given)
-            if self.schedule.num_microbatches > 1 and not self._allow_mixing:
-                check_synchronized(graph)
-                with tf.device(self.devices[0]):
-                    check_mixing(graph, inputs)
             self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
         # A layer tells while it runs on symbols; a model whose own `call` adds one is read.
         tells = added or any(isinstance(call.operation, _compat_graph.AddedLoss) for call in graph.calls)
         return bool(tells) or any(layer.activity_regularizer for layer in _compat.all_layers(model))
+
+    def _check_mixing(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:
+        """Refuse what micro-batches change in training, or in inference; once for as long as nothing is compiled."""
+        compilation, checked = _compat.compilation(model), self._checked.setdefault(model, {})
+        if self.schedule.num_microbatches == 1 or self._allow_mixing or checked.get(training, self) is compilation:
+            return
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if training:
+            check_synchronized(graph)
+        with tf.device(self.devices[0]):
+            check_mixing(graph, model_graph.standardize(model, inputs), training)
+        checked[training] = compilation
 
     def _divide(
         self, model: keras.Model, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
@@ -302,11 +314,7 @@ class Pipeline(OneCopy):
         return [f"/device:{self.devices[schedule.device_of(stage)]}" for stage in range(schedule.num_stages)]
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Find out how losses divide over micro-batches.
-
-        Raises:
-            ValueError: If a loss does not divide.
-        """
+        """Find out how losses divide over micro-batches; one that does not raises ValueError."""
         self._lowerings[model].prepare(batch)
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:

@@ -60,7 +60,7 @@ class Replicated(Strategy):
         self.home = self._strategy = strategy
         strategy.tfpar_strategy = self  # found again by the variables of a model, with its options
         self._mixing = mixing
-        self._mixed: PerModel[list[mixings.Mixed]] = PerModel()
+        self._mixed: PerModel[dict[bool, list[mixings.Mixed]]] = PerModel()  # by whether the model trains
         self._pack_bytes = pack_bytes
         self._divisions: PerModel[Division] = PerModel()
         self._generators: PerModel[_compat_random.GeneratorOnReplicas] = PerModel()
@@ -118,8 +118,7 @@ class Replicated(Strategy):
         """Refuse what replicas would silently compute differently; find out how added losses divide.
 
         Raises:
-            ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas, or a layer mixes the
-                examples of a batch.
+            ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
         """
         self._generators[model] = _compat_random.GeneratorOnReplicas(self._strategy)
         if self.num_replicas > 1:
@@ -127,7 +126,6 @@ class Replicated(Strategy):
                 with self._together():
                     objective.check(model, batch)
                 return
-            self._check_mixing(model, batch, training=True)
             with self._together(), _compat_random.preserved_random_state(), self._gathered(model):
                 self._divisions[model] = Division(model, batch)
 
@@ -145,16 +143,15 @@ class Replicated(Strategy):
             with self._together(), self._gathered(model):
                 self._divisions[model].find_own_loss(model, batch, training)
 
-    def prepare_prediction(self, model: keras.Model, batch: Any) -> None:
-        """Refuse a model whose outputs for an example depend on the others of its batch.
-
-        Raises:
-            ValueError: If there is one.
-        """
+    def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Refuse a model whose outputs for an example depend on the others of its batch, or gather the batch for it."""
         if model not in self._generators:
             self._generators[model] = _compat_random.GeneratorOnReplicas(self._strategy)
-        if self.num_replicas > 1 and model not in self._mixed:
-            self._check_mixing(model, batch, training=False)
+        if self.num_replicas > 1:
+            self._check_mixing(model, batch, training)
+            if self._mixing == "gather":  # losses are tried in both modes, whichever follows
+                with contextlib.suppress(Exception):
+                    self._check_mixing(model, batch, not training)
 
     @contextlib.contextmanager
     def _draws(self, model: keras.Model) -> Iterator[None]:
@@ -167,12 +164,15 @@ class Replicated(Strategy):
             names = mixings.find(model, batch, training)
         names = self._agree_on(names)
         if names and self._mixing == "refuse":
-            raise mixings.refusal(names, gathers=False)
+            raise mixings.refusal(names, gathers=False, training=training)
         with self._together():
-            self._mixed[model] = mixings.resolve(model, batch, names) if names else []
+            mixed = mixings.resolve(model, batch, names, training) if names else []
+        self._mixed.setdefault(model, {})[training] = mixed
 
-    def _gathered(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return mixings.on_whole_batch(self._mixed.get(model) or [])
+    def _gathered(self, model: keras.Model, *modes: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which what mixes in training (True) or in inference (False) has the whole batch."""
+        found = self._mixed.get(model) or {}
+        return mixings.on_whole_batch([mixed for mode in modes or (True, False) for mixed in found.get(mode, ())])
 
     def _together(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all workers judge their own examples; where one refuses them, all raise."""
@@ -301,7 +301,7 @@ class Replicated(Strategy):
 
         parts, counted, share, num_examples = batch
         rows = RowsOfReplicas(counted, share, self.num_replicas, num_examples)
-        with self._draws(model), knowing(rows), self._gathered(model):
+        with self._draws(model), knowing(rows), self._gathered(model, False):
             outputs = self._strategy.run(on_replica, args=(parts,))
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
@@ -337,7 +337,7 @@ class Replicated(Strategy):
             stack.enter_context(self._draws(model))
             stack.enter_context(_compat_losses.scalars_weighted(lambda _: shares.get(local_replica_id())))
             stack.enter_context(knowing(RowsOfReplicas(counted, share, self.num_replicas, num_examples)))
-            stack.enter_context(self._gathered(model))
+            stack.enter_context(self._gathered(model, training))
             if model in self._divisions:
                 stack.enter_context(self._divisions[model].over_replicas(training, sizes, share, num_examples))
             if model.jit_compile:

@@ -1,0 +1,118 @@
+"""Whether the outputs of a model for an example depend on the others of its batch, from runs of the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import _compat, _compat_draws, _compat_random, _compat_tracing, data, whole_batch
+from tfpar.pipeline.compare import close
+from tfpar.pipeline.mixing import NUM_SEEDS
+from tfpar.pipeline.trial import moving_statistics
+
+
+def mixes(model: keras.Model, inputs: Any, training: bool) -> bool:
+    """Say whether the outputs for some examples depend on others, from runs on all of them and on parts.
+
+    Args:
+        model: A built model.
+        inputs: What it takes, four examples or two.
+        training: Whether it runs as in training, or as in inference. A model that draws numbers in training that no
+            seed repeats counts as in inference.
+    """
+    found = _ModelTrial(model, inputs, training).mixes()
+    if found is None and training:
+        with contextlib.suppress(Exception):  # a model may run in training only: RandomCrop crops nothing in inference
+            found = _ModelTrial(model, inputs, training=False).mixes()
+    return bool(found)
+
+
+class _ModelTrial:
+    """Runs of a model on examples and on two halves of them, which have what it computes of the whole batch."""
+
+    def __init__(self, model: keras.Model, inputs: Any, training: bool) -> None:
+        self._size = size = int(data.num_rows(inputs)) // 2
+        self._model, self._inputs, self._training = model, inputs, training
+        self._halves = [data.take_rows(inputs, 0, size), data.take_rows(inputs, size, 2 * size)]
+        self._whole = whole_batch.Trial()
+
+    def mixes(self) -> bool | None:
+        """Say whether examples depend on others; None where each run draws other numbers."""
+        unusual: tuple[float, ...] = ()
+        seeds = range(1)
+        with _compat_draws.typical_draws() as drawn:
+            differ = self._halves_differ()
+            if not differ and not drawn:
+                return False
+            if differ and not self._is_random():
+                return True
+        if not _compat_draws.is_dropout(drawn):
+            unusual, seeds = _compat_draws.UNUSUAL, range(NUM_SEEDS)
+        for quantile in unusual:
+            with contextlib.suppress(tf.errors.OpError, ValueError), _compat_draws.typical_draws(quantile):
+                if self._halves_differ() and not self._is_random():
+                    return True
+        found = {self._depends_on_neighbours(seed) for seed in seeds}
+        return True if True in found else None if None in found else False
+
+    def _halves_differ(self) -> bool:
+        rows = slice(self._size), slice(self._size, None)
+        expected = self._recorded()
+        starts = 0, self._size
+        parts = [self._replayed(half, start) for half, start in zip(self._halves, starts, strict=True)]
+        return not all(_agree(expected, part, of) for part, of in zip(parts, rows, strict=True))
+
+    def _is_random(self) -> bool:
+        """Say whether numbers are drawn that are not typical ones."""
+        one = self._recorded()
+        return not all(_agree(one, self._recorded(seed), slice(None)) for seed in range(1, 1 + NUM_SEEDS))
+
+    def _depends_on_neighbours(self, seed: int) -> bool | None:
+        """Say whether the first half changes with the second; None where no run draws the same numbers."""
+        again, expected = self._recorded(seed), self._recorded(seed)
+        if not _agree(expected, again, slice(None)):
+            return None
+        doubled = self._replayed(data.join_batches([self._halves[0], self._halves[0]]), 0, seed)
+        rows = slice(self._size)
+        return not all(close(_rows(one, rows), _rows(two, rows)) for one, two in zip(expected, doubled, strict=True))
+
+    def _recorded(self, seed: int = 0) -> list[Any]:
+        with self._whole.recording():
+            return self._outputs(self._inputs, seed)
+
+    def _replayed(self, inputs: Any, start: int, seed: int = 0) -> list[Any]:
+        with self._whole.replaying(start):
+            return self._outputs(inputs, seed)
+
+    def _outputs(self, inputs: Any, seed: int) -> list[Any]:
+        drawing = [_compat_random.state_of_no_layer(), *_compat_draws.seed_states(_compat.all_layers(self._model))]
+        with (
+            keras.StatelessScope(_compat_random.seeded(drawing, seed)),
+            _compat.collect_added_losses(list),
+            _compat_tracing.own_traces(),
+            moving_statistics(of_synchronized=not self._training),
+        ):
+            outputs = _compat.call_model(self._model, inputs, self._training)
+        return [one for one in tf.nest.flatten(outputs) if one is not None]
+
+
+def _agree(one: Sequence[Any], other: Sequence[Any], rows: slice) -> bool:
+    return len(one) == len(other) and all(close(_rows(a, rows), _dense(b)) for a, b in zip(one, other, strict=True))
+
+
+def _rows(tensor: Any, rows: slice) -> tf.Tensor:
+    """Return rows of an output; of a ragged one as a tensor that is as wide as these rows, not as the batch."""
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor[rows].to_tensor()
+    dense = _dense(tensor)
+    return dense[rows] if dense.shape.rank else dense
+
+
+def _dense(tensor: Any) -> tf.Tensor:
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.sparse.to_dense(tensor)
+    return tensor.to_tensor() if isinstance(tensor, tf.RaggedTensor) else tf.convert_to_tensor(tensor)
