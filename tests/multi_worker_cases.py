@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfpar
 from tests import input_cases, parity_cases, small
+from tests import test_slices as slices
 from tfpar.parity import relative_difference
 
 EXACT = 1e-9  # in float64
@@ -34,6 +35,13 @@ class Trained(NamedTuple):
 def state(model: keras.Model) -> list[np.ndarray]:
     """Weights and the optimizer's variables; not the metrics, of which each worker counts its own."""
     return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
+
+
+def rows_of_all() -> keras.Model:
+    """A model that reads rows by what all examples of a part have together."""
+    model = slices.of_positions(slices.EveryOtherOfAll)
+    model.compile("sgd", model.loss)
+    return model
 
 
 def keras_fit(dataset: Any, build: Any = small.build_model, **fit: Any) -> Trained:

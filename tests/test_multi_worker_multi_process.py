@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests import input_cases, small, workers
+from tests import input_cases, parity_cases, small, workers
 from tests import multi_worker_cases as cases
 from tests import test_compute_loss as compute_loss
 from tests import test_hooks as hooks
@@ -131,6 +131,12 @@ def test_every_worker_takes_its_share_of_what_python_code_yields(job: workers.Wo
 def test_averaging_every_step_of_plain_sgd_equals_one_device(job: workers.Workers, question: str) -> None:
     expected = keras_fit(cases.equal_parts(), cases.plain_sgd)
     for answer in asked(job, question):
+        assert_same(answer, expected)
+
+
+def test_replicas_that_step_alone_may_look_up_rows_in_any_way(job: workers.Workers) -> None:
+    expected = keras_fit(parity_cases._tokens(8).take(2), cases.rows_of_all)
+    for answer in asked(job, "averaged_rows"):
         assert_same(answer, expected)
 
 

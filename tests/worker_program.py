@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfpar
 from tests import multi_worker_cases as cases
-from tests import small, workers
+from tests import parity_cases, small, workers
 from tests import test_compute_loss as compute_loss
 from tests import test_hooks as hooks
 from tests import test_metric_entries as metric_entries
@@ -107,6 +107,10 @@ class Questions:
     def averaged_every_step_on_two_devices(self) -> Any:
         trainer = tfpar.Trainer(cases.plain_sgd, tfpar.MultiWorker(sync="average"), seed=0)
         return trained(trainer, cases.equal_parts())
+
+    def averaged_rows(self) -> Any:
+        trainer = tfpar.Trainer(cases.rows_of_all, tfpar.MultiWorker(ONE, sync="average"), seed=0)
+        return trained(trainer, parity_cases._tokens(8).take(2))
 
     def averaged_every_4(self) -> Any:
         return self._averaged([None, 1, 4, 1000], average_optimizer=True)

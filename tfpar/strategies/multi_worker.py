@@ -208,6 +208,10 @@ class MultiWorker(Replicated):
         if _compat.overridden(model, "compute_loss"):
             self._take_over_from_chief(model)
 
+    def _find_kinds(self, model: keras.Model, batch: Any) -> None:
+        if self._averaging is None:  # else each replica applies its own gradients
+            super()._find_kinds(model, batch)
+
     def _take_over_from_chief(self, model: keras.Model) -> None:
         if model in self._divisions:
             division = self._divisions[model]

@@ -136,12 +136,15 @@ class Replicated(Strategy):
             ValueError: If they do not.
         """
         if training and self.num_replicas > 1 and may_look_up(model, batch):
-            with self._together(), self._gathered(model):
-                found = find_kinds(model, batch, self._strategy.run)
-            self._kinds[model] = json.loads(self.from_chief(json.dumps(found).encode()))
+            self._find_kinds(model, batch)
         if model in self._divisions:
             with self._together(), self._gathered(model):
                 self._divisions[model].find_own_loss(model, batch, training)
+
+    def _find_kinds(self, model: keras.Model, batch: Any) -> None:
+        with self._together(), self._gathered(model):
+            found = find_kinds(model, batch, self._strategy.run)
+        self._kinds[model] = json.loads(self.from_chief(json.dumps(found).encode()))
 
     def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Refuse a model whose outputs for an example depend on the others of its batch, or gather the batch for it."""
