@@ -248,6 +248,9 @@ def test_a_mistake_is_told_without_waiting_for_tensorflow(tmp_path: Path) -> Non
     assert_one_sentence(outcome, "received 7")
 
 
-def test_another_strategy_than_multi_worker_is_refused_in_a_job(tmp_path: Path) -> None:
-    outcome = faults.run([*TRAIN, *FLAGS, *settings("strategy.kind=mirrored")], tmp_path, faults.places(2)[0])
+def test_another_strategy_than_multi_worker_is_refused_in_a_job(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", place({"worker": TWO}))
+    outcome = command.InProcess(capfd, monkeypatch, tmp_path)(*FLAGS, *settings("strategy.kind=mirrored"))
     assert_one_sentence(outcome, "mirrored", "2")
