@@ -7,10 +7,14 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+import tfpar
 from tests.parity_cases import NUM_CLASSES, NUM_FEATURES, classifier, inputs, labels
+from tests.small import assert_same_history, assert_same_state, state
+from tests.test_parity import computing_in
 
 Build = Callable[[], keras.Model]
 NUM_EXAMPLES, BATCH_SIZE = 19, 8  # the last batch of 3 has fewer examples than there are micro-batches
@@ -47,6 +51,32 @@ def sequential(*hidden: Any, optimizer: Any = "sgd", **compiled: Any) -> Build:
 
 
 deep = sequential(lambda: layers.Dense(8, "tanh"), lambda: layers.Dense(8, "tanh"), optimizer="adam")
+
+
+def assert_pipeline_equals_one_device(
+    build: Build, data: Callable[[], tf.data.Dataset], settings: dict[str, Any], near_zero: float = 0.0
+) -> None:
+    """Train, evaluate and predict in four micro-batches and with Keras itself, in float64, and compare everything.
+
+    Args:
+        build: A model function.
+        data: Makes the dataset.
+        settings: Those of the pipeline.
+        near_zero: By how much outputs may differ besides, absolutely.
+    """
+    pipeline = tfpar.Pipeline(**{"num_microbatches": 4, "balance": "parameters", **settings})
+    with computing_in("float64"):
+        keras.utils.set_random_seed(0)
+        model = build()
+        expected = model.fit(data(), epochs=2, verbose=0).history
+        trainer = tfpar.Trainer(build, pipeline, seed=0)
+        assert_same_history(trainer.fit(data(), epochs=2, verbose=0).history, expected, TOLERANCE)
+        assert_same_state(state(trainer.model), state(model), TOLERANCE)
+        logs = trainer.evaluate(data(), verbose=0, return_dict=True)
+        assert logs == pytest.approx(model.evaluate(data(), verbose=0, return_dict=True), rel=TOLERANCE)
+        outputs = [keras.tree.flatten(one.predict(data(), verbose=0)) for one in (trainer, model)]
+        for actual, wanted in zip(*outputs, strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=TOLERANCE, atol=near_zero)
 
 
 class CountsAndAddsLoss(layers.Layer):

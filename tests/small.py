@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfpar
@@ -16,6 +17,12 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "single_device": lambda: tfpar.SingleDevice(),
     "mirrored": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
 }
+# Those that divide a batch: over replicas, or into micro-batches.
+DIVISIONS: dict[str, Callable[[], tfpar.Strategy]] = {
+    "mirrored": STRATEGIES["mirrored"],
+    "pipeline": lambda: tfpar.Pipeline(2, 2, devices=["CPU:0", "CPU:1"], balance="parameters"),
+}
+each_division = pytest.mark.parametrize("strategy", DIVISIONS)
 STEPS_PER_EPOCH = 10
 
 build_model = parity_cases.classifier()
@@ -30,6 +37,14 @@ def shuffled() -> tf.data.Dataset:
     """Ten batches, in an order of its own every epoch."""
     arrays = (parity_cases.inputs(73), parity_cases.labels(73))
     return tf.data.Dataset.from_tensor_slices(arrays).shuffle(73, seed=3, reshuffle_each_iteration=True).batch(8)
+
+
+def initial_model() -> keras.Model:
+    """The tiny model and its optimizer, built from seed 0."""
+    keras.utils.set_random_seed(0)
+    model = build_model()
+    model.optimizer.build(model.trainable_variables)
+    return model
 
 
 class Again:

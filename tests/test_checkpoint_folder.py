@@ -22,10 +22,7 @@ from tfpar.checkpoint import Checkpoints, Position
 
 @pytest.fixture(scope="module")
 def model(logical_cpus: list[str]) -> keras.Model:
-    keras.utils.set_random_seed(0)
-    model = small.build_model()
-    model.optimizer.build(model.trainable_variables)
-    return model
+    return small.initial_model()
 
 
 def save(model: keras.Model, directory: Path, step: int, run: str | None = None, keep: int = 9) -> Path:

@@ -13,7 +13,16 @@ from keras import layers
 
 import tfpar
 from tests.parity_cases import NUM_CLASSES, NUM_FEATURES, inputs
-from tests.pipeline_models import MODELS, TOLERANCE, CountsAndAddsLoss, crossentropy, deep, labelled, sequential
+from tests.pipeline_models import (
+    MODELS,
+    TOLERANCE,
+    CountsAndAddsLoss,
+    assert_pipeline_equals_one_device,
+    crossentropy,
+    deep,
+    labelled,
+    sequential,
+)
 from tests.small import assert_same_history, assert_same_state, state
 from tests.test_parity import computing_in
 
@@ -22,23 +31,7 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 @pytest.mark.parametrize("name", MODELS, ids=lambda name: name.replace(" ", "_"))
 def test_a_model_trains_and_evaluates_as_on_one_device(name: str) -> None:
-    build, data, settings = MODELS[name]
-    with computing_in("float64"):
-        keras.utils.set_random_seed(0)
-        model = build()
-        expected = model.fit(data(), epochs=2, verbose=0).history
-        trainer = tfpar.Trainer(build, tfpar.Pipeline(num_microbatches=4, balance="parameters", **settings), seed=0)
-        history = trainer.fit(data(), epochs=2, verbose=0).history
-        assert_same_history(history, expected, TOLERANCE)
-        assert_same_state(state(trainer.model), state(model), TOLERANCE)
-        logs = trainer.evaluate(data(), verbose=0, return_dict=True)
-        assert logs == pytest.approx(model.evaluate(data(), verbose=0, return_dict=True), rel=TOLERANCE)
-        for actual, wanted in zip(
-            keras.tree.flatten(trainer.predict(data(), verbose=0)),
-            keras.tree.flatten(model.predict(data(), verbose=0)),
-            strict=True,
-        ):
-            np.testing.assert_allclose(actual, wanted, rtol=1e-9, atol=1e-12)
+    assert_pipeline_equals_one_device(*MODELS[name], near_zero=1e-12)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])

@@ -16,15 +16,13 @@ import tfpar
 from tests.parity_cases import NUM_CLASSES, NUM_FEATURES, inputs, labels
 from tests.pipeline_models import (
     NUM_EXAMPLES,
-    TOLERANCE,
+    assert_pipeline_equals_one_device,
     batched,
     crossentropy,
     ragged_data,
     ragged_rows,
     random,
 )
-from tests.small import assert_same_history, assert_same_state, state
-from tests.test_parity import computing_in
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -115,19 +113,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tf.data.Dataset],
 
 @pytest.mark.parametrize("name", CASES, ids=lambda name: name.replace(" ", "_"))
 def test_it_trains_evaluates_and_predicts_as_on_one_device(name: str) -> None:
-    build, data, settings = CASES[name]
-    with computing_in("float64"):
-        keras.utils.set_random_seed(0)
-        model = build()
-        expected = model.fit(data(), epochs=2, verbose=0).history
-        pipeline = tfpar.Pipeline(**{"num_microbatches": 4, "balance": "parameters", **settings})
-        trainer = tfpar.Trainer(build, pipeline, seed=0)
-        assert_same_history(trainer.fit(data(), epochs=2, verbose=0).history, expected, TOLERANCE)
-        assert_same_state(state(trainer.model), state(model), TOLERANCE)
-        logs = trainer.evaluate(data(), verbose=0, return_dict=True)
-        assert logs == pytest.approx(model.evaluate(data(), verbose=0, return_dict=True), rel=TOLERANCE)
-        outputs = trainer.predict(data(), verbose=0)
-        np.testing.assert_allclose(outputs, model.predict(data(), verbose=0), rtol=TOLERANCE)
+    assert_pipeline_equals_one_device(*CASES[name])
 
 
 def test_predict_returns_sparse_outputs_as_keras_does() -> None:

@@ -16,14 +16,6 @@ from tests import small
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
-DEVICES = ["CPU:0", "CPU:1"]
-STRATEGIES = {
-    "mirrored": lambda: tfpar.Mirrored(DEVICES),
-    "pipeline": lambda: tfpar.Pipeline(2, 2, devices=DEVICES, balance="parameters"),
-}
-each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-
-
 FEATURES = np.random.default_rng(0).normal(size=(17, 4)).astype("float32")
 TARGETS = FEATURES[:, :3]
 
@@ -55,7 +47,7 @@ class Positive(keras.losses.Loss):
         return positive(y_true, y_pred)
 
 
-@each_strategy
+@small.each_division
 @pytest.mark.parametrize("loss", [ragged, Positive(reduction="sum")], ids=["mean", "sum"])
 def test_a_loss_of_ragged_values_trains_as_on_one_device(loss: Any, strategy: str) -> None:
     build = model_of(loss)
@@ -63,11 +55,11 @@ def test_a_loss_of_ragged_values_trains_as_on_one_device(loss: Any, strategy: st
     def data() -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices((FEATURES, TARGETS)).batch(8)
 
-    small.assert_trains_as_one_device(build, data, STRATEGIES[strategy], epochs=1)
+    small.assert_trains_as_one_device(build, data, small.DIVISIONS[strategy], epochs=1)
 
 
-@each_strategy
+@small.each_division
 def test_rows_of_different_lengths_that_are_to_be_averaged_are_refused(strategy: str) -> None:
-    trainer = tfpar.Trainer(model_of(positive), STRATEGIES[strategy]())
+    trainer = tfpar.Trainer(model_of(positive), small.DIVISIONS[strategy]())
     with pytest.raises(ValueError, match=r"rows of different lengths needs reduction='sum', .* 'sum_over_batch_size'"):
         trainer.fit(FEATURES, TARGETS, batch_size=8, verbose=0)

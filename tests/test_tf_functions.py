@@ -9,17 +9,9 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-import tfpar
 from tests import parity_cases, small
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
-
-DEVICES = ["CPU:0", "CPU:1"]
-STRATEGIES = {
-    "mirrored": lambda: tfpar.Mirrored(DEVICES),
-    "pipeline": lambda: tfpar.Pipeline(2, 2, devices=DEVICES, balance="parameters"),
-}
-each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 class InFunction(layers.Layer):
@@ -33,8 +25,8 @@ class InFunction(layers.Layer):
         return ops.tanh(inputs @ self.kernel)
 
 
-@each_strategy
+@small.each_division
 def test_a_layer_in_a_tf_function_trains_as_on_one_device(strategy: str) -> None:
     """Traced in a trial, its weights were constants in every later step of a pipeline."""
     build = parity_cases.classifier(lambda: keras.optimizers.SGD(0.1), layers=lambda: [InFunction()])
-    small.assert_trains_as_one_device(build, small.data, STRATEGIES[strategy], epochs=1)
+    small.assert_trains_as_one_device(build, small.data, small.DIVISIONS[strategy], epochs=1)

@@ -13,19 +13,13 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfpar
+from tests import small
 from tfpar import _compat_draws
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
-DEVICES = ["CPU:0", "CPU:1"]
-STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
-    "mirrored": lambda: tfpar.Mirrored(DEVICES),
-    "pipeline": lambda: tfpar.Pipeline(2, 2, devices=DEVICES, balance="parameters"),
-}
 FEATURES = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 TARGETS = FEATURES[:, :3]
-
-each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 @tf.function
@@ -94,10 +88,10 @@ def model_of(layer: Callable[[], layers.Layer], loss: Any = "mse", **compiled: A
 
 
 def trainer_of(build: Callable[[], keras.Model], strategy: str) -> tfpar.Trainer:
-    return tfpar.Trainer(build, STRATEGIES[strategy](), seed=0)
+    return tfpar.Trainer(build, small.DIVISIONS[strategy](), seed=0)
 
 
-@each_strategy
+@small.each_division
 @pytest.mark.parametrize("name", ALONE)
 def test_a_layer_that_draws_in_inference_too_trains_and_predicts_other_numbers_each_time(
     name: str, strategy: str
@@ -109,7 +103,7 @@ def test_a_layer_that_draws_in_inference_too_trains_and_predicts_other_numbers_e
     assert np.abs(once - again).mean() > 0.01
 
 
-@each_strategy
+@small.each_division
 @pytest.mark.parametrize("name", MIXING)
 def test_a_layer_that_draws_and_mixes_is_refused(name: str, strategy: str) -> None:
     trainer = trainer_of(model_of(lambda: Draws(MIXING[name])), strategy)
@@ -163,7 +157,7 @@ def summed(targets: Any, outputs: Any) -> Any:
     return ops.sum(ops.square(targets - outputs))
 
 
-@each_strategy
+@small.each_division
 @pytest.mark.parametrize("from_tensorflow", [False, True])
 def test_losses_and_metrics_of_noise_divide_as_what_they_are(strategy: str, from_tensorflow: bool) -> None:
     """Scalars over parts of a batch and over all of it, of numbers drawn for each."""
@@ -180,7 +174,7 @@ class AddsMean(layers.Layer):
         return inputs
 
 
-@each_strategy
+@small.each_division
 def test_a_model_that_runs_in_training_only_trains(strategy: str) -> None:
     """RandomCrop gives images of another size in inference, as in Keras, and Dense takes one size."""
 

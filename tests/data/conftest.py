@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfpar
 from tfpar import config
+from tfpar.data import explain, load
 
 # TensorFlow starts once a session, some tests here start it while they are collected, and other tests need devices.
 tfpar.use_logical_cpus(4)
@@ -61,6 +62,17 @@ def folder(tmp_path: Path) -> config.Data:
 def epoch(dataset: tf.data.Dataset) -> list[Any]:
     """One epoch as a list of flat lists of arrays."""
     return [[leaf.numpy() for leaf in tf.nest.flatten(batch)] for batch in dataset]
+
+
+def refusal(settings: config.Data, split: str = "train") -> str:
+    """The sentence that refuses a data set, whether `load` raises it or reading a split explains it."""
+    try:
+        loaded = load(settings, global_batch_size=64, seed=0)
+    except (ValueError, OSError) as error:
+        return str(error)
+    with pytest.raises(tf.errors.OpError) as caught:
+        epoch(getattr(loaded, split))
+    return str(explain(caught.value, settings))
 
 
 def assert_same(actual: list[Any], expected: list[Any], message: str) -> None:

@@ -9,11 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import tensorflow as tf
-from conftest import assert_same, epoch
+from conftest import assert_same, epoch, refusal
 
 import tfpar
 from tfpar import config
-from tfpar.data import Sharded, audit, categories, explain, load, seek
+from tfpar.data import Sharded, audit, categories, load, seek
 from tfpar.trainers.tabular import Tabular
 
 COLORS = ["red", "blue", "grün", "red"]
@@ -44,16 +44,6 @@ def settings(source: str, path: Path, **changes: Any) -> config.Data:
     write(source, path / "test-0", new)
     fields = {"directory": str(path), "num_classes": 3, "normalization": "none", "shuffle_buffer": 0}
     return config.Data(**{"source": source, "category_columns": ("color", "size"), **fields, **changes})
-
-
-def refusal(own: config.Data) -> str:
-    try:
-        loaded = load(own, global_batch_size=8, seed=0)
-    except (ValueError, OSError) as error:
-        return str(error)
-    with pytest.raises(tf.errors.OpError) as caught:
-        epoch(loaded.validation)
-    return str(explain(caught.value, own))
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet"])
@@ -117,7 +107,7 @@ def test_an_empty_cell_is_named_by_file_line_and_column(source: str, place: str,
     write(
         source, tmp_path / "test-0", {"number": [1.0, 2.0], "color": ["red", ""], "label": [0, 1], "size": ["a", "b"]}
     )
-    sentence = refusal(own)
+    sentence = refusal(own, "validation")
     assert sentence.startswith(f'{tmp_path}/{place} of column "color" is empty: fill it, with a word'), sentence
     write(source, tmp_path / "train-1", {"number": [1.0], "color": [" "], "label": [0], "size": ["a"]})
     assert "train-1" in refusal(own)

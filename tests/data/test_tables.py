@@ -11,11 +11,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import tensorflow as tf
-from conftest import epoch
+from conftest import epoch, refusal
 
 from tfpar import config
-from tfpar.data import explain, load
+from tfpar.data import load
 
 
 def read(settings: config.Data) -> list[Any]:
@@ -26,17 +25,6 @@ def plain(path: Path, **changes: Any) -> config.Data:
     """One CSV file `train.csv` of x, y and the label."""
     fields = {"directory": str(path), "validation_split": None, "normalization": "none", "shuffle_buffer": 0}
     return config.Data(**{"source": "csv", **fields, **changes})
-
-
-def refusal(settings: config.Data) -> str:
-    """The sentence, whether `load` raises it or reading explains it."""
-    try:
-        loaded = load(settings, global_batch_size=64, seed=0)
-    except (ValueError, OSError) as error:
-        return str(error)
-    with pytest.raises(tf.errors.OpError) as caught:
-        epoch(loaded.train)
-    return str(explain(caught.value, settings))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["at first", "later"])
