@@ -257,6 +257,37 @@ def test_rows_of_a_model_with_a_penalty_are_those_of_one_device(
     small.assert_trains_as_one_device(build, tokens, strategy, epochs=1)
 
 
+class RowsOfOptional(layers.Layer):
+    """Adds rows of places, or of an input that need not be there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = layers.Embedding(20, 5)
+
+    def call(self, tokens: Any, others: Any = None) -> Any:
+        return ops.one_hot(tokens, 5) + self.table(ops.arange(4) if others is None else others)
+
+
+def test_rows_are_those_of_one_device_also_where_an_optional_input_comes_later() -> None:
+    def build() -> keras.Model:
+        given = {
+            name: keras.Input((4,), dtype="int32", name=name, optional=name == "others")
+            for name in ("tokens", "others")
+        }
+        rows = layers.Flatten()(RowsOfOptional()(given["tokens"], given["others"]))
+        model = keras.Model(given, layers.Dense(3)(rows))
+        model.compile(optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def train(strategy: tfpar.Strategy) -> list[np.ndarray]:
+        trainer, (features, labels) = tfpar.Trainer(build, strategy, seed=0), next(iter(tokens()))
+        for others in (None, features[::-1]):
+            trainer.fit({"tokens": features, "others": others}, labels, batch_size=11, epochs=2, verbose=0)
+        return trainer.model.get_weights()
+
+    small.assert_same_state(train(small.STRATEGIES["mirrored"]()), train(tfpar.SingleDevice()), 1e-5)
+
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
     "Adagrad, clipped": lambda: optimizers.Adagrad(0.1, clipnorm=0.1),

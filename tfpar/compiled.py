@@ -25,12 +25,18 @@ class CompiledSteps:
         self._compilation: Any = None
         self._num_moves = 0
         self._compiled: dict[str, Any] = {}
+        self._given: dict[str, str] = {}
 
-    def once(self, kind: str, compile_it: Callable[[], Any]) -> Any:
+    def once(self, kind: str, compile_it: Callable[[], Any], given: str = "") -> Any:
         """Compile once, for as long as the model is not compiled again and its variables keep their memory.
 
         As in Keras, weights that become trainable or are frozen after a step was traced count from the next call of
         `compile` on.
+
+        Args:
+            kind: What is compiled.
+            compile_it: Compiles it.
+            given: What it depends on besides the model; compiled again where that is not what it was the last time.
         """
         # The object itself, which stays alive here: a later compilation could get the address of one that is gone.
         compilation = _compat.compilation(self._model)
@@ -38,8 +44,9 @@ class CompiledSteps:
         if compilation is not self._compilation or num_moves != self._num_moves:
             self._compilation, self._num_moves = compilation, num_moves
             self._compiled.clear()
-        if kind not in self._compiled:
+        if kind not in self._compiled or self._given.get(kind, "") != given:
             self._compiled[kind] = compile_it()
+            self._given[kind] = given
         return self._compiled[kind]
 
     def loop(self, kind: str, distributed: Distributed) -> Callable[..., loop.CallResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -63,7 +64,9 @@ class Preparation:
         if not objective.objectives_of(self._model):
             self._prepare_outputs(batch, training)
         self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
-        self._compiled.once(f"{kind} loss", lambda: self._strategy.prepare_loss(self._model, batch, training))
+        present = str(tf.nest.map_structure(lambda tensor: tensor is not None, batch))  # optional inputs may be None
+        prepare_loss = functools.partial(self._strategy.prepare_loss, self._model, batch, training)
+        self._compiled.once(f"{kind} loss", prepare_loss, present)
         return stream, self._compiled.loop(kind, distributed)
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[Stream, Callable[[Any], Any]]:
