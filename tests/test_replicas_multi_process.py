@@ -9,7 +9,7 @@ import pytest
 
 import tfpar
 from tests import small, workers
-from tests.worker_program_replicas import REFUSED_ALONE, TRAINED, predict, train
+from tests.worker_program_replicas import OTHER_DATA, REFUSED_ALONE, TRAINED, evaluated, predict, train
 from tfpar.parity import relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -42,6 +42,26 @@ def test_every_worker_refuses_what_mixes(job: workers.Workers) -> None:
     for answer in job.answers("refused"):
         assert isinstance(answer, workers.Raised)
         assert "where an example depends on the others of its batch; set mixing='gather'" in answer.message
+
+
+def test_what_mixes_in_inference_is_gathered_there_or_refused_on_every_worker(job: workers.Workers) -> None:
+    history, outputs = evaluated(tfpar.SingleDevice())
+    for answer in job.answers("gathered in inference"):
+        assert not isinstance(answer, workers.Raised), answer.trace
+        small.assert_same_history(answer[0], history)
+        np.testing.assert_allclose(answer[1], outputs, rtol=1e-5, atol=1e-6)
+    for answer in job.answers("refused in inference"):
+        assert isinstance(answer, workers.Raised)
+        assert "'centred' in inference, where an example depends on the others" in answer.message
+
+
+@pytest.mark.parametrize("kind", OTHER_DATA)
+def test_all_workers_raise_one_sentence_for_data_that_one_of_them_refuses(job: workers.Workers, kind: str) -> None:
+    answers = job.answers(f"other data: {kind}")
+    messages = [answer.message.split("\n") for answer in answers if isinstance(answer, workers.Raised)]
+    assert len(messages) == 2
+    assert messages[0] == messages[1]
+    assert len(messages[0]) == 2, "neither fit nor evaluate takes them"
 
 
 @pytest.mark.parametrize("kind", REFUSED_ALONE)

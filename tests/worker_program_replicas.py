@@ -15,6 +15,7 @@ import tfpar
 from tests import multi_worker_cases as cases
 from tests import objective_cases, parity_cases, small, workers
 from tests.test_losses_in_call import pairs, weighted, with_endpoint
+from tests.test_mixing_in_inference import in_inference
 from tests.test_mixing_replicas import MIXING, Gathers, with_layer
 from tests.test_scalar_losses import contrast, mean, mean_accuracy, total, two_outputs, with_loss
 from tests.test_slices import embedding, tokens
@@ -43,6 +44,13 @@ def train(strategy: tfpar.Strategy, build: Callable[[], Any], dataset: Callable[
 
 def predict(strategy: tfpar.Strategy) -> Any:
     return tfpar.Trainer(MIXING["similar"], strategy, seed=0).predict(parity_cases.inputs(19), 9, verbose=0)
+
+
+def evaluated(strategy: tfpar.Strategy) -> Any:
+    """Fit with a validation, and predict, where a layer mixes in inference only."""
+    trainer = tfpar.Trainer(in_inference, strategy, seed=0)
+    history = trainer.fit(small.data(), validation_data=small.data(), verbose=0).history
+    return history, trainer.predict(parity_cases.inputs(19), 9, verbose=0)
 
 
 def refused(strategy: tfpar.Strategy) -> None:
@@ -102,6 +110,35 @@ def refused_alone(kind: str) -> Callable[[], keras.Model]:
 REFUSED_ALONE = ("loss", "compute_loss", "objective")
 
 
+def other_data(kind: str) -> tuple[Any, Any]:
+    """Features and targets, of which those of worker 1 do not fit."""
+    features, targets = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    if workers.place()[1] == 0:
+        return features, targets
+    return {
+        "lengths": (features, targets[:7]),
+        "empty": (features[:0], targets[:0]),
+        "inputs": (features[:, :3], targets),
+        "targets": (features, np.ones((8, 3, 1), "float32")),
+        "widths": (features, np.ones((8, 2), "float32")),
+    }[kind]
+
+
+def of_other_data(strategy: tfpar.Strategy, kind: str) -> None:
+    """Fit, and after that evaluate, data that one worker alone refuses."""
+    trainer = tfpar.Trainer(refused_alone("plain"), strategy, seed=0)
+    messages = []
+    for call in (trainer.fit, trainer.evaluate):
+        try:
+            call(*other_data(kind), batch_size=4, verbose=0)
+        except ValueError as error:
+            messages.append(str(error))
+    raise ValueError("\n".join(messages))
+
+
+OTHER_DATA = ("lengths", "empty", "inputs", "targets", "widths")
+
+
 def main() -> None:
     strategy = tfpar.MultiWorker()
     gathering = tfpar.MultiWorker(mixing="gather")
@@ -111,7 +148,12 @@ def main() -> None:
         f"refused alone: {kind}": functools.partial(train, strategy, refused_alone(kind), only_of_worker_1)
         for kind in REFUSED_ALONE
     }
-    workers.answer_all({**questions, **others, **alone})
+    data = {f"other data: {kind}": functools.partial(of_other_data, strategy, kind) for kind in OTHER_DATA}
+    inference = {
+        name: functools.partial(function, gathering if name.startswith("gathered") else strategy)
+        for name, function in (("refused in inference", evaluated), ("gathered in inference", evaluated))
+    }
+    workers.answer_all({**questions, **others, **inference, **alone, **data})
 
 
 if __name__ == "__main__":

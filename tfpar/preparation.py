@@ -48,16 +48,18 @@ class Preparation:
             restarts: Whether every epoch begins a pass, also where `steps` is given.
         """
         method = "fit" if kind == "train" else "evaluate"
-        checks.check_compiled(self._model, method)
-        checks.check_steps(self._model, method)
-        distributed, source, first = self._distribute(dataset)
+        with self._strategy.together():
+            checks.check_compiled(self._model, method)
+            checks.check_steps(self._model, method)
+            distributed, source, first = self._distribute(dataset)
 
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
             return self._strategy.has_more(upcoming, distributed)
 
         goes_on = begun[1] if begun is not None and begun[0] is dataset else None
-        stream = Stream(distributed.dataset, steps, has_more, goes_on, source, first, restarts)
-        batch = self._build(stream, kind)
+        together = self._strategy.together
+        stream = Stream(distributed.dataset, steps, has_more, goes_on, source, first, restarts, together)
+        batch = self._build(stream, distributed, kind)
         if source is not None and goes_on is None:
             source.start(self._strategy.from_chief)
         training = kind == "train"
@@ -71,11 +73,12 @@ class Preparation:
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[Stream, Callable[[Any], Any]]:
         """Distribute a dataset, build the model with its first batch, and compile what predicts on one element."""
-        checks.check_steps(self._model, "predict")
-        whole = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
-        distributed, source, first = self._distribute(whole)
-        stream = Stream(distributed.dataset, steps, source=source, first=first)
-        batch = self._build(stream, "predict")
+        with self._strategy.together():
+            checks.check_steps(self._model, "predict")
+            whole = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
+            distributed, source, first = self._distribute(whole)
+        stream = Stream(distributed.dataset, steps, source=source, first=first, together=self._strategy.together)
+        batch = self._build(stream, distributed, "predict")
         self._prepare_outputs(batch, training=False)
         return stream, self._compiled.predict(distributed.dataset.element_spec)
 
@@ -94,11 +97,26 @@ class Preparation:
         distribute = self._strategy.distribute
         return distribute(dataset.dataset), dataset, distribute(dataset.first).dataset
 
-    def _build(self, stream: Stream, kind: str) -> Any:
-        batch = self._strategy.local_batch(stream.peek())
-        checks.check_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+    def batches(self, x: Any, y: Any = None, sample_weight: Any = None, **settings: Any) -> data.Batches:
+        """Return `data.as_dataset(...)`; where one worker's data are refused, all workers raise.
+
+        Args:
+            x: As for `data.as_dataset`.
+            y: As for `data.as_dataset`.
+            sample_weight: As for `data.as_dataset`.
+            **settings: As for `data.as_dataset`.
+        """
+        with self._strategy.together():
+            return data.as_dataset(x, y, sample_weight, **settings)
+
+    def _build(self, stream: Stream, distributed: Distributed, kind: str) -> Any:
+        with self._strategy.together():
+            batch = self._strategy.local_batch(stream.peek())
+            checks.check_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+        # What differs would be noticed in the middle of what workers create together, and some would wait there.
+        self._strategy.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
         self._strategy.adopt(self._model)  # the model may be compiled again since, outside of the scope
-        with self._strategy.scope():
+        with self._strategy.together(), self._strategy.scope():
             self._strategy.place(self._model, batch, kind == "train")
             checks.build(self._model, batch, kind)
         self._strategy.adopt(self._model)  # metrics of the user's own belong to the model only now
@@ -144,7 +162,7 @@ class Preparation:
             )
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         steps = limited_steps(steps)
-        dataset = data.as_dataset(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        dataset = self.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
         stream, run_steps = self.stream(dataset, steps, "evaluate", restarts=True)
         caller = self.caller(run_steps, stream, listeners, testing=True)
 
@@ -153,3 +171,16 @@ class Preparation:
             return {f"val_{name}": value for name, value in evaluate(caller).items()} if due else {}
 
         return validate
+
+
+def _shapes(spec: Any) -> str:
+    """Return the type and shape of each tensor of an element, without the number of its examples; a line for each."""
+    leaves = keras.tree.flatten_with_path(spec)
+    return "\n".join(f"{'/'.join(map(str, path))}: {_shape(leaf)}" for path, leaf in leaves)
+
+
+def _shape(spec: Any) -> str:
+    shape = getattr(spec, "shape", None)
+    sizes = "" if shape is None else "unknown" if shape.rank is None else str(tuple(shape[1:]))
+    dtype = getattr(spec, "dtype", None)
+    return f"{type(spec).__name__} {'' if dtype is None else dtype.name} {sizes}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ class Stream:
         source: The Python code behind the dataset, if any. Its passes begin with an epoch, not before.
         first: One element to look at until then.
         restarts: Whether every epoch begins a pass, also where a number of steps is given.
+        together: Returns a context in which all workers raise where the data of one cannot be read or are empty.
 
     Raises:
         ValueError: If the dataset is empty.
@@ -46,6 +48,7 @@ class Stream:
         source: data.PythonBatches | None = None,
         first: tf.data.Dataset | None = None,
         restarts: bool = False,
+        together: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         # TensorFlow 2.21's autotuning thread sleeps for up to seconds, and an iterator waits for it when it is dropped:
         # once an epoch. Without it, AUTOTUNE stands for as many calls as there are cores, up to 16.
@@ -63,15 +66,17 @@ class Stream:
         self.upcoming: tf.experimental.Optional = None
         self.passes, self.batches = -1, 0
         self._pass_is_over = True
-        if begun is not None:
-            self.iterator, self.upcoming = begun.iterator, begun.upcoming
-            self.passes, self._pass_is_over = begun.passes, begun._pass_is_over
-        elif first is not None:
-            self.upcoming = iter(first).get_next_as_optional()
-        else:
-            self._begin_pass()
-        if not self.has_more():
-            raise ValueError(data.EMPTY)
+        with together():
+            if begun is not None:
+                self.iterator, self.upcoming = begun.iterator, begun.upcoming
+                self.passes, self._pass_is_over = begun.passes, begun._pass_is_over
+            elif first is not None:
+                self.upcoming = iter(first).get_next_as_optional()
+            else:
+                self._begin_pass()
+        with together():
+            if not self.has_more():
+                raise ValueError(data.EMPTY)
 
     def _begin_pass(self, batches: int = 0) -> None:
         self.passes += 1

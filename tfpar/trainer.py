@@ -90,7 +90,9 @@ class Trainer:
         """
         # A Python source is shuffled as fit shuffles by default: it can go on with this first look only if it is.
         shuffle = data.is_python_source(x)
-        dataset = data.as_dataset(self._looked_at(x, None, shuffle), y, batch_size=batch_size, shuffle=shuffle)
+        dataset = self._preparation.batches(
+            self._looked_at(x, None, shuffle), y, batch_size=batch_size, shuffle=shuffle
+        )
         stream, _ = self._preparation.stream(dataset, None, "train", self._begun)
         self._begun = (dataset, stream)
         return self.strategy.local_batch(stream.peek())
@@ -210,10 +212,11 @@ class Trainer:
         """
         epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch)
         if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
+            with self.strategy.together():
+                (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
         x = self._looked_at(x, class_weight, shuffle)
         begun, self._begun = self._begun, None
-        dataset = data.as_dataset(
+        dataset = self._preparation.batches(
             x, y, sample_weight, batch_size=batch_size, steps=steps, shuffle=shuffle, seed=self.seed or 0,
             class_weight=class_weight,
         )  # fmt: skip
@@ -276,7 +279,7 @@ class Trainer:
             ValueError: If the data are empty or do not fit the model.
         """
         steps = limited_steps(steps)
-        dataset = data.as_dataset(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        dataset = self._preparation.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
         stream, run_steps = self._preparation.stream(dataset, steps, "evaluate")
         listeners = self._preparation.listeners(callbacks, verbose, stream)
         logs = evaluate(self._preparation.caller(run_steps, stream, listeners, testing=True))
@@ -306,7 +309,7 @@ class Trainer:
             ValueError: If the data are empty or do not fit the model.
         """
         steps = limited_steps(steps)
-        dataset = data.as_dataset(x, batch_size=batch_size, steps=steps)
+        dataset = self._preparation.batches(x, batch_size=batch_size, steps=steps)
         stream, predict_batch = self._preparation.predictions(dataset, steps)
         listeners = self._preparation.listeners(callbacks, verbose, stream)
         return predict(self.model, self.strategy, stream, predict_batch, listeners)

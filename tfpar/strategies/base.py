@@ -247,6 +247,13 @@ class Strategy(abc.ABC):
         assert message is not None
         return message
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all workers judge their own data and settings; where one raises, all raise.
+
+        Nothing that communicates between the workers may be called in it after what may raise.
+        """
+        return contextlib.nullcontext()
+
     def require_equal(self, facts: dict[str, str]) -> None:
         """Refuse to train with workers that differ in a fact, such as a version; all workers must ask.
 

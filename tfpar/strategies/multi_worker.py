@@ -217,8 +217,8 @@ class MultiWorker(Replicated):
             division = self._divisions[model]
             division.take_over(self.from_chief(division.to_json().encode()).decode())
 
-    def _together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all workers judge their own examples; where one refuses them, all raise."""
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all workers judge their own data; where one raises, all raise its sentence."""
         return self._agreement.raising_together()
 
     def _agree_on(self, names: list[str]) -> list[str]:

@@ -123,10 +123,10 @@ class Replicated(Strategy):
         self._generators[model] = _compat_random.GeneratorOnReplicas(self._strategy)
         if self.num_replicas > 1:
             if objective.objectives_of(model):
-                with self._together():
+                with self.together():
                     objective.check(model, batch)
                 return
-            with self._together(), _compat_random.preserved_random_state(), self._gathered(model):
+            with self.together(), _compat_random.preserved_random_state(), self._gathered(model):
                 self._divisions[model] = Division(model, batch)
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
@@ -138,11 +138,11 @@ class Replicated(Strategy):
         if training and self.num_replicas > 1 and may_look_up(model, batch):
             self._find_kinds(model, batch)
         if model in self._divisions:
-            with self._together(), self._gathered(model):
+            with self.together(), self._gathered(model):
                 self._divisions[model].find_own_loss(model, batch, training)
 
     def _find_kinds(self, model: keras.Model, batch: Any) -> None:
-        with self._together(), self._gathered(model):
+        with self.together(), self._gathered(model):
             found = find_kinds(model, batch, self._strategy.run)
         self._kinds[model] = json.loads(self.from_chief(json.dumps(found).encode()))
 
@@ -163,12 +163,12 @@ class Replicated(Strategy):
             yield
 
     def _check_mixing(self, model: keras.Model, batch: Any, training: bool) -> None:
-        with self._together():
+        with self.together():
             names = mixings.find(model, batch, training)
         names = self._agree_on(names)
         if names and self._mixing == "refuse":
             raise mixings.refusal(names, gathers=False, training=training)
-        with self._together():
+        with self.together():
             mixed = mixings.resolve(model, batch, names, training) if names else []
         self._mixed.setdefault(model, {})[training] = mixed
 
@@ -176,10 +176,6 @@ class Replicated(Strategy):
         """Return a context in which what mixes in training (True) or in inference (False) has the whole batch."""
         found = self._mixed.get(model) or {}
         return mixings.on_whole_batch([mixed for mode in modes or (True, False) for mixed in found.get(mode, ())])
-
-    def _together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all workers judge their own examples; where one refuses them, all raise."""
-        return contextlib.nullcontext()
 
     def _agree_on(self, names: list[str]) -> list[str]:
         """Return the names that the first worker with any found."""
