@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests import small, workers
+from tests import category_cases, small, workers
 from tests.worker_program_replicas import OTHER_DATA, REFUSED_ALONE, TRAINED, evaluated, predict, train
 from tfpar.parity import relative_difference
 
@@ -42,6 +42,18 @@ def test_every_worker_refuses_what_mixes(job: workers.Workers) -> None:
     for answer in job.answers("refused"):
         assert isinstance(answer, workers.Raised)
         assert "where an example depends on the others of its batch; set mixing='gather'" in answer.message
+
+
+@pytest.mark.parametrize(("source", "division"), category_cases.CASES)
+def test_columns_of_words_over_two_workers_and_a_resumption_equal_one_device(
+    job: workers.Workers, source: str, division: str
+) -> None:
+    history, state = category_cases.train(tfpar.SingleDevice(), source, division)
+    for answer in job.answers(f"words: {source} by {division}"):
+        assert not isinstance(answer, workers.Raised), answer.trace
+        assert answer[0]["loss"][-1] == pytest.approx(history["loss"][-1], rel=1e-5)
+        for actual, expected in zip(answer[1], state, strict=True):
+            assert relative_difference(actual, expected) <= 1e-5
 
 
 def test_what_mixes_in_inference_is_gathered_there_or_refused_on_every_worker(job: workers.Workers) -> None:

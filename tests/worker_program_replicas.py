@@ -12,8 +12,8 @@ import tensorflow as tf
 from keras import ops
 
 import tfpar
+from tests import category_cases, objective_cases, parity_cases, small, workers
 from tests import multi_worker_cases as cases
-from tests import objective_cases, parity_cases, small, workers
 from tests.test_losses_in_call import pairs, weighted, with_endpoint
 from tests.test_mixing_in_inference import in_inference
 from tests.test_mixing_replicas import MIXING, Gathers, with_layer
@@ -136,6 +136,11 @@ def of_other_data(strategy: tfpar.Strategy, kind: str) -> None:
     raise ValueError("\n".join(messages))
 
 
+def words_resumed(strategy: tfpar.Strategy, source: str, division: str) -> Any:
+    checkpoints = workers.place()[0] / f"words in {source} by {division}"
+    return category_cases.train(strategy, source, division, checkpoints)
+
+
 OTHER_DATA = ("lengths", "empty", "inputs", "targets", "widths")
 
 
@@ -153,7 +158,11 @@ def main() -> None:
         name: functools.partial(function, gathering if name.startswith("gathered") else strategy)
         for name, function in (("refused in inference", evaluated), ("gathered in inference", evaluated))
     }
-    workers.answer_all({**questions, **others, **inference, **alone, **data})
+    categories = {
+        f"words: {source} by {division}": functools.partial(words_resumed, strategy, source, division)
+        for source, division in category_cases.CASES
+    }
+    workers.answer_all({**questions, **others, **inference, **categories, **alone, **data})
 
 
 if __name__ == "__main__":
