@@ -27,6 +27,7 @@ LADDER = [
     ],
     [
         "atomic_file",
+        "_compat_callbacks",
         "_compat_data",
         "_compat_draws",
         "_compat_gradients",
@@ -35,6 +36,7 @@ LADDER = [
         "_compat_metrics",
         "_compat_objectives",
         "_compat_tracing",
+        "_compat_versions",
         "slices",
         "command_start",
         "suggestions",

@@ -9,7 +9,7 @@ from tfpar import command_start
 
 command_start.begin()  # before everything else that takes time
 
-from tfpar import _compat_imports, quiet  # noqa: E402
+from tfpar import _compat_imports, _compat_versions, quiet  # noqa: E402
 
 if TYPE_CHECKING:
     from tfpar.callbacks import LearningRateWarmup, MetricsFile, ReplicaCheck, Throughput
@@ -71,6 +71,7 @@ __all__ = [
 ]
 
 
+_compat_versions.warn_if_untested()
 # Before TensorFlow is imported: it writes while it is.
 quiet.install()
 _compat_imports.install()

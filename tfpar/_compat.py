@@ -26,7 +26,7 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from tensorflow.python.distribute.values import SyncOnReadVariable
 from tensorflow.python.eager import context
 
-from tfpar import _compat_losses
+from tfpar import _compat_losses, _compat_versions
 
 LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
 AddedLossReduction = Callable[[keras.Model, Any], tf.Tensor]
@@ -130,7 +130,7 @@ def reduce_on_one_device(strategy: tf.distribute.MirroredStrategy) -> None:
     TensorFlow 2.21's default, collectives, crashes when one process trains a second model: instance keys are used
     again ("Shape mismatch in the collective instance").
     """
-    strategy.extended._cross_device_ops = tf.distribute.ReductionToOneDevice()
+    _compat_versions.replace(strategy.extended, "_cross_device_ops", tf.distribute.ReductionToOneDevice())
 
 
 @contextlib.contextmanager
@@ -158,7 +158,7 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
 
 def recomputes(model: keras.Model) -> bool:
     """Say whether a layer was built in a `keras.RematScope`, and so reads its weights in the backward pass too."""
-    return any(getattr(layer, "_remat_mode", None) is not None for layer in all_layers(model))
+    return any(_compat_versions.private(layer, "_remat_mode") is not None for layer in all_layers(model))
 
 
 def own_metrics(model: keras.Model) -> list[keras.Metric]:
@@ -193,6 +193,11 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
+def is_of_keras(value: Any) -> bool:
+    """Say whether a function, or the class of an object, is Keras' own; of Keras 3.15 all are in `keras.src`."""
+    return str(getattr(value, "__module__", "")).startswith("keras.src.")
+
+
 def overridden(model: keras.Model, method: str) -> bool:
     """Say whether the user's model class replaces a method of Keras' own trainer."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
@@ -205,7 +210,7 @@ def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
 
 def compilation(model: keras.Model) -> Any:
     """Return an object that `compile` creates each time it is called, None before (Keras 3.15)."""
-    return getattr(model, "_compile_config", None)
+    return _compat_versions.private(model, "_compile_config") if model.compiled else None
 
 
 def restored_epoch(model: keras.Model) -> int:
@@ -248,12 +253,17 @@ def form_cluster(
             cluster_register_timeout_in_ms=int(1000 * form_seconds),
             heartbeat_timeout_in_ms=int(1000 * silence_seconds),
         )
-    patches: dict[str, Any] = {"_initialize_local_devices": local_devices}
-    if formed:
-        # A second strategy would take the collectives of the first away while another worker waits in them: both would
-        # wait for ever, or crash.
-        patches |= {"_std_server_started": True, "_enable_check_health": False}
-    with mock.patch.multiple(CollectiveAllReduceExtended, create=True, **patches):
+    with contextlib.ExitStack() as stack:
+        patch = functools.partial(mock.patch.object, CollectiveAllReduceExtended)
+        stack.enter_context(patch("_initialize_local_devices", local_devices))
+        if formed:
+            # A second strategy would take the collectives of the first away while another worker waits in them: both
+            # would wait for ever, or crash.
+            _compat_versions.require_mentioned(
+                CollectiveAllReduceExtended._initialize_multi_worker, "_std_server_started"
+            )
+            stack.enter_context(patch("_std_server_started", True, create=True))  # an object's own, read with a default
+            stack.enter_context(patch("_enable_check_health", False))
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     if threading.current_thread() is threading.main_thread():
         # The coordination service takes SIGTERM for a notice of preemption that nobody reads: a worker asked to stop
@@ -289,6 +299,7 @@ def communicate_through(
             of the replica among those of this process.
     """
     extended = strategy.extended
+    replace = functools.partial(_compat_versions.replace, extended)
 
     def reduce_in_step(reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None) -> Any:
         replica = tf.distribute.get_replica_context()._replica_id
@@ -297,12 +308,12 @@ def communicate_through(
             return [total / tf.cast(strategy.num_replicas_in_sync, total.dtype) for total in totals]
         return totals
 
-    extended._replica_ctx_all_reduce = reduce_in_step
-    extended._use_merge_call = lambda: False
-    extended._cross_device_ops = extended._host_cross_device_ops = tf.distribute.ReductionToOneDevice()
-    extended._get_variable_creator_initial_value = functools.partial(
-        MirroredExtended._get_variable_creator_initial_value, extended
-    )
+    replace("_replica_ctx_all_reduce", reduce_in_step)
+    replace("_use_merge_call", lambda: False)
+    for name in ("_cross_device_ops", "_host_cross_device_ops"):
+        replace(name, tf.distribute.ReductionToOneDevice())
+    initial_value = MirroredExtended._get_variable_creator_initial_value
+    replace("_get_variable_creator_initial_value", functools.partial(initial_value, extended))
 
 
 def is_summed_on_read(variable: keras.Variable) -> bool:
@@ -312,4 +323,5 @@ def is_summed_on_read(variable: keras.Variable) -> bool:
 
 def ordinal(strategy: tf.distribute.Strategy) -> int:
     """Return the rank of this worker among those of its strategy, from 0 (TensorFlow 2.21)."""
-    return int(getattr(strategy.extended, "_id_in_cluster", 0))
+    is_of_cluster = isinstance(strategy.extended, CollectiveAllReduceExtended)
+    return int(_compat_versions.private(strategy.extended, "_id_in_cluster")) if is_of_cluster else 0

@@ -23,6 +23,8 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
+from tfpar import _compat_versions
+
 NUM_PEEKED = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
 
 is_scipy_sparse = data_adapter_utils.is_scipy_sparse
@@ -96,11 +98,13 @@ def batches_of(adapter: Any) -> Iterator[Any]:
 
 def stop_workers(adapter: Any) -> None:
     """Stop the threads or processes that read a PyDataset ahead, and drop what a pass that has ended left of it."""
-    enqueuer = getattr(adapter, "enqueuer", None)
+    if not isinstance(adapter, PyDatasetAdapter):
+        return
+    enqueuer = _compat_versions.private(adapter, "enqueuer")  # None without workers
     if enqueuer is not None:
         enqueuer.stop()
         if adapter.num_batches is not None:
-            enqueuer.ready_queue = queue.Queue()
+            _compat_versions.replace(enqueuer, "ready_queue", queue.Queue())
 
 
 def spec_of(batches: list[Any]) -> Any:

@@ -29,6 +29,8 @@ from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 from keras.src.ops.core import ConvertToTensor
 
+from tfpar import _compat_versions
+
 
 class Recorded(NamedTuple):
     """One operation that a model applied to symbolic tensors.
@@ -314,7 +316,9 @@ def _functional(model: keras.Model) -> Any:
 
 def takes_training(operation: keras.Operation) -> bool:
     """Say whether a call may be told `training`, as Keras' own graphs ask (`operation_fn` in `functional.py`)."""
-    return "training" in getattr(operation, "_call_context_args", {})
+    if not isinstance(operation, keras.Layer):
+        return False
+    return "training" in _compat_versions.private(operation, "_call_context_args")
 
 
 def autocast(dtype: str | None) -> contextlib.AbstractContextManager[Any]:

@@ -13,12 +13,13 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src import backend
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
 
-from tfpar import _compat_variables
+from tfpar import _compat_variables, _compat_versions
 
 
 @contextlib.contextmanager
@@ -31,6 +32,7 @@ def deferred_weights() -> Iterator[None]:
     host, and so does one whose initializer gives other values each time.
     """
     making = False
+    _compat_versions.require_mentioned(Variable._deferred_initialize, "_value")
 
     def add_weight(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         nonlocal making
@@ -46,7 +48,8 @@ def deferred_weights() -> Iterator[None]:
         if not making:
             original_initialize(variable, initializer)
         elif _is_pure(initializer):
-            variable._value, variable._initializer = None, initializer
+            variable._value = None
+            _compat_versions.replace(variable, "_initializer", initializer)
         else:
             with tf.device("CPU:0"):
                 original_initialize(variable, initializer)
@@ -178,7 +181,7 @@ def metric_states(layer: keras.Layer) -> list[Any]:
 
 def mask_of(tensor: Any) -> Any:
     """Return the Keras mask of a tensor, None for none (Keras 3.15); in a graph a constant one is an operation too."""
-    mask = getattr(tensor, "_keras_mask", None)
+    mask = backend.get_keras_mask(tensor)
     if mask is None or tf.is_symbolic_tensor(mask) or tf.executing_eagerly():
         return mask
     return tf.identity(tf.constant(np.asarray(mask)))
@@ -188,7 +191,7 @@ def with_mask(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
     """Return a tensor on which a Keras mask rides; what rode on it before is gone (Keras 3.15)."""
     tensor = tf.identity(tensor)
     if mask is not None:
-        tensor._keras_mask = mask
+        backend.set_keras_mask(tensor, mask)
     return tensor
 
 
@@ -206,7 +209,7 @@ def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None
         optimizer: A built optimizer.
         variables: The weights that it was built for, in their order.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = _compat_variables.innermost(optimizer)
     _compat_variables.find_slots(inner)
     for slot in inner.variables:
         of = [variable for variable in variables if slot.name.startswith(variable.path.replace("/", "_") + "_")]
@@ -218,7 +221,7 @@ def slots_per_weight(optimizer: keras.Optimizer | None) -> int:
     """Return how many variables of its own size an optimizer keeps for each weight (Keras 3.15)."""
     if optimizer is None:
         return 0
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = _compat_variables.innermost(optimizer)
     trial = type(inner).from_config(inner.get_config())
     trial.build([keras.Variable(tf.zeros([1]))])
     return sum(variable.shape == (1,) for variable in trial.variables)

@@ -21,6 +21,8 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_g
 from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from tensorflow.python.eager import context
 
+from tfpar import _compat_versions
+
 
 def state_of_no_layer() -> Any:
     """Return the state of Keras 3.15's global generator, which draws for `keras.random` without a seed.
@@ -87,6 +89,7 @@ def preserved_random_state() -> Iterator[None]:
     """Let every global random state be after this context as before, also where it is seeded inside."""
     python, of_numpy = random.getstate(), np.random.get_state()
     of_tensorflow = context.context()
+    _compat_versions.require_mentioned(context.Context._internal_operation_seed, "_rng")
     seed, generator = of_tensorflow._seed, getattr(of_tensorflow, "_rng", None)  # none before the first seed
     state = generator and generator.getstate()
     of_keras = global_state.get_global_attribute(GLOBAL_RANDOM_SEED)

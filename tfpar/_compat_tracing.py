@@ -15,6 +15,8 @@ from unittest import mock
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
+from tfpar import _compat_versions
+
 _traced: list[dict[int, tuple[Function, Function]]] = []
 
 
@@ -35,7 +37,7 @@ def own_traces() -> Iterator[None]:
             return original(function, *args, **kwargs)
         if id(function) not in _traced[-1]:
             _traced[-1][id(function)] = function, function._clone(None)
-            _traced[-1][id(function)][1]._omit_frequent_tracing_warning = True
+            _compat_versions.replace(_traced[-1][id(function)][1], "_omit_frequent_tracing_warning", True)
         return original(_traced[-1][id(function)][1], *args, **kwargs)
 
     try:

@@ -15,6 +15,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
+from tfpar import _compat_versions
+
 
 def state(model: keras.Model) -> list[Any]:
     """Return all Keras variables behind a model's training, each once: weights, random state, optimizer, metrics.
@@ -23,7 +25,7 @@ def state(model: keras.Model) -> list[Any]:
     `model.metrics` once they are built, and before that where Keras 3.15 keeps what `compile` was given.
     """
     held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
-    compiled = getattr(model, "_compile_metrics", None)
+    compiled = _compat_versions.private(model, "_compile_metrics")
     if compiled is not None:
         given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
         held += [metric for metric in given if isinstance(metric, keras.Metric)]
@@ -59,7 +61,14 @@ def _optimizers(model: keras.Model) -> list[Any]:
         )
         if isinstance(one, keras.Optimizer)
     ]
-    return found + [one.inner_optimizer for one in found if hasattr(one, "inner_optimizer")]
+    return found + [innermost(one) for one in found if innermost(one) is not one]
+
+
+def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Return the optimizer that another wraps, as one for scaled losses does, or else the optimizer itself."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.inner_optimizer
+    return getattr(optimizer, "inner_optimizer", optimizer)  # a user's own may wrap one too
 
 
 def home_of(variable: Any) -> tf.distribute.Strategy | None:
@@ -129,10 +138,10 @@ def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> Non
     """
     for layer in model._flatten_layers():
         if isinstance(layer, keras.Model):
-            layer._distribute_strategy = home
+            _compat_versions.replace(layer, "_distribute_strategy", home)
     forget_functions(model)
     for optimizer in _optimizers(model):
-        optimizer._distribution_strategy = home or tf.distribute.get_strategy()
+        _compat_versions.replace(optimizer, "_distribution_strategy", home or tf.distribute.get_strategy())
         find_slots(optimizer)
 
 
@@ -147,13 +156,14 @@ def has_lost_slots(model: keras.Model) -> bool:
 
 def find_slots(optimizer: Any) -> None:
     """Let an optimizer find the slots of its weights by the memory that these have now (Keras 3.15)."""
-    built_for = optimizer._trainable_variables
-    optimizer._trainable_variables_indices = {optimizer._var_key(weight): i for i, weight in enumerate(built_for)}
+    indices = {optimizer._var_key(weight): index for index, weight in enumerate(optimizer._trainable_variables)}
+    _compat_versions.replace(optimizer, "_trainable_variables_indices", indices)
 
 
 def forget_functions(model: keras.Model) -> None:
     """Drop what Keras' own `fit`, `evaluate` and `predict` traced: it holds memory that is no longer the model's."""
-    model.train_function = model.test_function = model.predict_function = None
+    for name in ("train_function", "test_function", "predict_function"):
+        _compat_versions.replace(model, name, None)
 
 
 def bare_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> list[tuple[keras.Layer, Any]]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from tfpar import _compat_callbacks
+
 _WRITERS = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
@@ -141,4 +143,4 @@ def _counts_batches(callback: keras.callbacks.Callback) -> bool:
     frequencies = [getattr(callback, name, "epoch") for name in ("save_freq", "update_freq")]
     if any(frequency not in ("epoch", None) for frequency in frequencies):
         return True
-    return isinstance(callback, keras.callbacks.TensorBoard) and bool(callback._should_trace)
+    return _compat_callbacks.traces_batches(callback)

@@ -9,12 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfpar import _compat_callbacks
+
 State = dict[str, dict[str, Any]]
-
-
-# Keras 3.15's callbacks with a monitor turn the sign of `min_delta` when they begin to compare; a resumed one does so
-# by itself.
-_NOT_STATE = ("params", "_model", "min_delta")
 
 
 def remembered(callbacks: Sequence[keras.callbacks.Callback]) -> State:
@@ -30,7 +27,9 @@ def remembered(callbacks: Sequence[keras.callbacks.Callback]) -> State:
     """
     return {
         key: {
-            name: _copy(value) for name, value in vars(callback).items() if name not in _NOT_STATE and _is_plain(value)
+            name: _copy(value)
+            for name, value in vars(callback).items()
+            if name not in _compat_callbacks.NOT_STATE and _is_plain(value)
         }
         for key, callback in _by_key(callbacks)
     }
@@ -67,7 +66,7 @@ def restore(callbacks: Sequence[keras.callbacks.Callback], state: State) -> None
     for key, callback in _by_key(callbacks):
         for name, value in state.get(key, {}).items():
             inherited = getattr(type(callback), name, None)
-            if name in _NOT_STATE or callable(inherited) or hasattr(inherited, "__set__"):
+            if name in _compat_callbacks.NOT_STATE or callable(inherited) or hasattr(inherited, "__set__"):
                 raise ValueError(
                     f"The checkpoint's state of {key} sets {name[:40]!r}, which no callback remembers: the file was "
                     "changed. Resume from one that a run wrote."

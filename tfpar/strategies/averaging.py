@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfpar.collectives import Group
+from tfpar.reduction import local_replica_id
 
 
 class Averaging:
@@ -68,7 +69,7 @@ class Averaging:
 
 
 def _average(variables: Sequence[keras.Variable], group: Group) -> None:
-    member = tf.distribute.get_replica_context()._replica_id
+    member = local_replica_id()
     values: list[Any] = [tf.convert_to_tensor(variable.value) for variable in variables]
     for variable, total in zip(variables, group.all_reduce_many(values, member), strict=True):
         variable.value.assign(total / tf.cast(group.num_members, total.dtype))

@@ -45,7 +45,7 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
     return (
         any(isinstance(layer, _LOOKING_UP) for layer in layers)
         or any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(batch))
-        or not all(str(getattr(one, "__module__", "")).startswith("keras.src.") for one in users)
+        or not all(map(_compat.is_of_keras, users))
     )
 
 

@@ -16,6 +16,7 @@ from tfpar import _compat, arguments, data, metric_entries, objective, tf_config
 from tfpar.collectives import PIECE_BYTES, AllReduce, Group
 from tfpar.data import Sharded
 from tfpar.per_model import PerModel
+from tfpar.reduction import local_replica_id
 from tfpar.strategies import factors, preflight
 from tfpar.strategies import mixing as mixings
 from tfpar.strategies.agreement import Agreement
@@ -256,7 +257,7 @@ class MultiWorker(Replicated):
         self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor, number: int = 0
     ) -> list[Any]:
         """Sum the gradients over all replicas, large ones of dense kernels by their factors."""
-        member = tf.distribute.get_replica_context()._replica_id
+        member = local_replica_id()
         found = [factors.of(gradient, int(self._num_rows[model])) for gradient in gradients] if self._alike else []
         by_factors = {index: pair for index, pair in enumerate(found) if pair is not None}
         others = [None if index in by_factors else gradient for index, gradient in enumerate(gradients)]
