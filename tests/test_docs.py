@@ -1,0 +1,229 @@
+"""Documentation that is run: every command, example and configuration of the README, of docs/ and of CONTRIBUTING."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tfpar import config
+
+ROOT = Path(__file__).parent.parent
+INSTALL = "sh install.sh"
+DEFAULT = ".venv/bin/python -m tfpar.train"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Commands that no test runs, by a word of theirs, and why.
+NOT_RUN = {
+    INSTALL: "installs; CI begins with it",
+    "srun": "needs an allocation of Slurm; tests/test_slurm_multi_process.py runs it where Slurm is installed",
+    "sbatch": "needs a cluster; tests/test_batch_systems.py checks the script",
+    "kubectl": "needs a cluster; tests/test_batch_systems.py checks the manifest",
+    "mkdocs": "tests/test_docs_site.py builds the site",
+    "-m benchmarks": "takes minutes; tests/test_benchmarks.py runs each experiment in small",
+    "-m pytest": "is what runs these tests",
+}
+LANGUAGES = {"", "diff", "python", "sh", "text", "toml"}
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(*documents: Path) -> list[str]:
+    found = [block.replace("\\\n", "") for document in documents for block in blocks(document, "sh")]
+    lines = [line.split("  #")[0].strip() for block in found for line in block.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line))
+
+
+def run_commands() -> list[str]:
+    """The commands that are run, each once, without the installation in front of them."""
+    parts = [part.strip() for command in commands(*DOCUMENTS) for part in command.split("&&")]
+    return list(dict.fromkeys(part for part in parts if not any(word in part for word in NOT_RUN)))
+
+
+def files() -> dict[str, str]:
+    """The blocks that begin with the name of the file that they are."""
+    found = {}
+    for document in DOCUMENTS:
+        for block in blocks(document, "python"):
+            name = re.search(r"# (\w+\.py)", block.splitlines()[0])
+            if name:
+                assert found.setdefault(name[1], block) == block, f"{name[1]} differs between documents"
+    return found
+
+
+def test_ci_runs_exactly_the_second_command() -> None:
+    assert commands(ROOT / "README.md")[1] in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_first_command_installs_as_the_second_does() -> None:
+    first, second = commands(ROOT / "README.md")[:2]
+    assert first.split(" && ")[0] == INSTALL
+    assert second.split(" && ")[0] == f"{INSTALL} test"
+
+
+def test_every_block_of_the_documents_is_of_a_language_that_is_tested() -> None:
+    for document in DOCUMENTS:
+        fences = re.findall(r"^```(.*)", document.read_text(), re.MULTILINE)
+        assert set(fences[::2]) <= LANGUAGES, document
+
+
+def test_the_shortest_command_is_the_one_that_test_train_runs_in_an_empty_folder() -> None:
+    assert DEFAULT in run_commands()
+
+
+@pytest.mark.slow_start
+@pytest.mark.parametrize("command", [command for command in run_commands() if command != DEFAULT])
+def test_the_commands_of_the_documents_end_well(command: str, tmp_path: Path) -> None:
+    # The command as it is, but in a folder of its own and with the Python that runs the tests.
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name, text in files().items():
+        (tmp_path / name).write_text(text)
+    arguments = [sys.executable if part == ".venv/bin/python" else part for part in shlex.split(command)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_CPP")}
+    environment["PYTHONPATH"] = str(ROOT)
+    completed = subprocess.run(
+        arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stderr == ""
+    if not any(words in command for words in ("--print", "--audit", ".py")):
+        assert list(tmp_path.glob("runs/*/model.keras")), completed.stdout
+    if "--trace" in command:
+        assert "predicted  step" in completed.stdout
+        assert "64 examples = 8 micro-batches x 8" in completed.stdout
+        assert max(map(len, completed.stdout.splitlines())) <= 80, completed.stdout
+        assert (tmp_path / "runs/pipeline/pipeline.png").stat().st_size > 10_000
+        assert list(tmp_path.glob("runs/pipeline/tensorboard/pipeline/*")), "no image for TensorBoard"
+    if "script.py" in command:
+        assert list(tmp_path.glob("checkpoints/*.npz")), completed.stdout
+
+
+def adapted(block: str) -> str:
+    """Return an example for this process, whose CPU is split in four already, on the two devices that it speaks of."""
+    block = block.replace("tfpar.use_logical_cpus(2)", "tfpar.use_logical_cpus(4)")
+    return block.replace("tfpar.Mirrored()", 'tfpar.Mirrored(["CPU:0", "CPU:1"])')
+
+
+@pytest.mark.parametrize(
+    "document",
+    [document for document in DOCUMENTS if blocks(document, "python")],
+    ids=lambda document: document.stem,
+)
+def test_the_examples_of_a_document_run(
+    document: Path,
+    logical_cpus: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import tensorflow as tf
+
+    names: dict[str, object] = {}
+    # The model and the data of the tutorial, as the guides say.
+    exec(adapted(blocks(ROOT / "docs" / "tutorial.md", "python")[0]), names)
+    names["dataset"] = tf.data.Dataset.from_tensor_slices((names["images"], names["labels"])).take(256).batch(30)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(document, "python"):
+        if block not in files().values():  # a program of its own, which a command starts
+            exec(adapted(block), names)
+    if document.name == "README.md":
+        assert (tmp_path / "model.keras").exists()
+    if "check_parity" in document.read_text():
+        assert "equal to one device" in " ".join(capsys.readouterr().out.split())
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """Return the program before a diff and the one after it."""
+    before = [line[1:] for line in diff.splitlines() if not line.startswith("+")]
+    return "\n".join(before), "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+
+
+def test_both_sides_of_the_diff_from_keras_train_the_same_weights(
+    logical_cpus: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (diff,) = blocks(ROOT / "docs" / "migration" / "keras_fit.md", "diff")
+    weights, names = [], [dict[str, Any](), dict[str, Any]()]
+    for program, names_of_program in zip(sides(diff), names, strict=True):
+        exec(adapted(program), names_of_program)
+        weights.append(names_of_program["keras"].models.load_model("model.keras").get_weights())
+    for one_device, two_devices in zip(*weights, strict=True):
+        np.testing.assert_allclose(two_devices, one_device, rtol=1e-5, atol=1e-6)
+    one_device, two_devices = (names_of_program["history"].history for names_of_program in names)
+    assert {key: pytest.approx(values, rel=1e-5) for key, values in one_device.items()} == two_devices
+
+
+@pytest.mark.parametrize(
+    ("document", "diff"),
+    [
+        pytest.param(document, diff, id=f"{document.stem}-{number}")
+        for document in DOCUMENTS
+        for number, diff in enumerate(blocks(document, "diff"))
+        if document.stem != "keras_fit"
+    ],
+)
+def test_what_a_diff_leads_to_runs(
+    document: Path, diff: str, logical_cpus: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, after = sides(diff)
+    ast.parse(before)  # its libraries are not installed, as the pages say
+    # A process forms a cluster before TensorFlow starts, or not at all; a command runs a program with MultiWorker.
+    exec(adapted(after).replace("tfpar.MultiWorker()", 'tfpar.Mirrored(["CPU:0", "CPU:1"])'), {})
+    assert list(tmp_path.iterdir()) or "save" not in after
+
+
+@pytest.mark.parametrize("name", sorted(files()))
+def test_each_program_of_the_documents_is_started_by_a_command(name: str) -> None:
+    assert any(name in command or f"{Path(name).stem}." in command for command in run_commands())
+
+
+def test_the_configurations_in_the_documents_load(tmp_path: Path) -> None:
+    for document in DOCUMENTS:
+        for block in blocks(document, "toml"):
+            (tmp_path / "run.toml").write_text(block)
+            assert config.load(tmp_path / "run.toml"), document
+
+
+def test_every_name_of_tfpar_in_the_documents_exists() -> None:
+    import tfpar
+
+    for document in DOCUMENTS:
+        for name in re.findall(r"`tfpar\.([A-Za-z_]+)", document.read_text()):
+            modules = list((ROOT / "tfpar").glob(f"{name}*"))
+            assert name in tfpar.__all__ or modules, f"{document.name} names tfpar.{name}"
+
+
+def test_every_file_in_the_documents_exists() -> None:
+    pattern = r"`((?:tests|configs|examples|tfpar|benchmarks|docs)/[\w./]*)`"
+    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(pattern, document.read_text()):
+            assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+def test_the_pytest_commands_of_contributing_select_tests() -> None:
+    selecting = [command for command in commands(ROOT / "CONTRIBUTING.md") if "pytest" in command]
+    assert len(selecting) >= 3
+    asked = [[*shlex.split(command)[3:], "--collect-only", "-q"] for command in selecting]
+    # One process for all: each would import TensorFlow anew.
+    program = f"import pytest, sys; sys.exit(max(pytest.main(arguments) for arguments in {asked!r}))"
+    completed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert completed.stdout.count("tests collected") == len(selecting), completed.stdout
+
+
+def test_the_configurations_named_in_the_documents_load() -> None:
+    for document in DOCUMENTS:
+        for name in re.findall(r"configs/\w+\.toml", document.read_text()):
+            assert config.load(ROOT / name)
