@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from tfpar.pipeline.outlook import Outlook
+from tfpar.pipeline.analysis.prediction import Prediction
 from tfpar.pipeline.schedule import Action
 
 Corner = tuple[float, float]  # seconds, bytes
 
 
-def together_bytes(outlook: Outlook) -> float:
+def together_bytes(outlook: Prediction) -> float:
     """Return the most bytes of activations that all devices together hold at one time.
 
     `Timeline.peak_bytes` says what each device needs of a memory of its own, and devices need the most at different
@@ -31,7 +31,7 @@ def together_bytes(outlook: Outlook) -> float:
     return max(sum(_height(form, moment) for form in forms) for moment in moments)
 
 
-def _forms(outlook: Outlook) -> Iterator[list[Corner]]:
+def _forms(outlook: Prediction) -> Iterator[list[Corner]]:
     """Draw what each micro-batch holds on each stage, as a line from corner to corner."""
     durations = outlook.durations
     times = {span.action: (span.begin_seconds, span.end_seconds) for span in outlook.planned.spans}

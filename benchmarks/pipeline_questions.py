@@ -48,7 +48,7 @@ def _outlook(trainer: Any, dataset: Any) -> Any:
         trainer: A `tfpar.Trainer` of a pipeline.
         dataset: Batches of the size that the answer is for.
     """
-    return trainer.strategy.look_ahead(trainer.model, trainer.build(dataset))
+    return trainer.strategy.predict_step_time(trainer.model, trainer.build(dataset))
 
 
 def _batches(setting: Setting, num_rows: int) -> Any:

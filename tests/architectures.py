@@ -20,9 +20,9 @@ import keras
 import numpy as np
 
 import tfpar
-from tfpar.pipeline import graph as model_graph
-from tfpar.pipeline.graph import Graph
-from tfpar.pipeline.split import Stage, split
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.graph.tracing import Graph
+from tfpar.pipeline.partition.stages import Stage, split_graph
 
 SMALLEST_SIZES = {"Xception": 71, "InceptionV3": 75, "InceptionResNetV2": 75}  # 32 for all others
 # Of three kinds of graph one; `python -m tests.architectures` takes all.
@@ -78,7 +78,7 @@ def check(name: str) -> str:
     graph = model_graph.trace(model)
     traced = time.process_time()
     for num_stages in (2, 4, 8):
-        stages = split(graph, equal_balance(len(graph.calls), num_stages))
+        stages = split_graph(graph, equal_balance(len(graph.calls), num_stages))
         found = run_stages(graph, stages, model_graph.standardize(model, images))
         np.testing.assert_array_equal(found, expected, f"{name} in {num_stages} stages")
     return f"{len(graph.calls)} calls, built in {built - began:.1f} s, traced in {traced - built:.2f} s of CPU time"

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tests import command
 from tests.command import Outcome, contents, settings
 from tfpar import config
-from tfpar.epoch_table import EpochTable
+from tfpar.runs.epoch_table import EpochTable
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tfpar.pipeline.balance import from_names, from_sizes, partition
+from tfpar.pipeline.partition.balance import balance_layers, from_names, from_sizes
 
 # --- exact ------------------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ def cases(count: int) -> list[Case]:
 
 def test_the_slowest_stage_and_then_the_traffic_are_those_of_brute_force() -> None:
     for case in cases(1500):
-        sizes = partition(case.costs, case.num_stages, traffic_bytes=case.traffic)
+        sizes = balance_layers(case.costs, case.num_stages, traffic_bytes=case.traffic)
         assert len(sizes) == case.num_stages
         assert min(sizes) >= 1
         assert sum(sizes) == case.num_calls
@@ -80,13 +80,13 @@ def test_a_memory_limit_is_obeyed_by_the_best_split_or_refused_with_the_least_th
             refused += 1
             needed = max(case.memory) if max(case.memory) > limit else least
             with pytest.raises(ValueError, match=rf"raise the limit to {needed}\b"):
-                partition(case.costs, case.num_stages, **arguments)
+                balance_layers(case.costs, case.num_stages, **arguments)
             continue
-        sizes = partition(case.costs, case.num_stages, **arguments)
+        sizes = balance_layers(case.costs, case.num_stages, **arguments)
         within = [stages for stages in splits(case.num_calls, case.num_stages) if case.held(stages) <= limit]
         assert case.held(stages_of(sizes)) <= limit
         assert case.score(stages_of(sizes)) == min(map(case.score, within)), vars(case)
-        binding += case.held(stages_of(partition(case.costs, case.num_stages))) > limit
+        binding += case.held(stages_of(balance_layers(case.costs, case.num_stages))) > limit
     assert refused > 300, "limits below the least needed must occur"
     assert binding > 100, "limits that change the split must occur"
 
@@ -96,10 +96,10 @@ def test_a_limit_over_several_stages_a_device_is_obeyed_where_splits_are_too_man
     memory = [6000, *(generator.randint(50, 150) for _ in range(119))]
     limit = 1.05 * sum(memory) / 2
     costs = [generator.random() for _ in memory]
-    sizes = partition(costs, 6, memory_bytes=memory, memory_limit_bytes=limit, num_devices=2)
+    sizes = balance_layers(costs, 6, memory_bytes=memory, memory_limit_bytes=limit, num_devices=2)
     held = [sum(memory[call] for call in stage) for stage in stages_of(sizes)]
     assert max(sum(held[0::2]), sum(held[1::2])) <= limit
-    free = partition(costs, 6)
+    free = balance_layers(costs, 6)
     unlimited = [sum(memory[call] for call in stage) for stage in stages_of(free)]
     assert max(sum(unlimited[0::2]), sum(unlimited[1::2])) > limit, "the limit must bind"
 
@@ -132,7 +132,7 @@ def filled_up_to_the_mean(costs: list[int], num_stages: int) -> list[int]:
     ],
 )
 def test_the_best_is_found_where_greedy_is_worse(costs: list[int], num_stages: int, best: int, greedy: int) -> None:
-    assert slowest(costs, partition(costs, num_stages)) == best
+    assert slowest(costs, balance_layers(costs, num_stages)) == best
     assert slowest(costs, filled_up_to_the_mean(costs, num_stages)) == greedy
 
 
@@ -142,30 +142,30 @@ def test_two_thousand_calls_reach_the_bound_of_an_even_share() -> None:
     for _ in range(8):
         stage = [generator.randint(1, 1000) for _ in range(249)]
         costs += [*stage, 200_000 - sum(stage)]
-    assert slowest(costs, partition(costs, 8)) == 200_000
+    assert slowest(costs, balance_layers(costs, 8)) == 200_000
 
 
 def test_floats_that_add_up_to_the_same_in_another_order_tie() -> None:
     costs = [0.1, 0.7, 0.2, 0.2, 0.7, 0.1]
     assert sum(costs[:3]) != sum(costs[3:]), "in floating point the halves differ"
-    assert partition([*costs, *costs], 4, traffic_bytes=[9, 9, 1, 9, 9, 1, 9, 9, 1, 9, 9]) == [3, 3, 3, 3]
+    assert balance_layers([*costs, *costs], 4, traffic_bytes=[9, 9, 1, 9, 9, 1, 9, 9, 1, 9, 9]) == [3, 3, 3, 3]
 
 
 def test_traffic_decides_between_equal_splits() -> None:
-    assert partition([2, 2, 2], 2, traffic_bytes=[800, 100]) == [2, 1]
-    assert partition([2, 2, 2], 2, traffic_bytes=[100, 800]) == [1, 2]
-    assert partition([2, 2, 2, 2], 2, traffic_bytes=[0, 900, 0]) == [2, 2], "time comes first"
+    assert balance_layers([2, 2, 2], 2, traffic_bytes=[800, 100]) == [2, 1]
+    assert balance_layers([2, 2, 2], 2, traffic_bytes=[100, 800]) == [1, 2]
+    assert balance_layers([2, 2, 2, 2], 2, traffic_bytes=[0, 900, 0]) == [2, 2], "time comes first"
 
 
 def test_equal_splits_are_about_even() -> None:
-    assert partition([10, 1, 1, 1, 1, 1, 1], 3) == [1, 3, 3]
-    assert partition([5.0, 0, 0, 0, 0, 0, 0], 2) == [3, 4], "calls without cost are shared out"
+    assert balance_layers([10, 1, 1, 1, 1, 1, 1], 3) == [1, 3, 3]
+    assert balance_layers([5.0, 0, 0, 0, 0, 0, 0], 2) == [3, 4], "calls without cost are shared out"
 
 
 @pytest.mark.parametrize(("num_calls", "num_stages", "expected"), [(8, 4, [2, 2, 2, 2]), (5, 5, [1] * 5), (7, 1, [7])])
 def test_calls_without_any_cost_count_as_one_each(num_calls: int, num_stages: int, expected: list[int]) -> None:
-    assert partition([0.0] * num_calls, num_stages) == expected
-    assert partition([0.0] * num_calls, num_stages, traffic_bytes=range(num_calls - 1)) == expected
+    assert balance_layers([0.0] * num_calls, num_stages) == expected
+    assert balance_layers([0.0] * num_calls, num_stages, traffic_bytes=range(num_calls - 1)) == expected
 
 
 # --- the user's own ---------------------------------------------------------------------------------------------------
@@ -268,14 +268,15 @@ def test_the_names_of_a_large_model_are_not_all_listed() -> None:
 def test_what_cannot_be_split_is_refused(arguments: dict[str, Any], message: str) -> None:
     given = {"costs": [1, 1, 1], "num_stages": 2, "names": ["input", "conv", "head"], **arguments}
     with pytest.raises(ValueError, match=message):
-        partition(**given)
+        balance_layers(**given)
 
 
 def test_calls_without_names_are_numbered_in_messages() -> None:
     with pytest.raises(ValueError, match="received -1 for 'call 1'"):
-        partition([1, -1], 1)
+        balance_layers([1, -1], 1)
 
 
 def test_neither_balance_nor_pictures_need_tensorflow() -> None:
-    program = "import sys, tfpar.pipeline.balance, tfpar.pipeline.render; sys.exit('tensorflow' in sys.modules)"
+    modules = "tfpar.pipeline.partition.balance, tfpar.pipeline.analysis.timeline_plot"
+    program = f"import sys, {modules}; sys.exit('tensorflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tfpar import batch_systems
+from tfpar.launcher import manifests
 
 COMMAND = ["python", "-m", "tfpar.train", "--set", "data.name=it's", '--directory=/runs/"a b"', "$(HOME) #é"]
 
 
 def test_the_slurm_script_asks_for_a_task_a_worker_and_cores_for_each() -> None:
-    options = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", batch_systems.slurm_script(3, COMMAND, 4), re.MULTILINE)
+    options = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", manifests.slurm_script(3, COMMAND, 4), re.MULTILINE)
     assert dict(options) == {
         "job-name": "tfpar",
         "ntasks": "3",
@@ -28,13 +28,13 @@ def test_the_slurm_script_asks_for_a_task_a_worker_and_cores_for_each() -> None:
 
 
 def test_all_options_of_the_slurm_script_stand_before_its_first_command() -> None:
-    lines = batch_systems.slurm_script(3, COMMAND, 4).splitlines()
+    lines = manifests.slurm_script(3, COMMAND, 4).splitlines()
     first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert not [line for line in lines[first_command:] if line.startswith("#SBATCH")], "sbatch would not read these"
 
 
 def test_bash_gets_the_command_word_by_word() -> None:
-    script = batch_systems.slurm_script(3, COMMAND, 4)
+    script = manifests.slurm_script(3, COMMAND, 4)
     stand_ins = 'srun() { printf "%s\\0" "$@"; }\nscontrol() { echo unexpected; }\n'
     completed = subprocess.run(["bash", "-c", stand_ins + script], capture_output=True, text=True, check=True)
     words = completed.stdout.split("\0")[:-1]
@@ -46,7 +46,7 @@ def test_bash_gets_the_command_word_by_word() -> None:
     [(0, "", ""), (1, "", ""), (130, "", "requeue 7\n"), (130, "99", "requeue 7\n"), (130, "100", ""), (137, "", "")],
 )
 def test_only_workers_that_have_saved_go_back_into_the_queue(code: int, restarts: str, requeued: str) -> None:
-    script = batch_systems.slurm_script(2, COMMAND, 1)
+    script = manifests.slurm_script(2, COMMAND, 1)
     variables = f"SLURM_JOB_ID=7\nSLURM_RESTART_COUNT={restarts}\n"
     stand_ins = f'srun() {{ return {code}; }}\nscontrol() {{ echo "$@"; }}\n'
     completed = subprocess.run(
@@ -56,7 +56,7 @@ def test_only_workers_that_have_saved_go_back_into_the_queue(code: int, restarts
 
 
 def test_threads_of_a_slurm_task_are_its_cores() -> None:
-    script = batch_systems.slurm_script(2, COMMAND, 6)
+    script = manifests.slurm_script(2, COMMAND, 6)
     assert [line for line in script.splitlines() if line.startswith("export")][:3] == [
         "export TF_NUM_INTRAOP_THREADS=6",
         "export TF_NUM_INTEROP_THREADS=6",
@@ -65,7 +65,7 @@ def test_threads_of_a_slurm_task_are_its_cores() -> None:
 
 
 def test_each_turn_of_a_slurm_job_has_a_secret_of_its_own_that_is_no_argument() -> None:
-    script = batch_systems.slurm_script(2, ["python"], 1)
+    script = manifests.slurm_script(2, ["python"], 1)
     shown = 'srun() { printenv TFPAR_JOB_SECRET; echo "$@"; }\n'
     turns = [
         subprocess.run(["bash", "-c", shown + script], capture_output=True, text=True, check=True).stdout.splitlines()
@@ -78,8 +78,8 @@ def test_each_turn_of_a_slurm_job_has_a_secret_of_its_own_that_is_no_argument() 
 
 
 def test_both_say_that_tensorflows_port_needs_a_trusted_network(policy: dict[str, Any], tfjob: dict[str, Any]) -> None:
-    assert "20000 to 32735, have no authentication" in batch_systems.slurm_script(2, COMMAND, 1)
-    assert "TensorFlow's port has no authentication" in batch_systems.tfjob_manifest(2, COMMAND, 1)
+    assert "20000 to 32735, have no authentication" in manifests.slurm_script(2, COMMAND, 1)
+    assert "TensorFlow's port has no authentication" in manifests.tfjob_manifest(2, COMMAND, 1)
     spec, pods = policy["spec"], {"matchLabels": {"training.kubeflow.org/job-name": tfjob["metadata"]["name"]}}
     assert spec == {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]}
 
@@ -87,7 +87,7 @@ def test_both_say_that_tensorflows_port_needs_a_trusted_network(policy: dict[str
 def documents() -> list[dict[str, Any]]:
     """The manifest of three workers, as YAML reads it."""
     yaml = pytest.importorskip("yaml", reason="reads the manifest; comes with kubeflow-training")
-    return [one for one in yaml.safe_load_all(batch_systems.tfjob_manifest(3, COMMAND, 4)) if one]
+    return [one for one in yaml.safe_load_all(manifests.tfjob_manifest(3, COMMAND, 4)) if one]
 
 
 @pytest.fixture
@@ -179,16 +179,16 @@ def test_every_pod_runs_the_same_command_with_its_cores_and_time_to_save(tfjob: 
 
 
 def test_kubernetes_puts_no_variable_into_the_command() -> None:
-    assert '- "$$(HOME) #é"\n' in batch_systems.tfjob_manifest(1, COMMAND, 1)
+    assert '- "$$(HOME) #é"\n' in manifests.tfjob_manifest(1, COMMAND, 1)
 
 
 def test_one_worker_is_a_chief_alone() -> None:
-    manifest = batch_systems.tfjob_manifest(1, COMMAND, 1)
+    manifest = manifests.tfjob_manifest(1, COMMAND, 1)
     assert "Chief:" in manifest
     assert "Worker:" not in manifest
 
 
-@pytest.mark.parametrize("printer", [batch_systems.slurm_script, batch_systems.tfjob_manifest])
+@pytest.mark.parametrize("printer", [manifests.slurm_script, manifests.tfjob_manifest])
 @pytest.mark.parametrize(
     ("num_workers", "command", "cores", "message"),
     [
@@ -205,5 +205,5 @@ def test_a_job_that_cannot_run_is_refused(
 
 
 def test_the_command_of_the_slurm_script_can_be_copied_to_a_shell() -> None:
-    line = next(line for line in batch_systems.slurm_script(2, COMMAND, 1).splitlines() if "tfpar.train" in line)
+    line = next(line for line in manifests.slurm_script(2, COMMAND, 1).splitlines() if "tfpar.train" in line)
     assert shlex.split(line) == COMMAND

@@ -271,9 +271,9 @@ def test_a_question_is_answered_with_its_figures(setting: Setting) -> None:
 def test_devices_that_share_a_memory_need_the_most_at_different_times(sizes: Any, expected: float) -> None:
     from benchmarks.pipeline_memory import together_bytes
     from tfpar.pipeline import schedule
-    from tfpar.pipeline.outlook import Outlook
-    from tfpar.pipeline.simulate import Durations, simulate
+    from tfpar.pipeline.analysis.prediction import Prediction
+    from tfpar.pipeline.schedule.simulator import Durations, simulate
 
     durations = Durations((1.0, 1.0), (3.0, 3.0), (), (), transfer_seconds=(0.0,), **sizes)
     planned = simulate(schedule.make("1f1b", 2, 8), durations)
-    assert together_bytes(Outlook((), durations, planned)) == pytest.approx(expected)
+    assert together_bytes(Prediction((), durations, planned)) == pytest.approx(expected)

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 import tfpar
 from tests import small
-from tfpar.callback_list import wants_single_batches
 from tfpar.callbacks import read_metrics
+from tfpar.loops.callback_list import wants_single_batches
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfpar import checkpoint_file
+from tfpar.checkpoint import file_format
 
 pytestmark = pytest.mark.multi_process
 
@@ -48,11 +48,11 @@ def test_after_kill_9_amid_a_write_every_file_is_whole(tmp_path: Path) -> None:
         first = 1000 * (trial + 1)
         kill_amid_a_write(tmp_path, first, after_seconds=0.003 * trial)
         halves += len(list(tmp_path.glob("*.unfinished")))
-        paths = checkpoint_file.paths(tmp_path)
+        paths = file_format.paths(tmp_path)
         assert len(paths) <= 4, "as many as are kept, and one that came before the oldest was removed"
         for path in paths:
-            for array in checkpoint_file.decode(path).values():
+            for array in file_format.decode(path).values():
                 assert (array == int(path.stem.removeprefix("step-"))).all()
     assert halves > 0, "no kill came amid a write"
-    checkpoint_file.write(tmp_path / "step-99999999.npz", {"a": np.zeros(1)}.items(), keep=1)
+    file_format.write(tmp_path / "step-99999999.npz", {"a": np.zeros(1)}.items(), keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-99999999.npz"], "the next writer cleans up"

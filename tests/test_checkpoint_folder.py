@@ -16,8 +16,7 @@ import pytest
 
 import tfpar
 from tests import small
-from tfpar import checkpoint_file
-from tfpar.checkpoint import Checkpoints, Position
+from tfpar.checkpoint import Checkpoints, Position, file_format
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +127,10 @@ def test_an_older_checkpoint_of_another_run_is_not_removed_as_the_oldest(model: 
 
 def test_all_files_of_a_folder_carry_one_identity(model: keras.Model, tmp_path: Path) -> None:
     paths = [save(model, tmp_path, step) for step in (1, 2)]
-    first, second = (checkpoint_file.run_of(path) for path in paths)
+    first, second = (file_format.run_of(path) for path in paths)
     assert first == second
     assert first
-    assert checkpoint_file.run_of(save(model, tmp_path / "other", 1)) not in (first, "", None)
+    assert file_format.run_of(save(model, tmp_path / "other", 1)) not in (first, "", None)
 
 
 # --- forged -----------------------------------------------------------------------------------------------------------

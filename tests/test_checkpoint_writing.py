@@ -18,8 +18,7 @@ import pytest
 
 import tfpar
 from tests import command, small
-from tfpar import checkpoint_file
-from tfpar.checkpoint import Checkpoints, Position
+from tfpar.checkpoint import Checkpoints, Position, file_format
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +50,8 @@ class SlowDisk:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
-    disk = SlowDisk(checkpoint_file.write)
-    monkeypatch.setattr(checkpoint_file, "write", disk.write)
+    disk = SlowDisk(file_format.write)
+    monkeypatch.setattr(file_format, "write", disk.write)
     return disk
 
 
@@ -151,10 +150,10 @@ def test_two_objects_write_into_one_folder_without_harm(model: keras.Model, tmp_
         save(other, model, step + 1)
     one.wait()
     other.wait()
-    paths = checkpoint_file.paths(tmp_path)
+    paths = file_format.paths(tmp_path)
     assert len(paths) == 20
     for path in paths:
-        checkpoint_file.decode(path)
+        file_format.decode(path)
 
 
 def test_after_fit_the_last_checkpoint_is_written(tmp_path: Path, slow_disk: SlowDisk) -> None:
@@ -357,5 +356,5 @@ def test_bytes_that_were_changed_on_their_way_are_refused(model: keras.Model, tm
     save(checkpoints, model, 1)
     blob = checkpoints.read()
     assert blob is not None
-    with pytest.raises(checkpoint_file.DamagedError):
+    with pytest.raises(file_format.DamagedError):
         checkpoints.load(model, blob[:-100])

@@ -11,7 +11,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 import tfpar
-from tfpar import __main__, command_line, config_files, launch, train
+from tfpar import __main__, launch, train
+from tfpar.commands import command_line
+from tfpar.config import named_files
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {"tfpar.train": train, "tfpar.launch": launch}
@@ -50,8 +52,8 @@ def test_help_has_every_flag_of_the_command(command: object) -> None:
 
 def test_help_lists_the_configurations_and_points_to_all_settings() -> None:
     shown = " ".join(command_line.help_text(train.COMMAND).split())
-    for name in config_files.names():
-        assert f" {name} {config_files.describe(name)}" in shown
+    for name in named_files.names():
+        assert f" {name} {named_files.describe(name)}" in shown
     assert "--config digits --print_config" in shown
 
 

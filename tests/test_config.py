@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tfpar import _toml, config, config_files, excerpts, suggestions
-from tfpar.config import Callbacks, Data, Feature, Model, Optimizer, Run, Strategy, Training
+from tfpar import config
+from tfpar.config import Callbacks, Data, Feature, Model, Optimizer, Run, Strategy, Training, named_files, toml
+from tfpar.messages import received as received_values
+from tfpar.messages import suggestions
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 RICH_RUN = Run(
@@ -53,7 +55,7 @@ def test_without_file_and_overrides_the_default_run_loads() -> None:
 def test_digits_toml_spells_out_every_key_of_the_default_run() -> None:
     path = CONFIGS[0].parent / "digits.toml"
     assert config.load(path) == Run()
-    assert _toml.read(path) == tomllib.loads(config.dump(Run()))
+    assert toml.read(path) == tomllib.loads(config.dump(Run()))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -235,7 +237,7 @@ def test_an_unknown_key_names_the_closest_one_and_those_that_are_allowed_as_far_
     assert shown == list(Training.model_fields)[: len(shown)]
     assert len(shown) > 8
     assert end == "..."
-    assert len(message) <= excerpts.MAX_SENTENCE
+    assert len(message) <= received_values.MAX_SENTENCE
 
 
 @pytest.mark.parametrize(
@@ -392,7 +394,7 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             [*PYTHON, "data.validation_split=all"],
             'data.validation_split = "all" names stored data, but data.source = "python" has none of that name',
         ),
-        ([*PYTHON, "data.division=file"], 'data.division = "file" divides stored files, but data.source = "python"'),
+        ([*PYTHON, "data.shard_by=file"], 'data.shard_by = "file" divides stored files, but data.source = "python"'),
         ([*CSV, "data.columns=['x', 'y', 'x']"], 'data.columns = ["x", "y", "x"] names one of them twice'),
         ([*CSV, "data.columns=['label']"], 'data.label_key = "label" is in data.columns too, and would predict itself'),
         ([*CSV, "data.class_names=['x']"], 'data.class_names = ["x"] must name at least 2 classes'),
@@ -510,11 +512,11 @@ def test_a_configuration_that_comes_with_tfpar_is_found_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert config_files.names() == [path.stem for path in CONFIGS]
+    assert named_files.names() == [path.stem for path in CONFIGS]
     for path in CONFIGS:
-        assert config.load(config_files.find(path.stem)) == config.load(path)
+        assert config.load(named_files.find(path.stem)) == config.load(path)
     (tmp_path / "digits").write_text("seed = 7\n")
-    assert config.load(config_files.find("digits")).seed == 7, "a file of that name here comes first"
+    assert config.load(named_files.find("digits")).seed == 7, "a file of that name here comes first"
 
 
 @pytest.mark.parametrize(
@@ -530,7 +532,7 @@ def test_a_configuration_that_is_not_there_is_answered_with_those_that_are(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=said):
-        config_files.find(given)
+        named_files.find(given)
 
 
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
@@ -567,7 +569,7 @@ def test_importing_config_imports_no_tensorflow() -> None:
     assert completed.returncode == 0, "tfpar.config must come without TensorFlow, Keras and NumPy"
 
 
-@pytest.mark.parametrize("module", [config, _toml, config_files, suggestions], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [config.run, toml, named_files, suggestions], ids=lambda module: module.__name__)
 def test_examples_in_docstrings_hold(module: object) -> None:
     results = doctest.testmod(module)  # type: ignore[arg-type]
     assert results.attempted > 0

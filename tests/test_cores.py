@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tfpar import cluster, config, cores, strategies
+from tfpar import cluster, config, strategies
+from tfpar.cluster import cores
 
 VERSION_2 = {
     "proc/self/cgroup": "0::/pod/app\n",

@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tfpar import epoch_table
-from tfpar.epoch_table import EpochTable
-from tfpar.step_summaries import StepSummaries
+from tfpar.runs import epoch_table
+from tfpar.runs.epoch_table import EpochTable
+from tfpar.runs.tensorboard_steps import StepSummaries
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from tfpar.pipeline import graph as model_graph
-from tfpar.pipeline.graph import Graph, trace
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.graph.tracing import Graph, trace
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -11,7 +11,7 @@ import pytest
 from tests import command
 from tests.command import Outcome, metrics, settings
 from tfpar.checkpoint import Checkpoints, Position
-from tfpar.run_directory import RunDirectory
+from tfpar.runs.directory import RunDirectory
 
 # Everything that has a state of its own: Adam's moments, Dropout's and the augmentation's random numbers, the shuffle.
 FLAGS = [

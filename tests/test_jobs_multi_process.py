@@ -14,7 +14,7 @@ from tests import command, faults
 from tests.command import Outcome, metrics, settings
 from tests.faults import FLAGS, OF_A_JOB, STRIKING, TRAIN, launch, launcher_lines
 from tests.leaks import nothing_left_behind
-from tfpar import tf_config
+from tfpar.cluster import tf_config
 
 pytestmark = pytest.mark.multi_process
 

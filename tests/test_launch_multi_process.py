@@ -291,7 +291,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
         wait_until(lambda: not any(map(is_alive, numbers)), "all are gone")
 
 
-def test_a_dead_guardian_is_replaced_and_workers_start_again(tmp_path: Path) -> None:
+def test_a_dead_reaper_is_replaced_and_workers_start_again(tmp_path: Path) -> None:
     script = """
 child = subprocess.Popen(["sleep", "60"])
 sign("child", str(child.pid))
@@ -303,28 +303,28 @@ time.sleep(60)
 """
     with started(tmp_path, script, "--max_restarts", "1", num_workers=1) as launcher:
         launcher.wait_for("first-0")
-        first = guardian_of(launcher.process.pid)
+        first = reaper_of(launcher.process.pid)
         os.kill(first, signal.SIGKILL)
-        wait_until(lambda: guardian_of(launcher.process.pid) not in (0, first), "another guardian")
+        wait_until(lambda: reaper_of(launcher.process.pid) not in (0, first), "another reaper")
         (tmp_path / "fail").touch()
         launcher.wait_for("second-0")
         numbers = [int((tmp_path / name).read_text()) for name in ("second-0", "child-0")]
         assert all(map(is_alive, numbers))
         launcher.send(signal.SIGKILL)
         _, _, err = launcher.finish()
-        wait_until(lambda: not any(map(is_alive, numbers)), "the new guardian ends what the new workers started")
+        wait_until(lambda: not any(map(is_alive, numbers)), "the new reaper ends what the new workers started")
     assert last_words(err).splitlines() == [
-        "The guardian process was killed by signal 9 and was replaced; the workers keep running.",
+        "The reaper process was killed by signal 9 and was replaced; the workers keep running.",
         "Restart 1 of 1, because worker 0 failed with exit code 3.",
     ]
 
 
-def guardian_of(launcher: int) -> int:
-    """The guardian of a launcher; 0 while there is none."""
+def reaper_of(launcher: int) -> int:
+    """The reaper of a launcher; 0 while there is none."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == launcher and b"guardian.py" in (folder / "cmdline").read_bytes():
+            if int(parent) == launcher and b"reaper.py" in (folder / "cmdline").read_bytes():
                 return int(folder.name)
     return 0
 

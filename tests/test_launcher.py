@@ -11,13 +11,13 @@ from absl import flags
 from absl.testing import flagsaver
 
 from tfpar import launch
-from tfpar.launcher import job, requests
-from tfpar.launcher.attempt import free_addresses
-from tfpar.launcher.guardian import Guardian, guard
-from tfpar.launcher.lines import Lines
-from tfpar.launcher.output import Sink
-from tfpar.launcher.requests import Requests
+from tfpar.launcher import job, stop_signals
+from tfpar.launcher.line_splitter import Lines
+from tfpar.launcher.log_output import Sink
+from tfpar.launcher.reaper import Reaper, guard
+from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker import cores_of, environment_of
+from tfpar.launcher.worker_group import free_addresses
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_exit_codes_are_as_shells_report_them(code: int, expected: int) -> None:
     assert job.exit_code(code) == expected
 
 
-def test_the_guardian_kills_only_groups_that_still_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reaper_kills_only_groups_that_still_live(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = []
 
     def kill(group: int, number: int) -> None:
@@ -94,33 +94,33 @@ def test_the_guardian_kills_only_groups_that_still_live(monkeypatch: pytest.Monk
     assert killed == [(456, signal.SIGKILL)]
 
 
-def test_a_guardian_that_stands_still_does_not_keep_the_launcher_from_ending() -> None:
-    with Guardian() as guardian:
-        os.kill(guardian.pid, signal.SIGSTOP)
+def test_a_reaper_that_stands_still_does_not_keep_the_launcher_from_ending() -> None:
+    with Reaper() as reaper:
+        os.kill(reaper.pid, signal.SIGSTOP)
         for _ in range(100_000):  # more than its pipe holds
-            guardian.begin(1 << 30)  # no process has this number
-            guardian.end(1 << 30)
-    assert not Path(f"/proc/{guardian.pid}").exists()
+            reaper.begin(1 << 30)  # no process has this number
+            reaper.end(1 << 30)
+    assert not Path(f"/proc/{reaper.pid}").exists()
 
 
-def test_a_guardian_that_always_dies_ends_the_job_with_a_sentence() -> None:
+def test_a_reaper_that_always_dies_ends_the_job_with_a_sentence() -> None:
     def replaced() -> str:
-        os.kill(guardian.pid, signal.SIGKILL)
-        return guardian.replace()
+        os.kill(reaper.pid, signal.SIGKILL)
+        return reaper.replace()
 
-    with Guardian() as guardian:
+    with Reaper() as reaper:
         assert ["was killed by signal 9 and was replaced" in replaced() for _ in range(4)] == [True] * 4
         with pytest.raises(OSError, match=r"for the 5th time right after its start\. Find out"):
             replaced()
 
 
 def test_only_a_later_ctrl_c_means_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = Requests()
+    asked = StopSignals()
     asked.note(signal.SIGTERM)
     asked.note(signal.SIGINT)
     assert (asked.stop, asked.at_once) == (signal.SIGTERM, False), "one signal that is sent twice"
     now_seconds = time.monotonic()
-    monkeypatch.setattr(requests.time, "monotonic", lambda: now_seconds + 1)
+    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now_seconds + 1)
     asked.note(signal.SIGTERM)
     assert not asked.at_once, "schedulers ask again; the checkpoint is still wanted"
     asked.note(signal.SIGINT)
@@ -129,7 +129,7 @@ def test_only_a_later_ctrl_c_means_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_signals_are_heard_and_handed_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with Requests() as asked:
+    with StopSignals() as asked:
         os.kill(os.getpid(), signal.SIGTERM)
         asked.read()
         assert asked.stop == signal.SIGTERM
@@ -139,7 +139,7 @@ def test_signals_are_heard_and_handed_back() -> None:
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Requests() as asked:
+        with StopSignals() as asked:
             os.kill(os.getpid(), signal.SIGHUP)
             asked.read()
             assert asked.stop is None

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfpar.loop import SECONDS_PER_CALL, CallResult, StepsPerCall, compile_loop
-from tfpar.stream import Stream
+from tfpar.loops.epoch_iterator import EpochIterator
+from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, StepsPerCall, compile_loop
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -83,7 +83,7 @@ class Adder:
         self.total.assign_add(tf.where(tf.math.is_finite(batch), batch, 0.0))
         return batch
 
-    def call(self, stream: Stream, num_steps: int) -> CallResult:
+    def call(self, stream: EpochIterator, num_steps: int) -> CallResult:
         result = self.run(stream.iterator, stream.upcoming, num_steps)
         stream.advance(result.upcoming, int(result.num_steps))
         return result
@@ -94,8 +94,8 @@ def adder(request: pytest.FixtureRequest) -> Adder:
     return Adder(request.param)
 
 
-def stream(*values: float, **arguments: Any) -> Stream:
-    return Stream(tf.data.Dataset.from_tensor_slices([float(value) for value in values]), **arguments)
+def stream(*values: float, **arguments: Any) -> EpochIterator:
+    return EpochIterator(tf.data.Dataset.from_tensor_slices([float(value) for value in values]), **arguments)
 
 
 def test_a_call_runs_the_steps_asked_for_and_leaves_the_next_batch(adder: Adder) -> None:
@@ -135,7 +135,7 @@ def test_waiting_for_data_is_measured() -> None:
             return tf.identity(value)
 
     adder = Adder()
-    batches = Stream(tf.data.Dataset.from_tensor_slices([1.0] * 6).map(slow))
+    batches = EpochIterator(tf.data.Dataset.from_tensor_slices([1.0] * 6).map(slow))
     waited = float(adder.call(batches, 4).data_wait_seconds)
     assert 0.08 < waited < 5, f"four batches of at least 0.03 s each, waited {waited:.3f} s"
     assert float(Adder().call(stream(*[1] * 6), 4).data_wait_seconds) < waited
@@ -144,7 +144,7 @@ def test_waiting_for_data_is_measured() -> None:
 # --- passes -----------------------------------------------------------------------------------------------------------
 
 
-def drain(batches: Stream, num_steps: int | None = None) -> list[float]:
+def drain(batches: EpochIterator, num_steps: int | None = None) -> list[float]:
     """Take what an epoch yields."""
     batches.begin_epoch()
     taken = rest(batches, num_steps)
@@ -152,7 +152,7 @@ def drain(batches: Stream, num_steps: int | None = None) -> list[float]:
     return taken
 
 
-def rest(batches: Stream, num_steps: int | None = None) -> list[float]:
+def rest(batches: EpochIterator, num_steps: int | None = None) -> list[float]:
     """Take what is left of an epoch."""
     taken: list[float] = []
     limit = batches.steps_per_epoch if num_steps is None else num_steps
@@ -189,13 +189,13 @@ def test_an_epoch_says_whether_it_ran_out_of_data() -> None:
 
 
 def test_a_dataset_of_unknown_length_is_taken_to_its_end() -> None:
-    batches = Stream(tf.data.Dataset.range(5).filter(lambda value: value % 2 == 0).map(lambda value: value))
+    batches = EpochIterator(tf.data.Dataset.range(5).filter(lambda value: value % 2 == 0).map(lambda value: value))
     assert batches.steps_per_epoch is None
     assert [drain(batches) for _ in range(2)] == [[0, 2, 4]] * 2
 
 
-def shuffled(**arguments: Any) -> Stream:
-    return Stream(tf.data.Dataset.range(8).shuffle(8, seed=1, reshuffle_each_iteration=True), **arguments)
+def shuffled(**arguments: Any) -> EpochIterator:
+    return EpochIterator(tf.data.Dataset.range(8).shuffle(8, seed=1, reshuffle_each_iteration=True), **arguments)
 
 
 def test_every_pass_has_the_order_in_which_the_dataset_iterates() -> None:
@@ -211,7 +211,7 @@ def test_every_pass_has_the_order_in_which_the_dataset_iterates() -> None:
 @pytest.mark.parametrize("steps_per_epoch", [None, 3])
 @pytest.mark.parametrize("taken", [0, 1, 3, 8, 11, 16, 20])
 def test_seek_goes_on_where_another_process_stood(taken: int, steps_per_epoch: int | None) -> None:
-    def position_after(num_batches: int) -> tuple[Stream, tuple[int, int]]:
+    def position_after(num_batches: int) -> tuple[EpochIterator, tuple[int, int]]:
         tf.random.set_seed(0)
         batches = shuffled(steps_per_epoch=steps_per_epoch)
         for _ in range(num_batches):
@@ -231,4 +231,4 @@ def test_seek_goes_on_where_another_process_stood(taken: int, steps_per_epoch: i
 
 def test_an_empty_dataset_is_refused() -> None:
     with pytest.raises(ValueError, match="A dataset must yield at least one batch, and this one is empty"):
-        Stream(tf.data.Dataset.range(0))
+        EpochIterator(tf.data.Dataset.range(0))

@@ -11,8 +11,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from tfpar.pipeline.graph import trace
-from tfpar.pipeline.mixing import Mixing, check_mixing, find_mixing
+from tfpar.pipeline.graph.batch_dependence import BatchDependence, check_batch_independence, find_batch_dependence
+from tfpar.pipeline.graph.tracing import trace
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -30,12 +30,12 @@ class Applies(layers.Layer):
         return self.function(self, inputs, training)
 
 
-def found(layer: Any, *shape: int, batch: int = 4, after: Any = None) -> Mixing:
+def found(layer: Any, *shape: int, batch: int = 4, after: Any = None) -> BatchDependence:
     """What is found in a model of one layer, and perhaps another after it."""
     entry = keras.Input(shape or (6,))
     outputs = layer(layers.Dense(4, name="before")(entry))
     model = keras.Model(entry, outputs if after is None else after(outputs))
-    return find_mixing(trace(model), [np.random.default_rng(0).normal(size=(batch, *(shape or (6,))))])
+    return find_batch_dependence(trace(model), [np.random.default_rng(0).normal(size=(batch, *(shape or (6,))))])
 
 
 def minus_mean(layer: Applies, inputs: Any, training: Any) -> Any:
@@ -113,7 +113,7 @@ def test_a_layer_that_mixes_is_named_and_no_other(make: Any, shape: tuple[int, .
 def test_a_layer_that_computes_each_example_alone_is_not_named(make: Any, shape: tuple[int, ...]) -> None:
     layer = make()
     attends = isinstance(layer, layers.MultiHeadAttention)
-    assert found((lambda inputs: layer(inputs, inputs)) if attends else layer, *shape) == Mixing()
+    assert found((lambda inputs: layer(inputs, inputs)) if attends else layer, *shape) == BatchDependence()
 
 
 def reversed_where(condition: Callable[[], Any]) -> Callable[[], layers.Layer]:
@@ -156,7 +156,7 @@ def test_each_example_by_itself_is_let_through_with_every_seed() -> None:
 
     for seed in range(3):
         keras.utils.set_random_seed(seed)
-        assert found(Applies(augmented, inner=layers.RandomFlip()), 4, 4, 3) == Mixing()
+        assert found(Applies(augmented, inner=layers.RandomFlip()), 4, 4, 3) == BatchDependence()
 
 
 def test_one_histogram_for_a_batch_mixes_although_these_examples_have_one_bin() -> None:
@@ -169,7 +169,7 @@ def test_one_histogram_for_a_batch_mixes_although_these_examples_have_one_bin() 
             return self.equalize(images)
 
     images = np.random.default_rng(0).uniform(0.0, 0.9, (4, 2, 2, 3)).astype("float32")
-    assert find_mixing(trace(Net(), images), [images]).calls == ("tested",)
+    assert find_batch_dependence(trace(Net(), images), [images]).calls == ("tested",)
 
 
 def test_operations_between_layers_are_tested_one_by_one() -> None:
@@ -180,7 +180,7 @@ def test_operations_between_layers_are_tested_one_by_one() -> None:
     graph = trace(keras.Model(entry, ops.reshape(ops.exp(merged), (-1, 6))))
     [mean] = [call.name for call in graph.calls if call.name.startswith("mean")]
     inputs = np.random.default_rng(0).normal(size=(5, 3, 4)).astype("float32")
-    assert find_mixing(graph, [inputs]) == Mixing(calls=(mean,))
+    assert find_batch_dependence(graph, [inputs]) == BatchDependence(calls=(mean,))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
@@ -188,9 +188,9 @@ def test_a_single_example_tells_too(dtype: str) -> None:
     entry = keras.Input((6,), dtype=dtype)
     hidden = layers.Embedding(9, 4)(entry) if dtype == "int32" else entry
     graph = trace(keras.Model(entry, Applies(minus_mean)(hidden)))
-    assert find_mixing(graph, [np.arange(6).astype(dtype)[None]]).calls == ("tested",)
+    assert find_batch_dependence(graph, [np.arange(6).astype(dtype)[None]]).calls == ("tested",)
     same = trace(keras.Model(entry, Applies(lambda layer, inputs, training: 2 * inputs)(hidden)))
-    assert find_mixing(same, [np.arange(6).astype(dtype)[None]]).calls == ()
+    assert find_batch_dependence(same, [np.arange(6).astype(dtype)[None]]).calls == ()
 
 
 def test_a_loss_over_the_batch_is_no_result() -> None:
@@ -205,13 +205,13 @@ def test_a_loss_over_the_batch_is_no_result() -> None:
             return ops.relu(outputs)
 
     inputs = np.ones((4, 3), "float32")
-    assert find_mixing(trace(Net(), inputs), [inputs]) == Mixing()
+    assert find_batch_dependence(trace(Net(), inputs), [inputs]) == BatchDependence()
 
 
 def test_examples_that_are_equal_are_told_apart() -> None:
     entry = keras.Input((3,))
     graph = trace(keras.Model(entry, Applies(minus_mean)(entry)))
-    assert find_mixing(graph, [np.ones((4, 3), "float32")]).calls == ("tested",)
+    assert find_batch_dependence(graph, [np.ones((4, 3), "float32")]).calls == ("tested",)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_examples_that_are_equal_are_told_apart() -> None:
     ids=["alone", "frozen", "inside", "frozen inside"],
 )
 def test_batch_normalization_is_told_apart(make: Any, names: tuple[str, ...]) -> None:
-    assert found(make()) == Mixing(batch_normalizations=names)
-    assert found(make(), after=lambda tensor: ops.relu(tensor)) == Mixing(batch_normalizations=names)
+    assert found(make()) == BatchDependence(batch_normalizations=names)
+    assert found(make(), after=lambda tensor: ops.relu(tensor)) == BatchDependence(batch_normalizations=names)
 
 
 def test_an_output_without_examples_first_is_named() -> None:
@@ -234,8 +234,8 @@ def test_an_output_without_examples_first_is_named() -> None:
         def call(self, inputs: Any) -> Any:
             return ops.transpose(inputs)
 
-    assert found(Turned(name="turned")) == Mixing(outputs=("turned",))
-    assert found(Turned(name="turned"), after=lambda tensor: ops.transpose(tensor)) == Mixing()
+    assert found(Turned(name="turned")) == BatchDependence(outputs=("turned",))
+    assert found(Turned(name="turned"), after=lambda tensor: ops.transpose(tensor)) == BatchDependence()
 
 
 def test_masks_and_several_inputs_are_cut_as_well() -> None:
@@ -243,7 +243,7 @@ def test_masks_and_several_inputs_are_cut_as_well() -> None:
     hidden = layers.Embedding(9, 4, mask_zero=True)(words)
     model = keras.Model([words, other], Applies(lambda layer, inputs, training: inputs)(layers.LSTM(3)(hidden + other)))
     inputs = [np.array([[1, 2, 0, 0, 0]] * 3 + [[1, 2, 3, 4, 5]]), np.random.default_rng(0).normal(size=(4, 5, 4))]
-    assert find_mixing(trace(model), inputs) == Mixing()
+    assert find_batch_dependence(trace(model), inputs) == BatchDependence()
 
 
 def test_nothing_changes_while_looking() -> None:
@@ -251,7 +251,7 @@ def test_nothing_changes_while_looking() -> None:
     noisy = Applies(normalized, inner=layers.Dropout(0.5))(layers.BatchNormalization()(entry))
     model = keras.Model(entry, noisy)
     before = [variable.numpy() for variable in model.variables]
-    find_mixing(trace(model), [np.random.default_rng(0).normal(size=(4, 6))])
+    find_batch_dependence(trace(model), [np.random.default_rng(0).normal(size=(4, 6))])
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable, value)
 
@@ -264,9 +264,11 @@ def test_any_batch_of_two_or_more_will_do(batch: int) -> None:
 def test_mixing_is_refused_with_the_names_and_the_way_out() -> None:
     inputs = np.random.default_rng(0).normal(size=(4, 3))
     entry = keras.Input((3,))
-    with pytest.raises(ValueError, match=r"received 'tested', where an example depends .* or allow_mixing=True"):
-        check_mixing(trace(keras.Model(entry, Applies(minus_mean)(entry))), [inputs])
+    with pytest.raises(
+        ValueError, match=r"received 'tested', where an example depends .* or allow_batch_dependent_layers=True"
+    ):
+        check_batch_independence(trace(keras.Model(entry, Applies(minus_mean)(entry))), [inputs])
     turned = Applies(lambda layer, inputs, training: ops.transpose(inputs))(entry)
     with pytest.raises(ValueError, match=r"examples as its first axis, .* received 'tested'; move the axis"):
-        check_mixing(trace(keras.Model(entry, turned)), [inputs])
-    check_mixing(trace(keras.Model(entry, layers.BatchNormalization()(entry))), [inputs])
+        check_batch_independence(trace(keras.Model(entry, turned)), [inputs])
+    check_batch_independence(trace(keras.Model(entry, layers.BatchNormalization()(entry))), [inputs])

@@ -130,7 +130,7 @@ def test_a_model_of_its_own_call_that_mixes_in_inference_trains_and_is_refused_w
 
 @pytest.mark.parametrize("build", [in_training, in_inference, own_call], ids=["training", "inference", "own call"])
 def test_what_mixes_in_one_mode_is_gathered_and_equals_one_device(build: Callable[[], keras.Model]) -> None:
-    trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO, mixing="gather"), seed=0)
+    trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO, batch_dependent_layers="gather"), seed=0)
     model, expected = of_keras(build, validation_data=small.data())
     history = trainer.fit(small.data(), validation_data=small.data(), verbose=0).history
     small.assert_same_history(history, expected)
@@ -157,6 +157,6 @@ def test_one_microbatch_and_allowed_mixing_infer() -> None:
     np.testing.assert_allclose(
         tfpar.Trainer(in_inference, one, seed=0).predict(INPUTS, 8, verbose=0), expected, rtol=1e-5, atol=1e-6
     )
-    allowed = tfpar.Pipeline(2, 2, devices=TWO, balance="parameters", allow_mixing=True)
+    allowed = tfpar.Pipeline(2, 2, devices=TWO, balance="parameters", allow_batch_dependent_layers=True)
     found = tfpar.Trainer(in_inference, allowed, seed=0).predict(INPUTS, 8, verbose=0)
     assert np.abs(found - expected).max() > 1e-3

@@ -17,7 +17,9 @@ from tests import parity_cases, small
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 TWO, THREE = ["CPU:0", "CPU:1"], ["CPU:0", "CPU:1", "CPU:2"]
-REFUSED = r"received .*{name}.*, where an example depends on the others of its batch; set mixing='gather'"
+REFUSED = (
+    r"received .*{name}.*, where an example depends on the others of its batch; set batch_dependent_layers='gather'"
+)
 
 
 class Centred(layers.Layer):
@@ -88,7 +90,7 @@ MIXING: dict[str, Callable[[], keras.Model]] = {
 
 
 def gathering(devices: Any = TWO) -> tfpar.Strategy:
-    return tfpar.Mirrored(devices, mixing="gather")
+    return tfpar.Mirrored(devices, batch_dependent_layers="gather")
 
 
 @pytest.mark.parametrize(("model", "name"), [("centred", "centred"), ("mean", "mean"), ("own", "mean")])
@@ -169,7 +171,7 @@ def test_numbers_drawn_by_place_in_the_batch_are_refused() -> None:
 
 def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="mixing must be 'refuse' or 'gather', received 'allow'"):
-        tfpar.Mirrored(TWO, mixing="allow")  # type: ignore[arg-type]
+        tfpar.Mirrored(TWO, batch_dependent_layers="allow")  # type: ignore[arg-type]
 
 
 def test_ragged_outputs_of_rows_of_different_lengths_are_not_taken_for_mixed() -> None:

@@ -6,7 +6,7 @@ import keras
 import pytest
 
 from tests import parity_cases, small
-from tfpar import checkpoint_file, model_state
+from tfpar.checkpoint import file_format, model_state
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -62,5 +62,5 @@ def test_the_state_of_another_model_is_refused() -> None:
 
 def test_state_that_was_cut_short_is_refused() -> None:
     model = built(0)
-    with pytest.raises(checkpoint_file.DamagedError):
+    with pytest.raises(file_format.DamagedError):
         model_state.assign_bytes(model, model_state.snapshot_bytes(model)[:-10])

@@ -14,7 +14,7 @@ from tests import multi_worker_cases as cases
 from tests import small, workers
 from tests.multi_worker_cases import Trained, assert_same, keras_fit
 from tests.test_parity import computing_in
-from tfpar import tf_config
+from tfpar.cluster import tf_config
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.launching import ranked, run
 from tests.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
-from tfpar import loopback
-from tfpar.tf_config import Job
+from tfpar.cluster import loopback
+from tfpar.cluster.tf_config import Job
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
 
@@ -44,7 +44,7 @@ for name in os.listdir("/proc/self/fd"):
         continue
     if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         found.append([*one.getsockname()[:2], one.getsockopt(socket.SOL_SOCKET, 25, 16).decode().strip(chr(0))])
-print(json.dumps([found, strategy.add_up([rank + 1.0])[0]]))
+print(json.dumps([found, strategy.all_reduce_sum([rank + 1.0])[0]]))
 """
 
 
@@ -154,7 +154,7 @@ def test_a_confined_server_refuses_other_machines(outside: int) -> None:
 def test_a_server_that_cannot_be_confined_is_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from tfpar.strategies import preflight  # with TensorFlow
+    from tfpar.strategies.multi_worker import preflight  # with TensorFlow
 
     monkeypatch.setattr(loopback, "_INTERFACE", b"nothing\0")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -173,12 +173,12 @@ def test_tensorflows_server_starts_by_a_function_that_releases_pythons_lock_and_
     from tensorflow.python import pywrap_tfe
     from tensorflow.python.eager import context
 
-    from tfpar import _compat_server
+    from tfpar._compat import tf_server
 
     context.ensure_initialized()
-    with _compat_server.starting_without_lock():
+    with tf_server.starting_without_lock():
         start = pywrap_tfe.TFE_EnableCollectiveOps
-        assert start.__module__ == "tfpar._compat_server", "TensorFlow offers it still"
+        assert start.__module__ == "tfpar._compat.tf_server", "TensorFlow offers it still"
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"Invalid tensorflow\.ServerDef"):
             start(context.context()._context_handle, b"no ServerDef")
     assert pywrap_tfe.TFE_EnableCollectiveOps is not start

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfpar.pipeline.pieces import Piece, cut
+from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
 
 NUM_LAYERS = 6
 
@@ -45,15 +45,15 @@ def test_pieces_give_together_what_the_graph_gives(chain: tuple[Any, dict[str, A
     wanted = [named["made"], named["dx"], *named["sums"]]
     known = values(named)
     given = dict(known)
-    (whole,) = cut(graph, named["inputs"], [wanted], "CPU:0")
+    (whole,) = extract_subgraphs(graph, named["inputs"], [wanted], "CPU:0")
     whole(known)
-    for piece in cut(graph, named["inputs"], [wanted[:1], wanted[1:2], wanted[2:]], "CPU:0", again=again):
+    for piece in extract_subgraphs(graph, named["inputs"], [wanted[:1], wanted[1:2], wanted[2:]], "CPU:0", again=again):
         piece(given)
     for tensor in wanted:
         tf.debugging.assert_near(given[tensor.ref()], known[tensor.ref()], rtol=1e-14)
 
 
-def before(piece: Piece, name: str) -> set[str]:
+def before(piece: Subgraph, name: str) -> set[str]:
     """The names of all operations that must have run before one."""
     found: set[str] = set()
     waiting = [piece.function.graph.get_operation_by_name(name)]
@@ -69,8 +69,8 @@ def test_the_gradients_of_weights_are_summed_on_the_way(chain: tuple[Any, dict[s
     """dz6 ─► dz5 ─► dz4 ─► … to the end first, and then all products, would keep every dz."""
     graph, named = chain
     results = [[named["made"]], [named["dx"], *named["sums"]]]
-    _, backward = cut(graph, named["inputs"], results, "CPU:0", sums=named["sums"])
+    _, backward = extract_subgraphs(graph, named["inputs"], results, "CPU:0", sums=named["sums"])
     first_to_last = [total.op.name for total in reversed(named["sums"])]
     assert set(first_to_last[:-3]) <= before(backward, named["dx"].op.name)
-    _, unordered = cut(graph, named["inputs"], results, "CPU:0")
+    _, unordered = extract_subgraphs(graph, named["inputs"], results, "CPU:0")
     assert not set(first_to_last) & before(unordered, named["dx"].op.name)

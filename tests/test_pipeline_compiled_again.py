@@ -107,4 +107,4 @@ def test_stages_are_measured_by_the_last_compilation_only() -> None:
     trainer.fit(**arrays())
     compile_again("mae")(trainer.model)
     with pytest.raises(ValueError, match=r"was compiled again since\. Call trainer\.build"):
-        strategy.look_ahead(trainer.model, batch)
+        strategy.predict_step_time(trainer.model, batch)

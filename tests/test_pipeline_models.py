@@ -78,7 +78,7 @@ def test_a_model_of_fewer_calls_than_stages_trains_in_fewer_stages_with_a_warnin
             trainer = tfpar.Trainer(build, tfpar.Pipeline(4, 2, schedule, devices=devices), seed=0)
         found = trainer.fit(labelled(), epochs=2, verbose=0).history
     assert_same_history(found, expected, TOLERANCE)
-    assert len(trainer.strategy.look_ahead(trainer.model, next(iter(labelled()))).rows) == num_stages
+    assert len(trainer.strategy.predict_step_time(trainer.model, next(iter(labelled()))).rows) == num_stages
 
 
 def test_layers_may_be_frozen_and_unfrozen_between_two_fits() -> None:

@@ -21,7 +21,7 @@ def test_looking_ahead_leaves_the_order_of_a_shuffled_dataset_as_it_is(steps_per
     def fitted(*, looks: bool) -> dict[str, list[float]]:
         trainer, dataset = tfpar.Trainer(classifier(), tfpar.Pipeline(2, 2, balance="parameters"), seed=0), shuffled()
         if looks:
-            trainer.strategy.look_ahead(trainer.model, trainer.build(dataset))
+            trainer.strategy.predict_step_time(trainer.model, trainer.build(dataset))
         return trainer.fit(dataset, epochs=2, steps_per_epoch=steps_per_epoch, verbose=0).history
 
     assert fitted(looks=True) == fitted(looks=False)
@@ -63,7 +63,7 @@ def test_what_a_micro_batch_keeps_is_known(schedule: str, recompute: bool, expec
     trainer = tfpar.Trainer(build, pipeline, seed=0)
     arrays = np.ones((20, 8), "float32"), np.ones((20, 4), "float32")
     batch = trainer.build(tf.data.Dataset.from_tensor_slices(arrays).batch(20))
-    outlook = pipeline.look_ahead(trainer.model, batch)
+    outlook = pipeline.predict_step_time(trainer.model, batch)
     sizes = outlook.durations
     kept = (sizes.activation_bytes, sizes.backward_bytes, sizes.weight_gradient_bytes, sizes.waiting_bytes)
     assert list(zip(*kept, strict=True)) == expected

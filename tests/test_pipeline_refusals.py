@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused_when_the_trainer_is_made(
         (
             sequential(lambda: Centred(name="centred")),
             2,
-            "received 'centred', .*num_microbatches=1, or allow_mixing=True",
+            "received 'centred', .*num_microbatches=1, or allow_batch_dependent_layers=True",
         ),
         (depends_on_training, 2, "received DependsOnTraining, where they differ at 'multiply"),
         (own_loss(ScalesLoss, kernel_regularizer="l2"), 2, "ScalesLoss has a penalty on .* train on SingleDevice"),
@@ -148,5 +148,7 @@ def test_a_layer_that_mixes_examples_is_refused_in_evaluation_and_prediction_too
         trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
         with pytest.raises(ValueError, match="received 'centred'"):
             getattr(trainer, verb)(labelled(), verbose=0)
-    insisted = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters", allow_mixing=True), seed=0)
+    insisted = tfpar.Trainer(
+        build, tfpar.Pipeline(2, 2, balance="parameters", allow_batch_dependent_layers=True), seed=0
+    )
     assert insisted.predict(labelled(), verbose=0).shape == (NUM_EXAMPLES, NUM_CLASSES)

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfpar
 from tests import parity_cases, small
 from tests.test_hooks import STRATEGIES
-from tfpar.preview import Preview
+from tfpar.strategies.preview import Preview
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import ROOT
-from tfpar import quiet
+from tfpar.messages import tensorflow_log
 
 STARTUP = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -33,19 +33,19 @@ KEPT = [
 
 @pytest.mark.parametrize("line", STARTUP)
 def test_a_start_up_message_is_known(line: str) -> None:
-    assert quiet.is_startup_message(line)
+    assert tensorflow_log.is_startup_message(line)
 
 
 @pytest.mark.parametrize("line", KEPT)
 def test_errors_and_other_lines_are_kept(line: str) -> None:
-    assert not quiet.is_startup_message(line)
+    assert not tensorflow_log.is_startup_message(line)
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_a_driver_that_fails_is_an_error_where_there_is_a_gpu(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quiet, "_has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(tensorflow_log, "_has_gpu", lambda: has_gpu)
     line = "E0000 00:00:1795358864.370111   19311 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error"
-    assert quiet.is_startup_message(line) is not has_gpu
+    assert tensorflow_log.is_startup_message(line) is not has_gpu
 
 
 def test_what_is_held_back_is_passed_on_also_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +53,7 @@ def test_what_is_held_back_is_passed_on_also_after_an_error(capfd: pytest.Captur
         os.write(2, f"{STARTUP[0]}\nfrom native code\n{STARTUP[1]}\n".encode())
         raise ImportError("no module")
 
-    with pytest.raises(ImportError, match="no module"), quiet.without_startup_messages():
+    with pytest.raises(ImportError, match="no module"), tensorflow_log.without_startup_messages():
         write()
     assert capfd.readouterr().err == "from native code\n"
 

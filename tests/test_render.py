@@ -9,10 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from tfpar.pipeline import render
+from tfpar.pipeline.analysis import timeline_plot
+from tfpar.pipeline.analysis.stage_table import StageRow, describe_schedule, describe_step, stages_table
 from tfpar.pipeline.schedule import Schedule, make
-from tfpar.pipeline.simulate import Durations, Timeline, simulate
-from tfpar.pipeline.table import StageRow, describe_schedule, describe_step, stages_table
+from tfpar.pipeline.schedule.simulator import Durations, Timeline, simulate
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#E4E4E4"
 
@@ -25,7 +25,7 @@ def timeline(schedule: Schedule, seconds: float = 0.01) -> Timeline:
 
 
 def figure_of(schedule: Schedule, measured: Timeline | None = None) -> Figure:
-    return render.figure(timeline(schedule), measured, schedule)
+    return timeline_plot.figure(timeline(schedule), measured, schedule)
 
 
 def laid_out(figure: Figure) -> Figure:
@@ -130,7 +130,7 @@ def test_the_legend_names_what_the_schedule_has() -> None:
 def test_the_file_is_the_bytes_returned(tmp_path: Path) -> None:
     schedule = make("1f1b", 1, 1)
     path = tmp_path / "schedule.png"
-    content = render.draw(timeline(schedule), timeline(schedule), schedule, path)
+    content = timeline_plot.draw(timeline(schedule), timeline(schedule), schedule, path)
     assert content.startswith(b"\x89PNG\r\n")
     assert path.read_bytes() == content
 
@@ -138,7 +138,7 @@ def test_the_file_is_the_bytes_returned(tmp_path: Path) -> None:
 def test_a_step_that_took_no_time_can_be_drawn() -> None:
     schedule = make("1f1b", 1, 1)
     nothing = timeline(schedule, seconds=0.0)
-    figure = laid_out(render.figure(nothing, None, schedule))
+    figure = laid_out(timeline_plot.figure(nothing, None, schedule))
     assert figure.axes[0].get_title(loc="left") == "as planned: step 0.000 ms, bubble 0.0 %"
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
-from tfpar import job_secret, meeting, tf_config
-from tfpar.launcher.attempt import free_addresses
-from tfpar.meeting import chief, messages, worker
-from tfpar.tf_config import Job
+from tfpar.cluster import job_secret, rendezvous, tf_config
+from tfpar.cluster.rendezvous import chief, messages, worker
+from tfpar.cluster.tf_config import Job
+from tfpar.launcher.worker_group import free_addresses
 
 SECRET = job_secret.new().encode()
 REFUSED = " {} connection(s) without this job's TFPAR_JOB_SECRET were refused, the last from 127.0.0.1."
@@ -128,11 +128,11 @@ def test_meeting_raises_with_the_rule_and_the_missing(monkeypatch: pytest.Monkey
     monkeypatch.setenv(job_secret.VARIABLE, "short")
     first, _ = places(2)
     with pytest.raises(ValueError, match="TFPAR_JOB_SECRET must have at least 16 characters, received 5"):
-        meeting.meet(first, 1)
+        rendezvous.join(first, 1)
     monkeypatch.setenv(job_secret.VARIABLE, f"  {SECRET.decode()}\n")
     message = rf"All 2 workers must appear within 0.1 s, and {first.addresses[1]} did not\. .*form_seconds\.$"
     with pytest.raises(TimeoutError, match=message):
-        meeting.meet(first, 0.1)
+        rendezvous.join(first, 0.1)
 
 
 def test_a_job_over_hosts_without_a_secret_says_so_once(
@@ -142,7 +142,7 @@ def test_a_job_over_hosts_without_a_secret_says_so_once(
     first, second = places(2)
     for job in (first, second, Job((first.addresses[0], "192.0.2.1:1"), 0, "chief")):
         with pytest.raises(TimeoutError):
-            meeting.meet(job, 0.1)
+            rendezvous.join(job, 0.1)
     assert capfd.readouterr().err == (
         f"warning: TFPAR_JOB_SECRET is not set: any program that reaches {first.addresses[0]} can take a worker's "
         "place. Set the same random text on all workers.\n"
@@ -155,7 +155,7 @@ def test_a_taken_port_is_named_before_anybody_waits() -> None:
         socket.create_server(("::", tf_config.split_address(first.addresses[0])[1]), family=socket.AF_INET6),
         pytest.raises(OSError, match=rf"{first.addresses[0]} \(rank 0\) is taken: Address already in use"),
     ):
-        meeting.meet(first, SECONDS)
+        rendezvous.join(first, SECONDS)
 
 
 # The job's secret
@@ -310,7 +310,8 @@ def test_a_chief_that_trickles_does_not_hold_a_worker_past_its_time(monkeypatch:
 def test_a_chief_without_file_descriptors_takes_its_workers_once_strangers_leave() -> None:
     jobs = places(2)
     program = (
-        "import json, resource, sys\nfrom tfpar.meeting import chief\nfrom tfpar.tf_config import Job\n"
+        "import json, resource, sys\nfrom tfpar.cluster.rendezvous import chief\n"
+        "from tfpar.cluster.tf_config import Job\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
         f"found = chief.gather(Job({jobs[0].addresses!r}, 0, 'chief'), {SECONDS}, {SECRET!r})\nprint(json.dumps(found))"
     )

@@ -41,7 +41,9 @@ def test_predictions_of_the_whole_batch_equal_one_device(job: workers.Workers) -
 def test_every_worker_refuses_what_mixes(job: workers.Workers) -> None:
     for answer in job.answers("refused"):
         assert isinstance(answer, workers.Raised)
-        assert "where an example depends on the others of its batch; set mixing='gather'" in answer.message
+        assert (
+            "where an example depends on the others of its batch; set batch_dependent_layers='gather'" in answer.message
+        )
 
 
 @pytest.mark.parametrize(("source", "division"), category_cases.CASES)

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from tests.command import contents, file_size_limit
-from tfpar import atomic_file, checkpoint_file, config, run_directory
-from tfpar.run_directory import RunDirectory
+from tfpar import config
+from tfpar.checkpoint import file_format
+from tfpar.files import atomic_file
+from tfpar.runs import directory as run_directory
+from tfpar.runs.directory import RunDirectory
 
 RUN = config.Run()
 OTHER = config.load(None, ["training.epochs=3", "optimizer.settings.beta_1=0.8"])
@@ -273,7 +276,7 @@ def test_the_run_of_an_older_version_resumes_and_gets_an_identity(folder: Path) 
 def test_a_run_json_that_cannot_be_read_is_written_again_from_the_checkpoints(folder: Path) -> None:
     path = folder / "checkpoints" / "step-00000002.npz"
     state = np.array(json.dumps({"run": "mine"}))
-    checkpoint_file.write(path, {checkpoint_file.STATE: state}.items(), keep=9)
+    file_format.write(path, {file_format.STATE: state}.items(), keep=9)
     (folder / "run.json").write_text("")
     directory = RunDirectory(folder)
     directory.claim(RUN)

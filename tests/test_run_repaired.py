@@ -14,7 +14,7 @@ from absl.testing import flagsaver
 from tests import command
 from tests.command import contents, metrics, settings
 from tfpar import train
-from tfpar.run_directory import RunDirectory
+from tfpar.runs.directory import RunDirectory
 
 FLAGS = [
     *("--config", str(command.ROOT / "configs" / "regression_small.toml"), "--directory", "run"),

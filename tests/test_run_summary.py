@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tfpar import figures, run_summary
-from tfpar.run_directory import RunDirectory
+from tfpar.messages import number_format
+from tfpar.runs import summary
+from tfpar.runs.directory import RunDirectory
 
 RESULTS = {
     **{"epochs": 10, "steps": 240, "accuracy": 0.98532, "loss": 0.04321, "f1_score": [0.5, 0.25]},
@@ -24,9 +25,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 def test_a_summary_says_metrics_one_speed_and_files_in_80_columns(directory: RunDirectory) -> None:
     directory.tensorboard.mkdir(parents=True)
-    lines = run_summary.already_trained(directory, RESULTS).splitlines()
+    lines = summary.already_trained(directory, RESULTS).splitlines()
     assert max(map(len, lines)) <= 80, lines
-    lines = run_summary.summary(directory, RESULTS).splitlines()
+    lines = summary.summary(directory, RESULTS).splitlines()
     assert lines[1] == "loss           0.0432, in validation 0.0721"
     for line in (
         "trained        10 epochs, 240 steps",
@@ -42,12 +43,12 @@ def test_a_summary_says_metrics_one_speed_and_files_in_80_columns(directory: Run
 
 
 def test_what_a_run_does_not_have_is_not_named(directory: RunDirectory) -> None:
-    text = run_summary.summary(directory, {"epochs": 1, "steps": 1, "loss": float("nan")})
+    text = summary.summary(directory, {"epochs": 1, "steps": 1, "loss": float("nan")})
     assert text.startswith("trained    1 epoch, 1 step\nloss       nan\nmodel")
     assert "tensorboard" not in text
     assert "speed" not in text
 
 
-@pytest.mark.parametrize("module", [figures, run_summary], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [number_format, summary], ids=lambda module: module.__name__)
 def test_examples_in_docstrings_hold(module: object) -> None:
     assert doctest.testmod(module).failed == 0

@@ -239,7 +239,7 @@ def test_more_activations_than_allowed_are_refused() -> None:
 
 def test_planning_needs_no_tensorflow() -> None:
     program = (
-        "import sys, tfpar.pipeline.schedule, tfpar.pipeline.simulate\n"
+        "import sys, tfpar.pipeline.schedule, tfpar.pipeline.schedule.simulator\n"
         "print({'tensorflow', 'keras', 'numpy'} & sys.modules.keys() or 'none')"
     )
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -7,7 +7,7 @@ import pytest
 
 from tfpar.pipeline import schedule
 from tfpar.pipeline.schedule import Schedule
-from tfpar.pipeline.simulate import Durations, Timeline, simulate
+from tfpar.pipeline.schedule.simulator import Durations, Timeline, simulate
 
 
 def equal(

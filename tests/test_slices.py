@@ -155,7 +155,7 @@ def _centred(table: Any, tokens: Any) -> Any:
 
 
 def test_rows_of_a_layer_on_the_whole_batch_are_those_of_one_device() -> None:
-    gathering = functools.partial(tfpar.Mirrored, ["CPU:0", "CPU:1"], mixing="gather")
+    gathering = functools.partial(tfpar.Mirrored, ["CPU:0", "CPU:1"], batch_dependent_layers="gather")
     small.assert_trains_as_one_device(with_rows(_centred), tokens, gathering, epochs=1)
 
 

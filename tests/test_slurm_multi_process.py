@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tfpar import batch_systems, slurm, tf_config
+from tfpar.cluster import slurm, tf_config
+from tfpar.launcher import manifests
 
 pytestmark = [
     pytest.mark.multi_process,
@@ -220,7 +221,7 @@ def test_the_printed_script_saves_on_sigterm_goes_back_into_the_queue_and_goes_o
     worker, places = cluster.folder / "worker.py", cluster.folder / "a place"
     worker.write_text(WORKER)
     places.mkdir()
-    job = cluster.submit(batch_systems.slurm_script(2, [sys.executable, str(worker), str(places)], 2))
+    job = cluster.submit(manifests.slurm_script(2, [sys.executable, str(worker), str(places)], 2))
     log = cluster.folder / f"tfpar-{job}.log"
     wait_until(lambda: log.exists() and log.read_text().count("waits") == 2, "both workers have started")
     # As Slurm does it 120 seconds before the end of the time, and before a preemption.
@@ -235,7 +236,7 @@ def test_a_job_that_its_user_cancels_does_not_come_back(cluster: Slurm) -> None:
     worker, places = cluster.folder / "worker.py", cluster.folder / "cancelled"
     worker.write_text(WORKER)
     places.mkdir()
-    job = cluster.submit(batch_systems.slurm_script(2, [sys.executable, str(worker), str(places)], 2))
+    job = cluster.submit(manifests.slurm_script(2, [sys.executable, str(worker), str(places)], 2))
     wait_until(lambda: len(list(places.iterdir())) == 2, "both workers have started")
     cluster.run("scancel", job)
     wait_until(lambda: not cluster.run("squeue", "--noheader", "--job", job, check=False), "the job has left the queue")
@@ -244,7 +245,7 @@ def test_a_job_that_its_user_cancels_does_not_come_back(cluster: Slurm) -> None:
 
 def test_a_worker_that_fails_is_named_and_ends_the_job(cluster: Slurm) -> None:
     fails = "import os, sys, time; os.environ['SLURM_PROCID'] == '1' and sys.exit(3); time.sleep(60)"
-    job = cluster.submit(batch_systems.slurm_script(2, [sys.executable, "-c", fails], 1))
+    job = cluster.submit(manifests.slurm_script(2, [sys.executable, "-c", fails], 1))
     wait_until(lambda: cluster.field(job, "JobState") == "FAILED", "the job has failed")
     assert "task 1: Exited with exit code 3" in (cluster.folder / f"tfpar-{job}.log").read_text()
     assert cluster.field(job, "Restarts") == "0"

@@ -12,9 +12,9 @@ from keras import layers, ops
 
 from tests import architectures
 from tests.architectures import equal_balance, run_stages
-from tfpar.pipeline import graph as model_graph
-from tfpar.pipeline.graph import Graph, Value, trace
-from tfpar.pipeline.split import Stage, bytes_per_example, crossing, owner_of, split, users_of
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.graph.tracing import Graph, Value, trace
+from tfpar.pipeline.partition.stages import Stage, bytes_per_example, crossing, owner_of, split_graph, users_of
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -68,7 +68,7 @@ def test_a_value_that_nobody_takes_crosses_nothing() -> None:
 
 
 def test_a_value_goes_from_where_it_is_made_to_each_stage_that_takes_it() -> None:
-    stages = split(trace(skipping()), [1, 2, 1, 2])
+    stages = split_graph(trace(skipping()), [1, 2, 1, 2])
     assert input_names(stages) == [["entry"], ["a"], ["b"], ["c0", "a", "entry"]]
     assert output_names(stages) == [["a"], ["b"], ["c0"], ["d"]]
     assert stages[3].passed == ()
@@ -79,7 +79,7 @@ def test_the_last_stage_gets_every_output_of_the_model() -> None:
     early = layers.Dense(4, name="early")(entry)
     late = layers.Dense(4, name="late")(layers.Dense(4, name="middle")(early))
     model = keras.Model(entry, {"late": late, "early": early, "entry": entry, "again": early})
-    stages = split(trace(model), [1, 1, 1])
+    stages = split_graph(trace(model), [1, 1, 1])
     assert input_names(stages) == [["entry"], ["early"], ["middle", "early", "entry"]]
     assert output_names(stages) == [["early"], ["middle"], ["early", "entry", "late"]]
     assert [value.name for value in stages[2].passed] == ["early", "entry"]
@@ -104,7 +104,7 @@ def test_bytes_of_an_example(value: Value, expected: int) -> None:
 @pytest.mark.parametrize("balance", [[6, 1], [7, 0], [], [-1, 7], [6, 0]])
 def test_a_balance_that_does_not_fit_is_refused(balance: list[int]) -> None:
     with pytest.raises(ValueError, match=r"at least one of the model's 6 calls, 6 in all, received .* in all; change"):
-        split(trace(skipping()), balance)
+        split_graph(trace(skipping()), balance)
 
 
 # --- weights of several stages ----------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def tied() -> keras.Model:
 
 def test_the_first_stage_that_reads_a_weight_owns_it() -> None:
     model = tied()
-    stages = split(trace(model), [1, 1, 1])
+    stages = split_graph(trace(model), [1, 1, 1])
     embeddings, *hidden = model.trainable_variables
     assert owner_of(stages) == {id(embeddings): 0, **{id(v): 1 for v in hidden}}
     assert users_of(stages) == {id(embeddings): (0, 2), **{id(v): (1,) for v in hidden}}
@@ -138,7 +138,7 @@ def test_the_first_stage_that_reads_a_weight_owns_it() -> None:
 def test_a_weight_that_nobody_reads_belongs_to_the_last_stage() -> None:
     model = tied()
     lonely = keras.Variable(1.0)
-    owners = owner_of(split(trace(model), [2, 1]), [*model.variables, lonely])
+    owners = owner_of(split_graph(trace(model), [2, 1]), [*model.variables, lonely])
     assert owners[id(lonely)] == 1
     assert owners[id(model.variables[0])] == 0
 
@@ -210,7 +210,7 @@ def test_stage_after_stage_gives_the_output_of_the_model(build: Any, training: b
     for num_stages in range(1, len(graph.calls) + 1):
         for variable, value in zip(model.variables, start, strict=True):
             variable.assign(value)
-        stages = split(graph, equal_balance(len(graph.calls), num_stages))
+        stages = split_graph(graph, equal_balance(len(graph.calls), num_stages))
         found = run_stages(graph, stages, tensors, training)
         keras.tree.map_structure(np.testing.assert_array_equal, found, expected)
         for variable, value in zip(model.variables, moved, strict=True):
@@ -222,7 +222,7 @@ def test_the_mask_of_an_output_is_there_after_the_last_stage() -> None:
     hidden = layers.Embedding(9, 4, mask_zero=True)(entry)
     model = keras.Model(entry, layers.Dense(2)(layers.LSTM(4, return_sequences=True)(hidden)))
     graph = trace(model)
-    found = run_stages(graph, split(graph, [2, 1, 1]), [tf.constant(WORDS)])
+    found = run_stages(graph, split_graph(graph, [2, 1, 1]), [tf.constant(WORDS)])
     np.testing.assert_array_equal(found._keras_mask, WORDS != 0)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests import command, launching
 from tests.command import metrics, settings
-from tfpar import command_start, standard_streams
+from tfpar.commands import standard_streams, start_up
 
 COMMANDS = {
     "list": ["-m", "tfpar"],
@@ -108,7 +108,7 @@ def test_other_processes_than_the_commands_are_left_alone(monkeypatch: pytest.Mo
     ]:
         monkeypatch.setattr(sys, "orig_argv", original)
         monkeypatch.setattr(sys, "argv", own)
-        assert command_start.is_command() == is_command, original
+        assert start_up.is_command() == is_command, original
 
 
 # Training, inside one process
@@ -132,8 +132,10 @@ def test_a_training_without_a_reader_saves_its_step_and_resumes(
     assert call(*SMALL, "--directory", "whole").code == 0
     reading, writing = os.pipe()
     with monkeypatch.context() as patch, open(writing, "w", buffering=1) as stream:
-        patch.setattr(sys, "stdout", standard_streams.Stream(stream, standard_streams._policy))
-        patch.setattr("tfpar.session.EpochTable.on_epoch_end", lambda *arguments: (os.close(reading), print("epoch 1")))
+        patch.setattr(sys, "stdout", standard_streams.SafeStream(stream, standard_streams._policy))
+        patch.setattr(
+            "tfpar.runs.train_run.EpochTable.on_epoch_end", lambda *arguments: (os.close(reading), print("epoch 1"))
+        )
         stopped = call(*SMALL, "--directory", "run")
     assert stopped.code == 141, stopped
     assert "Traceback" not in stopped.err
@@ -147,7 +149,7 @@ def test_a_training_whose_output_fills_the_disk_goes_on(
     call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, open("/dev/full", "w", buffering=1) as stream:
-        patch.setattr(sys, "stdout", standard_streams.Stream(stream, standard_streams._policy))
+        patch.setattr(sys, "stdout", standard_streams.SafeStream(stream, standard_streams._policy))
         trained = call(*SMALL, "--directory", "run")
     assert trained.code == 0, trained
     assert trained.err.startswith("warning: Standard output must be writable, and it is not: No space left on device.")

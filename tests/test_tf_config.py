@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfpar import slurm, tf_config
-from tfpar.tf_config import Job
+from tfpar.cluster import slurm, tf_config
+from tfpar.cluster.tf_config import Job
 
 TWO_WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
 

@@ -14,7 +14,7 @@ from keras import layers, ops
 
 import tfpar
 from tests import small
-from tfpar import _compat_draws
+from tfpar._compat import typical_draws
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -127,7 +127,7 @@ def test_a_model_of_its_own_call_that_draws_and_mixes_is_refused_for_prediction(
 
 
 def test_data_that_another_thread_augments_meanwhile_are_random() -> None:
-    with _compat_draws.typical_draws() as drawn, ThreadPoolExecutor(1) as thread:
+    with typical_draws.typical_draws() as drawn, ThreadPoolExecutor(1) as thread:
         assert len(set(keras.random.uniform((4,)).numpy())) == 1
         assert len(set(thread.submit(lambda: tf.random.uniform((4,))).result().numpy())) == 4
     assert drawn == ["uniform"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tfpar import _compat_versions
+from tfpar._compat import versions
 
 ROOT = next(parent for parent in Path(__file__).parents if (parent / "setup.cfg").exists())
 PROGRAM = "import sys, tfpar\nprint('tensorflow' in sys.modules or 'keras' in sys.modules)\n"
@@ -32,7 +32,7 @@ def test_setup_requires_the_tested_range() -> None:
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     required = settings["options"]["install_requires"].splitlines()
-    assert {_compat_versions._range(name) for name in _compat_versions.TESTED} <= set(required)
+    assert {versions._range(name) for name in versions.TESTED} <= set(required)
 
 
 @pytest.mark.parametrize(
@@ -65,15 +65,15 @@ def test_a_private_name_that_is_missing_is_named_with_the_tested_versions() -> N
             return getattr(self, "_late", self.here)
 
     upstream = Upstream()
-    assert _compat_versions.private(upstream, "here") == 1
-    _compat_versions.replace(upstream, "here", 2)
+    assert versions.private(upstream, "here") == 1
+    versions.replace(upstream, "here", 2)
     assert upstream.here == 2
-    _compat_versions.require_mentioned(Upstream.reads, "_late")
+    versions.require_mentioned(Upstream.reads, "_late")
     tested = r"install keras >= 3\.15, < 3\.17 and tensorflow >= 2\.21, < 2\.22"
     with pytest.raises(RuntimeError, match=rf"'_gone' of .*Upstream in keras [\d.]+, tensorflow [\d.]+: {tested}"):
-        _compat_versions.private(upstream, "_gone")
+        versions.private(upstream, "_gone")
     with pytest.raises(RuntimeError, match=r"'_gone' of tests_upstream in"):
-        _compat_versions.replace(types.ModuleType("tests_upstream"), "_gone", 2)
+        versions.replace(types.ModuleType("tests_upstream"), "_gone", 2)
     with pytest.raises(RuntimeError, match=r"'_gone' in .*Upstream\.reads in"):
-        _compat_versions.require_mentioned(Upstream.reads, "_gone")
+        versions.require_mentioned(Upstream.reads, "_gone")
     assert not hasattr(upstream, "_gone")

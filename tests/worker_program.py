@@ -21,7 +21,7 @@ from tests import test_compute_loss as compute_loss
 from tests import test_hooks as hooks
 from tests import test_metric_entries as metric_entries
 from tests.parity_cases import CASES
-from tfpar.strategies import preflight
+from tfpar.strategies.multi_worker import preflight
 
 FOLDER, RANK = workers.place()
 ONE = ["CPU:0"]

@@ -146,7 +146,7 @@ OTHER_DATA = ("lengths", "empty", "inputs", "targets", "widths")
 
 def main() -> None:
     strategy = tfpar.MultiWorker()
-    gathering = tfpar.MultiWorker(mixing="gather")
+    gathering = tfpar.MultiWorker(batch_dependent_layers="gather")
     questions = {name: functools.partial(train, gathering, *given) for name, given in TRAINED.items()}
     others = {"predict": functools.partial(predict, gathering), "refused": functools.partial(refused, strategy)}
     alone = {

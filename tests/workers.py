@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tfpar import tf_config
+from tfpar.cluster import tf_config
 
 ROOT = Path(__file__).parent.parent
 START_SECONDS = 120.0  # to the first answer: TensorFlow's start, on a machine that does other things too

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfpar import command_start
+from tfpar.commands import start_up
 
-command_start.begin()  # before everything else that takes time
+start_up.begin()  # before everything else that takes time
 
-from tfpar import _compat_imports, _compat_versions, quiet  # noqa: E402
+from tfpar._compat import keras_lazy_imports, versions  # noqa: E402
+from tfpar.messages import tensorflow_log  # noqa: E402
 
 if TYPE_CHECKING:
     from tfpar.callbacks import LearningRateWarmup, MetricsFile, ReplicaCheck, Throughput
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
     from tfpar.cluster import use_logical_cpus
     from tfpar.drop_in import evaluate, fit, predict
     from tfpar.interruption import interruptible
-    from tfpar.objective import Objective
     from tfpar.parity import check_parity
+    from tfpar.reduction.objective import Objective
+    from tfpar.reduction.whole_batch import gather
     from tfpar.strategies import Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy
     from tfpar.trainer import Trainer
-    from tfpar.whole_batch import gather
 
 __version__ = "0.1.0"
 
@@ -32,7 +33,7 @@ _HOMES = {
     "MetricsFile": "callbacks",
     "Mirrored": "strategies",
     "MultiWorker": "strategies",
-    "Objective": "objective",
+    "Objective": "reduction.objective",
     "Pipeline": "strategies",
     "ReplicaCheck": "callbacks",
     "SingleDevice": "strategies",
@@ -42,7 +43,7 @@ _HOMES = {
     "check_parity": "parity",
     "evaluate": "drop_in",
     "fit": "drop_in",
-    "gather": "whole_batch",
+    "gather": "reduction.whole_batch",
     "interruptible": "interruption",
     "predict": "drop_in",
     "use_logical_cpus": "cluster",
@@ -71,10 +72,10 @@ __all__ = [
 ]
 
 
-_compat_versions.warn_if_untested()
+versions.warn_if_untested()
 # Before TensorFlow is imported: it writes while it is.
-quiet.install()
-_compat_imports.install()
+tensorflow_log.install()
+keras_lazy_imports.install()
 
 
 if not TYPE_CHECKING:  # a type checker would take any misspelt name for one of `Any`

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tfpar import command_line
-from tfpar.excerpts import quoted
-from tfpar.suggestions import closest
+from tfpar.commands import command_line
+from tfpar.messages.received import quoted
+from tfpar.messages.suggestions import closest
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfpar import batch_systems, command_line, command_start, cores, excerpts, slurm
-from tfpar.config_sections import A_WEEK_SECONDS
-from tfpar.excerpts import quoted
-from tfpar.launcher import Job, launch, network
-from tfpar.number_flags import Integer, Number, check_within
-from tfpar.suggestions import closest
+from tfpar.cluster import cores, slurm
+from tfpar.commands import command_line, start_up
+from tfpar.commands.number_flags import Integer, Number, check_within
+from tfpar.config.sections import A_WEEK_SECONDS
+from tfpar.launcher import Job, launch, manifests, network_namespace
+from tfpar.messages import received
+from tfpar.messages.received import quoted
+from tfpar.messages.suggestions import closest
 
 _NUM_WORKERS = flags.DEFINE(Integer(), "num_workers", None, "How many workers; worker 0 is the chief.")
 _MAX_RESTARTS = flags.DEFINE(
@@ -91,12 +93,12 @@ def main(argv: Sequence[str]) -> int:
         check_within("max_restarts", _MAX_RESTARTS.value, 0, math.inf)
         _check_grace_seconds()
         if is_private:
-            network.enter_private()
+            network_namespace.enter_private()
         command = [sys.executable, *words]
         return launch(Job(command, num_workers, cores_per_worker, _MAX_RESTARTS.value, _GRACE_SECONDS.value))
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        return command_start.INTERRUPTED
+        return start_up.INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -120,8 +122,8 @@ def worker_words(given: Sequence[str]) -> list[str]:
         return list(given)
     if first.endswith(".py") and not first.startswith("-"):
         if not os.path.isfile(first):
-            here = excerpts.path(os.getcwd())
-            raise ValueError(f"{excerpts.path(first)}: there is no such file in {here}. Give the path of the script.")
+            here = received.path(os.getcwd())
+            raise ValueError(f"{received.path(first)}: there is no such file in {here}. Give the path of the script.")
         return list(given)
     if first.startswith("--"):
         return ["-m", "tfpar.train", *given]
@@ -146,7 +148,7 @@ def _cores_per_worker() -> int:
 
 
 def _submission(kind: str, num_workers: int, command: Sequence[str], cores_per_worker: int) -> str:
-    printers = {"slurm": batch_systems.slurm_script, "tfjob": batch_systems.tfjob_manifest}
+    printers = {"slurm": manifests.slurm_script, "tfjob": manifests.tfjob_manifest}
     if kind not in printers:
         raise ValueError(f"--print must be one of {', '.join(printers)}, received {quoted(kind)}.")
     return printers[kind](num_workers, command, cores_per_worker)

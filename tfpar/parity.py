@@ -15,8 +15,9 @@ import rich.console
 import rich.table
 import tensorflow as tf
 
-from tfpar import _compat_random, arguments
-from tfpar.model_function import check_arguments
+from tfpar._compat import random_state
+from tfpar.loops.model_function import check_arguments
+from tfpar.messages import keyword_arguments
 from tfpar.strategies import Strategy, resolve
 from tfpar.trainer import Trainer
 
@@ -86,8 +87,8 @@ class ParityReport:
         return table
 
 
-@_compat_random.preserved_random_state()
-@arguments.named
+@random_state.preserved_random_state()
+@keyword_arguments.named
 def check_parity(
     build_model: Callable[[], keras.Model],
     dataset: tf.data.Dataset,

@@ -11,20 +11,16 @@ from pathlib import Path
 
 from absl import flags
 
-from tfpar import (
-    command_line,
-    command_start,
-    config,
-    config_files,
-    excerpts,
-    run_summary,
-    standard_streams,
-    tf_config,
-)
-from tfpar.excerpts import excerpt, quoted
-from tfpar.number_flags import Integer, check_within
-from tfpar.run_directory import RunDirectory
-from tfpar.suggestions import closest
+from tfpar import config
+from tfpar.cluster import tf_config
+from tfpar.commands import command_line, standard_streams, start_up
+from tfpar.commands.number_flags import Integer, check_within
+from tfpar.config import named_files
+from tfpar.messages import received
+from tfpar.messages.received import excerpt, quoted
+from tfpar.messages.suggestions import closest
+from tfpar.runs import summary
+from tfpar.runs.directory import RunDirectory
 
 _CONFIG = flags.DEFINE_string("config", None, "Name below, or a TOML file of your own; by default, the default run.")
 _SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.")
@@ -37,7 +33,7 @@ MAX_AUDITED = 4096  # workers
 
 
 def _details() -> str:
-    configurations = [(name, config_files.describe(name)) for name in config_files.names()]
+    configurations = [(name, named_files.describe(name)) for name in named_files.names()]
     return f"""configurations:
 {command_line.two_columns(configurations)}
 
@@ -89,7 +85,7 @@ def main(argv: list[str]) -> int:
     try:
         if len(argv) > 1:
             raise ValueError(_surplus(argv[1]))
-        file = None if _CONFIG.value is None else config_files.find(_CONFIG.value)
+        file = None if _CONFIG.value is None else named_files.find(_CONFIG.value)
         run = config.load(file, _SET.value)
         if _TRACE.value and run.strategy.kind != "pipeline":
             raise ValueError(
@@ -113,12 +109,12 @@ def main(argv: list[str]) -> int:
             directory.claim(run)
         alone = job is None or job.num_workers == 1
         if alone and (results := directory.finished(run)) is not None:  # no need to wait for TensorFlow
-            print(run_summary.already_trained(directory, results))
+            print(summary.already_trained(directory, results))
             return 0
         return _train(run, directory, is_chief)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        return command_start.INTERRUPTED
+        return start_up.INTERRUPTED
     except Exception as error:
         sentence = _sentence(error, _DIRECTORY.value)
         if sentence is None:
@@ -143,14 +139,14 @@ def _run_folder(file: Path | None) -> Path:
         if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             name = "--directory" if given is not None else "The folder of the run"
             raise ValueError(
-                f"{name} must be a path that the system can have, received {excerpts.path(folder)}: "
+                f"{name} must be a path that the system can have, received {received.path(folder)}: "
                 f"{os.strerror(error.errno)}."
             ) from None
     return folder
 
 
 def _surplus(word: str) -> str:
-    flag = "set" if "=" in word else "config" if word in config_files.names() or word.endswith(".toml") else None
+    flag = "set" if "=" in word else "config" if word in named_files.names() or word.endswith(".toml") else None
     way_out = f"Did you mean --{flag} {excerpt(word)}?" if flag else "See python -m tfpar.train --help."
     return f"There are flags only, received {quoted(word)}. {way_out}"
 
@@ -161,34 +157,34 @@ def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:
     # Workers other than the chief may have no disk to write on.
     messages = cluster.native_messages_to(directory.native_log if is_chief else Path(os.devnull))
     with messages, standard_streams.outlived():
-        with command_start.importing():
-            from tfpar import session
+        with start_up.importing():
+            from tfpar.runs import train_run
 
-        trained = session.train(run, directory, trace=_TRACE.value)
+        trained = train_run.train(run, directory, trace=_TRACE.value)
     if not trained and is_chief and not standard_streams.unread():
         command = shlex.join(["python", "-m", "tfpar.train", *sys.argv[1:]])
         print(f"Resume with the same command:\n  {command}")
-    return 0 if trained else standard_streams.UNREAD if standard_streams.unread() else command_start.INTERRUPTED
+    return 0 if trained else standard_streams.UNREAD if standard_streams.unread() else start_up.INTERRUPTED
 
 
 def _audit(run: config.Run, num_workers: int) -> int:
     from tfpar import cluster
 
     with cluster.native_messages_to(Path(os.devnull)):
-        with command_start.importing():
-            from tfpar import session
+        with start_up.importing():
+            from tfpar.runs import train_run
 
-        return 0 if session.audit(run, num_workers) else 1
+        return 0 if train_run.audit(run, num_workers) else 1
 
 
 def _evaluate(run: config.Run, directory: RunDirectory) -> int:
     from tfpar import cluster
 
     with cluster.native_messages_to(Path(os.devnull)), standard_streams.outlived():
-        with command_start.importing():
-            from tfpar import evaluator
+        with start_up.importing():
+            from tfpar.runs import evaluate_run
 
-        return 0 if evaluator.evaluate_checkpoints(run, directory) else command_start.INTERRUPTED
+        return 0 if evaluate_run.evaluate_checkpoints(run, directory) else start_up.INTERRUPTED
 
 
 def _sentence(error: Exception, directory: str | None) -> str | None:
@@ -207,7 +203,7 @@ def _sentence(error: Exception, directory: str | None) -> str | None:
         name = os.fsdecode(error.filename)
         is_of_run = name.startswith(directory or "runs")
         way_out = "Choose a --directory that can be written." if is_of_run else "Correct the path, or its permissions."
-        return f"{excerpts.path(name)}: {os.strerror(error.errno)}. {way_out}"
+        return f"{received.path(name)}: {os.strerror(error.errno)}. {way_out}"
     if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ImportError):
         return str(error)
     return None

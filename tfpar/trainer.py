@@ -11,16 +11,19 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, arguments, atomic_file, data, strategies
-from tfpar.calls import limited_epochs, limited_steps
+from tfpar import data, strategies
+from tfpar._compat import keras_model
 from tfpar.checkpoint import Checkpoints
-from tfpar.evaluation import evaluate, predict
-from tfpar.model_function import ModelOrFunction, check_arguments, model_of
-from tfpar.preparation import Preparation
-from tfpar.preview import Preview
+from tfpar.files import atomic_file
+from tfpar.loops.epoch_iterator import EpochIterator
+from tfpar.loops.evaluate_loop import evaluate, predict
+from tfpar.loops.fit_loop import FitLoop, NonfiniteLoss
+from tfpar.loops.model_function import ModelOrFunction, check_arguments, model_of
+from tfpar.loops.preparation import Preparation
+from tfpar.loops.step_calls import limited_epochs, limited_steps
+from tfpar.messages import keyword_arguments
 from tfpar.strategies import Strategy
-from tfpar.stream import Stream
-from tfpar.training import NonfiniteLoss, Training
+from tfpar.strategies.preview import Preview
 
 Verbose = int | str
 Callbacks: TypeAlias = keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None
@@ -50,7 +53,7 @@ class Trainer:
         >>> trainer.save("model.keras")
     """
 
-    @arguments.named
+    @keyword_arguments.named
     def __init__(
         self,
         build_model: ModelOrFunction,
@@ -65,7 +68,7 @@ class Trainer:
         self.model._tfpar_trainer = weakref.ref(self)  # what tfpar.fit runs on this model, while this trainer is there
         self.interrupted = False
         self._preparation = Preparation(self.model, self.strategy)
-        self._begun: tuple[Any, Stream] | None = None
+        self._begun: tuple[Any, EpochIterator] | None = None
 
     def interrupt(self) -> None:
         """Let `fit` stop after the steps that run now, write a checkpoint and return; meant for signal handlers."""
@@ -151,7 +154,7 @@ class Trainer:
         with self.strategy.scope():
             self.model.compile(*arguments, **settings)
 
-    @arguments.named
+    @keyword_arguments.named
     def fit(
         self,
         x: Any,
@@ -223,7 +226,7 @@ class Trainer:
         stream, run_steps = self._preparation.stream(dataset, steps, "train", begun)
         listeners = self._preparation.listeners(callbacks, verbose, stream, epochs, add_history=True)
         self.interrupted = self.model.stop_training = False
-        training = Training(
+        fit_loop = FitLoop(
             self._preparation.caller(run_steps, stream, listeners, steps_per_call),
             self._preparation.validation(
                 validation_data, validation_batch_size or batch_size, validation_steps, validation_freq, listeners
@@ -233,9 +236,9 @@ class Trainer:
             nonfinite_loss,
         )
         with checkpoints or contextlib.nullcontext():
-            logs = training.run(initial_epoch, epochs)
+            logs = fit_loop.run(initial_epoch, epochs)
         stream.close()
-        self.interrupted = training.was_interrupted
+        self.interrupted = fit_loop.was_interrupted
         if not self.interrupted and epochs > 0:
             self.strategy.finalize_weights(self.model)
         listeners.on_train_end(logs)
@@ -248,7 +251,7 @@ class Trainer:
             return looked_at
         return x
 
-    @arguments.named
+    @keyword_arguments.named
     def evaluate(
         self,
         x: Any,
@@ -283,9 +286,9 @@ class Trainer:
         stream, run_steps = self._preparation.stream(dataset, steps, "evaluate")
         listeners = self._preparation.listeners(callbacks, verbose, stream)
         logs = evaluate(self._preparation.caller(run_steps, stream, listeners, testing=True))
-        return logs if return_dict else _compat.metrics_in_order(self.model, logs)
+        return logs if return_dict else keras_model.metrics_in_order(self.model, logs)
 
-    @arguments.named
+    @keyword_arguments.named
     def predict(
         self,
         x: Any,

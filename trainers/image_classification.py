@@ -10,8 +10,8 @@ import keras
 
 import tfpar
 from tfpar import config, data
-from tfpar.excerpts import quoted
-from tfpar.suggestions import did_you_mean
+from tfpar.messages.received import quoted
+from tfpar.messages.suggestions import did_you_mean
 from tfpar.trainers import recipe
 
 _WAYS_TO_CLASSES = {

@@ -14,7 +14,7 @@ from keras import layers, ops
 
 import tfpar
 from tfpar import config, data
-from tfpar.data import text
+from tfpar.data.sources import python_source
 from tfpar.trainers import recipe
 
 PROMPT = b"def "
@@ -75,7 +75,7 @@ class LanguageModel(tfpar.Trainer):
         validated = self.validation_data is not None
         batches = self.train_data if self.validation_data is None else self.validation_data
         batches = batches.whole() if isinstance(batches, data.Sharded) else batches
-        entropy = text.unigram_entropy((inputs, labels.numpy()) for inputs, labels in batches)
+        entropy = python_source.unigram_entropy((inputs, labels.numpy()) for inputs, labels in batches)
         reached = results["val_bits_per_byte" if validated else "bits_per_byte"]
         written = self.generate(PROMPT, SAMPLE_BYTES).decode(errors="replace")
         printable = "".join(
@@ -118,7 +118,7 @@ class LanguageModel(tfpar.Trainer):
             window = np.frombuffer(seen.ljust(context_bytes, b"\0"), np.uint8).astype("int32")
             logits = predict(window[np.newaxis])[0, len(seen) - 1].numpy().astype("float64") / temperature
             chances = np.exp(logits - logits.max())
-            written.append(generator.choice(text.NUM_BYTES, p=chances / chances.sum()))
+            written.append(generator.choice(python_source.NUM_BYTES, p=chances / chances.sum()))
         return bytes(written)
 
     def save(self, path: str | Path) -> None:
@@ -168,7 +168,7 @@ def build_model(run: config.Run, context_bytes: int) -> keras.Model:
     dtype = "float32" if run.training.precision.startswith("mixed_") else None
     around_zero = keras.initializers.RandomNormal(stddev=EMBEDDING_DEVIATION)
     embedding = layers.ReversibleEmbedding(
-        text.NUM_BYTES, settings.width, embeddings_initializer=around_zero, dtype=dtype, name="embedding"
+        python_source.NUM_BYTES, settings.width, embeddings_initializer=around_zero, dtype=dtype, name="embedding"
     )
     tokens = keras.Input((context_bytes,), dtype="int32", name="bytes")
     positions = ops.cumsum(ops.ones_like(tokens), axis=1) - 1

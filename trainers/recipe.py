@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from tfpar import config
-from tfpar.excerpts import excerpt, quoted
-from tfpar.suggestions import did_you_mean
+from tfpar.messages.received import excerpt, quoted
+from tfpar.messages.suggestions import did_you_mean
 
 # Sections and keys of a run that all trainer classes here read; of [model], each names what its networks know.
 READS = ("seed", "data", "training", "optimizer", "model.name", "model.l1", "model.l2", "model.dropout")

@@ -8,7 +8,7 @@ import keras
 
 import tfpar
 from tfpar import config, data
-from tfpar.excerpts import quoted
+from tfpar.messages.received import quoted
 from tfpar.trainers import recipe
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfpar import command_line
+from tfpar.commands import command_line
 
 if TYPE_CHECKING:
     import tensorflow as tf

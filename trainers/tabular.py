@@ -7,7 +7,8 @@ import functools
 import keras
 
 import tfpar
-from tfpar import config, data, excerpts
+from tfpar import config, data
+from tfpar.messages import received
 from tfpar.trainers import recipe
 
 
@@ -33,7 +34,7 @@ class Tabular(tfpar.Trainer):
         if run.model.name not in ("mlp", "linear"):
             raise ValueError(
                 f'tfpar.trainers.tabular.Tabular builds model.name = "mlp" or "linear", received '
-                f"{excerpts.toml(run.model.name)}: set one of them, or use another trainer."
+                f"{received.toml(run.model.name)}: set one of them, or use another trainer."
             )
         if run.model.name == "linear":
             _check_linear(run.model)

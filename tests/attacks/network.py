@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
-from tfpar import job_secret, meeting
-from tfpar.launcher.attempt import free_addresses
-from tfpar.meeting import messages
-from tfpar.tf_config import Job, split_address
+from tfpar.cluster import job_secret, rendezvous
+from tfpar.cluster.rendezvous import messages
+from tfpar.cluster.tf_config import Job, split_address
+from tfpar.launcher.worker_group import free_addresses
 
 NUM_WORKERS = 3
 MISSING_SECONDS = 5.0  # form_seconds of a job that is not complete
@@ -94,7 +94,7 @@ def _meet(job: Job, seconds: float, delay_seconds: float) -> str:
     """Let a worker meet the others; return what it raises, or nothing."""
     time.sleep(delay_seconds)
     try:
-        meeting.meet(job, seconds)
+        rendezvous.join(job, seconds)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

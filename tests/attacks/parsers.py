@@ -25,24 +25,17 @@ from hypothesis import seed as fixed_seed
 from hypothesis import strategies as st
 
 from tests.attacks import malformed
-from tfpar import (
-    batch_systems,
-    command_line,
-    config,
-    excerpts,
-    job_secret,
-    json_lines,
-    launch,
-    slurm,
-    suggestions,
-    tf_config,
-    train,
-)
-from tfpar.launcher.lines import Lines
-from tfpar.meeting import messages
+from tfpar import config, launch, train
+from tfpar.cluster import job_secret, slurm, tf_config
+from tfpar.cluster.rendezvous import messages
+from tfpar.commands import command_line
+from tfpar.files import json_lines
+from tfpar.launcher import manifests
+from tfpar.launcher.line_splitter import Lines
+from tfpar.messages import received, suggestions
 
 MAX_SECONDS = 1.0  # of the processor
-MAX_LINES = excerpts.MAX_PROBLEMS + 1
+MAX_LINES = received.MAX_PROBLEMS + 1
 MEMORY_BYTES = 1 << 30  # beyond what the process has when it begins
 
 
@@ -121,7 +114,7 @@ def _run(parse: Callable[[list[str]], list[str]], main: Callable[[list[str]], in
 
 def read_script(words: list[str]) -> None:
     """Print a batch script whose shell gets the very words."""
-    script = batch_systems.slurm_script(2, ["python", *words], 1)
+    script = manifests.slurm_script(2, ["python", *words], 1)
     start = script.index("--label \\\n") + len("--label \\\n")
     assert shlex.split(script[start : script.index("\ncode=$?")]) == ["python", *words]
 
@@ -210,7 +203,7 @@ def _check_sentences(message: str) -> None:
     lines = message.split("\n")
     assert len(lines) <= MAX_LINES, f"{len(lines)} problems"
     for line in lines:
-        assert len(line) <= excerpts.MAX_SENTENCE, f"{len(line)} characters: {line}"
+        assert len(line) <= received.MAX_SENTENCE, f"{len(line)} characters: {line}"
         assert line.isprintable(), line
         assert line.endswith((".", "?")), line
         assert not any(words in line for words in ("set_int_max_str_digits", "recursion", "codec can't")), line

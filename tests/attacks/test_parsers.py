@@ -5,7 +5,8 @@ import re
 import pytest
 
 from tests.attacks import parsers
-from tfpar import config, slurm
+from tfpar import config
+from tfpar.cluster import slurm
 
 
 @pytest.mark.parametrize("name", parsers.PARSERS)

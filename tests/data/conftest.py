@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfpar
 from tfpar import config
-from tfpar.data import explain, load
+from tfpar.data import load, user_message
 
 # TensorFlow starts once a session, some tests here start it while they are collected, and other tests need devices.
 tfpar.use_logical_cpus(4)
@@ -72,7 +72,7 @@ def refusal(settings: config.Data, split: str = "train") -> str:
         return str(error)
     with pytest.raises(tf.errors.OpError) as caught:
         epoch(getattr(loaded, split))
-    return str(explain(caught.value, settings))
+    return str(user_message(caught.value, settings))
 
 
 def assert_same(actual: list[Any], expected: list[Any], message: str) -> None:

@@ -13,7 +13,8 @@ from conftest import assert_same, epoch, refusal
 
 import tfpar
 from tfpar import config
-from tfpar.data import Sharded, audit, categories, load, seek
+from tfpar.data import Sharded, audit, load, seek
+from tfpar.data.sources import categories
 from tfpar.trainers.tabular import Tabular
 
 COLORS = ["red", "blue", "grün", "red"]
@@ -64,11 +65,11 @@ def test_a_column_of_words_is_what_string_lookup_makes_of_it(source: str, tmp_pa
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet"])
-@pytest.mark.parametrize("division", ["file", "example"])
+@pytest.mark.parametrize("shard_by", ["file", "example"])
 def test_workers_divide_rows_with_words_and_read_what_one_alone_reads(
-    source: str, division: Any, tmp_path: Path
+    source: str, shard_by: Any, tmp_path: Path
 ) -> None:
-    own = settings(source, tmp_path, division=division, num_shards=2, shuffle_buffer=100)
+    own = settings(source, tmp_path, shard_by=shard_by, num_shards=2, shuffle_buffer=100)
     loaded = load(own, global_batch_size=8, seed=1)
     assert isinstance(loaded.train, Sharded)
     assert audit(loaded.train, num_workers=2).ok

@@ -71,7 +71,7 @@ def test_auto_lets_every_worker_read_small_examples(digits: config.Data, folder:
 
 
 def test_files_of_a_folder_are_divided(folder: config.Data) -> None:
-    settings = changed(folder, division="file", num_shards=4, shuffle_buffer=0)
+    settings = changed(folder, shard_by="file", num_shards=4, shuffle_buffer=0)
     loaded = load(settings, global_batch_size=8, seed=0)
     assert loaded.division == "by file, as set: 4 files in 4 shards, and a worker reads only its own"
     inputs = [np.rint(batch[0][:, 0] * 40).astype(int).tolist() for batch in loaded.train.whole()]
@@ -82,7 +82,7 @@ def test_files_of_a_folder_are_divided(folder: config.Data) -> None:
     assert "4 files in 3 shards, not evenly, so an epoch's last batches are smaller" in uneven
 
 
-@pytest.mark.parametrize("changes", [{"division": "file"}, {"division": "example", "cache": True}])
+@pytest.mark.parametrize("changes", [{"shard_by": "file"}, {"shard_by": "example", "cache": True}])
 def test_digits_divided_are_the_same_for_any_number_of_workers(digits: config.Data, changes: dict[str, Any]) -> None:
     settings = changed(digits, num_shards=4, augmentation=("flip", "shift"), validation_split=None, **changes)
 
@@ -106,9 +106,9 @@ def test_digits_divided_are_the_same_for_any_number_of_workers(digits: config.Da
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"division": "file"}, 'a file for each of 8 shards, but the split "train" in .* has 4: set data.num_shards'),
+        ({"shard_by": "file"}, 'a file for each of 8 shards, but the split "train" in .* has 4: set data.num_shards'),
         (
-            {"division": "example", "num_shards": 3},
+            {"shard_by": "example", "num_shards": 3},
             "global_batch_size = 64 and data.num_shards = 3: set data.num_shards = 2, or .*global_batch_size = 66",
         ),
     ],
@@ -121,8 +121,8 @@ def test_what_cannot_be_divided_gets_one_sentence(folder: config.Data, changes: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "generated", "division": "file"}, 'but data.source = "generated" stores none: leave it out'),
-        ({"division": "batch", "num_shards": 4}, 'data.num_shards = 4 divides files or examples, received .* "batch"'),
+        ({"source": "generated", "shard_by": "file"}, 'but data.source = "generated" stores none: leave it out'),
+        ({"shard_by": "batch", "num_shards": 4}, 'data.num_shards = 4 divides files or examples, received .* "batch"'),
         ({"source": "generated", "num_shards": 4}, 'data.num_shards = 4 .* data.source = "generated": leave it out'),
     ],
 )

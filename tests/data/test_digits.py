@@ -12,7 +12,7 @@ from conftest import epoch
 from sklearn.datasets import load_digits
 
 from tfpar import config
-from tfpar.data import explain, load
+from tfpar.data import load, user_message
 
 
 def with_changes(settings: config.Data, **changes: Any) -> config.Data:
@@ -129,7 +129,7 @@ def test_a_corrupt_file_is_named(tmp_path: Path) -> None:
     victim.write_bytes(victim.read_bytes()[:-5])
     with pytest.raises(tf.errors.DataLossError) as caught:
         epoch(loaded.train)
-    assert f"{victim} is corrupt after" in str(explain(caught.value, settings))
+    assert f"{victim} is corrupt after" in str(user_message(caught.value, settings))
 
 
 PREPARE = """

@@ -6,7 +6,7 @@ from conftest import epoch
 
 from tfpar import config
 from tfpar.data import load
-from tfpar.data.generated import regression, truth
+from tfpar.data.sources.synthetic import regression, truth
 
 
 def rows(num_examples: int, **keywords: object) -> tuple[np.ndarray, np.ndarray]:

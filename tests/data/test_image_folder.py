@@ -11,7 +11,7 @@ import tensorflow as tf
 from conftest import epoch
 from PIL import Image
 
-from tfpar.data import explain, load
+from tfpar.data import load, user_message
 
 FORMATS = ("png", "jpg", "bmp", "gif")
 
@@ -78,7 +78,7 @@ def test_every_format_is_read_with_the_asked_channels(color_mode: Any, tmp_path:
 
 
 def test_hidden_files_and_other_files_are_left_out_and_sub_folders_are_searched(tmp_path: Path) -> None:
-    settings = photos(tmp_path, class_names=("b", "a"), division="batch")
+    settings = photos(tmp_path, class_names=("b", "a"), shard_by="batch")
     save(tmp_path / "train" / "a" / "deep" / "er" / "x.jpeg")
     (tmp_path / "train" / "a" / "._a.png").write_text("what macOS leaves")
     (tmp_path / "train" / "a" / "notes.txt").write_text("no image")
@@ -141,7 +141,7 @@ def test_an_image_that_cannot_be_decoded_is_named_by_its_file(content: Any, tmp_
     loaded = load(settings, global_batch_size=1, seed=0)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         epoch(loaded.train)
-    sentence = explain(caught.value, settings)
+    sentence = user_message(caught.value, settings)
     assert sentence is not None
     assert sentence.startswith(f"{victim} is no image that can be decoded (")
     assert sentence.endswith("): remove or replace the file.")

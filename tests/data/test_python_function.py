@@ -10,7 +10,7 @@ import tensorflow as tf
 from conftest import epoch
 
 from tfpar import config
-from tfpar.data import explain, load
+from tfpar.data import load, user_message
 
 ROWS = tf.data.Dataset.from_tensor_slices((np.ones([9, 2], "float32"), np.zeros(9, "int32")))
 RETURNED = {
@@ -110,5 +110,5 @@ def test_what_a_generator_of_the_function_raises_is_said_without_tensorflows_tra
     own = settings("test_python_function.broken", shuffle_buffer=0)
     with pytest.raises((ValueError, tf.errors.OpError)) as caught:
         epoch(load(own, global_batch_size=4, seed=0).train)
-    sentence = str(caught.value) if isinstance(caught.value, ValueError) else explain(caught.value, own)
+    sentence = str(caught.value) if isinstance(caught.value, ValueError) else user_message(caught.value, own)
     assert sentence == "KeyError: 'column_7'"

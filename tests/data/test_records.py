@@ -9,7 +9,7 @@ import tensorflow as tf
 from conftest import FEATURES, epoch, example, write
 
 from tfpar import config
-from tfpar.data import explain, load
+from tfpar.data import load, user_message
 
 
 def changed(settings: config.Data, **changes: Any) -> config.Data:
@@ -137,7 +137,7 @@ def test_a_label_out_of_range_is_named(folder: config.Data, label: int) -> None:
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         epoch(loaded.train)
     expected = f"Labels must lie in 0 to 3 for 4 classes, but the data hold the label {label}. "
-    assert str(explain(caught.value, folder)) == expected + "Set data.num_classes, or correct the data."
+    assert str(user_message(caught.value, folder)) == expected + "Set data.num_classes, or correct the data."
 
 
 def test_a_record_that_lacks_a_feature_later_on_is_explained(folder: config.Data) -> None:
@@ -145,7 +145,7 @@ def test_a_record_that_lacks_a_feature_later_on_is_explained(folder: config.Data
     loaded = load(folder, global_batch_size=7, seed=0)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         epoch(loaded.train)
-    assert 'declares "label" (int64), but a record lacks it' in str(explain(caught.value, folder))
+    assert 'declares "label" (int64), but a record lacks it' in str(user_message(caught.value, folder))
 
 
 def test_a_file_that_is_no_record_file_is_named_before_the_first_step(folder: config.Data) -> None:
@@ -165,7 +165,7 @@ def test_a_file_cut_short_is_named(folder: config.Data, name: str) -> None:
     victim.write_bytes(victim.read_bytes()[:-30])
     with pytest.raises(tf.errors.OpError) as caught:
         epoch(loaded.validation if victim.suffix == ".gz" else loaded.train)
-    assert f"{victim} is corrupt after" in str(explain(caught.value, folder))
+    assert f"{victim} is corrupt after" in str(user_message(caught.value, folder))
 
 
 def test_a_file_that_vanishes_is_named(folder: config.Data) -> None:
@@ -174,9 +174,9 @@ def test_a_file_that_vanishes_is_named(folder: config.Data) -> None:
     victim.unlink()
     with pytest.raises(tf.errors.NotFoundError) as caught:
         epoch(loaded.train)
-    assert f"{victim} is gone" in str(explain(caught.value, folder))
+    assert f"{victim} is gone" in str(user_message(caught.value, folder))
 
 
 def test_other_errors_are_not_explained(folder: config.Data) -> None:
-    assert explain(RuntimeError("something else"), folder) is None
-    assert explain(tf.errors.InvalidArgumentError(None, None, "Incompatible shapes: [2] vs. [3]"), folder) is None
+    assert user_message(RuntimeError("something else"), folder) is None
+    assert user_message(tf.errors.InvalidArgumentError(None, None, "Incompatible shapes: [2] vs. [3]"), folder) is None

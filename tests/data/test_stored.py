@@ -68,15 +68,15 @@ def test_a_fresh_pipeline_after_seek_equals_the_uninterrupted_one(source: str, t
 
 
 @pytest.mark.parametrize(
-    ("source", "division"),
-    [(source, division) for source in SOURCES for division in ("file", "example") if (source, division) != NO_FILES],
+    ("source", "shard_by"),
+    [(source, shard_by) for source in SOURCES for shard_by in ("file", "example") if (source, shard_by) != NO_FILES],
 )
 def test_workers_divide_files_or_examples_and_read_what_one_alone_reads(
-    source: str, division: Any, tmp_path: Path
+    source: str, shard_by: Any, tmp_path: Path
 ) -> None:
-    loaded = load(settings(source, tmp_path, division=division, num_shards=2), global_batch_size=8, seed=1)
+    loaded = load(settings(source, tmp_path, shard_by=shard_by, num_shards=2), global_batch_size=8, seed=1)
     assert isinstance(loaded.train, Sharded)
-    assert loaded.division.startswith(f"by {division}, as set")
+    assert loaded.division.startswith(f"by {shard_by}, as set")
     found = audit(loaded.train, num_workers=2)
     assert found.ok, found
     assert found.examples_per_worker == (20, 20)
@@ -97,7 +97,7 @@ def test_a_share_holds_out_examples_that_are_never_trained_on(source: str, tmp_p
     train, held_out = (stored.numbers(source, batches(data)) for data in (loaded.train, loaded.validation))
     assert sorted([*train, *held_out]) == list(range(stored.ROWS))
     assert 6 <= len(held_out) <= 18
-    divided = load(own.model_copy(update={"division": "example", "num_shards": 2}), global_batch_size=8, seed=0)
+    divided = load(own.model_copy(update={"shard_by": "example", "num_shards": 2}), global_batch_size=8, seed=0)
     assert sorted(stored.numbers(source, batches(divided.train))) == sorted(train), "the same rows are held out"
 
 
@@ -105,7 +105,7 @@ def test_a_share_holds_out_examples_that_are_never_trained_on(source: str, tmp_p
 def test_a_share_holds_out_the_same_rows_where_files_are_divided(source: str, tmp_path: Path) -> None:
     changes = {"validation_share": 0.3, "validation_split": "test"}
     plain = load(settings(source, tmp_path, **changes), global_batch_size=8, seed=0)
-    divided = load(settings(source, tmp_path, **changes, division="file", num_shards=2), global_batch_size=8, seed=0)
+    divided = load(settings(source, tmp_path, **changes, shard_by="file", num_shards=2), global_batch_size=8, seed=0)
     rows = [sorted(stored.numbers(source, batches(loaded.train))) for loaded in (plain, divided)]
     assert rows[0] == rows[1]
 

@@ -9,7 +9,8 @@ import tensorflow as tf
 from conftest import assert_same, epoch
 
 from tfpar import config
-from tfpar.data import Sharded, audit, explain, load, text
+from tfpar.data import Sharded, audit, load, user_message
+from tfpar.data.sources import python_source
 
 CONTEXT_BYTES = 7
 
@@ -42,7 +43,7 @@ def windows(dataset: tf.data.Dataset | Sharded) -> list[bytes]:
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_each_byte_of_a_file_but_its_first_and_a_short_rest_is_predicted_once(sources: Path, split: str) -> None:
     expected: list[bytes] = []
-    for path in text.files(settings(sources), split):
+    for path in python_source.files(settings(sources), split):
         content = path.read_bytes()
         starts = range(0, len(content) - CONTEXT_BYTES, CONTEXT_BYTES)
         expected += [content[start : start + CONTEXT_BYTES + 1] for start in starts]
@@ -64,7 +65,7 @@ def test_labels_are_the_inputs_one_byte_later() -> None:
 
 def test_the_standard_library_is_read_without_its_tests_and_a_tenth_is_held_out() -> None:
     standard = config.Data(source="python_source", normalization="none")
-    train, test = text.files(standard, "train"), text.files(standard, "test")
+    train, test = python_source.files(standard, "train"), python_source.files(standard, "test")
     names = {path.name for path in (*train, *test)}
     assert {"argparse.py", "inspect.py", "socket.py"} <= names
     for path in (*train, *test):
@@ -73,11 +74,11 @@ def test_the_standard_library_is_read_without_its_tests_and_a_tenth_is_held_out(
 
 
 def test_a_file_stays_in_its_split_when_others_come(sources: Path) -> None:
-    before = {split: text.files(settings(sources), split) for split in ("train", "test")}
+    before = {split: python_source.files(settings(sources), split) for split in ("train", "test")}
     for name in ("another.py", "package_0/one_more.py", "tests/test_more.py", "notes.txt"):
         (sources / name).parent.mkdir(exist_ok=True)
         (sources / name).write_text("x")
-    after = {split: text.files(settings(sources), split) for split in ("train", "test")}
+    after = {split: python_source.files(settings(sources), split) for split in ("train", "test")}
     assert len(before["train"]) + len(before["test"]) == 40
     assert not set(before["train"]) & set(before["test"])
     new = {path.name for split in after for path in set(after[split]) - set(before[split])}
@@ -87,8 +88,8 @@ def test_a_file_stays_in_its_split_when_others_come(sources: Path) -> None:
 
 
 def test_shares_of_a_split_follow_each_other(sources: Path) -> None:
-    whole = text.files(settings(sources), "train")
-    parts = [text.files(settings(sources), f"train[{share}]") for share in (":30%", "30%:60%", "60%:")]
+    whole = python_source.files(settings(sources), "train")
+    parts = [python_source.files(settings(sources), f"train[{share}]") for share in (":30%", "30%:60%", "60%:")]
     assert parts[0] + parts[1] + parts[2] == whole
     assert all(parts)
 
@@ -107,7 +108,7 @@ def test_an_epoch_has_an_order_of_its_own_that_the_seed_brings_back(sources: Pat
 
 def test_workers_that_divide_the_files_read_together_what_one_reads(sources: Path) -> None:
     alone = load(settings(sources), global_batch_size=16, seed=0)
-    divided = load(settings(sources, division="file", num_shards=2), global_batch_size=16, seed=0)
+    divided = load(settings(sources, shard_by="file", num_shards=2), global_batch_size=16, seed=0)
     assert isinstance(divided.train, Sharded)
     assert collections.Counter(windows(divided.train)) == collections.Counter(windows(alone.train))
     assert audit(divided.train, 2).ok
@@ -117,9 +118,9 @@ def test_workers_that_divide_the_files_read_together_what_one_reads(sources: Pat
 
 
 def test_unigram_entropy_is_that_of_the_byte_frequencies_of_all_batches() -> None:
-    assert text.unigram_entropy([(None, np.arange(128)), (None, np.arange(128, 256))]) == pytest.approx(8)
-    assert text.unigram_entropy([(None, np.array([[0, 1], [1, 1]]))]) == pytest.approx(0.8113, abs=1e-4)
-    assert text.unigram_entropy([(None, np.zeros(5, int))]) == 0
+    assert python_source.unigram_entropy([(None, np.arange(128)), (None, np.arange(128, 256))]) == pytest.approx(8)
+    assert python_source.unigram_entropy([(None, np.array([[0, 1], [1, 1]]))]) == pytest.approx(0.8113, abs=1e-4)
+    assert python_source.unigram_entropy([(None, np.zeros(5, int))]) == 0
 
 
 # What is refused
@@ -142,10 +143,10 @@ def test_a_folder_without_sources_and_files_without_a_window_are_refused(tmp_pat
 
 def test_a_file_that_goes_away_is_named(sources: Path) -> None:
     found = load(settings(sources, shuffle_buffer=0), global_batch_size=16, seed=0)
-    gone = text.files(settings(sources), "train")[-1]
+    gone = python_source.files(settings(sources), "train")[-1]
     gone.unlink()
     with pytest.raises(tf.errors.NotFoundError) as raised:
         epoch(found.train)
-    assert explain(raised.value, settings(sources)) == (
+    assert user_message(raised.value, settings(sources)) == (
         f"The data file {gone} is gone: bring it back, or prepare the data again."
     )

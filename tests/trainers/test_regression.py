@@ -9,7 +9,7 @@ import pytest
 import tfpar
 from tests.command import ROOT
 from tfpar import config
-from tfpar.data import generated
+from tfpar.data.sources import synthetic
 from tfpar.trainers.regression import Regression, build_model
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -39,7 +39,7 @@ def test_it_learns_the_true_weights(devices: list[str]) -> None:
     trainer = Regression(run, tfpar.Mirrored(devices) if len(devices) > 1 else tfpar.SingleDevice(devices[0]))
     trainer.fit(trainer.train_data, epochs=1, verbose=0)
     weights, bias = trainer.model.get_weights()
-    truth = generated.truth(run.data.num_features, run.seed)
+    truth = synthetic.truth(run.data.num_features, run.seed)
     np.testing.assert_allclose(weights[:, 0], truth.weights, atol=0.01)
     assert bias[0] == pytest.approx(truth.bias, abs=0.01)
     loss, _ = trainer.evaluate(trainer.validation_data, verbose=0)

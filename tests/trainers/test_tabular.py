@@ -54,7 +54,7 @@ def test_the_configurations_train_the_samples(
     assert last[metric] > limit if limit > 0 else last[metric] < -limit, last
     if name != "csv":
         return  # tests/data/test_stored.py audits all
-    audited = call(*flags, "--audit", "2", *settings("data.division=example"))
+    audited = call(*flags, "--audit", "2", *settings("data.shard_by=example"))
     assert audited.code == 0, audited
     assert "Right: the workers together read what one worker alone reads" in audited.out
 

@@ -1,9 +1,8 @@
 """Data: settings or arrays in, plain `tf.data.Dataset`s of global batches out, with a position that can be replayed."""
 
-from tfpar._compat_data import is_python_source
-from tfpar.data.arrays import from_arrays
-from tfpar.data.audit import Audit, audit
-from tfpar.data.batches import (
+from tfpar._compat.keras_data_adapters import is_python_source
+from tfpar.data.batching.arrays import from_arrays
+from tfpar.data.batching.batches import (
     check_same_inputs,
     class_weights,
     join_batches,
@@ -13,13 +12,14 @@ from tfpar.data.batches import (
     take_rows,
     to_numpy,
 )
-from tfpar.data.divided import by_example, by_file
-from tfpar.data.explain import explain
-from tfpar.data.given import Batches, as_dataset, hold_out, is_dataset
+from tfpar.data.errors import user_message
+from tfpar.data.fit_arguments import Batches, as_dataset, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
 from tfpar.data.position import seek
 from tfpar.data.python_batches import EMPTY, RAN_OUT, PythonBatches
-from tfpar.data.shards import Sharded, first_batches
+from tfpar.data.sharding.audit import Audit, audit
+from tfpar.data.sharding.by_file_or_example import by_example, by_file
+from tfpar.data.sharding.sharded import Sharded, first_batches
 
 __all__ = [
     "EMPTY",
@@ -36,7 +36,6 @@ __all__ = [
     "check_same_inputs",
     "class_weights",
     "describe",
-    "explain",
     "first_batches",
     "from_arrays",
     "hold_out",
@@ -50,4 +49,5 @@ __all__ = [
     "split_batch",
     "take_rows",
     "to_numpy",
+    "user_message",
 ]

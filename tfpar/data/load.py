@@ -7,29 +7,28 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import config
-from tfpar.data import (
-    catalog,
+from tfpar.data import images, input_pipeline
+from tfpar.data.errors import user_message
+from tfpar.data.input_pipeline import Augment, Finish
+from tfpar.data.sharding.sharded import Sharded
+from tfpar.data.sharding_policy import ALL_READ, sharding_policy
+from tfpar.data.sources import (
     csv_files,
-    examples,
-    generated,
     image_folder,
-    images,
-    parquet,
-    pipeline,
+    parquet_files,
     python_function,
-    records,
-    text,
+    python_source,
+    split,
+    synthetic,
+    tfds,
+    tfrecord,
 )
-from tfpar.data.choice import ALL_READ, choose
-from tfpar.data.explain import explain
-from tfpar.data.pipeline import Augment, Finish
-from tfpar.data.shards import Sharded
 
-_SPLIT_READERS = {"tfds": catalog.read, "tfrecord": records.read, "python_source": text.read}
+_SPLIT_READERS = {"tfds": tfds.read, "tfrecord": tfrecord.read, "python_source": python_source.read}
 _READERS = {
     "image_folder": image_folder.read,
     "csv": csv_files.read,
-    "parquet": parquet.read,
+    "parquet": parquet_files.read,
     "python": python_function.read,
 }
 VALIDATION_SHARE = 10  # generated: one row of validation for each ten of training
@@ -73,7 +72,7 @@ def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: A
 
     Everything is fixed by `seed` (and by tf.data's global seed, `tf.random.set_seed`, where one is set), so that
     `seek` brings back any position. Training data are shuffled and augmented, validation data are neither. Where
-    `data.division` divides files or examples, the training batches come as `Sharded`; validation never does.
+    `data.shard_by` divides files or examples, the training batches come as `Sharded`; validation never does.
 
     Args:
         settings: The `data` section of a run.
@@ -101,44 +100,44 @@ def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: A
     try:
         return _stored(settings, global_batch_size, seed, augment)
     except tf.errors.OpError as error:
-        if sentence := explain(error, settings):
+        if sentence := user_message(error, settings):
             raise ValueError(sentence) from error
         raise
 
 
 def _stored(settings: config.Data, global_batch_size: int, seed: int, augment: Augment | None) -> Loaded:
     train, held_out = _read(settings)
-    _check_inputs(settings, train, examples.first_input(train), augment)
+    _check_inputs(settings, train, split.first_input(train), augment)
     finish = _finish(settings, train)
-    choice = choose(settings, train, global_batch_size)
-    batches = pipeline.training(
-        train, settings, choice, global_batch_size=global_batch_size, seed=seed, augment=augment, finish=finish
+    policy = sharding_policy(settings, train, global_batch_size)
+    batches = input_pipeline.training(
+        train, settings, policy, global_batch_size=global_batch_size, seed=seed, augment=augment, finish=finish
     )
     validation = None
     if held_out is not None:
-        _check_validation(train, held_out, examples.first_input(held_out))
+        _check_validation(train, held_out, split.first_input(held_out))
         stored = held_out.decoded().cache() if settings.cache else held_out.decoded()
-        validation = pipeline.ready(stored.batch(global_batch_size), finish)
+        validation = input_pipeline.ready(stored.batch(global_batch_size), finish)
     return Loaded(
         batches,
         validation,
         train.num_examples,
         train.num_classes,
         tuple(train.decoded().element_spec[0].shape),
-        choice.sentence,
+        policy.sentence,
         train.class_names,
         train.vocabularies,
     )
 
 
-def _read(settings: config.Data) -> tuple[examples.Split, examples.Split | None]:
+def _read(settings: config.Data) -> tuple[split.Split, split.Split | None]:
     if settings.source in _READERS:
         return _READERS[settings.source](settings)
     read, validation = _SPLIT_READERS[settings.source], settings.validation_split
     return read(settings, settings.train_split), None if validation is None else read(settings, validation)
 
 
-def _check_validation(train: examples.Split, held_out: examples.Split, first: tf.Tensor) -> None:
+def _check_validation(train: split.Split, held_out: split.Split, first: tf.Tensor) -> None:
     shape = train.decoded().element_spec[0].shape
     if first.shape != shape:
         raise ValueError(
@@ -147,7 +146,7 @@ def _check_validation(train: examples.Split, held_out: examples.Split, first: tf
         )
 
 
-def _finish(settings: config.Data, train: examples.Split) -> Finish:
+def _finish(settings: config.Data, train: split.Split) -> Finish:
     """The last map over batches: labels checked, inputs normalised."""
     normalise: Callable[[tf.Tensor], tf.Tensor] = tf.identity
     if settings.normalization == "unit":
@@ -163,13 +162,13 @@ def _finish(settings: config.Data, train: examples.Split) -> Finish:
 
     def finish(inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         if train.num_classes is not None:
-            labels = examples.check_labels(labels, train.num_classes)
+            labels = split.check_labels(labels, train.num_classes)
         return normalise(inputs), labels
 
     return finish
 
 
-def _check_inputs(settings: config.Data, train: examples.Split, inputs: tf.Tensor, augment: Augment | None) -> None:
+def _check_inputs(settings: config.Data, train: split.Split, inputs: tf.Tensor, augment: Augment | None) -> None:
     _, labels = train.decoded().element_spec
     if (settings.augmentation or augment) and inputs.shape.rank != 3:
         raise ValueError(
@@ -204,7 +203,7 @@ def _generated(settings: config.Data, global_batch_size: int, seed: int, augment
     num_validation = min(max(1, settings.num_examples // VALIDATION_SHARE), MAX_VALIDATION_ROWS)
 
     def rows(num_examples: int, first_row: int, shuffle: bool) -> tf.data.Dataset:
-        return generated.regression(
+        return synthetic.regression(
             num_examples,
             num_features=settings.num_features,
             noise=settings.noise,

@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat_data, notices
+from tfpar._compat import keras_data_adapters
+from tfpar.messages import user_warnings
 
 EMPTY = "A dataset must yield at least one batch, and this one is empty. Look at its source, filters and splits."
 # In Keras' words, which its users search for.
@@ -56,15 +57,15 @@ class PythonBatches:
         shuffle: bool = False,
     ) -> None:
         self._made_of = (x, class_weight, shuffle)
-        self._adapter = _compat_data.adapter(x, y, sample_weight, class_weight, shuffle)
+        self._adapter = keras_data_adapters.adapter(x, y, sample_weight, class_weight, shuffle)
         self._shuffles = bool(getattr(self._adapter, "shuffle", False))
         self._once = isinstance(x, types.GeneratorType)
         self.num_batches: int | None = self._adapter.num_batches
-        peeked = _compat_data.peek(self._adapter)
+        peeked = keras_data_adapters.peek(self._adapter)
         if peeked:
             packing = _Packing(peeked)
             self.first = packing.dataset(lambda: iter(peeked[:1]))
-            self.dataset = packing.dataset(lambda: _compat_data.batches_of(self._adapter)).prefetch(1)
+            self.dataset = packing.dataset(lambda: keras_data_adapters.batches_of(self._adapter)).prefetch(1)
         elif self.num_batches == 0:
             raise ValueError(EMPTY)
         else:
@@ -80,16 +81,16 @@ class PythonBatches:
         """Say whether these are the batches that the same arguments would give; a generator cannot be read twice."""
         return self._made_of[0] is x and self._made_of[1:] == (class_weight, shuffle)
 
-    def start(self, from_chief: Callable[[bytes], bytes]) -> None:
+    def start(self, broadcast: Callable[[bytes], bytes]) -> None:
         """Do what Keras does between its look at the shapes and the first epoch.
 
         Args:
-            from_chief: Gives the chief's message to every worker: all shuffle in the chief's order.
+            broadcast: Gives the chief's message to every worker: all shuffle in the chief's order.
         """
         self._adapter.on_epoch_end()
         if self._shuffles:
             state = json.dumps(random.getstate())
-            version, numbers, gauss = json.loads(from_chief(state.encode()))
+            version, numbers, gauss = json.loads(broadcast(state.encode()))
             random.setstate((version, tuple(numbers), gauss))
 
     def begin_epoch(self) -> None:
@@ -108,7 +109,7 @@ class PythonBatches:
         """
         self.stop()
         if again and self._once:
-            notices.warn(RAN_OUT)
+            user_warnings.warn(RAN_OUT)
 
     def skip_pass(self, epochs: int) -> None:
         """Draw what a pass draws from Python's `random`, without its batches, so that the next has the same order.
@@ -130,14 +131,14 @@ class PythonBatches:
             batches: Batches that are drawn and left out.
         """
         if self._once:
-            notices.warn(
+            user_warnings.warn(
                 f"A generator has no position to go back to: its first {batches} batches are drawn and left out, so it "
                 "must be a new one that yields the same batches again. A keras.utils.PyDataset has a position."
             )
 
     def stop(self) -> None:
         """Stop the threads or processes that read ahead."""
-        _compat_data.stop_workers(self._adapter)
+        keras_data_adapters.stop_workers(self._adapter)
 
     @property
     def _source(self) -> Any:
@@ -155,7 +156,7 @@ class _Packing:
     def __init__(self, batches: Sequence[Any]) -> None:
         self._structure = keras.tree.lists_to_tuples(batches[0])
         self._present = [leaf is not None for leaf in tf.nest.flatten(self._structure)]
-        self._specs = tuple(_compat_data.spec_of([self._flat(batch) for batch in batches]))
+        self._specs = tuple(keras_data_adapters.spec_of([self._flat(batch) for batch in batches]))
 
     def dataset(self, batches: Callable[[], Iterator[Any]]) -> tf.data.Dataset:
         def flat() -> Iterator[Any]:
@@ -178,7 +179,7 @@ class _Packing:
                 f"Every array of a batch must have a first axis over its examples, and a batch is {_shapes(batch)}. "
                 "Yield whole batches: of the global batch size, not single examples."
             )
-        return tuple(map(_compat_data.to_tensorflow, leaves))
+        return tuple(map(keras_data_adapters.to_tensorflow, leaves))
 
     def _packed(self, *leaves: Any) -> Any:
         remaining = iter(leaves)

@@ -8,11 +8,11 @@ import signal
 import time
 from collections.abc import Sequence
 
-from tfpar.command_line import REPEATABLE
-from tfpar.launcher.attempt import Attempt
-from tfpar.launcher.guardian import Guardian
-from tfpar.launcher.output import Outputs
-from tfpar.launcher.requests import Requests
+from tfpar.commands.command_line import REPEATABLE
+from tfpar.launcher.log_output import Outputs
+from tfpar.launcher.reaper import Reaper
+from tfpar.launcher.stop_signals import StopSignals
+from tfpar.launcher.worker_group import WorkerGroup
 
 _LONG_SECONDS = 30.0  # a start that lasted this long was no failed start
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 5.0
@@ -52,15 +52,15 @@ def launch(job: Job) -> int:
         signal n stopped the job (SIGPIPE when nobody reads the output any more).
 
     Raises:
-        OSError: If a worker or the guardian cannot be started.
+        OSError: If a worker or the reaper cannot be started.
 
     Example:
         >>> launch(Job(["true"], num_workers=2, cores_per_worker=1))
         0
     """
-    with Requests() as requests, Guardian() as guardian:
+    with StopSignals() as requests, Reaper() as reaper:
         outputs = Outputs(requests)
-        attempt = _attempts(job, guardian, outputs, requests)
+        attempt = _attempts(job, reaper, outputs, requests)
         if requests.stop is not None:
             outputs.say(f"Stopped by {signal.Signals(requests.stop).name}. {attempt.endings()}")
         elif attempt.failed is not None:
@@ -100,13 +100,13 @@ def pause_seconds(short_starts: int) -> float:
     return min(_FIRST_PAUSE_SECONDS * 2.0 ** min(short_starts - 1, 10), _LONGEST_PAUSE_SECONDS)
 
 
-def _attempts(job: Job, guardian: Guardian, outputs: Outputs, requests: Requests) -> Attempt:
+def _attempts(job: Job, reaper: Reaper, outputs: Outputs, requests: StopSignals) -> WorkerGroup:
     """Start the workers until they end well, are asked to stop, or have failed too often; return the last attempt."""
     restarts = short_starts = 0
     while True:
         began_seconds = time.monotonic()
-        attempt = Attempt(job.command, job.num_workers, job.cores_per_worker, job.grace_seconds)
-        attempt.run(guardian, outputs, requests)
+        attempt = WorkerGroup(job.command, job.num_workers, job.cores_per_worker, job.grace_seconds)
+        attempt.run(reaper, outputs, requests)
         if requests.stop is not None or attempt.failed is None or restarts == job.max_restarts:
             return attempt
         if attempt.failed.code == REPEATABLE:
@@ -119,22 +119,22 @@ def _attempts(job: Job, guardian: Guardian, outputs: Outputs, requests: Requests
         seconds = pause_seconds(short_starts)
         after = f" after a pause of {seconds:g} s" if seconds >= 1 else ""
         outputs.say(f"Restart {restarts} of {job.max_restarts}{after}, because {attempt.cause()}.")
-        _pause(seconds, guardian, outputs, requests)
+        _pause(seconds, reaper, outputs, requests)
         if requests.stop is not None:
             return attempt
 
 
-def _pause(seconds: float, guardian: Guardian, outputs: Outputs, requests: Requests) -> None:
+def _pause(seconds: float, reaper: Reaper, outputs: Outputs, requests: StopSignals) -> None:
     """Wait some seconds, or until the job is asked to stop."""
     ends_seconds = time.monotonic() + seconds
     while requests.stop is None and (left := ends_seconds - time.monotonic()) > 0:
         poll = select.poll()
         poll.register(requests, select.POLLIN)
-        poll.register(guardian, select.POLLIN)
+        poll.register(reaper, select.POLLIN)
         outputs.register(poll)
         ready = dict(poll.poll(left * 1000))
         if requests.fileno() in ready:
             requests.read()
-        if guardian.fileno() in ready:
-            outputs.say(guardian.replace())
+        if reaper.fileno() in ready:
+            outputs.say(reaper.replace())
         outputs.write_some(ready)

@@ -11,9 +11,9 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from tfpar import job_secret, tf_config
-from tfpar.launcher.guardian import Guardian
-from tfpar.launcher.lines import Lines
+from tfpar.cluster import job_secret, tf_config
+from tfpar.launcher.line_splitter import Lines
+from tfpar.launcher.reaper import Reaper
 
 TAIL_LINES = 20
 # What TensorFlow and the libraries below it read. As many threads as cores in each pool: with two inter-op threads on
@@ -66,7 +66,7 @@ def cores_of(rank: int, num_workers: int, cores_per_worker: int, available: Sequ
     return list(available[rank * cores_per_worker : (rank + 1) * cores_per_worker])
 
 
-class Stream:
+class OutputStream:
     """One of the two outputs of a worker, on its way to the launcher's own."""
 
     def __init__(self, source: IO[bytes], is_error: bool) -> None:
@@ -108,7 +108,7 @@ class Worker:
         command: What to run.
         environment: All of its environment.
         cores: The cores on which it may run.
-        guardian: Ends what is left of it should the launcher be killed.
+        reaper: Ends what is left of it should the launcher be killed.
         keeps_terminal: Whether its standard output is the launcher's own, a terminal, where it can draw.
 
     Raises:
@@ -121,14 +121,14 @@ class Worker:
         command: Sequence[str],
         environment: Mapping[str, str],
         cores: Sequence[int],
-        guardian: Guardian,
+        reaper: Reaper,
         keeps_terminal: bool = False,
     ) -> None:
         self.rank = rank
         self.is_running = True  # until its end is seen
         self.code = 0  # as Python gives it, -n for signal n; of no meaning before the end
         self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
-        self._guardian = guardian
+        self._guardian = reaper
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -136,13 +136,13 @@ class Worker:
             stdout=None if keeps_terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_before_command(cores, guardian),
+            preexec_fn=_before_command(cores, reaper),
         )
-        guardian.begin(self._process.pid)
+        reaper.begin(self._process.pid)
         # Readable once the process has ended, whoever else ends at that moment: so the order of ends is known.
         self.end = os.pidfd_open(self._process.pid)
         sources = ((self._process.stdout, False), (self._process.stderr, True))
-        self.streams = [Stream(source, is_error) for source, is_error in sources if source is not None]
+        self.streams = [OutputStream(source, is_error) for source, is_error in sources if source is not None]
 
     @property
     def stands_still(self) -> bool:
@@ -169,7 +169,7 @@ class Worker:
         self._guardian.end(self._process.pid)
 
 
-def _before_command(cores: Sequence[int], guardian: Guardian) -> Callable[[], None]:
+def _before_command(cores: Sequence[int], reaper: Reaper) -> Callable[[], None]:
     """Return what a new worker does before its command: between fork and exec, in a process with one thread."""
     libc, launcher = ctypes.CDLL(None), os.getpid()
 
@@ -177,7 +177,7 @@ def _before_command(cores: Sequence[int], guardian: Guardian) -> Callable[[], No
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it was killed before the line above
             os._exit(1)
-        guardian.announce(os.getpid())
+        reaper.announce(os.getpid())
         os.sched_setaffinity(0, cores)
 
     return prepare

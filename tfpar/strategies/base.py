@@ -12,10 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import _compat, _compat_variables, data, metric_entries
-from tfpar.checks import check_variables
-from tfpar.loop import SECONDS_PER_CALL
-from tfpar.preview import Preview, ReplicaRow, replicas_table
+from tfpar import data
+from tfpar._compat import keras_model, keras_variables
+from tfpar.reduction import metric_logs
+from tfpar.strategies.model_checks import check_variables
+from tfpar.strategies.multi_step import SECONDS_PER_CALL
+from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
 
 
 class Distributed(NamedTuple):
@@ -23,12 +25,12 @@ class Distributed(NamedTuple):
 
     Args:
         dataset: The elements.
-        ends_apart: Whether workers may run out of examples at different times; then its elements never end, and the
+        uneven_end: Whether workers may run out of examples at different times; then its elements never end, and the
             workers agree on when to stop.
     """
 
     dataset: tf.data.Dataset
-    ends_apart: bool = False
+    uneven_end: bool = False
 
 
 class Strategy(abc.ABC):
@@ -109,7 +111,7 @@ class Strategy(abc.ABC):
 
     def holds(self, variable: keras.Variable) -> bool:
         """Say whether the memory of a variable is where this strategy's steps expect it."""
-        return _compat_variables.home_of(variable) is self.home
+        return keras_variables.home_of(variable) is self.home
 
     def adopt(self, model: keras.Model) -> None:
         """Move what was created outside of this strategy's scope into it: weights, optimizer, metrics, random state.
@@ -124,20 +126,20 @@ class Strategy(abc.ABC):
         Raises:
             ValueError: If the model holds variables that are no Keras variables.
         """
-        away = [variable for variable in _compat_variables.state(model) if not self.holds(variable)]
+        away = [variable for variable in keras_variables.state(model) if not self.holds(variable)]
         if {id(variable) for variable in away} & {id(weight) for weight in model.variables}:
             check_variables(model, self.home)
         for variable in away:
             self._move(variable)
-        if away or _compat_variables.belongs_to(model) is not self.home or _compat_variables.has_lost_slots(model):
-            _compat_variables.move_trainer(model, self.home)
+        if away or keras_variables.belongs_to(model) is not self.home or keras_variables.has_lost_slots(model):
+            keras_variables.move_trainer(model, self.home)
 
     def _move(self, variable: keras.Variable) -> None:
         # It is read where it was: within a scope TensorFlow refuses the variables of another strategy.
-        value = tf.convert_to_tensor(variable.value) if _compat_variables.is_allocated(variable) else None
+        value = tf.convert_to_tensor(variable.value) if keras_variables.is_allocated(variable) else None
         with self.scope():
-            _compat_variables.re_create(variable, value)
-        if _compat.is_summed_on_read(variable) and value is not None:  # each replica begins with all of it
+            keras_variables.re_create(variable, value)
+        if keras_model.is_summed_on_read(variable) and value is not None:  # each replica begins with all of it
             self.assign(variable, value)
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
@@ -191,7 +193,7 @@ class Strategy(abc.ABC):
         """
         return  # one device needs no check
 
-    def around_steps(self) -> contextlib.AbstractContextManager[Any]:
+    def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the compiled loop over train or evaluate steps is called."""
         return contextlib.nullcontext()
 
@@ -217,7 +219,7 @@ class Strategy(abc.ABC):
 
     def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
         """Return the logs over the examples of all workers: the metrics' results, and what `compute_metrics` adds."""
-        return metric_entries.results(model)
+        return metric_logs.results(model)
 
     def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
         """Return what each replica of all workers has counted, `[replicas, ...]`, by variable; all workers must ask.
@@ -234,11 +236,11 @@ class Strategy(abc.ABC):
         """Set a variable so that it reads as `value`."""
         variable.assign(value)
 
-    def add_up(self, values: Sequence[float]) -> np.ndarray:
+    def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
         """Return the sums of some numbers over all workers, who must all ask; outside of a step."""
         return np.asarray(values, "float64")
 
-    def from_chief(self, message: bytes | None) -> bytes:
+    def broadcast(self, message: bytes | None) -> bytes:
         """Return the chief's message on every worker, who must all ask; outside of a step.
 
         Args:

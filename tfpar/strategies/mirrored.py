@@ -8,15 +8,16 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, arguments, cluster, data
-from tfpar.strategies.mixing import Mixing
-from tfpar.strategies.mixing import check as check_mixing
-from tfpar.strategies.replicated import Replicated
+from tfpar import cluster, data
+from tfpar._compat import keras_model
+from tfpar.messages import keyword_arguments
+from tfpar.strategies.batch_dependence import BatchDependentLayers, check_choice
+from tfpar.strategies.data_parallel import DataParallel
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
 
 
-class Mirrored(Replicated):
+class Mirrored(DataParallel):
     """Train on several devices of this machine with `tf.distribute.MirroredStrategy`, equal to one device.
 
     Args:
@@ -26,8 +27,8 @@ class Mirrored(Replicated):
             or `"auto"` for TensorFlow's choice. On CPUs always `"reduction_to_one_device"`: TensorFlow's default
             crashes there when one process trains a second model (README, table of facts).
         pack_bytes: Gradients are sent in packs of about this many bytes; None leaves it to TensorFlow.
-        mixing: What becomes of a layer that mixes the examples of a batch: `"refuse"` it before the first step, or
-            `"gather"` the batch, so that every replica computes the layer on all of it.
+        batch_dependent_layers: What becomes of a layer that mixes the examples of a batch: `"refuse"` it before the
+            first step, or `"gather"` the batch, so that every replica computes the layer on all of it.
 
     Raises:
         ValueError: If a device does not exist or is named twice, or the all-reduce does not run on the devices.
@@ -39,20 +40,22 @@ class Mirrored(Replicated):
         2
     """
 
-    @arguments.named
+    @keyword_arguments.named
     def __init__(
         self,
         devices: Sequence[str] | None = None,
         all_reduce: AllReduce = "auto",
         pack_bytes: int | None = None,
-        mixing: Mixing = "refuse",
+        batch_dependent_layers: BatchDependentLayers = "refuse",
     ) -> None:
-        check_mixing(mixing)
+        check_choice(batch_dependent_layers)
         self.devices = cluster.resolve_devices(devices)
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
         cross_device_ops = _cross_device_ops(all_reduce, self.devices, packs_itself=pack_bytes is not None)
-        super().__init__(tf.distribute.MirroredStrategy(self.devices, cross_device_ops), pack_bytes, mixing)
+        super().__init__(
+            tf.distribute.MirroredStrategy(self.devices, cross_device_ops), pack_bytes, batch_dependent_layers
+        )
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
@@ -61,8 +64,8 @@ class Mirrored(Replicated):
         devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in devices]
         if all(device.startswith("CPU") for device in mirrored.devices):
-            _compat.reduce_on_one_device(strategy)
-        Replicated.__init__(mirrored, strategy, None)
+            keras_model.reduce_on_one_device(strategy)
+        DataParallel.__init__(mirrored, strategy, None)
         return mirrored
 
     def describe(self) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_draws, _compat_random, _compat_tracing, data, whole_batch
-from tfpar.pipeline.compare import close
-from tfpar.pipeline.mixing import NUM_SEEDS
-from tfpar.pipeline.trial import moving_statistics
+from tfpar import data
+from tfpar._compat import keras_model, random_state, tf_function, typical_draws
+from tfpar.pipeline.graph.batch_dependence import NUM_SEEDS
+from tfpar.pipeline.graph.example_comparison import close
+from tfpar.pipeline.graph.trial_batch import moving_statistics
+from tfpar.reduction import whole_batch
 
 
 def mixes(model: keras.Model, inputs: Any, training: bool) -> bool:
@@ -44,16 +46,16 @@ class _ModelTrial:
         """Say whether examples depend on others; None where each run draws other numbers."""
         unusual: tuple[float, ...] = ()
         seeds = range(1)
-        with _compat_draws.typical_draws() as drawn:
+        with typical_draws.typical_draws() as drawn:
             differ = self._halves_differ()
             if not differ and not drawn:
                 return False
             if differ and not self._is_random():
                 return True
-        if not _compat_draws.is_dropout(drawn):
-            unusual, seeds = _compat_draws.UNUSUAL, range(NUM_SEEDS)
+        if not typical_draws.is_dropout(drawn):
+            unusual, seeds = typical_draws.UNUSUAL, range(NUM_SEEDS)
         for quantile in unusual:
-            with contextlib.suppress(tf.errors.OpError, ValueError), _compat_draws.typical_draws(quantile):
+            with contextlib.suppress(tf.errors.OpError, ValueError), typical_draws.typical_draws(quantile):
                 if self._halves_differ() and not self._is_random():
                     return True
         found = {self._depends_on_neighbours(seed) for seed in seeds}
@@ -89,14 +91,14 @@ class _ModelTrial:
             return self._outputs(inputs, seed)
 
     def _outputs(self, inputs: Any, seed: int) -> list[Any]:
-        drawing = [_compat_random.state_of_no_layer(), *_compat_draws.seed_states(_compat.all_layers(self._model))]
+        drawing = [random_state.state_of_no_layer(), *typical_draws.seed_states(keras_model.all_layers(self._model))]
         with (
-            keras.StatelessScope(_compat_random.seeded(drawing, seed)),
-            _compat.collect_added_losses(list),
-            _compat_tracing.own_traces(),
+            keras.StatelessScope(random_state.seeded(drawing, seed)),
+            keras_model.collect_added_losses(list),
+            tf_function.own_traces(),
             moving_statistics(of_synchronized=not self._training),
         ):
-            outputs = _compat.call_model(self._model, inputs, self._training)
+            outputs = keras_model.call_model(self._model, inputs, self._training)
         return [one for one in tf.nest.flatten(outputs) if one is not None]
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, data, objective
-from tfpar.reduction import Counts
+from tfpar import data
+from tfpar._compat import keras_model
+from tfpar.reduction import objective
+from tfpar.reduction.replicas import BatchWeights
 
 Run = Callable[..., Any]
 Counting = Callable[[keras.Model, tf.Tensor], AbstractContextManager[None]]
@@ -29,7 +31,7 @@ def train(
     Args:
         model: A built and compiled model.
         batch: An element of the distributed dataset, `(parts, sizes, share, num_examples)`.
-        run: Runs a function on every replica's part, as `Replicated` does.
+        run: Runs a function on every replica's part, as `DataParallel` does.
         sum_gradients: Sums gradients over all replicas, in replica context; takes what an example counts, how
             many of them the replica counts, and the number of the objective.
         apply: Runs an optimizer on every replica with weights and their summed gradients.
@@ -46,7 +48,7 @@ def train(
                 loss, gradients = objective.forward_backward(model, one, part, _counts(part, batch))
             return loss, sum_gradients(model, gradients, share, counted, number)
 
-        with _compat.local_losses():
+        with keras_model.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)
         apply(objective.optimizer_of(model, one), objective.trained_by(model, one), gradients)
         losses.append(loss)
@@ -71,14 +73,14 @@ def evaluate(model: keras.Model, batch: Any, run: Run, metrics_counted: Counting
             with metrics_counted(model, counted):
                 return (objective.loss_of(one, part, False, _counts(part, batch)),)
 
-        with _compat.local_losses():
+        with keras_model.local_losses():
             losses += run(model, on_replica, batch, training=False)
     return _count(model, losses, batch, run, training=False)
 
 
-def _counts(part: Any, batch: Any) -> Counts:
+def _counts(part: Any, batch: Any) -> BatchWeights:
     _, _, share, num_examples = batch
-    return Counts(share, data.num_rows(part), num_examples)
+    return BatchWeights(share, data.num_rows(part), num_examples)
 
 
 def _count(model: keras.Model, losses: list[tf.Tensor], batch: Any, run: Run, *, training: bool) -> tf.Tensor:

@@ -10,35 +10,28 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import (
-    _compat,
-    _compat_graph,
-    _compat_pipeline,
-    _compat_random,
-    _compat_variables,
-    arguments,
-    cluster,
-    data,
-    objective,
-)
+from tfpar import cluster, data
+from tfpar._compat import keras_model, keras_pipeline, keras_tracing, keras_variables, random_state
+from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
-from tfpar.pipeline import graph as model_graph
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.forecast import measure_step
-from tfpar.pipeline.lowering import Lowering
-from tfpar.pipeline.mixing import check_mixing, check_synchronized
-from tfpar.pipeline.outlook import Outlook, look_ahead
-from tfpar.pipeline.partition import Balance, MemoryNeeds, Partition, check_balance, divide
-from tfpar.pipeline.placement import place_weights
-from tfpar.pipeline.profile import CallCost, measure, retrained
-from tfpar.pipeline.programs import StagesOfModel
-from tfpar.pipeline.simulate import Timeline
-from tfpar.pipeline.table import stages_table
-from tfpar.preview import Preview
-from tfpar.strategies.one_copy import OneCopy
+from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
+from tfpar.pipeline.analysis.stage_table import stages_table
+from tfpar.pipeline.analysis.step_timing import measure_step
+from tfpar.pipeline.execution.compiled_stages import StagesOfModel
+from tfpar.pipeline.execution.steps import PipelineSteps
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_synchronized
+from tfpar.pipeline.partition.layer_profile import CallCost, measure, retrained
+from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, check_balance, partition_model
+from tfpar.pipeline.partition.placement import place_weights
+from tfpar.pipeline.schedule.simulator import Timeline
+from tfpar.reduction import objective
+from tfpar.strategies.preview import Preview
+from tfpar.strategies.single_replica import SingleReplica
 
 
-class Pipeline(OneCopy):
+class Pipeline(SingleReplica):
     """Train a model in stages on several devices of this machine, equal to one device.
 
         device 0   F0 F1 F2    B0 F3 B1 …        F: a micro-batch forward through the layers of this stage
@@ -61,8 +54,8 @@ class Pipeline(OneCopy):
             about a third more time.
         memory_limit_bytes: What a device may hold of weights, gradients, optimizer state and activations; None for no
             limit.
-        allow_mixing: Train also layers that mix the examples of a batch, although micro-batches change what they
-            compute.
+        allow_batch_dependent_layers: Also train layers that mix the examples of a batch, although micro-batches change
+            what they compute.
 
     Raises:
         ValueError: If the schedule does not fit, or a device does not exist.
@@ -74,7 +67,7 @@ class Pipeline(OneCopy):
 
     compiles_with_xla = False
 
-    @arguments.named
+    @keyword_arguments.named
     def __init__(
         self,
         num_stages: int,
@@ -85,7 +78,7 @@ class Pipeline(OneCopy):
         recompute: bool = False,
         *,
         memory_limit_bytes: int | None = None,
-        allow_mixing: bool = False,
+        allow_batch_dependent_layers: bool = False,
     ) -> None:
         numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches}
         if memory_limit_bytes is not None:
@@ -98,19 +91,19 @@ class Pipeline(OneCopy):
         self.schedule = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
         self.devices = _devices(self.schedule) if chosen is None else chosen
         self._balance, self._recompute = balance, recompute
-        self._memory_limit_bytes, self._allow_mixing = memory_limit_bytes, allow_mixing
+        self._memory_limit_bytes, self._allow_mixing = memory_limit_bytes, allow_batch_dependent_layers
         self._schedules: PerModel[schedules.Schedule] = PerModel()
         self._partitions: PerModel[Partition] = PerModel()
         self._num_moves: PerModel[int] = PerModel()
         self._stages: PerModel[StagesOfModel] = PerModel()
         self._adds_losses: PerModel[bool] = PerModel()
-        self._lowerings: PerModel[Lowering] = PerModel()
+        self._lowerings: PerModel[PipelineSteps] = PerModel()
         self._present: PerModel[list[bool]] = PerModel()
         self._checked: PerModel[dict[bool, Any]] = PerModel()  # the compilation, by whether the model trains
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created: weights get memory when it is known where they live."""
-        return _compat_pipeline.deferred_weights()
+        return keras_pipeline.deferred_weights()
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
@@ -134,11 +127,11 @@ class Pipeline(OneCopy):
                 f"A pipeline trains by the loss of compile, computed after the last stage, and {type(model).__name__} "
                 "has objectives of its own. Train it with SingleDevice, Mirrored or MultiWorker."
             )
-        if (self._num_moves.get(model) or 0) != _compat_variables.num_moves(model.variables):
+        if (self._num_moves.get(model) or 0) != keras_variables.num_moves(model.variables):
             for known in (self._partitions, self._stages, self._lowerings):  # another strategy had it meanwhile
                 known.pop(model)
         if model not in self._partitions and model.built and getattr(model, "inputs", None):
-            with _compat_random.stand_in_generator():
+            with random_state.stand_in_generator():
                 graph = model_graph.trace(model)
             self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
 
@@ -153,7 +146,7 @@ class Pipeline(OneCopy):
         data.check_same_inputs(self._present, model, batch)
         if model in self._stages:
             self._check_mixing(model, self._partitions[model].graph, batch, training)
-        if model in self._lowerings and self._lowerings[model].compilation is _compat.compilation(model):
+        if model in self._lowerings and self._lowerings[model].compilation is keras_model.compilation(model):
             self._lowerings[model].examples.keep(batch)
             return
         if model not in self._stages:
@@ -173,7 +166,7 @@ class Pipeline(OneCopy):
                 splits_backward=self.schedule.splits_backward,
             )
         schedule = self.schedule_of(model)
-        self._lowerings[model] = Lowering(
+        self._lowerings[model] = PipelineSteps(
             model, self._stages[model], schedule, self._adds_losses[model], self._allow_mixing
         )
         self._lowerings[model].examples.keep(batch)
@@ -182,27 +175,27 @@ class Pipeline(OneCopy):
         """Read a model's operations, check and divide them; return whether a layer adds a loss."""
         given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         model_graph.build(model, given)
-        with _compat_random.stand_in_generator():
+        with random_state.stand_in_generator():
             added: list[Any] = []
-            with _compat.collect_added_losses(lambda: added):
+            with keras_model.collect_added_losses(lambda: added):
                 graph = model_graph.trace(model, given)
             self._check_mixing(model, graph, batch, training)
             inputs = model_graph.standardize(model, given)
             self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
         # A layer tells while it runs on symbols; a model whose own `call` adds one is read.
-        tells = added or any(isinstance(call.operation, _compat_graph.AddedLoss) for call in graph.calls)
-        return bool(tells) or any(layer.activity_regularizer for layer in _compat.all_layers(model))
+        tells = added or any(isinstance(call.operation, keras_tracing.AddedLoss) for call in graph.calls)
+        return bool(tells) or any(layer.activity_regularizer for layer in keras_model.all_layers(model))
 
     def _check_mixing(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:
         """Refuse what micro-batches change in training, or in inference; once for as long as nothing is compiled."""
-        compilation, checked = _compat.compilation(model), self._checked.setdefault(model, {})
+        compilation, checked = keras_model.compilation(model), self._checked.setdefault(model, {})
         if self.schedule.num_microbatches == 1 or self._allow_mixing or checked.get(training, self) is compilation:
             return
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         if training:
             check_synchronized(graph)
         with tf.device(self.devices[0]):
-            check_mixing(graph, model_graph.standardize(model, inputs), training)
+            check_batch_independence(graph, model_graph.standardize(model, inputs), training)
         checked[training] = compilation
 
     def _divide(
@@ -216,10 +209,10 @@ class Pipeline(OneCopy):
     ) -> None:
         self._schedules[model] = schedule = self._fitted(model, graph)
         memory = self._memory(model)
-        partition = divide(graph, balance, schedule.num_stages, schedule.num_devices, costs, size, memory)
+        partition = partition_model(graph, balance, schedule.num_stages, schedule.num_devices, costs, size, memory)
         place_weights(model, partition.stages, self._stage_devices(model))
         self._partitions[model] = partition
-        self._num_moves[model] = _compat_variables.num_moves(model.variables)
+        self._num_moves[model] = keras_variables.num_moves(model.variables)
         self._stages.pop(model)
 
     def _fitted(self, model: keras.Model, graph: model_graph.Graph) -> schedules.Schedule:
@@ -245,10 +238,10 @@ class Pipeline(OneCopy):
         # Where the gradient of the weights waits, what recomputation made again for it waits too.
         one_at_a_time = self._recompute and not self.schedule.splits_backward
         num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
-        num_slots = _compat_pipeline.slots_per_weight(_compat_variables.optimizer_of(model))
+        num_slots = keras_pipeline.slots_per_weight(keras_variables.optimizer_of(model))
         return MemoryNeeds(self._memory_limit_bytes, num_slots, num_activations)
 
-    def look_ahead(self, model: keras.Model, batch: Any) -> Outlook:
+    def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
         """Measure the stages on a batch and predict a step; nothing is trained.
 
         Args:
@@ -260,13 +253,13 @@ class Pipeline(OneCopy):
 
         Example:
             >>> trainer.build(dataset)
-            >>> strategy.look_ahead(trainer.model, next(iter(dataset))).planned.bubble
+            >>> strategy.predict_step_time(trainer.model, next(iter(dataset))).planned.bubble
             0.12
         """
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         lowering = self._prepared(model)
-        with self.around_steps():
-            return look_ahead(
+        with self.step_context():
+            return predict_step_time(
                 self._partitions[model],
                 lowering,
                 self.schedule_of(model),
@@ -278,7 +271,7 @@ class Pipeline(OneCopy):
 
     def preview(self, model: keras.Model, batch: Any) -> Preview:
         """Return the stages as measured on a batch, the step that follows from them, and the picture of both."""
-        outlook, schedule = self.look_ahead(model, batch), self.schedule_of(model)
+        outlook, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
         table = stages_table(outlook.rows, outlook.planned, schedule)
         return Preview(table, outlook.rows, outlook.planned, schedule)
 
@@ -293,12 +286,12 @@ class Pipeline(OneCopy):
             ValueError: If nothing has prepared the model, or not since it was compiled again.
         """
         lowering = self._prepared(model)
-        with self.around_steps():
+        with self.step_context():
             return measure_step(self.schedule_of(model), lambda actions: lowering.timed(batch, actions))
 
-    def _prepared(self, model: keras.Model) -> Lowering:
+    def _prepared(self, model: keras.Model) -> PipelineSteps:
         lowering = self._lowerings.get(model)
-        if lowering is None or lowering.compilation is not _compat.compilation(model):
+        if lowering is None or lowering.compilation is not keras_model.compilation(model):
             raise ValueError(
                 f"A model must be prepared with its first batch before its stages are measured, and {model.name!r} was "
                 f"{'compiled again since' if lowering else 'not yet'}. Call trainer.build(dataset) first."
@@ -321,9 +314,9 @@ class Pipeline(OneCopy):
         """Find out how what an overridden `compute_loss` returns divides over micro-batches, or refuse it."""
         self._lowerings[model].prepare_loss(batch, training)
 
-    def around_steps(self) -> contextlib.AbstractContextManager[Any]:
+    def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow takes less time over the graph of a step, which is a large one."""
-        return _compat_pipeline.optimized_once()
+        return keras_pipeline.short_graph_optimization()
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""

@@ -7,12 +7,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat_variables
+from tfpar._compat import keras_variables
+from tfpar.messages.suggestions import closest
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.mirrored import Mirrored
-from tfpar.strategies.multi_worker import MultiWorker
+from tfpar.strategies.multi_worker.strategy import MultiWorker
 from tfpar.strategies.single_device import SingleDevice
-from tfpar.suggestions import closest
 
 # How each is written, for the way out.
 _WRITTEN = {
@@ -33,7 +33,7 @@ def of(model: keras.Model) -> Strategy:
     Raises:
         TypeError: If it was built under another kind of `tf.distribute` strategy.
     """
-    home = _compat_variables.belongs_to(model)
+    home = keras_variables.belongs_to(model)
     if home is None:
         return SingleDevice()
     strategy = around(home)

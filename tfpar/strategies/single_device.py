@@ -8,13 +8,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import _compat, _compat_variables, arguments, cluster, data, metric_entries, objective
-from tfpar.reduction import Counts
-from tfpar.strategies.one_copy import OneCopy
-from tfpar.update_order import after_reads
+from tfpar import cluster, data
+from tfpar._compat import keras_model, keras_variables
+from tfpar.messages import keyword_arguments
+from tfpar.reduction import metric_logs, objective
+from tfpar.reduction.replicas import BatchWeights
+from tfpar.reduction.update_order import after_reads
+from tfpar.strategies.single_replica import SingleReplica
 
 
-class SingleDevice(OneCopy):
+class SingleDevice(SingleReplica):
     """Train on one device, without any `tf.distribute` strategy.
 
     The steps are those of Keras' own `fit`, in tfpar's loop: the same weights, with less time spent between steps.
@@ -28,7 +31,7 @@ class SingleDevice(OneCopy):
         1
     """
 
-    @arguments.named
+    @keyword_arguments.named
     def __init__(self, device: str | None = None) -> None:
         if device is not None and not isinstance(device, str):
             raise TypeError(f'device must be one name such as "CPU:0" or "GPU:0", received {device!r}.')
@@ -53,7 +56,7 @@ class SingleDevice(OneCopy):
         # Whole numbers stay where they are: TensorFlow keeps most of them on the host.
         if self.device is None or not tf.as_dtype(variable.dtype).is_floating:
             return super().holds(variable)
-        return super().holds(variable) and _compat_variables.is_on(variable, self.device)
+        return super().holds(variable) and keras_variables.is_on(variable, self.device)
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Accept every model: one device is what the others are measured by."""
@@ -66,7 +69,7 @@ class SingleDevice(OneCopy):
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if gradients:
-                with _compat.one_device_optimizer():
+                with keras_model.one_device_optimizer():
                     model.optimizer.apply(gradients, model.trainable_variables)
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
@@ -85,11 +88,11 @@ class SingleDevice(OneCopy):
         """Return the model's outputs, `[batch, ...]` each."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with self.scope():
-            return _compat.call_model(model, inputs, training=False)
+            return keras_model.call_model(model, inputs, training=False)
 
 
 # A divisor over the examples of one device is that of the whole batch.
-_ALL = Counts(in_parts=True, add_up=lambda weight: weight)
+_ALL = BatchWeights(partial_values=True, sum_divisors=lambda weight: weight)
 
 
 def _train_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
@@ -97,7 +100,7 @@ def _train_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
     losses = []
     for one in objective.objectives_of(model):
         loss, gradients = objective.forward_backward(model, one, batch, _ALL)
-        with _compat.one_device_optimizer():
+        with keras_model.one_device_optimizer():
             objective.optimizer_of(model, one).apply(gradients, objective.trained_by(model, one))
         losses.append(loss)
     if objective.counts_steps(model):
@@ -123,22 +126,22 @@ def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any
         The loss (scalar), the outputs (`[batch, ...]` each) and the gradients, None for a variable without one.
     """
     with tf.GradientTape() as tape:
-        outputs = _compat.call_model(model, inputs, training=True)
-        loss = _compat.compute_loss(model, inputs, targets, outputs, weights, training=True)
+        outputs = keras_model.call_model(model, inputs, training=True)
+        loss = keras_model.compute_loss(model, inputs, targets, outputs, weights, training=True)
         scaled = model.optimizer.scale_loss(loss)
     gradients = tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
-    return loss, outputs, after_reads(gradients, (loss, outputs), _compat.recomputes(model))
+    return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
 
 
 def forward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any]:
     """Compute the loss (scalar) and the outputs (`[batch, ...]` each) without training."""
-    outputs = _compat.call_model(model, inputs, training=False)
-    return _compat.compute_loss(model, inputs, targets, outputs, weights, training=False), outputs
+    outputs = keras_model.call_model(model, inputs, training=False)
+    return keras_model.compute_loss(model, inputs, targets, outputs, weights, training=False), outputs
 
 
 def update_metrics(
     model: keras.Model, loss: tf.Tensor, num_examples: tf.Tensor, inputs: Any, targets: Any, outputs: Any, weights: Any
 ) -> None:
     """Add examples to the model's metrics, the loss weighted by their number."""
-    _compat.loss_tracker(model).update_state(loss, sample_weight=num_examples)
-    metric_entries.update_metrics(model, inputs, targets, outputs, weights, whole=not tf.distribute.has_strategy())
+    keras_model.loss_tracker(model).update_state(loss, sample_weight=num_examples)
+    metric_logs.update_metrics(model, inputs, targets, outputs, weights, whole=not tf.distribute.has_strategy())

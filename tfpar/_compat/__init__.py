@@ -1,0 +1,1 @@
+"""Everything private of Keras and TensorFlow that tfpar touches, by upstream surface."""

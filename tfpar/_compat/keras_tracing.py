@@ -1,0 +1,345 @@
+"""What of Keras is private and needed to read a model as a graph, each with the version, the reason and the link.
+
+Written for Keras 3.15. Keras records the operations of a Functional model alone, and those of a nested model as one;
+inside of `call` of a subclass it records nothing. `record` listens instead while a model runs on symbolic tensors:
+
+    model(symbolic)
+      └─ Layer.__call__ ── casts, masks, training
+           └─ symbolic_call ── a model: its own `call`, whose layers come by here in turn
+                               a layer: the shapes of its outputs, and one entry in the list
+
+The threads of Keras share the patched classes: nothing else may call layers meanwhile. Patches end with the context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import keras
+from keras.src import backend
+from keras.src.backend.common import global_state, keras_tensor
+from keras.src.backend.common.variables import Variable
+from keras.src.layers import layer as layer_module
+from keras.src.layers.layer import CallContext
+from keras.src.losses import loss as loss_module
+from keras.src.models.functional import Functional
+from keras.src.ops.core import ConvertToTensor
+
+from tfpar._compat import versions
+
+
+class Recorded(NamedTuple):
+    """One operation that a model applied to symbolic tensors.
+
+    Args:
+        operation: A layer, or an operation of `keras.ops`.
+        args: Positional arguments, as given.
+        kwargs: Named arguments, as given, without `training`.
+        outputs: The symbolic tensors that it made, flat.
+        path: Names of the models around it, the outermost left out, and its own.
+        training: What a layer was told; None for an operation.
+        autocast_dtype: What weights are cast to where an operation reads them; None for as they are.
+    """
+
+    operation: keras.Operation
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[keras.KerasTensor, ...]
+    path: tuple[str, ...]
+    training: bool | None
+    autocast_dtype: str | None
+
+
+class AddedLoss(keras.Operation):
+    """Adds a loss to a model, where its `call` did so."""
+
+    def __init__(self, model: keras.Model) -> None:
+        super().__init__(name="add_loss")
+        self.model = model
+
+    def call(self, loss: Any) -> tuple[()]:
+        """Add what was computed."""
+        self.model.add_loss(loss)
+        return ()
+
+    def compute_output_spec(self, loss: Any) -> tuple[()]:
+        """Return nothing: a loss flows nowhere."""
+        return ()
+
+
+class ReducedLoss(keras.Operation):
+    """Makes a scalar of a loss's values where a model's `call` calls a loss object: one operation, as in Keras 3.15."""
+
+    def __init__(self, reduction: str | None, dtype: Any) -> None:
+        super().__init__(name="loss")
+        self.reduction, self.dtype = reduction, dtype
+
+    def call(self, values: Any, sample_weight: Any = None, mask: Any = None) -> Any:
+        """Reduce what was computed, as Keras does then."""
+        return loss_module.reduce_weighted_values(values, sample_weight, mask, self.reduction, self.dtype)
+
+    def compute_output_spec(self, values: Any, sample_weight: Any = None, mask: Any = None) -> keras.KerasTensor:
+        """Return a symbolic scalar, or values where nothing is reduced."""
+        shape = values.shape if self.reduction in (None, "none") else ()
+        return keras.KerasTensor(shape, backend.standardize_dtype(self.dtype or values.dtype))
+
+
+def record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Recorded], Any]:
+    """Run a built model on symbolic tensors and return what it applied, in order, and what it returned.
+
+    Args:
+        model: Its inner models are opened where they can be run so; another counts as one operation.
+        inputs: Symbolic tensors, in the structure of the model's first argument.
+        training: The argument `training` of the model's call.
+
+    Raises:
+        Exception: Whatever the model's own `call` raises on symbolic tensors.
+    """
+    recorder = _Recorder(model)
+    with recorder.listening():
+        outputs = model(inputs, training=training)
+    return recorder.calls, outputs
+
+
+@dataclasses.dataclass
+class _Frame:
+    """A layer that is being called."""
+
+    kwargs: dict[str, Any]
+    training: bool | None = None
+    opened: bool = False
+
+
+class _Recorder:
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._frames: list[_Frame] = []
+        self._path: list[str] = []
+        self._is_inside = False  # of a layer or operation that is not opened
+        self.calls: list[Recorded] = []
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        def method(function: Any) -> Any:
+            return lambda instance, *args, **kwargs: function(instance, *args, **kwargs)
+
+        replaced = [
+            (keras.Layer, "__call__", method(self._call_layer)),
+            (keras.Layer, "symbolic_call", method(self._call_symbolic)),
+            (keras.Layer, "add_loss", method(self._add_loss)),
+            (keras.Operation, "symbolic_call", method(self._operate)),
+            (loss_module, "reduce_weighted_values", self._reduce_loss),
+            (Variable, "value", property(self._read)),
+            (Variable, "assign", method(self._assign)),
+            # Nothing is left behind in the layers' own lists of nodes.
+            (layer_module, "Node", lambda **_: None),
+            (keras_tensor, "KerasTensor", _Symbolic("Symbolic", (), {"recorder": self})),
+        ]
+        self._originals = {name: getattr(owner, name) for owner, name, _ in replaced if owner is not keras.Operation}
+        with contextlib.ExitStack() as stack:
+            for owner, name, replacement in replaced:
+                stack.enter_context(mock.patch.object(owner, name, replacement))
+            if keras.config.is_traceback_filtering_enabled():  # or Keras wraps every message in pages of its own
+                keras.config.disable_traceback_filtering()
+                stack.callback(keras.config.enable_traceback_filtering)
+            yield
+
+    def is_symbolic(self, leaf: Any) -> bool:
+        """Say whether an operation on it is recorded: weights too, or their values of today would become constants."""
+        return isinstance(leaf, keras.KerasTensor) or (not self._is_inside and isinstance(leaf, Variable))
+
+    def _call_layer(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        call = self._originals["__call__"]
+        if self._is_inside:
+            return call(layer, *args, **kwargs)
+        given_args, given_kwargs = args, dict(kwargs)
+        if not any(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))):
+            args, kwargs = keras.tree.map_structure(_as_symbolic, (args, kwargs))
+        frame = _Frame(given_kwargs)
+        self._frames.append(frame)
+        try:
+            outputs = call(layer, *args, **kwargs)
+        finally:
+            self._frames.pop()
+        if not frame.opened:
+            self._append(layer, given_args, given_kwargs, outputs, frame.training)
+        return outputs
+
+    def _call_symbolic(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+        frame = self._frames[-1]
+        frame.training = _training_in_context()
+        if layer is self._model:
+            frame.opened = True
+            return layer.call(*args, **kwargs)
+        if not self._is_inside and _can_open(layer, frame.kwargs):
+            num_calls = len(self.calls)
+            self._path.append(layer.name)
+            try:
+                outputs = layer.call(*args, **kwargs)
+                if all(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten(outputs)):
+                    frame.opened = True
+                    return outputs
+            except Exception:  # its `call` cannot be read, so it stays one operation
+                pass
+            finally:
+                self._path.pop()
+            del self.calls[num_calls:]
+        with self._inside():
+            return layer.compute_output_spec(*args, **kwargs)
+
+    def _operate(self, operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
+        sizes = getattr(operation, "shape", getattr(operation, "newshape", None))
+        if isinstance(sizes, tuple | list) and None in sizes:
+            raise ValueError(
+                f"it gives the size of the batch to {operation.name!r}, where each micro-batch has its own"
+            )
+        with self._inside():
+            outputs = operation.compute_output_spec(*args, **kwargs)
+        if isinstance(operation, ConvertToTensor) and _is_alike(args[0], outputs):
+            return args[0]  # with its mask
+        if not self._is_inside:
+            self._append(operation, args, kwargs, outputs, None)
+        return outputs
+
+    def _add_loss(self, layer: keras.Layer, loss: Any) -> None:
+        if self._is_inside:
+            self._originals["add_loss"](layer, loss)
+            return
+        for value in keras.tree.flatten(loss):
+            self._append(AddedLoss(layer), (value,), {}, (), None)
+
+    def _reduce_loss(
+        self, values: Any, sample_weight: Any = None, mask: Any = None,
+        reduction: str | None = "sum_over_batch_size", dtype: Any = None,
+    ) -> Any:  # fmt: skip
+        loss = values, sample_weight, mask
+        if self._is_inside or not any(isinstance(one, keras.KerasTensor) for one in loss):
+            return self._originals["reduce_weighted_values"](*loss, reduction, dtype)
+        return ReducedLoss(reduction, dtype).symbolic_call(*loss)
+
+    def _read(self, variable: Variable) -> Any:
+        if self._is_inside:
+            return self._originals["value"].fget(variable)
+        raise ValueError(f"it reads the weight {variable.path!r} outside of a layer and of keras.ops")
+
+    def _assign(self, variable: Variable, value: Any) -> Any:
+        if self._is_inside:
+            return self._originals["assign"](variable, value)
+        raise ValueError(f"it changes the state {variable.path!r} outside of a layer")
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    def _append(self, operation: Any, args: Any, kwargs: Any, outputs: Any, training: bool | None) -> None:
+        scope = backend.get_autocast_scope()
+        made = tuple(leaf for leaf in keras.tree.flatten(outputs) if isinstance(leaf, keras.KerasTensor))
+        named = {name: value for name, value in kwargs.items() if name != "training" or training is None}
+        path = (*self._path, operation.name)
+        self.calls.append(Recorded(operation, args, named, made, path, training, scope and scope.dtype))
+
+
+class _Symbolic(type):
+    """Stands in for the class that `any_symbolic_tensors` asks for."""
+
+    recorder: _Recorder
+
+    def __instancecheck__(cls, leaf: Any) -> bool:
+        return cls.recorder.is_symbolic(leaf)
+
+
+def _as_symbolic(leaf: Any) -> Any:
+    return keras.KerasTensor(leaf.shape, backend.standardize_dtype(leaf.dtype)) if hasattr(leaf, "shape") else leaf
+
+
+def _is_alike(given: Any, made: keras.KerasTensor) -> bool:
+    return isinstance(given, keras.KerasTensor) and all(
+        getattr(given, name) == getattr(made, name) for name in ("dtype", "sparse", "ragged")
+    )
+
+
+def _training_in_context() -> bool | None:
+    context = global_state.get_global_attribute("current_call_ctx")
+    return None if context is None else context.get_value("training")
+
+
+def _can_open(layer: keras.Layer, kwargs: dict[str, Any]) -> bool:
+    # A mask given by hand to a Functional model is hung on its input, where a graph of tensors cannot see it.
+    takes_mask = kwargs.get("mask") is not None and not has_own_call(layer)
+    return isinstance(layer, keras.Model) and not takes_mask and not has_own_ending(layer)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Say whether the model and its layers at every depth have their weights."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def has_own_call(model: keras.Layer) -> bool:
+    """Say whether a model says in Python what it applies, and not as a graph of Keras' own."""
+    return type(model).call not in (Functional.call, keras.Sequential.call)
+
+
+def has_own_ending(model: keras.Layer) -> bool:
+    """Say whether Keras does something of the model's own with what its `call` returns: a mask, an added loss."""
+    return type(model).compute_mask is not keras.Layer.compute_mask or model.activity_regularizer is not None
+
+
+def declared_inputs(model: keras.Model) -> Any:
+    """Return the symbolic inputs that a Functional or built Sequential model was made of; None where there are none.
+
+    Keras 3.15 gives them flat as `model.inputs`; the structure that the user calls with is private.
+    """
+    functional = _functional(model)
+    return None if functional is None else functional._inputs_struct
+
+
+def standardize_inputs(model: keras.Model, inputs: Any) -> list[Any]:
+    """Convert the arguments of a model with declared inputs as its `call` does, and return them flat."""
+    functional = _functional(model)
+    functional._assert_input_compatibility(inputs)
+    return list(functional._standardize_inputs(inputs))
+
+
+def _functional(model: keras.Model) -> Any:
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if isinstance(model, Functional) else None
+
+
+def takes_training(operation: keras.Operation) -> bool:
+    """Say whether a call may be told `training`, as Keras' own graphs ask (`operation_fn` in `functional.py`)."""
+    if not isinstance(operation, keras.Layer):
+        return False
+    return "training" in versions.private(operation, "_call_context_args")
+
+
+def autocast(dtype: str | None) -> contextlib.AbstractContextManager[Any]:
+    """Cast weights that operations read, as a model of mixed precision does around its `call`."""
+    return contextlib.nullcontext() if dtype is None else backend.AutocastScope(dtype)
+
+
+@contextlib.contextmanager
+def one_model_call(operations: Iterable[keras.Operation]) -> Iterator[None]:
+    """Let operations run as if a model around them had been called, with the losses of the last call gone.
+
+    A Keras 3.15 layer that is called outside of a model clears its losses first, so that of a layer applied twice one
+    would be lost.
+    """
+    for operation in operations:
+        layer = operation.model if isinstance(operation, AddedLoss) else operation
+        if isinstance(layer, keras.Layer):
+            layer._clear_losses()
+    outer = global_state.get_global_attribute("current_call_ctx")
+    global_state.set_global_attribute("current_call_ctx", CallContext(entry_layer=None))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("current_call_ctx", outer)

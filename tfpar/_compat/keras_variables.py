@@ -1,0 +1,195 @@
+"""Memory of Keras variables: whose it is, and how it is re-created elsewhere under the same Keras object.
+
+Written for Keras 3.15 and TensorFlow 2.21. A `keras.Variable` keeps a `tf.Variable` in `_value`
+(keras/src/backend/tensorflow/core.py); what a user holds, a weight, an optimizer or a metric, is the Keras object, so
+it stays valid when the memory behind it is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute.values import DistributedVariable
+
+from tfpar._compat import versions
+
+
+def state(model: keras.Model) -> list[Any]:
+    """Return all Keras variables behind a model's training, each once: weights, random state, optimizer, metrics.
+
+    `Layer.variables` leaves out the variables of metrics that layers hold. The metrics of a compilation are in
+    `model.metrics` once they are built, and before that where Keras 3.15 keeps what `compile` was given.
+    """
+    held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
+    compiled = versions.private(model, "_compile_metrics")
+    if compiled is not None:
+        given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+        held += [metric for metric in given if isinstance(metric, keras.Metric)]
+    groups = [model.variables, *(one.variables for one in (*model.metrics, *held, *_optimizers(model)))]
+    return list({id(variable): variable for group in groups for variable in group}.values())
+
+
+class PenalizedScope(keras.StatelessScope):
+    """A scope without values of its own in which regularizers get the weights, and so gradients flow to these.
+
+    Keras 3.15 asks the scope for the value that a regularizer gets, and passes on the None of a weight that has none
+    there (keras/src/layers/layer.py, `_get_regularization_losses`).
+    """
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Return what was assigned inside the scope, or else the memory of a weight that has a regularizer."""
+        value = super().get_current_value(variable)
+        return variable._value if value is None and variable.regularizer is not None else value
+
+
+def optimizer_of(model: keras.Model) -> Any:
+    """Return the optimizer of a model, None where it is not compiled, or compiled without one (Keras 3.15)."""
+    return getattr(model, "optimizer", None)
+
+
+def _optimizers(model: keras.Model) -> list[Any]:
+    """Return the optimizers that a model holds, more than one where its step is of its own, with those they wrap."""
+    found = [
+        one
+        for value in vars(model).values()
+        for one in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        )
+        if isinstance(one, keras.Optimizer)
+    ]
+    return found + [innermost(one) for one in found if innermost(one) is not one]
+
+
+def innermost(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Return the optimizer that another wraps, as one for scaled losses does, or else the optimizer itself."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.inner_optimizer
+    return getattr(optimizer, "inner_optimizer", optimizer)  # a user's own may wrap one too
+
+
+def home_of(variable: Any) -> tf.distribute.Strategy | None:
+    """Return the `tf.distribute` strategy that a variable's memory belongs to, None for plain memory."""
+    return _home_of_memory(variable._value)
+
+
+def _home_of_memory(memory: Any) -> tf.distribute.Strategy | None:
+    return memory._distribute_strategy if isinstance(memory, DistributedVariable) else None
+
+
+def re_create(variable: Any, value: Any = None) -> None:
+    """Allocate the memory of a variable again, in the scope and on the device in force.
+
+    Args:
+        variable: A Keras variable, perhaps without memory yet.
+        value: What it holds then; None runs the initializer that waits for its memory.
+    """
+    if value is None:
+        variable._initialize_with_initializer(variable._initializer)
+        variable._initializer = None
+    else:
+        variable._initialize(value)
+    variable._tfpar_moves = getattr(variable, "_tfpar_moves", 0) + 1
+
+
+def num_moves(variables: Iterable[Any]) -> int:
+    """Return how often the memory of some variables was allocated again: what was traced with a former one is stale."""
+    return sum(getattr(variable, "_tfpar_moves", 0) for variable in variables)
+
+
+def is_allocated(variable: Any) -> bool:
+    """Say whether a variable has memory; a pipeline allocates weights when their stages are known."""
+    return variable._value is not None
+
+
+def is_on(variable: Any, device: str) -> bool:
+    """Say whether the memory of a variable is on a device of this process, such as `"GPU:1"`."""
+    return is_allocated(variable) and short_name(variable._value.device) == short_name(device)
+
+
+def short_name(device: str) -> tuple[str, int]:
+    """Return type and number of a device of this process, named in full or in short."""
+    spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
+    return spec.device_type, spec.device_index
+
+
+def belongs_to(model: keras.Model) -> tf.distribute.Strategy | None:
+    """Return the strategy in whose scope a model was built, or else the one that its weights belong to.
+
+    Keras notes the scope in `_distribute_strategy`. A model that somebody makes of the layers of another one outside
+    of the scope has none there.
+    """
+    noted: tf.distribute.Strategy | None = model._distribute_strategy
+    return noted or next(filter(None, map(home_of, model.variables)), None)
+
+
+def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
+    """Let Keras' own methods of a model and its optimizer know the strategy that their variables belong to.
+
+    Keras' optimizers remember the strategy in whose scope they are created, and find a weight's slots by the weight's
+    memory (keras/src/backend/tensorflow/optimizer.py).
+
+    Args:
+        model: A model whose variables are all in place.
+        home: Their strategy; None for plain memory.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.Model):
+            versions.replace(layer, "_distribute_strategy", home)
+    forget_functions(model)
+    for optimizer in _optimizers(model):
+        versions.replace(optimizer, "_distribution_strategy", home or tf.distribute.get_strategy())
+        find_slots(optimizer)
+
+
+def has_lost_slots(model: keras.Model) -> bool:
+    """Say whether the memory of weights was allocated again since an optimizer created their slots."""
+    return any(
+        optimizer._var_key(weight) not in optimizer._trainable_variables_indices
+        for optimizer in _optimizers(model)
+        for weight in optimizer._trainable_variables
+    )
+
+
+def find_slots(optimizer: Any) -> None:
+    """Let an optimizer find the slots of its weights by the memory that these have now (Keras 3.15)."""
+    indices = {optimizer._var_key(weight): index for index, weight in enumerate(optimizer._trainable_variables)}
+    versions.replace(optimizer, "_trainable_variables_indices", indices)
+
+
+def forget_functions(model: keras.Model) -> None:
+    """Drop what Keras' own `fit`, `evaluate` and `predict` traced: it holds memory that is no longer the model's."""
+    for name in ("train_function", "test_function", "predict_function"):
+        versions.replace(model, name, None)
+
+
+def bare_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> list[tuple[keras.Layer, Any]]:
+    """Return the `tf.Variable`s of another strategy than `home` that layers hold as attributes, with their layers.
+
+    Keras does not track these.
+    """
+    return [
+        (layer, value)
+        for layer in model._flatten_layers()
+        for attribute in vars(layer).values()
+        for value in (attribute if isinstance(attribute, list | tuple) else [attribute])
+        if isinstance(value, tf.Variable) and _home_of_memory(value) is not home
+    ]
+
+
+def convert_replicated_variables() -> None:
+    """Let Python and NumPy convert a replicated variable: `float(optimizer.learning_rate)`, `int(iterations)`.
+
+    TensorFlow 2.21's `DistributedVariable` has `numpy`, but not the `__float__`, `__int__` and `__array__` of its other
+    variables (tensorflow/python/distribute/values.py), which Keras 3.15 calls (keras/src/backend/common/variables.py).
+    """
+    methods = {
+        "__float__": lambda variable: float(variable.numpy()),
+        "__int__": lambda variable: int(variable.numpy()),
+        "__array__": lambda variable, dtype=None, copy=None: np.array(variable.numpy(), dtype),
+    }
+    for name, method in methods.items():
+        setattr(DistributedVariable, name, method)

@@ -1,0 +1,144 @@
+"""The global random states: Keras' generator of no layer, Python's, NumPy's and TensorFlow's eager ones.
+
+Written for Keras 3.15 and TensorFlow 2.21. What is drawn from them before the first step, to try out a model, is drawn
+from nowhere else afterwards: layers that are made later would begin with other weights than after Keras' own `fit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator as seed_generator_module
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, global_seed_generator, make_default_seed
+from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
+from tensorflow.python.eager import context
+
+from tfpar._compat import versions
+
+
+def state_of_no_layer() -> Any:
+    """Return the state of Keras 3.15's global generator, which draws for `keras.random` without a seed.
+
+    Keras makes the generator when something draws from it for the first time, with a seed from Python's `random`.
+    """
+    return global_seed_generator().state
+
+
+def states_of_no_layer() -> list[Any]:
+    """Return that state in a list, which is empty as long as Keras has not made the generator."""
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return [] if generator is None else [generator.state]
+
+
+def seeded(states: Iterable[Any], seed: int) -> list[tuple[Any, tf.Tensor]]:
+    """Seed Python's, NumPy's and TensorFlow's random states; return values for the states of Keras' seed generators.
+
+    A trial that draws with them comes to the same verdict in every process. `preserved_random_state` takes it back.
+
+    Args:
+        states: Of seed generators; each draws numbers of its own.
+        seed: A small number.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    tf.random.set_seed(seed)
+    return [(state, tf.cast([seed, number], state.dtype)) for number, state in enumerate(states)]
+
+
+def draws_from_no_layer(scope: keras.StatelessScope, known: Iterable[Any]) -> bool:
+    """Say whether something drew from Keras' global generator inside a scope.
+
+    Args:
+        scope: Where it would have changed the state.
+        known: States whose new values somebody takes from the scope already.
+    """
+    return any(
+        scope.get_current_value(state) is not None and not any(state is other for other in known)
+        for state in states_of_no_layer()
+    )
+
+
+@contextlib.contextmanager
+def stand_in_generator() -> Iterator[None]:
+    """Let Keras' global generator be after this context as before: in the same state, or not there yet.
+
+    Inside of it there is one. Nothing is drawn from Python's `random` to make it.
+    """
+    before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    value = None if before is None else before.state.numpy()
+    if before is None:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, keras.random.SeedGenerator(0, name="stand_in"))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
+        if before is not None:
+            before.state.assign(value)
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Let every global random state be after this context as before, also where it is seeded inside."""
+    python, of_numpy = random.getstate(), np.random.get_state()
+    of_tensorflow = context.context()
+    versions.require_mentioned(context.Context._internal_operation_seed, "_rng")
+    seed, generator = of_tensorflow._seed, getattr(of_tensorflow, "_rng", None)  # none before the first seed
+    state = generator and generator.getstate()
+    of_keras = global_state.get_global_attribute(GLOBAL_RANDOM_SEED)
+    try:
+        with stand_in_generator():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(of_numpy)
+        of_tensorflow._seed = seed
+        if generator is not None:
+            of_tensorflow._rng = generator
+            generator.setstate(state)
+        global_state.set_global_attribute(GLOBAL_RANDOM_SEED, of_keras)
+
+
+class GeneratorOnReplicas:
+    """Keras' global generator with a state on every replica.
+
+    Keras 3.15 makes the generator where something draws from it first: outside of a strategy's scope, or while a step
+    is traced. Replicas can assign to neither ("singleton tf.Variables", "created on the first call"). This one takes
+    its place when a replica draws, and goes on where it was.
+
+    Args:
+        strategy: In whose scope the state is made.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
+        found = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+        self._makes = found is None
+        self._generator = found
+        if found is None or not strategy.extended.variable_created_in_scope(found.state.value):
+            python = random.getstate()
+            seed = make_default_seed()
+            random.setstate(python)  # nothing may ever draw
+            with strategy.scope():
+                self._generator = keras.random.SeedGenerator(seed, name="global_seed_generator")
+            if found is not None:
+                self._generator.state.assign(found.state)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let what draws without a seed inside this context draw from here."""
+        with mock.patch.object(seed_generator_module, "global_seed_generator", self._draws):
+            yield
+
+    def _draws(self) -> keras.random.SeedGenerator:
+        if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is not self._generator:
+            if self._makes:
+                make_default_seed()
+            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self._generator)
+        return self._generator

@@ -1,0 +1,176 @@
+"""Typical numbers in the place of random ones, so that a trial can compare runs on a batch and on parts of it.
+
+    on four examples      dropout keeps every unit, uniform(0, 1) is 0.6 everywhere
+    on two of them        the same numbers, whatever is drawn in which order and shape
+
+Written for Keras 3.15, whose layers and `keras.random` all draw through one module, `keras.src.backend.random`, and
+TensorFlow 2.21. What is traced draws as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from keras.src.backend import random as keras_random
+from tensorflow.python.ops import random_ops
+
+from tfpar._compat import tf_function
+
+# Not the middle, where noise would be zero and hide what it is multiplied with.
+TYPICAL = 0.6
+# What a layer does with a small chance only, it does with numbers this small, or this large.
+UNUSUAL = (0.03, 0.97)
+
+
+@contextlib.contextmanager
+def typical_draws(quantile: float = TYPICAL) -> Iterator[list[str]]:
+    """Let random functions return typical numbers inside this context, where they run eagerly and have no fixed seed.
+
+    Only in the thread that enters it: others may augment the data of the first steps.
+
+    Args:
+        quantile: Which number of a distribution stands for all of them: the one that this share of its numbers is
+            below.
+
+    Returns:
+        The names of the functions that were called, in a list that grows.
+    """
+    called: list[str] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tf_function.eager_functions())
+        for module, functions in _FUNCTIONS:
+            for name, typical in functions.items():
+                draw = _patched(module, name, typical and functools.partial(typical, quantile), called)
+                stack.enter_context(mock.patch.object(module, name, draw))
+        yield called
+
+
+def is_dropout(called: Sequence[str]) -> bool:
+    """Say whether nothing was called but dropout, which keeps every unit whatever the quantile."""
+    return bool(called) and set(called) == {"dropout"}
+
+
+def seed_states(layers: Iterable[keras.Layer]) -> list[keras.Variable]:
+    """Return the states of the seed generators that layers hold, in attributes or in lists of them."""
+    return [generator.state for layer in layers for generator in layer._seed_generators]
+
+
+def _patched(module: Any, name: str, typical: Callable[..., Any] | None, called: list[str]) -> Callable[..., Any]:
+    original, thread = getattr(module, name), threading.get_ident()
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if module is keras_random and isinstance(given.get("seed"), int):
+            return original(*args, **kwargs)  # the same numbers each time: constants
+        called.append(name)
+        if typical is None or not tf.executing_eagerly():
+            return original(*args, **kwargs)
+        return typical(**{name: value for name, value in given.items() if name not in _LEFT_OUT})
+
+    return draw
+
+
+def _fill(value: Any, shape: Any, dtype: Any) -> tf.Tensor:
+    dtype = tf.as_dtype(dtype or keras.config.floatx())
+    return tf.broadcast_to(tf.cast(tf.floor(value) if dtype.is_integer else value, dtype), shape)
+
+
+def _normal(quantile: float, shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None) -> tf.Tensor:
+    deviations = statistics.NormalDist().inv_cdf(quantile)
+    return _fill(_float64(mean) + deviations * _float64(stddev), shape, dtype)
+
+
+def _uniform(quantile: float, shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None) -> tf.Tensor:
+    low, high = _float64(minval), _float64(1.0 if maxval is None else maxval)
+    return _fill(low + quantile * (high - low), shape, dtype)
+
+
+def _categorical(quantile: float, logits: Any, num_samples: Any, dtype: Any = "int64") -> tf.Tensor:
+    below = tf.cumsum(tf.nn.softmax(_float64(logits)), -1) < quantile
+    return tf.cast(tf.repeat(tf.math.count_nonzero(below, -1)[:, None], num_samples, 1), dtype)
+
+
+def _gamma(quantile: float, shape: Any, alpha: Any, dtype: Any = None) -> tf.Tensor:
+    return _fill(2 * quantile * _float64(alpha), shape, dtype)
+
+
+def _binomial(quantile: float, shape: Any, counts: Any, probabilities: Any, dtype: Any = None) -> tf.Tensor:
+    counts, probabilities = _float64(counts), _float64(probabilities)
+    some = tf.where(probabilities < 1, tf.round(quantile * counts), counts)
+    return _fill(tf.where(probabilities > 0, some, tf.zeros_like(some)), shape, dtype)
+
+
+def _beta(quantile: float, shape: Any, alpha: Any, beta: Any, dtype: Any = None) -> tf.Tensor:
+    return _fill(quantile, shape, dtype)
+
+
+def _dropout(quantile: float, inputs: Any = None, rate: Any = None, x: Any = None) -> tf.Tensor:
+    return tf.convert_to_tensor(x if inputs is None else inputs)
+
+
+def _float64(value: Any) -> tf.Tensor:
+    return tf.cast(value, tf.float64)
+
+
+_LEFT_OUT = ("self", "seed", "name", "noise_shape")
+
+# None for what draws as usual: there a trial compares other neighbours.
+_FUNCTIONS: list[tuple[Any, dict[str, Callable[..., Any] | None]]] = [
+    (
+        keras_random,
+        {
+            "normal": _normal,
+            "truncated_normal": _normal,
+            "uniform": _uniform,
+            "randint": functools.partial(_uniform, dtype="int32"),
+            "categorical": _categorical,
+            "gamma": _gamma,
+            "binomial": _binomial,
+            "beta": _beta,
+            "dropout": _dropout,
+            "shuffle": None,
+        },
+    ),
+    (
+        tf.random,
+        {
+            "normal": functools.partial(_normal, dtype="float32"),
+            "truncated_normal": functools.partial(_normal, dtype="float32"),
+            "uniform": functools.partial(_uniform, dtype="float32"),
+            "shuffle": None,
+        },
+    ),
+    (tf.nn, {"dropout": _dropout}),
+    # What functions of TensorFlow draw with, such as those of tf.image.
+    (
+        random_ops,
+        {
+            "random_normal": functools.partial(_normal, dtype="float32"),
+            "truncated_normal": functools.partial(_normal, dtype="float32"),
+            "random_uniform": functools.partial(_uniform, dtype="float32"),
+            "random_shuffle": None,
+        },
+    ),
+    (
+        tf.random.Generator,
+        {
+            "normal": functools.partial(_normal, dtype="float32"),
+            "truncated_normal": functools.partial(_normal, dtype="float32"),
+            "uniform": functools.partial(_uniform, dtype="float32"),
+        },
+    ),
+    (keras.random.SeedGenerator, {"next": None}),
+]

@@ -1,0 +1,153 @@
+"""The JSON of a checkpoint, next to its arrays: written, and checked where it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfpar.checkpoint.callback_state import extract_arrays, insert_arrays
+from tfpar.checkpoint.file_format import STATE, DamagedError, decode
+
+_REPLICAS = "replicas/"
+_LARGEST = 2**63 - 1  # of TensorFlow's integers
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """The position of a run, in its epochs and in its data.
+
+    Args:
+        epoch: Completed epochs.
+        step: Completed steps of the epoch that has begun.
+        passes: Passes over the dataset that have begun before the current one.
+        batches: Global batches taken from the current pass.
+        stopped: Whether a callback has ended the training.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    passes: int = 0
+    batches: int = 0
+    stopped: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and found whole.
+
+    Args:
+        arrays: State variables by name.
+        parts: What each replica had counted of those of metrics, `[replicas, ...]`, by name.
+        step: Updates of the optimizer; None in files of older versions.
+        position: The position of the run.
+        callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
+        run: The identity of the run that wrote it; "" in files of older versions.
+    """
+
+    arrays: dict[str, np.ndarray]
+    parts: dict[str, np.ndarray]
+    step: int | None
+    position: Position
+    callbacks: dict[str, Any]
+    run: str
+
+
+def pack(
+    arrays: Mapping[str, np.ndarray],
+    parts: Mapping[str, np.ndarray],
+    step: int,
+    position: Position,
+    callbacks: dict[str, Any],
+    run: str,
+) -> dict[str, np.ndarray]:
+    """Return all arrays of a checkpoint's file, copied as far as callbacks may change them.
+
+    Args:
+        arrays: State variables by name, copied.
+        parts: What each replica has counted of those of metrics, `[replicas, ...]`, by name, copied.
+        step: Updates of the optimizer.
+        position: The position of the run.
+        callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
+        run: The identity of the run.
+    """
+    extracted: dict[str, np.ndarray] = {}
+    of_replicas = {_REPLICAS + name: values for name, values in parts.items()}
+    state = {
+        "step": step,
+        "run": run,
+        "position": dataclasses.asdict(position),
+        "callbacks": extract_arrays(callbacks, extracted),
+        "num_arrays": len(arrays) + len(of_replicas) + len(extracted),
+    }
+    copies = {name: array.copy() for name, array in extracted.items()}
+    return {**arrays, **of_replicas, **copies, STATE: np.array(json.dumps(state))}
+
+
+def unpack(source: Path | bytes) -> Checkpoint:
+    """Read a checkpoint and check all that it says.
+
+    Args:
+        source: A file, or its bytes.
+
+    Raises:
+        DamagedError: If it is not what a run writes.
+        OSError: If the file cannot be opened.
+    """
+    arrays = decode(source)
+    try:
+        state = json.loads(str(arrays.pop(STATE)))
+    except KeyError:
+        raise DamagedError(f"it lacks {STATE}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"its {STATE} is no JSON") from error
+    if not isinstance(state, dict):
+        raise DamagedError(f"its {STATE} is no table")
+    # One flipped bit in the zip's directory can hide members. Older files have no number.
+    if len(arrays) != state.get("num_arrays", len(arrays)):
+        raise DamagedError(f"it has {len(arrays)} arrays, and another number when it was written")
+    for name, array in arrays.items():
+        if name.startswith("weights/") and array.dtype.kind in "fc" and not np.isfinite(array).all():
+            raise DamagedError(f"{name[:60]} is not finite")  # such a one is never written
+    step, run = state.get("step"), state.get("run", "")
+    if step is not None and not _is_number(step):
+        raise DamagedError(f"its step is {step!r:.40}")
+    if not isinstance(run, str):
+        raise DamagedError(f"its run is {run!r:.40}")
+    others = ("callbacks/", _REPLICAS)
+    return Checkpoint(
+        {name: array for name, array in arrays.items() if not name.startswith(others)},
+        {name.removeprefix(_REPLICAS): array for name, array in arrays.items() if name.startswith(_REPLICAS)},
+        step,
+        _position(state.get("position")),
+        _callbacks(state.get("callbacks"), arrays),
+        run,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+
+
+def _position(values: Any) -> Position:
+    fields = [field.name for field in dataclasses.fields(Position)]
+    if not isinstance(values, dict) or sorted(values) != sorted(fields):
+        raise DamagedError(f"its position is {values!r:.40}")
+    for name, value in values.items():
+        if not (isinstance(value, bool) if name == "stopped" else _is_number(value)):
+            raise DamagedError(f"its position has {name} = {value!r:.40}")
+    return Position(**values)
+
+
+def _callbacks(values: Any, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    if not isinstance(values, dict) or not all(isinstance(one, dict) for one in values.values()):
+        raise DamagedError("it has no state of callbacks")
+    try:
+        found: dict[str, Any] = insert_arrays(values, arrays)
+    except KeyError as error:
+        raise DamagedError(f"it lacks the array {error}"[:100]) from error
+    return found

@@ -1,0 +1,184 @@
+"""The state of a model by name: read it, hash it, send it, give it back.
+
+State has no layout: it is kept by the names of layers and slots, never by device, replica or worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfpar.checkpoint import file_format
+from tfpar.reduction import objective
+
+Assign = Callable[[keras.Variable, Any], Any]
+
+
+def state_variables(model: keras.Model) -> dict[str, Any]:
+    """Return every variable of a training run by name: weights and random state, optimizer, metrics.
+
+    The names are those of layers and slots, without the numbers that Keras gives to a name's second use in one
+    process, so that the same model function gives the same names. The order tells apart what is left equal.
+
+    Args:
+        model: A built and compiled model.
+    """
+    groups = {
+        "weights": model.variables,
+        "optimizer": [
+            *model.optimizer.variables,
+            *(variable for optimizer, _ in objective.updates_of(model) for variable in optimizer.variables),
+        ],
+        "metrics": [variable for metric in model.metrics for variable in metric.variables],
+    }
+    named: dict[str, Any] = {}
+    seen: set[int] = set()
+    for group, variables in groups.items():
+        for variable in variables:
+            if id(variable) in seen:
+                continue
+            seen.add(id(variable))
+            path = re.sub(r"_\d+(?=[_/]|$)", "", variable.path)
+            name, count = f"{group}/{path}", 1
+            while name in named:
+                count += 1
+                name = f"{group}/{path}#{count}"
+            named[name] = variable
+    return named
+
+
+def names(model: keras.Model) -> dict[int, str]:
+    """Return the name of every state variable by its `id`."""
+    return {id(variable): name for name, variable in state_variables(model).items()}
+
+
+def describe(model: keras.Model) -> str:
+    """Return a line for each state variable: its name, shape and type."""
+    variables = state_variables(model)
+    return "".join(f"{name} {tuple(variable.shape)} {variable.dtype}\n" for name, variable in variables.items())
+
+
+def read_arrays(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a copy of every variable with its name, one after another, in the same order on every worker."""
+    for name, variable in state_variables(model).items():
+        yield name, storable(np.asarray(variable.numpy()))
+
+
+def storable(array: np.ndarray) -> np.ndarray:
+    """Return an array in a type that NumPy stores: it knows no bfloat16, and each is exactly a float32."""
+    return array.astype("float32") if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
+
+
+def assign_arrays(
+    model: keras.Model, arrays: dict[str, np.ndarray], origin: str, assign: Assign = keras.Variable.assign
+) -> None:
+    """Give a model all of its state.
+
+    Args:
+        model: A built and compiled model.
+        arrays: Every state variable's array by name.
+        origin: Where the arrays come from, for the message; it begins a sentence.
+        assign: Sets a variable; that of a strategy knows which replica holds what all add up.
+
+    Raises:
+        ValueError: If names, shapes or types are those of another model; nothing is then assigned.
+    """
+    variables = state_variables(model)
+    saved = {name: array.shape for name, array in arrays.items()}
+    wanted = {name: tuple(variable.shape) for name, variable in variables.items()}
+    if saved != wanted:
+        name = next(name for name in [*wanted, *saved] if saved.get(name) != wanted.get(name))
+        raise ValueError(
+            f"{origin} is of another model: {name!r} has shape {saved.get(name, 'none')} there and "
+            f"{wanted.get(name, 'none')} in this model. Resume with the model that wrote it, or use another directory."
+        )
+    converted = {name: _convert(name, arrays[name], variable, origin) for name, variable in variables.items()}
+    for name, variable in variables.items():
+        assign(variable, converted[name])
+
+
+def assign_parts(model: keras.Model, parts: dict[str, np.ndarray], assign: Assign) -> None:
+    """Give the replicas what each had counted, as far as it fits; the sums are assigned already.
+
+    Args:
+        model: A built and compiled model.
+        parts: `[replicas, ...]` by name.
+        assign: Gives a variable's replicas their parts, if there are as many.
+    """
+    for name, variable in state_variables(model).items():
+        values = parts.get(name)
+        if values is not None and values.shape[1:] == tuple(variable.shape) and _holds(variable, values):
+            assign(variable, values.astype(_kind(variable)))
+
+
+def _kind(variable: Any) -> np.dtype[Any]:
+    """Return NumPy's type for a variable: it knows no bfloat16, and float32 holds its range."""
+    return np.dtype("float32" if variable.dtype == "bfloat16" else variable.dtype)
+
+
+def _holds(variable: Any, array: np.ndarray) -> bool:
+    return array.ndim > 0 and bool(np.can_cast(array.dtype, _kind(variable), "same_kind"))
+
+
+def _convert(name: str, array: np.ndarray, variable: Any, origin: str) -> np.ndarray:
+    """Return an array in its variable's type, or refuse one whose numbers that type cannot hold."""
+    kind = _kind(variable)
+    if not np.can_cast(array.dtype, kind, "same_kind"):
+        raise ValueError(
+            f"{origin} is of another model: {name!r} is {array.dtype} there and {variable.dtype} in this model. Resume "
+            "with the model that wrote it, or use another directory."
+        )
+    with np.errstate(over="ignore"):
+        converted: np.ndarray = array.astype(kind, copy=False)
+    if array.dtype != kind and not np.array_equal(np.isfinite(converted), np.isfinite(array)):
+        raise ValueError(
+            f"{origin} holds numbers in {name!r} that {variable.dtype} cannot hold. Resume with the precision that it "
+            "was written with, or use another directory."
+        )
+    return converted
+
+
+def snapshot_bytes(model: keras.Model) -> bytes:
+    """Return all state of a model in one piece, to send the chief's fresh weights to every worker.
+
+    Args:
+        model: A built and compiled model.
+
+    Example:
+        >>> assign_bytes(other, snapshot_bytes(model))
+    """
+    return file_format.encode(read_arrays(model))
+
+
+def assign_bytes(model: keras.Model, blob: bytes, assign: Assign = keras.Variable.assign) -> None:
+    """Give a model the state that `snapshot_bytes` took from one like it.
+
+    Raises:
+        ValueError: If it is the state of another model, or damaged.
+    """
+    assign_arrays(model, file_format.decode(blob), "The chief's state", assign)
+
+
+def digest(model: keras.Model) -> str:
+    """Return a SHA-256 of weights, optimizer and random state: equal on two workers where all of these are equal.
+
+    Metrics are left out, since every worker counts its own examples.
+
+    Args:
+        model: A built and compiled model.
+
+    Returns:
+        64 hexadecimal digits.
+    """
+    total = hashlib.sha256()
+    for name, array in read_arrays(model):
+        if name.startswith("metrics/"):
+            continue
+        total.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        total.update(np.ascontiguousarray(array).data)
+    return total.hexdigest()

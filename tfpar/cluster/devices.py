@@ -1,0 +1,155 @@
+"""This process and its devices: logical CPUs, device names, and where TensorFlow's start-up messages go."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from tfpar.commands import standard_streams
+from tfpar.messages import tensorflow_log
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+
+def use_logical_cpus(num_devices: int, threads_per_device: int | None = None) -> None:
+    """Split this host's CPU into several logical devices, before TensorFlow starts.
+
+    So a strategy for several devices can be tried, tested and debugged on a machine without GPUs. The devices share
+    one pool of threads: with one intra-op thread and as many cores as devices, each behaves like one core.
+
+    Args:
+        num_devices: How many devices, at least 1: `CPU:0`, `CPU:1` and so on.
+        threads_per_device: Threads inside one operation; None for TensorFlow's choice, all cores.
+
+    Raises:
+        ValueError: If `num_devices` is below 1.
+        RuntimeError: If TensorFlow has started with another number of CPUs: nothing can be changed after that.
+
+    Example:
+        >>> tfpar.use_logical_cpus(2)
+        >>> len(tf.config.list_logical_devices("CPU"))
+        2
+    """
+    import tensorflow as tf
+
+    if not isinstance(num_devices, int):
+        raise TypeError(f"num_devices must be a whole number, received {num_devices!r}.")
+    if num_devices < 1:
+        raise ValueError(f"num_devices must be at least 1, received {num_devices}.")
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    try:
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * num_devices)
+        if threads_per_device is not None:
+            tf.config.threading.set_intra_op_parallelism_threads(threads_per_device)
+    except RuntimeError:
+        running = len(tf.config.list_logical_devices("CPU"))
+        if running != num_devices:
+            raise RuntimeError(
+                f"use_logical_cpus({num_devices}) must come before TensorFlow's first operation, and TensorFlow "
+                f"already runs with {running} CPU device(s). Call it right after the imports."
+            ) from None
+
+
+def resolve_devices(devices: Sequence[str] | None) -> list[str]:
+    """Return the short names of the devices asked for, or of all GPUs, or else of all logical CPUs.
+
+    Args:
+        devices: Names such as `"GPU:0"` or `"/device:CPU:1"`; None for all.
+
+    Raises:
+        ValueError: If a device does not exist or is named twice, or none is named.
+
+    Example:
+        >>> resolve_devices(["/device:CPU:0"])
+        ['CPU:0']
+    """
+    return _chosen(devices, [_short_name(device) for device in _logical_devices()])
+
+
+def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]:
+    if devices is None:
+        gpus = [name for name in existing if name.startswith("GPU")]
+        return gpus or [name for name in existing if name.startswith("CPU")]
+    if isinstance(devices, str):
+        raise ValueError(f'devices must be a list of names, received {devices!r}. Write ["{devices}"].')
+    if isinstance(devices, int) or not all(isinstance(name, str) for name in devices):
+        raise TypeError(
+            f"devices must be a list of names such as {list(existing[-2:])}, received {devices!r}. There are: "
+            f"{list(existing)}."
+        )
+    names = [name.removeprefix("/").removeprefix("device:").upper() for name in devices]
+    for name in names:
+        if name not in existing or names.count(name) > 1:
+            raise ValueError(
+                f"devices must name different devices of this machine, received {list(devices)}. "
+                f"There are: {list(existing)}. Without GPUs, tfpar.use_logical_cpus(n) makes n CPU devices."
+            )
+    if not names:
+        raise ValueError(f"devices must name at least one device, received []. There are: {list(existing)}.")
+    return names
+
+
+def configured_devices(devices: Sequence[str] | None) -> list[str]:
+    """Return the short names of the devices asked for, as `resolve_devices` does, without starting TensorFlow.
+
+    A cluster must be formed before TensorFlow starts, and it starts when somebody asks for its logical devices.
+
+    Args:
+        devices: Names such as `"GPU:0"` or `"/device:CPU:1"`; None for all GPUs, or else all logical CPUs.
+
+    Raises:
+        ValueError: If a device does not exist or is named twice, or none is named.
+    """
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    num_cpus = len(tf.config.get_logical_device_configuration(cpu) or [None])
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    existing = [f"CPU:{index}" for index in range(num_cpus)] + [f"GPU:{index}" for index in range(num_gpus)]
+    return _chosen(devices, existing)
+
+
+def _logical_devices() -> list[tf.config.LogicalDevice]:
+    import tensorflow as tf
+
+    return [device for device in tf.config.list_logical_devices() if device.device_type in ("GPU", "CPU")]
+
+
+def _short_name(device: tf.config.LogicalDevice) -> str:
+    return str(device.name).removeprefix("/device:")
+
+
+@contextlib.contextmanager
+def native_messages_to(path: Path) -> Iterator[None]:
+    """Send what TensorFlow's C++ code writes to standard error into a file; Python's own stays on the terminal.
+
+    TensorFlow 2.21 prints its start-up messages before TF_CPP_MIN_LOG_LEVEL is read, so nothing but the file
+    descriptor itself keeps them from the user. They are kept, for the day one of them matters.
+
+    Args:
+        path: The file to append to; its folder must exist.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    tensorflow_log.uninstall()
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    python_stderr = sys.stderr
+    own = os.fdopen(os.dup(terminal), "w", buffering=1, errors="backslashreplace")
+    sys.stderr = cast(TextIO, standard_streams.SafeStream(own, standard_streams.ignore))
+    os.dup2(log, 2)
+    os.close(log)
+    try:
+        yield
+    finally:
+        sys.stderr.close()
+        sys.stderr = python_stderr
+        os.dup2(terminal, 2)
+        os.close(terminal)

@@ -1,0 +1,78 @@
+"""A worker at the rendezvous: it connects until the chief answers or the time is over."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+from tfpar.cluster import job_secret
+from tfpar.cluster.rendezvous import messages
+from tfpar.cluster.tf_config import Job, split_address
+
+_RETRY_SECONDS = 0.1
+_GREETING_SECONDS = 5.0  # a chief greets at once
+_ANSWER_SECONDS = 5.0  # the chief's answer may come this long after the worker's own time is over
+
+
+def report(job: Job, seconds: float, secret: bytes) -> tuple[list[str], str]:
+    """Report to the chief that this worker is there.
+
+    Args:
+        job: The job and the place of this process in it.
+        seconds: How long to wait.
+        secret: The job's.
+
+    Returns:
+        The addresses that are missing, as the chief says, or the chief's own; and a remark for the error.
+
+    Raises:
+        ValueError: If the chief refuses this worker's secret.
+    """
+    ends_seconds = time.monotonic() + seconds
+    remark = ""
+    while (left := ends_seconds - time.monotonic()) > 0:
+        with (
+            contextlib.suppress(OSError, UnicodeError),  # the second of a host name that is none
+            socket.create_connection(split_address(job.addresses[0]), timeout=min(left, 5.0)) as connection,
+        ):
+            greeting_ends = min(time.monotonic() + _GREETING_SECONDS, ends_seconds + _ANSWER_SECONDS)
+            greeting = _read_line(connection, greeting_ends, messages.LONGEST_GREETING_BYTES)
+            challenge = messages.read_greeting(greeting)
+            if challenge is None:
+                remark = " Another program answers at the chief's address." if greeting else remark
+            else:
+                challenges = messages.Challenges(challenge, messages.new_challenge())
+                connection.sendall(messages.hello(job.rank, challenges, secret))
+                line = _read_line(connection, ends_seconds + _ANSWER_SECONDS, messages.LONGEST_ANSWER_BYTES)
+                if line == messages.REFUSED:
+                    raise ValueError(_refusal(job))
+                missing = messages.read_answer(line, challenges, job, secret)
+                if missing is not None:
+                    return missing, ""
+                if line:
+                    remark = f" What answers at the chief's address does not have this job's {job_secret.VARIABLE}."
+        time.sleep(_RETRY_SECONDS)
+    return [job.addresses[0]], remark
+
+
+def _refusal(job: Job) -> str:
+    return (
+        f"{job_secret.VARIABLE} must be the same for all workers, and the chief at {job.addresses[0]} refused that of "
+        f"this one (rank {job.rank}). Set one value for all, and look whether two jobs use this address."
+    )
+
+
+def _read_line(connection: socket.socket, ends_seconds: float, most_bytes: int) -> bytes:
+    """Read one line; empty if the other end closes, sends too much, or takes too long."""
+    line = b""
+    while not line.endswith(b"\n") and len(line) < most_bytes:
+        left = ends_seconds - time.monotonic()
+        if left <= 0:
+            return b""
+        connection.settimeout(left)
+        data = connection.recv(4096)
+        if not data:
+            return b""
+        line += data
+    return line if line.endswith(b"\n") else b""

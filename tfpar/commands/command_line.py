@@ -1,0 +1,239 @@
+"""What the commands of tfpar share: help, version and flags; absl's flags underneath, no TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from absl import app, flags
+
+import tfpar
+from tfpar.commands import standard_streams, start_up
+from tfpar.messages.received import COLUMNS, excerpt, quoted
+from tfpar.messages.suggestions import closest
+
+COMMANDS = {
+    "tfpar.train": "Train a run from its configuration; the same command again resumes it.",
+    "tfpar.launch": "Start the workers of a job on this machine, or print what starts them on a cluster.",
+}
+_MOST_COLUMNS = 100
+FAILED = 1
+REPEATABLE = 2  # of a worker whose next start would fail in the same way; argparse, too, ends with it
+_LONGEST_NAME = 60  # of a flag
+
+
+def _no_way_out(flag: str) -> str:
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command and how it explains itself.
+
+    Args:
+        name: The module that Python runs, one of `COMMANDS`.
+        usage: What follows the name, such as "[--config CONFIG] [--trace]"; a line for each way to call it.
+        flags: Names of its flags, with the placeholder of each one's value; an empty one for a switch.
+        examples: Whole command lines.
+        details: Returns what stands at the end of the help.
+        way_out: Returns what to say of an unknown flag, after a space; by default nothing.
+    """
+
+    name: str
+    usage: Sequence[str]
+    flags: Mapping[str, str]
+    examples: Sequence[str]
+    details: Callable[[], str] = str
+    way_out: Callable[[str], str] = _no_way_out
+
+
+def parse(command: Command, arguments: Sequence[str]) -> list[str]:
+    """Take a command's flags out of a command line: the flags parser to give to `absl.app.run`.
+
+    Help and version are answered here; what is wrong is said in one sentence on standard error.
+
+    Args:
+        command: The command.
+        arguments: The program's name and what follows it; after `--` nothing is a flag.
+
+    Returns:
+        The program's name and what is no flag.
+
+    Raises:
+        SystemExit: With code 0 after help or version, with `code_of_repeatable_error` after an error.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    asked = set(arguments[1:end])
+    for word in arguments[1:end]:
+        name = word.partition("=")[0].lstrip("-")
+        # absl looks for similar names in a time and a depth that grow with the name, and reads any flag file whole.
+        if word.startswith("-") and (len(name) > _LONGEST_NAME or name in ("flagfile", "undefok")):
+            _refuse(command, f"{excerpt(word.partition('=')[0])} is no flag.")
+    if asked & {"-h", "-help", "--help", "-?"}:
+        print(help_text(command))
+        raise SystemExit(0)
+    if asked & {"--version", "-version", "-V"}:
+        print(version())
+        raise SystemExit(0)
+    try:
+        return [*flags.FLAGS(arguments[:end]), *arguments[end + 1 :]]
+    except flags.Error as error:
+        _refuse(command, _sentence(command, error))
+
+
+def _refuse(command: Command, sentence: str) -> NoReturn:
+    print(f"error: {sentence} See python -m {command.name} --help.", file=sys.stderr)
+    raise SystemExit(code_of_repeatable_error(os.environ)) from None
+
+
+def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
+    """Return the exit code of an error in flags, configuration or data, which the same command would repeat.
+
+    For a worker it differs from that of other failures, so that what started the worker does not start it again.
+
+    Args:
+        environment: The variables of this process, as `os.environ`.
+
+    Example:
+        >>> code_of_repeatable_error({}), code_of_repeatable_error({"TF_CONFIG": "{}"})
+        (1, 2)
+    """
+    return REPEATABLE if "TF_CONFIG" in environment or "SLURM_STEP_ID" in environment else FAILED
+
+
+def run(main: Callable[[list[str]], int], flags_parser: Callable[[Sequence[str]], list[str]]) -> NoReturn:
+    """Run a command to its end, the process with it: no way out of it is a traceback that is not a bug.
+
+    Args:
+        main: What the command does; it returns the exit code.
+        flags_parser: Takes the flags out of the command line.
+
+    Raises:
+        SystemExit: With the exit code: that of `main`, 130 after Ctrl-C, 141 where nobody reads its output.
+    """
+    run_plain(lambda: app.run(main, flags_parser=flags_parser))
+
+
+def run_plain(main: Callable[[], int]) -> NoReturn:
+    """Run a command without flags to its end, as `run` does.
+
+    Args:
+        main: What the command does; it returns the exit code, or leaves with it.
+
+    Raises:
+        SystemExit: With the exit code.
+    """
+    standard_streams.install()
+    try:
+        code = _exit_code(main)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        code = start_up.INTERRUPTED
+    except standard_streams.UnwritableError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    sys.stderr.flush()
+    start_up.ended()
+    raise SystemExit(code)
+
+
+def _exit_code(main: Callable[[], int]) -> int:
+    try:
+        start_up.imported()
+        return main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+
+
+def _sentence(command: Command, error: flags.Error) -> str:
+    if isinstance(error, flags.UnrecognizedFlagError):
+        near = closest(error.flagname, command.flags)
+        way_out = command.way_out(error.flagname) or (f" Did you mean --{near}?" if near else "")
+        return f"--{excerpt(error.flagname)} is no flag.{way_out}"
+    if refused := re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL):
+        name, value = refused.groups()
+        allowed = flags.FLAGS[name].parser.syntactic_help or "true or false"
+        return f"--{name} must be {allowed}, received {quoted(value)}."
+    if lacking := re.match(r"Missing value for flag -*(\w+)", str(error)):
+        return f"--{lacking[1]} needs a value."
+    return f"{excerpt(str(error).rstrip('.'), 2 * COLUMNS)}."
+
+
+def help_text(command: Command) -> str:
+    """Return what `--help` prints: summary, usage, flags, examples, details.
+
+    Args:
+        command: The command.
+    """
+    shown = [("-h, --help", "Print this and exit."), ("--version", "Print the versions and exit.")]
+    for name, placeholder in command.flags.items():
+        # absl adds to a repeated flag's text, after a semicolon, that it may be repeated.
+        text = (flags.FLAGS[name].help or "").partition(";\n")[0]
+        shown.append((f"--{name} {placeholder}".rstrip(), text))
+    calls = [f"python -m {command.name} {usage}" for usage in command.usage]
+    parts = [
+        textwrap.fill(COMMANDS[command.name], _columns()),
+        "usage: " + "\n       ".join(calls),
+        two_columns(shown),
+        "examples:\n" + "\n".join(f"  {example}" for example in command.examples),
+        command.details(),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def two_columns(rows: Sequence[tuple[str, str]]) -> str:
+    """Return names and what they mean as text that fits the terminal.
+
+    Args:
+        rows: A name and a text each.
+
+    Example:
+        >>> print(two_columns([("--trace", "Measure."), ("--config CONFIG", "Read.")]))
+          --trace          Measure.
+          --config CONFIG  Read.
+    """
+    indent = max(len(name) for name, _ in rows) + 4
+    return "\n".join(
+        textwrap.fill(
+            text,
+            _columns(),
+            initial_indent=f"  {name:{indent - 2}}",
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, text in rows
+    )
+
+
+def _columns() -> int:
+    return min(_MOST_COLUMNS, shutil.get_terminal_size().columns)
+
+
+def version() -> str:
+    """Return the versions of tfpar and what it runs on, read without importing them.
+
+    Example:
+        >>> version().split()[0]
+        'tfpar'
+    """
+    return (
+        f"tfpar {tfpar.__version__} (TensorFlow {_installed('tensorflow')}, Keras {_installed('keras')}, "
+        f"Python {platform.python_version()})"
+    )
+
+
+def _installed(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,77 @@
+"""What a command of tfpar does before everything else: standard streams, and Ctrl-C while it imports.
+
+A KeyboardInterrupt within an import ends in a traceback, or in a module that is half imported. So until a command has
+its modules, Ctrl-C ends the process at once: there is nothing to save yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+from tfpar.commands import standard_streams
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_MODULES = ("tfpar", "tfpar.train", "tfpar.launch")
+_SCRIPTS = ("tfpar-train", "tfpar-launch")
+
+
+def is_command() -> bool:
+    """Return whether this process is a command of tfpar: `python -m tfpar.train`, or a script that pip installed."""
+    if sys.argv[:1] == ["-m"]:  # so Python calls a module until it has found it
+        return sys.orig_argv[-len(sys.argv)].removeprefix("-m") in _MODULES
+    return bool(sys.argv) and os.path.basename(sys.argv[0]) in _SCRIPTS
+
+
+def begin() -> None:
+    """Prepare a command for its imports; nothing happens in any other process."""
+    if is_command():
+        standard_streams.open_closed()
+        # TensorFlow's import takes the descriptor 2 for itself.
+        _terminal.append(os.dup(2))
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _leave)
+
+
+def imported() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again: the imports are over."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def ended() -> None:
+    """Let Ctrl-C end the process at once: its work is done, and Python would only report where it was interrupted."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Let Ctrl-C end the process at once inside this context, where it would raise KeyboardInterrupt.
+
+    Example:
+        >>> with importing():
+        ...     import tensorflow as tf
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    with contextlib.suppress(OSError):
+        os.write(_terminal[-1], b"Interrupted.\n")
+    os._exit(INTERRUPTED)
+
+
+_terminal = [2]  # descriptors of standard error

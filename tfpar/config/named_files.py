@@ -1,0 +1,73 @@
+"""The configurations that come with tfpar, by name; no TensorFlow."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from pathlib import Path
+
+from tfpar.messages import received
+from tfpar.messages.received import quoted
+from tfpar.messages.suggestions import did_you_mean
+
+# In a clone a link to configs/, in an installed package a folder.
+FOLDER = Path(__file__).parent.parent / "configs"
+
+
+def names() -> list[str]:
+    """Return the names of the configurations that come with tfpar, in alphabetical order.
+
+    Example:
+        >>> "digits" in names()
+        True
+    """
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def describe(name: str) -> str:
+    """Return what a configuration is for: the first sentence of its header.
+
+    Args:
+        name: One of `names()`.
+
+    Example:
+        >>> describe("regression_small")
+        'configs/regression.toml with 100,000 rows, for a try.'
+    """
+    lines = (FOLDER / f"{name}.toml").read_text(encoding="utf-8").splitlines()
+    header = itertools.takewhile(lambda line: not line.startswith("# Command:"), lines)
+    sentence, *_ = re.split(r"(?<=\.) ", " ".join(line.removeprefix("#").strip() for line in header))
+    return sentence
+
+
+def find(name_or_path: str) -> Path:
+    """Return the file of a configuration.
+
+    Args:
+        name_or_path: A name such as "digits", or the path of a TOML file of one's own.
+
+    Raises:
+        FileNotFoundError: If there is neither.
+
+    Example:
+        >>> find("digits").name
+        'digits.toml'
+    """
+    path = Path(name_or_path)
+    if os.path.isfile(path):  # False also for a name that is too long for the system
+        return path
+    is_path = path.suffix == ".toml" or os.sep in name_or_path
+    if is_path and path.stem in names():
+        raise FileNotFoundError(
+            f'The configuration file "{received.path(path)}" must exist, found nothing there: write {path.stem} '
+            "for the configuration of that name that comes with tfpar."
+        )
+    if is_path:
+        return path  # whoever reads it says what is there
+    if name_or_path not in names():
+        raise FileNotFoundError(
+            f"A configuration is a TOML file or one of {received.listed(names(), 180)}, received "
+            f"{quoted(name_or_path, 40)}.{did_you_mean(name_or_path, names())}"
+        )
+    return FOLDER / f"{name_or_path}.toml"

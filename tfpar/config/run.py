@@ -1,0 +1,287 @@
+"""The run as typed data: TOML in, frozen and checked models out; needs no TensorFlow.
+
+One run is one `Run`. `load` reads it from a TOML file and `section.key=value` overrides, `dump` writes it back.
+Each section checks its own fields; every rule between fields stands in `cross_field_problems`. What cannot be honoured
+is refused here, before TensorFlow starts, with the path of the key, the value received and what is allowed.
+
+TOML has no null, so the word "none" unsets a key that may be unset: `data.validation_split = "none"`.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
+
+from tfpar.config import data_section, toml
+from tfpar.config.data_section import Data, Feature
+from tfpar.config.sections import (
+    CHANGES_NO_WEIGHT,
+    Callbacks,
+    ImportPath,
+    Model,
+    Optimizer,
+    Section,
+    Strategy,
+    Training,
+)
+
+__all__ = [
+    "Callbacks",
+    "Data",
+    "Feature",
+    "Model",
+    "Optimizer",
+    "Run",
+    "Strategy",
+    "Training",
+    "changes_weights",
+    "closest_key",
+    "cross_field_problems",
+    "dump",
+    "load",
+    "schema",
+]
+
+Options = TypeVar("Options", bound=BaseModel)
+
+
+class Run(Section):
+    """One whole run; `Run()` is the default run.
+
+    Raises:
+        pydantic.ValidationError: a `ValueError`; a field or a rule between fields is broken.
+
+    >>> Run(training=Training(epochs=3)).data.name
+    'digits'
+    """
+
+    trainer: ImportPath = Field("tfpar.trainers.image_classification.ImageClassification", description="Class to run.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Fixes weights, data order and augmentation.")
+    model: Model = Field(Model(), description="Which model.")
+    data: Data = Field(Data(), description="Which examples.")
+    training: Training = Field(Training(), description="How the loop runs.")
+    optimizer: Optimizer = Field(Optimizer(), description="How gradients become updates.")
+    strategy: Strategy = Field(Strategy(), description="On which devices.")
+    callbacks: Callbacks = Field(Callbacks(), description="What watches.")
+    options: dict[str, Any] = Field({}, description="Whatever the trainer class reads there; see `options_as`.")
+
+    @model_validator(mode="after")
+    def _check_across_fields(self) -> "Run":
+        problems = cross_field_problems(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def options_as(self, model: type[Options]) -> Options:
+        """The section `[options]` as a pydantic model of the trainer's author, checked as all other sections are.
+
+        Keys that the model does not declare are refused, unless its configuration sets `extra`. The word "none" unsets
+        a field that may be None.
+
+        Args:
+            model: What the options are; most trainer classes name it in their attribute `Options`.
+
+        Raises:
+            ValueError: keys or values are refused; one line for each problem.
+
+        >>> class Perceptron(BaseModel):
+        ...     hidden: int = 32
+        >>> load(None, ["options.hidden=64"]).options_as(Perceptron)
+        Perceptron(hidden=64)
+        """
+        unset = {key for key, field in model.model_fields.items() if type(None) in get_args(field.annotation)}
+        values = {key: None if key in unset and value == "none" else value for key, value in self.options.items()}
+        section = create_model("Section", options=(model, ...))
+        try:
+            checked: Any = section.model_validate(
+                {"options": values}, extra=None if "extra" in model.model_config else "forbid"
+            )
+        except ValidationError as error:
+            section_schema = section.model_json_schema(schema_generator=toml.Schema)
+            raise ValueError("\n".join(toml.sentences(error, {"options": values}, section_schema))) from None
+        options: Options = checked.options
+        return options
+
+
+def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Run:
+    """Reads a run from a TOML file and overrides, and checks all of it.
+
+    Args:
+        path: the TOML file; None starts from the default run.
+        overrides: `section.key=value` each, the value as in TOML; a bare word is a string. The last one wins.
+
+    Returns:
+        The checked run; a key that is not given has its default.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file or an override cannot be read, or keys or values are refused; one line for each problem.
+
+    >>> load(None, ["training.epochs=3", "model.name=linear"]).training.epochs
+    3
+    """
+    tables = toml.read(path) if path is not None else {}
+    sections = [name for name, field in Run.model_fields.items() if isinstance(field.default, Section)]
+    for override in overrides:
+        toml.override(tables, override, sections)
+    try:
+        return Run.model_validate(tables)
+    except ValidationError as error:
+        raise ValueError("\n".join(toml.sentences(error, tables, schema()))) from None
+
+
+def dump(run: Run) -> str:
+    """Writes every key of a run, also those at their default, as TOML that `load` reads back to the same run.
+
+    Args:
+        run: the run.
+
+    Returns:
+        TOML text, ending in a newline; keys that are unset stand as "none".
+
+    >>> "epochs = 3" in dump(Run(training=Training(epochs=3)))
+    True
+    """
+    return toml.write(run.model_dump())
+
+
+def changes_weights(key: str) -> bool:
+    """Whether another value of a key can train other weights: a run may resume with other values of the other keys.
+
+    Args:
+        key: With its section, such as "training.epochs".
+
+    >>> changes_weights("training.keep_checkpoints"), changes_weights("optimizer.learning_rate")
+    (False, True)
+    """
+    section, _, name = key.partition(".")
+    found = getattr(Run.model_fields[section].default, "__pydantic_fields__", {}).get(name)
+    return found is None or found.json_schema_extra != CHANGES_NO_WEIGHT
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a run's TOML file, for editors that complete and check while one types.
+
+    >>> schema()["$defs"]["Training"]["properties"]["epochs"]["minimum"]
+    1
+    """
+    return Run.model_json_schema(schema_generator=toml.Schema)
+
+
+def closest_key(name: str) -> str | None:
+    """The key of any section that `name` most likely stands for, with its section; None if none is near.
+
+    >>> closest_key("lr")
+    'optimizer.learning_rate'
+    """
+    return toml.closest_key(name, schema())
+
+
+def cross_field_problems(run: Run) -> list[str]:
+    """Every rule between fields that `run` breaks; those of one section stand with it.
+
+    Args:
+        run: sections that are each valid alone.
+
+    Returns:
+        One sentence a problem: the keys with their values, the rule, the way out.
+
+    >>> cross_field_problems(Run())
+    []
+    """
+    return [
+        *_training_problems(run),
+        *_strategy_problems(run.strategy),
+        *data_section.problems(run.data),
+    ]
+
+
+def _training_problems(run: Run) -> Iterator[str]:
+    training, callbacks, strategy = run.training, run.callbacks, run.strategy
+    num_replicas = len(strategy.devices or ()) or strategy.num_logical_cpus
+    if strategy.kind == "pipeline":
+        if training.global_batch_size < (strategy.num_microbatches or 1):
+            size = f"training.global_batch_size = {training.global_batch_size}"
+            yield f"{size} is less than strategy.num_microbatches = {strategy.num_microbatches}: use fewer of them."
+    elif training.global_batch_size < num_replicas:
+        size = f"training.global_batch_size = {training.global_batch_size}"
+        yield f"{size} does not reach every replica: set it to at least {num_replicas}, or use fewer devices."
+    clips = [f"training.{key}" for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(training, key)]
+    if len(clips) > 1:
+        yield f"Only one way of clipping can apply, received {' and '.join(clips)}: keep one of them."
+    if training.ema_overwrite_frequency and not training.ema_momentum:
+        frequency = f"training.ema_overwrite_frequency = {training.ema_overwrite_frequency}"
+        yield f"{frequency} needs a moving average: set training.ema_momentum, such as 0.99, or leave both out."
+    watched = callbacks.early_stopping_patience is not None or callbacks.reduce_learning_rate_patience is not None
+    if watched and callbacks.monitor.startswith("val_") and run.data.validation_split is None:
+        monitor = f"callbacks.monitor = {toml.show(callbacks.monitor)}"
+        yield f'{monitor} is not measured with data.validation_split = "none": set a split, or monitor "loss".'
+    # Two places for one value would let one silently win.
+    homes = {"learning_rate": "optimizer.learning_rate", "use_ema": "training.ema_momentum"}
+    homes |= {key: f"training.{key}" for key in Training.model_fields}
+    for key in sorted(homes.keys() & run.optimizer.settings.keys()):
+        yield f"optimizer.settings.{key} = {toml.show(run.optimizer.settings[key])} has its own key: set {homes[key]}."
+
+
+def _strategy_problems(strategy: Strategy) -> Iterator[str]:
+    devices, num_logical_cpus, kind = strategy.devices or (), strategy.num_logical_cpus, strategy.kind
+    named = f"strategy.devices = {toml.show(devices)}"
+    cpus = [device for device in devices if device.startswith("CPU")]
+    if num_logical_cpus > 1 and kind not in ("mirrored", "multi_worker", "pipeline"):
+        logical = f"strategy.num_logical_cpus = {num_logical_cpus}"
+        yield (
+            f'{logical} needs strategy.kind = "mirrored", "multi_worker" or "pipeline", received "{kind}": set the '
+            "kind, or leave it at 1."
+        )
+    if kind == "single_device" and len(devices) > 1:
+        yield f'{named} is more than the one device of strategy.kind = "single_device": name one, or set "mirrored".'
+    if len(set(devices)) < len(devices):
+        yield f"{named} names a device twice: name each once."
+    if any(int(cpu.removeprefix("CPU:")) >= num_logical_cpus for cpu in cpus):
+        yield f"{named} is beyond strategy.num_logical_cpus = {num_logical_cpus}, counted from 0: raise that number."
+    if len(cpus) < len(devices) and (cpus or num_logical_cpus > 1):
+        yield f"{named} with strategy.num_logical_cpus = {num_logical_cpus} mixes CPUs and GPUs: use one kind."
+    on_cpus = num_logical_cpus > 1 or bool(cpus)
+    if on_cpus and strategy.all_reduce in ("nccl", "hierarchical_copy"):
+        reduce = f'strategy.all_reduce = "{strategy.all_reduce}"'
+        yield f'{reduce} needs GPUs, but the replicas are CPU devices: set "auto" or "reduction_to_one_device".'
+    if kind == "single_device" and strategy.all_reduce != "auto":
+        yield f'strategy.all_reduce = "{strategy.all_reduce}" has no use on a single device: leave it out.'
+    if strategy.all_reduce == "ring" and kind == "mirrored":
+        yield 'strategy.all_reduce = "ring" is for several workers, received strategy.kind = "mirrored": leave it out.'
+    if strategy.all_reduce in ("hierarchical_copy", "reduction_to_one_device") and kind == "multi_worker":
+        yield f'strategy.all_reduce = "{strategy.all_reduce}" stays within one worker: set "ring", "nccl" or "auto".'
+    if kind in ("single_device", "mirrored", "pipeline"):
+        keys = ("compression", "sync", "average_every", "average_optimizer", "form_seconds", "silence_seconds")
+        yield from _without_use(strategy, keys, "several workers")
+    if strategy.sync == "step" and (strategy.average_every > 1 or not strategy.average_optimizer):
+        yield 'strategy.average_every and average_optimizer need strategy.sync = "average": set it, or leave them out.'
+    if strategy.sync == "average" and strategy.compression:
+        yield 'strategy.compression rounds gradients, and strategy.sync = "average" sends none: leave one out.'
+    if kind == "pipeline":
+        yield from _pipeline_problems(strategy)
+    else:
+        keys = ("num_stages", "num_microbatches", "schedule", "balance", "recompute", "memory_limit_bytes")
+        yield from _without_use(strategy, (*keys, "allow_batch_dependent_layers"), "a pipeline")
+    if kind in ("single_device", "pipeline"):
+        yield from _without_use(strategy, ("batch_dependent_layers",), "several replicas")
+    if strategy.pack_bytes and kind == "single_device":
+        yield f"strategy.pack_bytes = {strategy.pack_bytes} has no use on a single device: leave it out."
+
+
+def _without_use(strategy: Strategy, keys: Sequence[str], use: str) -> Iterator[str]:
+    for key in keys:
+        if getattr(strategy, key) != Strategy.model_fields[key].default:
+            yield (
+                f"strategy.{key} = {toml.show(getattr(strategy, key))} is only for {use}, received "
+                f'strategy.kind = "{strategy.kind}": leave it out.'
+            )
+
+
+def _pipeline_problems(strategy: Strategy) -> Iterator[str]:
+    missing = [key for key in ("num_stages", "num_microbatches") if getattr(strategy, key) is None]
+    if missing:
+        keys = " and ".join(f"strategy.{key}" for key in missing)
+        yield f'strategy.kind = "pipeline" needs {keys}: set {"them" if len(missing) > 1 else "it"}, such as 4.'
+    yield from _without_use(strategy, ("all_reduce", "pack_bytes"), "replicas")

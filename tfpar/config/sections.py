@@ -1,0 +1,199 @@
+"""The sections of a run, each with its fields and what each field may hold; needs no TensorFlow."""
+
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue
+
+Value = TypeVar("Value")
+OrNone = Annotated[Value | None, BeforeValidator(lambda value: None if value == "none" else value)]
+Text = Annotated[str, Field(min_length=1)]
+ImportPath = Annotated[
+    str, Field(pattern=r"^\w+(\.\w+)+$", max_length=1000, examples=["tfpar.trainers.regression.Regression"])
+]
+Device = Annotated[str, Field(pattern=r"^(CPU|GPU):(0|[1-9][0-9]{0,3})$", examples=["GPU:0"])]
+Count = Annotated[int, Field(ge=1)]
+# More is no wish but a mistake, and would take the memory or the days to find that out.
+DeviceCount = Annotated[int, Field(ge=1, le=4096)]
+PartCount = Annotated[int, Field(ge=1, le=65536)]
+Patience = Annotated[int, Field(ge=0)]
+Limit = Annotated[float, Field(gt=0)]
+LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
+LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
+Momentum = Annotated[float, Field(gt=0, lt=1)]
+A_WEEK_SECONDS = 7 * 24 * 3600  # a bound for waiting: in milliseconds it fits 32 bits, as TensorFlow takes it
+
+
+# Marks a field that changes no weight: a run may resume with another value of it, and with no other change.
+# `training.epochs` has it because a longer run begins with the steps of a shorter one.
+CHANGES_NO_WEIGHT: dict[str, JsonValue] = {"changes_weights": False}
+
+
+class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
+    """What all sections share: frozen, unknown keys refused, no conversion between types, finite numbers.
+
+    Mappings inside (`data.features`, `optimizer.settings`) are plain dicts: read them, never change them.
+    """
+
+
+class Model(Section):
+    """Which model the trainer class builds, and its regularization.
+
+    >>> Model(name="MobileNetV2", dropout=0.2).name
+    'MobileNetV2'
+    """
+
+    name: Text = Field(
+        "cnn", description="Read by the trainer class: cnn, mlp, linear, transformer, or a keras.applications name."
+    )
+    l1: float = Field(0.0, ge=0, description="Factor of the L1 penalty on kernels.")
+    l2: float = Field(0.0, ge=0, description="Factor of the L2 penalty on kernels.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of units dropped before the last layer; transformer: in every block."
+    )
+    num_blocks: int = Field(
+        4, ge=1, description="transformer: blocks of attention and a perceptron; mlp: hidden layers."
+    )
+    width: int = Field(
+        128, ge=1, description="transformer: features of a position, a multiple of num_heads; mlp: units of a layer."
+    )
+    num_heads: int = Field(4, ge=1, description="transformer: attention heads of each block.")
+
+
+class Training(Section):
+    """The loop: how long, how large a step, in which precision, and how the gradient is treated.
+
+    >>> Training(epochs=3, global_batch_size=128).precision
+    'float32'
+    """
+
+    epochs: int = Field(10, ge=1, description="Passes over the training split.", json_schema_extra=CHANGES_NO_WEIGHT)
+    global_batch_size: int = Field(64, ge=1, lt=2**31, description="Examples in one step, over all replicas together.")
+    steps_per_call: Count | Literal["auto"] = Field(
+        "auto",
+        description="Steps in one call of the compiled function; auto: about a tenth of a second's worth.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    )
+    precision: Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"] = Field(
+        "float32", description="Keras dtype policy."
+    )
+    jit_compile: bool = Field(False, description="Compile the step with XLA; slower on CPU.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Steps whose gradients are averaged into one update.")
+    clipnorm: OrNone[Limit] = Field(None, description="Largest norm of each gradient.")
+    global_clipnorm: OrNone[Limit] = Field(None, description="Largest norm of all gradients.")
+    clipvalue: OrNone[Limit] = Field(None, description="Largest size of a gradient's element.")
+    ema_momentum: OrNone[Momentum] = Field(None, description="Moving average of the weights with this momentum.")
+    ema_overwrite_frequency: OrNone[Count] = Field(None, description="Updates before it replaces the weights.")
+    validation_freq: int = Field(1, ge=1, description="Epochs between two validations.")
+    nonfinite_loss: Literal["stop", "continue"] = Field(
+        "stop",
+        description="After a loss that is not finite: stop with the step named, or continue as Keras does.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    )
+    checkpoint_seconds: float = Field(
+        60.0,
+        ge=0,
+        description="Least time between two checkpoints; one more at the end.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    )
+    keep_checkpoints: int = Field(
+        3, ge=1, description="Newest checkpoints that stay on disk.", json_schema_extra=CHANGES_NO_WEIGHT
+    )
+
+
+class Optimizer(Section):
+    """Any Keras optimizer by name and settings, with warm-up and linear scaling of its learning rate.
+
+    Linear scaling and warm-up follow Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677), section 2.
+
+    >>> Optimizer(name="sgd", learning_rate=0.1, settings={"momentum": 0.9}).settings
+    {'momentum': 0.9}
+    """
+
+    name: Text = Field("adam", description="Any name that keras.optimizers.get accepts.")
+    learning_rate: float = Field(1e-3, gt=0, description="Learning rate, before scaling by base_batch_size.")
+    settings: dict[str, bool | int | float | str] = Field({}, description="Arguments for the Keras optimizer class.")
+    warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises to its value.")
+    base_batch_size: OrNone[Count] = Field(None, description="Scales learning_rate by global_batch_size over this.")
+
+
+class Strategy(Section):
+    """Where one step runs, and how gradients are reduced.
+
+    >>> Strategy(kind="mirrored", num_logical_cpus=2).all_reduce
+    'auto'
+    """
+
+    kind: Literal["auto", "single_device", "mirrored", "multi_worker", "pipeline"] = Field(
+        "auto",
+        description="auto: multi_worker in a job of several workers, mirrored over GPUs, else single_device.",
+    )
+    num_logical_cpus: DeviceCount = Field(1, description="Without GPUs: devices that a worker's CPU is split into.")
+    devices: OrNone[Annotated[tuple[Device, ...], Field(min_length=1, strict=False)]] = Field(
+        None, description='Only these devices, such as ["GPU:0", "GPU:1"].'
+    )
+    all_reduce: Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "ring"] = Field(
+        "auto", description="How replicas add their gradients; ring only over several workers."
+    )
+    pack_bytes: OrNone[Count] = Field(None, description="Gradient bytes reduced in one message.")
+    compression: OrNone[Literal["bfloat16"]] = Field(
+        None, description="multi_worker: round gradients to bfloat16 on their way, for half the bytes."
+    )
+    sync: Literal["step", "average"] = Field(
+        "step", description="multi_worker: add gradients every step, or train apart and average the weights."
+    )
+    average_every: Count = Field(1, description='sync = "average": steps between two averages.')
+    average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
+    form_seconds: float = Field(
+        300.0,
+        gt=0,
+        le=A_WEEK_SECONDS,
+        description="multi_worker: how long to wait for all workers to appear.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    )
+    silence_seconds: float = Field(
+        30.0,
+        ge=1,
+        le=A_WEEK_SECONDS,
+        description="multi_worker: how long a worker may be silent before the others give it up.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    )
+    num_stages: OrNone[DeviceCount] = Field(None, description="pipeline: parts of the model, one a device.")
+    num_microbatches: OrNone[PartCount] = Field(None, description="pipeline: parts of every global batch.")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        "1f1b", description="pipeline: the order of work; interleaved: several stages a device."
+    )
+    balance: Literal["time", "flops", "parameters", "memory"] | LayerCounts | LayerNames = Field(
+        "time",
+        description="pipeline: what the slowest stage is measured by; or the layers of each stage, such as [3, 2]; or "
+        "the layers to cut before, by name.",
+    )
+    recompute: bool = Field(False, description="pipeline: compute activations again instead of keeping them.")
+    memory_limit_bytes: OrNone[Count] = Field(None, description="pipeline: what a device may hold.")
+    allow_batch_dependent_layers: bool = Field(
+        False, description="pipeline: train layers that mix the examples of a batch, too."
+    )
+    batch_dependent_layers: Literal["refuse", "gather"] = Field(
+        "refuse", description="replicas: what becomes of layers that mix the examples of a batch."
+    )
+
+
+class Callbacks(Section):
+    """What watches the run.
+
+    >>> Callbacks(early_stopping_patience=3).monitor
+    'val_loss'
+    """
+
+    early_stopping_patience: OrNone[Patience] = Field(None, description="Epochs without improvement before a stop.")
+    reduce_learning_rate_patience: OrNone[Patience] = Field(
+        None, description="Reduce the learning rate after this many epochs without improvement."
+    )
+    monitor: Text = Field("val_loss", description="The log that decides about improvement.")
+    tensorboard: bool = Field(
+        True, description="Write TensorBoard logs into the run directory.", json_schema_extra=CHANGES_NO_WEIGHT
+    )
+    check_replicas_every_steps: OrNone[Count] = Field(
+        None,
+        description="Steps between two checks that all replicas hold equal weights.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    )

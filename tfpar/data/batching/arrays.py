@@ -1,0 +1,167 @@
+"""Arrays in memory as a data set: shuffled by index, gathered by batch, never copied element by element."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar.data.batching import blocks
+from tfpar.data.batching.columns import Column, Dense, column
+
+BLOCK_BYTES = 1 << 20  # what one gather brings: large enough to hide a call's cost, small enough for the cache
+MAX_BATCHES_PER_BLOCK = 200
+
+
+Shuffle = bool | Literal["batch"]
+
+
+def from_arrays(
+    x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int, shuffle: Shuffle, seed: int
+) -> tf.data.Dataset:
+    """Arrays as a `tf.data.Dataset` of global batches, as `keras.Model.fit` takes arrays.
+
+    Each epoch is a full permutation of the rows, drawn from `seed` and another in every epoch. As always in tf.data,
+    the global seed (`tf.random.set_seed`, `keras.utils.set_random_seed`) counts as well: set it before, or not at all.
+    Floats become Keras' float type, other types are kept, as in Keras.
+
+    Args:
+        x: An array `[examples, ...]` (see `tfpar.data.batching.columns` for the kinds), or a dict, list or tuple of
+            arrays or None (nested at will) for several inputs.
+        y: Labels, structured likewise, or None.
+        sample_weight: Weights `[examples]`, structured likewise, or None. One array serves all outputs.
+        batch_size: Rows in a global batch; the last batch of an epoch may be smaller.
+        shuffle: Whether each epoch has an order of its own; "batch" for one of its own within each batch.
+        seed: Fixes the orders.
+
+    Returns:
+        A data set of `(x,)`, `(x, y)` or `(x, y, sample_weight)`. Lists come out as tuples.
+
+    Raises:
+        ValueError: Unequal or zero lengths, `batch_size` below 1, weights without labels.
+        TypeError: Something that is no array.
+
+    >>> dataset = from_arrays(np.arange(5.0), np.arange(5), batch_size=2, shuffle=False, seed=0)
+    >>> [labels.numpy().tolist() for inputs, labels in dataset]
+    [[0, 1], [2, 3], [4]]
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
+    if y is None and sample_weight is not None:
+        raise ValueError("sample_weight weighs the loss of labels, but y is None: pass y as well.")
+    if keras.tree.is_nested(y) and sample_weight is not None and not keras.tree.is_nested(sample_weight):
+        sample_weight = keras.tree.map_structure(lambda _: sample_weight, y)
+    named = {"x": x, "y": y, "sample_weight": sample_weight}
+    with tf.device("CPU:0"):
+        columns = tuple(_columns(name, value) for name, value in named.items() if value is not None)
+    num_rows = _common_length(columns)
+    batches_per_block = _batches_per_block(columns, num_rows, batch_size)
+
+    def in_order() -> tf.data.Dataset:
+        def read(first_row: tf.Tensor, n: int) -> Any:
+            return _of_each(lambda one: one.between(first_row, n), columns)
+
+        return blocks.batches(read, num_rows, batch_size, batches_per_block=batches_per_block)
+
+    @tf.autograph.experimental.do_not_convert
+    def permuted(epoch_seed: tf.Tensor) -> tf.data.Dataset:
+        rows = _permutation(num_rows, tf.stack([epoch_seed, seed]), batch_size if shuffle == "batch" else num_rows)
+
+        def read(first_row: tf.Tensor, n: int) -> Any:
+            taken = tf.slice(rows, [first_row], [n])
+            return _of_each(lambda one: one.at(taken, n), columns)
+
+        return blocks.batches(read, num_rows, batch_size, batches_per_block=batches_per_block)
+
+    if not shuffle:
+        return blocks.as_built(in_order())
+    epoch_seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).take(1)
+    num_batches = -(-num_rows // batch_size)
+    dataset = epoch_seeds.flat_map(permuted).apply(tf.data.experimental.assert_cardinality(num_batches))
+    return blocks.as_built(dataset)
+
+
+def _permutation(num_rows: int, seed: tf.Tensor, within: int) -> tf.Tensor:
+    """The numbers of all rows in a random order; each stays within its run of `within` rows."""
+    if within >= num_rows:
+        return tf.random.experimental.stateless_shuffle(tf.range(num_rows), seed)
+    runs = tf.cast(tf.range(num_rows) // within, tf.float64)
+    return tf.argsort(runs + tf.random.stateless_uniform([num_rows], seed, dtype=tf.float64))
+
+
+def hold_out(arrays: Any, share: float) -> tuple[Any, Any]:
+    """Splits the last rows off for validation, as `keras.Model.fit(validation_split=...)` does.
+
+    Args:
+        arrays: `(x, y, sample_weight)` as for `from_arrays`, None where there is none.
+        share: Part of the rows to split off, above 0 and below 1.
+
+    Returns:
+        The same structure twice, as tensors: the rows to train on, and the rows held out.
+
+    Raises:
+        ValueError: A share that leaves one side empty, or arrays of unequal lengths.
+        TypeError: Something that is no array.
+
+    >>> (x, _, _), (held_out, _, _) = hold_out((np.arange(5), None, None), 0.4)
+    >>> x.numpy().tolist(), held_out.numpy().tolist()
+    ([0, 1, 2], [3, 4])
+    """
+    columns = _columns("the arrays", arrays)
+    num_rows = _common_length(columns)
+    first = int(num_rows * (1 - share)) if 0 < share < 1 else 0
+    if not 0 < first < num_rows:
+        raise ValueError(
+            f"validation_split must leave rows on both sides, but is {share} of {num_rows}: use one above 0, below 1."
+        )
+    with tf.device("CPU:0"):
+        taken = _of_each(lambda one: one.between(0, first), columns)
+        held_out = _of_each(lambda one: one.between(first, num_rows - first), columns)
+    return taken, held_out
+
+
+def num_rows(arrays: Any) -> int:
+    """How many examples arrays have, as `from_arrays` takes them.
+
+    >>> num_rows({"a": np.zeros([3, 2]), "b": None})
+    3
+    """
+    return _common_length(_columns("the arrays", arrays))
+
+
+def _columns(name: str, value: Any) -> Any:
+    """The same structure with columns for arrays; the path of a bad leaf stands in the error."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return {key: _columns(f"{name}[{key!r}]", item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(_columns(f"{name}[{index}]", item) for index, item in enumerate(value))
+    return column(name, value)
+
+
+def _of_each(change: Any, columns: Any) -> Any:
+    return tf.nest.map_structure(lambda one: None if one is None else change(one), columns)
+
+
+def _present(columns: Any) -> list[Column]:
+    return [one for one in tf.nest.flatten(columns) if one is not None]
+
+
+def _common_length(columns: Any) -> int:
+    lengths = [one.num_rows for one in _present(columns)]
+    if not lengths or min(lengths) == 0:
+        raise ValueError("The arrays hold no examples: the first axis must be at least 1 long.")
+    if len(set(lengths)) > 1:
+        raise ValueError(f"All arrays must have the same number of examples, but their first axes are {lengths} long.")
+    return lengths[0]
+
+
+def _batches_per_block(columns: Any, num_rows: int, batch_size: int) -> int:
+    present = [one for one in _present(columns) if isinstance(one, Dense)]
+    if len(present) < len(tf.nest.flatten(columns)):
+        return 1  # only dense tensors can be cut into batches of equal shape afterwards
+    total_bytes = sum(one.values.dtype.size * one.values.shape.num_elements() for one in present)
+    batch_bytes = max(1, total_bytes * batch_size // num_rows)
+    return int(np.clip(BLOCK_BYTES // batch_bytes, 1, MAX_BATCHES_PER_BLOCK))

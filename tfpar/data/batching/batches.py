@@ -1,0 +1,248 @@
+"""What is done to finished batches: class weights, and the cut of one global batch into parts for the replicas."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar._compat import keras_data_adapters
+from tfpar.per_model import PerModel
+
+
+def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
+    """Weighs each example by the class of its label, as `keras.Model.fit(class_weight=...)` does.
+
+    Labels of rank 2 and more are one-hot over the last axis, unless that axis is 1 long. Classes that are not listed
+    weigh 1. A sample weight that is already there is multiplied (Keras refuses the two together).
+
+    Args:
+        dataset: A `tf.data.Dataset` or `Sharded` of batches `(x, y)` or `(x, y, sample_weight)`; `y` is one tensor:
+            classes `[batch]` or `[batch, 1]`, or one-hot `[batch, classes]`.
+        class_weight: Weight of each class.
+
+    Returns:
+        Batches `(x, y, sample_weight)` with weights `[batch]` in Keras' float type.
+
+    Raises:
+        ValueError: No class, a negative class or weight, batches without labels or with several outputs.
+
+    >>> dataset = tf.data.Dataset.from_tensors((tf.zeros([3, 2]), tf.constant([0, 1, 1])))
+    >>> [weights.numpy().tolist() for _, _, weights in class_weights(dataset, {1: 2.5})]
+    [[1.0, 2.5, 2.5]]
+    """
+    table = _weight_table(class_weight)
+    spec = dataset.element_spec
+    if not isinstance(spec, tuple) or len(spec) not in (2, 3):
+        raise ValueError(f"class_weight needs batches (x, y) or (x, y, sample_weight), but a batch is {spec}.")
+    if isinstance(spec[1], (dict, list, tuple)):
+        raise ValueError("class_weight needs a model with one output, but y is a structure: pass sample_weight.")
+
+    @tf.autograph.experimental.do_not_convert
+    def weigh(x: Any, y: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tuple[Any, tf.Tensor, tf.Tensor]:
+        weights = _look_up(table, _classes(y))
+        if sample_weight is not None:
+            weights = _multiply(weights, tf.cast(sample_weight, weights.dtype))
+        return x, y, weights
+
+    return dataset.map(weigh)
+
+
+def _weight_table(class_weight: Mapping[int, float]) -> Any:
+    if not class_weight:
+        raise ValueError("class_weight must name at least one class, but is empty.")
+    for label, weight in class_weight.items():
+        if int(label) != label or label < 0 or not 0 <= weight < np.inf:
+            raise ValueError(
+                f"class_weight maps classes (0, 1, 2, ...) to weights of at least 0, but has {label!r}: {weight!r}."
+            )
+    table = np.ones(max(int(label) for label in class_weight) + 1, dtype=keras.config.floatx())
+    for label, weight in class_weight.items():
+        table[int(label)] = weight
+    return table
+
+
+def _classes(y: tf.Tensor) -> tf.Tensor:
+    if y.shape.rank is not None and y.shape.rank >= 2:
+        if y.shape[-1] != 1:
+            return tf.argmax(y, axis=-1, output_type=tf.int32)
+        y = tf.squeeze(y, axis=-1)
+    return tf.cast(tf.round(y) if y.dtype.is_floating else y, tf.int32)
+
+
+def _look_up(table: Any, classes: tf.Tensor) -> tf.Tensor:
+    listed = (classes >= 0) & (classes < len(table))
+    weights = tf.gather(tf.constant(table), tf.where(listed, classes, 0))
+    return tf.where(listed, weights, tf.ones_like(weights))
+
+
+def _multiply(weights: tf.Tensor, sample_weight: tf.Tensor) -> tf.Tensor:
+    """Multiplies per-example weights `[batch]` with weights `[batch, ...]`, along their first axis."""
+    missing_axes = sample_weight.shape.rank - weights.shape.rank
+    if missing_axes > 0:
+        weights = tf.reshape(weights, tf.concat([tf.shape(weights), tf.ones([missing_axes], tf.int32)], axis=0))
+    return weights * sample_weight
+
+
+def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
+    """Cuts every tensor of a batch along its first axis into consecutive parts, one for each replica.
+
+    Part i starts at row `ceil(i * rows / num_parts)`, so sizes differ by at most one, the first part is a largest one,
+    and parts are empty where there are fewer rows than parts. The rule nests: a cut into workers and then into replicas
+    gives the parts of one cut into all replicas at the same worker boundaries.
+
+        7 rows, 2 parts:  0 1 2 3 | 4 5 6          6 rows, 4 parts:  0 1 | 2 | 3 4 | 5
+
+    For use inside `dataset.map`. Where the number of rows is static, so are the parts' shapes.
+
+    Args:
+        batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
+        num_parts: How many parts.
+
+    Returns:
+        `num_parts` structures like `batch`. None stays None in each.
+
+    Raises:
+        ValueError: `num_parts` below 1, a scalar, or tensors with unequal numbers of rows.
+
+    >>> [part["a"].numpy().tolist() for part in split_batch({"a": tf.range(5)}, 3)]
+    [[0, 1], [2, 3], [4]]
+    """
+    if num_parts < 1:
+        raise ValueError(f"num_parts must be at least 1, but is {num_parts}.")
+    leaves = tf.nest.flatten(batch)
+    _check_rows(leaves)
+    parts = [_split_leaf(leaf, num_parts) for leaf in leaves]
+    return tuple(tf.nest.pack_sequence_as(batch, [part[i] for part in parts]) for i in range(num_parts))
+
+
+def take_rows(batch: Any, start: Any, stop: Any) -> Any:
+    """Some consecutive rows of every tensor of a batch.
+
+    Args:
+        batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
+        start: The first row.
+        stop: The row after the last; there must be as many.
+
+    >>> take_rows({"a": tf.range(5)}, 1, 3)["a"].numpy().tolist()
+    [1, 2]
+    """
+    return tf.nest.map_structure(lambda leaf: None if leaf is None else _rows_between(leaf, start, stop), batch)
+
+
+def join_batches(parts: Sequence[Any]) -> Any:
+    """One batch of the rows of several, in their order; the reverse of `split_batch`.
+
+    Args:
+        parts: Structures alike, `[rows, ...]` each.
+
+    >>> join_batches([tf.range(2), tf.range(1)]).numpy().tolist()
+    [0, 1, 0]
+    """
+
+    def join(*leaves: Any) -> Any:
+        if isinstance(leaves[0], tf.SparseTensor):
+            return tf.sparse.concat(0, list(leaves), expand_nonconcat_dims=True)
+        return None if leaves[0] is None else tf.concat(leaves, 0)
+
+    return tf.nest.map_structure(join, *parts)
+
+
+def to_numpy(tensor: Any) -> Any:
+    """A tensor as a NumPy array; a ragged or sparse one as it is, as `keras.Model.predict` returns it."""
+    return tensor if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor) else np.asarray(tensor)
+
+
+def join_outputs(outputs: Sequence[Any]) -> Any:
+    """The outputs of several batches as `keras.Model.predict` returns them.
+
+    Args:
+        outputs: Structures alike, of NumPy arrays, ragged or sparse tensors, `[rows, ...]` each.
+
+    Returns:
+        One array each; a ragged tensor where the batches differ in another axis than the first.
+
+    >>> join_outputs([np.zeros([2, 1]), np.ones([1, 1])]).tolist()
+    [[0.0], [0.0], [1.0]]
+    """
+
+    def join(*leaves: Any) -> Any:
+        if isinstance(leaves[0], np.ndarray) and len({leaf.shape[1:] for leaf in leaves}) == 1:
+            return np.concatenate(leaves)
+        return keras_data_adapters.join_unequal(leaves)
+
+    return tf.nest.map_structure(join, *outputs)
+
+
+def check_same_inputs(first: PerModel[list[bool]], model: keras.Model, batch: Any) -> None:
+    """Refuse inputs that come or go where a model is cut for those that its first batch has.
+
+    Args:
+        first: Which inputs the first batch of each model has; a model's first batch is noted here.
+        model: The model.
+        batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+
+    Raises:
+        ValueError: If there is None in other places than in the first batch.
+    """
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    present = [leaf is not None for leaf in keras.tree.flatten(inputs)]
+    if len(first.setdefault(model, present)) == len(present) and first[model] != present:
+        raise ValueError(
+            "A pipeline is cut for the optional inputs that its first batch has, received a batch with others (None "
+            "in other places). Train each kind of batch with a tfpar.Trainer of its own, or on Mirrored."
+        )
+
+
+def num_rows(batch: Any) -> tf.Tensor:
+    """How many examples a batch holds: the rows of its first tensor.
+
+    Args:
+        batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
+
+    Returns:
+        An int64 scalar.
+
+    Raises:
+        ValueError: No tensor at all.
+
+    >>> int(num_rows({"a": None, "b": tf.zeros([3, 2])}))
+    3
+    """
+    leaf = next((leaf for leaf in tf.nest.flatten(batch) if leaf is not None), None)
+    if leaf is None:
+        raise ValueError(f"A batch must hold at least one tensor, but is {batch!r}: leave out what is None.")
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int64)
+    return tf.shape(leaf, out_type=tf.int64)[0]
+
+
+def _check_rows(leaves: Sequence[Any]) -> None:
+    shapes = [leaf.shape for leaf in leaves if leaf is not None]
+    if any(shape.rank == 0 for shape in shapes):
+        raise ValueError("Every tensor of a batch must have a first axis over its examples, but one is a scalar.")
+    static_rows = {shape[0] for shape in shapes if shape.rank is not None and shape[0] is not None}
+    if len(static_rows) > 1:
+        raise ValueError(f"All tensors of a batch must have the same number of rows, but have {sorted(static_rows)}.")
+
+
+def _split_leaf(leaf: Any, num_parts: int) -> list[Any]:
+    if leaf is None:
+        return [None] * num_parts
+    rows: Any = leaf.shape[0]
+    if rows is None:
+        rows = num_rows(leaf)
+    starts = [(i * rows + num_parts - 1) // num_parts for i in range(num_parts + 1)]
+    return [_rows_between(leaf, start, stop) for start, stop in itertools.pairwise(starts)]
+
+
+def _rows_between(leaf: Any, start: Any, stop: Any) -> Any:
+    if not isinstance(leaf, tf.SparseTensor):
+        return leaf[start:stop]
+    first = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(leaf.dense_shape[1:])], axis=0)
+    size = tf.concat([[tf.cast(stop - start, tf.int64)], leaf.dense_shape[1:]], axis=0)
+    return tf.sparse.slice(leaf, first, size)

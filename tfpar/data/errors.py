@@ -1,0 +1,78 @@
+"""From TensorFlow's error in the middle of a data pipeline to one sentence that says what to do."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import tensorflow as tf
+
+from tfpar import config
+from tfpar.data.sources import csv_files, image_folder, tfds, tfrecord
+
+SENTENCE = re.compile(r"assertion failed: \[(.*?)\](?:\s|$)", re.DOTALL)
+RAISED = re.compile(r"^(?:\{\{.*?\}\} ?)?((?:\w+\.)*\w+(?:Error|Exception)?: .*?)\nTraceback \(most recent", re.DOTALL)
+GONE = re.compile(r"(/\S+); No such file or directory")
+
+
+def user_message(error: BaseException, settings: config.Data) -> str | None:
+    """One sentence about an error that reading the data brought up, or None if the error is about something else.
+
+    TensorFlow does not say in which file a corrupt record lies, so the files are read once more to find it.
+
+    Args:
+        error: What iterating over a data set of `load` raised, directly or from within a compiled step.
+        settings: The settings that `load` got.
+
+    Returns:
+        The sentence, for a label out of range, an image of the wrong shape, a record that does not match the declared
+        features, or a corrupt file; otherwise None.
+
+    >>> user_message(KeyError("x"), config.Data()) is None
+    True
+    """
+    if isinstance(error, tf.errors.DataLossError):
+        return _corrupt(settings)
+    if isinstance(error, tf.errors.NotFoundError) and (gone := GONE.search(error.message)):
+        return f"The data file {gone.group(1)} is gone: bring it back, or prepare the data again."
+    if isinstance(error, tf.errors.InvalidArgumentError):
+        return _refused(error.message, settings)
+    if isinstance(error, tf.errors.UnknownError):
+        return _raised(error.message)
+    return None
+
+
+def _refused(message: str, settings: config.Data) -> str | None:
+    """A sentence about values that the graph of a pipeline refuses; files are read once more where it names none."""
+    readers = {
+        "csv": (csv_files.UNREADABLE, csv_files.problem),
+        "image_folder": (image_folder.UNREADABLE, image_folder.corruption),
+    }
+    unreadable, problem = readers.get(settings.source, (None, None))
+    if unreadable and problem and unreadable.search(message) and (sentence := problem(settings)):
+        return sentence
+    if sentence := _raised(message):
+        return sentence
+    found = SENTENCE.search(message)
+    return found.group(1) if found else tfrecord.mismatch(message)
+
+
+def _raised(message: str) -> str | None:
+    """What Python code within a pipeline has raised, without its traceback."""
+    found = RAISED.search(message)
+    return found.group(1).removeprefix("ValueError: ") if found else None
+
+
+def _corrupt(settings: config.Data) -> str:
+    if settings.source == "generated":
+        return "Data were lost while reading, but generated data have no files."
+    if settings.source == "csv" and (sentence := csv_files.problem(settings)):
+        return sentence
+    if settings.source not in ("tfds", "tfrecord"):
+        return "A record was corrupt while it was read: start again to resume, or repair the data."
+    splits = [split for split in (settings.train_split, settings.validation_split) if split is not None]
+    find = tfrecord.files if settings.source == "tfrecord" else tfds.files
+    paths: Iterable[Path] = (path for split in splits for path in find(settings, split))
+    for path in paths:
+        if sentence := tfrecord.corruption(path):
+            return sentence
+    return "A record was corrupt while it was read, but all files are whole now: start again to resume."

@@ -1,0 +1,101 @@
+"""What `keras.Model.fit`, `evaluate` and `predict` take, as global batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from tfpar._compat import keras_data_adapters
+from tfpar.data.batching import arrays
+from tfpar.data.batching.arrays import Shuffle, from_arrays
+from tfpar.data.batching.batches import class_weights
+from tfpar.data.python_batches import PythonBatches
+from tfpar.data.sharding.sharded import Sharded
+
+DEFAULT_BATCH_SIZE = 32
+Batches: TypeAlias = tf.data.Dataset | Sharded | PythonBatches
+
+
+def is_dataset(x: Any) -> bool:
+    """Say whether `x` brings its own batches, targets and weights: a dataset, a generator, a DataLoader; no arrays."""
+    return isinstance(x, tf.data.Dataset | Sharded | PythonBatches) or keras_data_adapters.is_python_source(x)
+
+
+def as_dataset(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    steps: int | None = None,
+    shuffle: Shuffle = False,
+    seed: int = 0,
+    class_weight: Mapping[int, float] | None = None,
+) -> Batches:
+    """What `keras.Model.fit` takes, as global batches: datasets as they are, arrays cut into batches.
+
+    Args:
+        x: A `tf.data.Dataset` or `Sharded`; a `keras.utils.PyDataset`, a generator or a torch `DataLoader`; or arrays
+            `[examples, ...]`, as for `from_arrays`.
+        y: Targets where `x` is arrays, else None.
+        sample_weight: Weights where `x` is arrays, else None.
+        batch_size: Global batch of arrays; None for 32, or for what makes `steps` batches, as in Keras.
+        steps: Steps of an epoch, where the user named them.
+        shuffle: Whether arrays, and the batches of a PyDataset, have another order in every epoch.
+        seed: Fixes the order of arrays.
+        class_weight: Weight of each class's examples.
+
+    Raises:
+        ValueError: Targets or weights next to a dataset, which brings its own, or a dataset of `tf.distribute`.
+        TypeError: Something that is neither.
+
+    >>> len(as_dataset(tf.zeros([5, 2]), tf.zeros([5]), batch_size=2))
+    3
+    """
+    if isinstance(x, PythonBatches):
+        return x
+    if keras_data_adapters.is_python_source(x):
+        return PythonBatches(x, y, sample_weight, class_weight, bool(shuffle))
+    if isinstance(x, tf.distribute.DistributedDataset):
+        raise ValueError(
+            "A strategy of tfpar distributes the batches itself, received a DistributedDataset of tf.distribute. "
+            "Pass the tf.data.Dataset that it was made of, batched to the global batch."
+        )
+    if is_dataset(x) and (y is not None or sample_weight is not None):
+        raise ValueError(
+            "A dataset brings its own targets and weights, received y or sample_weight next to it. "
+            "Let the dataset yield (inputs, targets, sample_weight)."
+        )
+    if not is_dataset(x):
+        size = batch_size or _default_batch_size((x, y, sample_weight), steps)
+        x = from_arrays(x, y, sample_weight, batch_size=size, shuffle=shuffle, seed=seed)
+    dataset: Batches = x if class_weight is None else class_weights(x, class_weight)
+    return dataset
+
+
+def hold_out(given: tuple[Any, Any, Any], share: float) -> tuple[Any, Any]:
+    """Split the last rows of arrays off for validation, as `keras.Model.fit(validation_split=...)` does.
+
+    Args:
+        given: `(x, y, sample_weight)`, None where there is none.
+        share: Part of the rows to split off, above 0 and below 1.
+
+    Returns:
+        The same structure twice: the rows to train on, and the rows held out.
+
+    Raises:
+        ValueError: A dataset instead of arrays, or a share that leaves one side empty.
+    """
+    if is_dataset(given[0]):
+        raise ValueError(
+            "validation_split takes rows off arrays, but x is a data set: use take and skip on a tf.data.Dataset, or "
+            "pass validation_data."
+        )
+    return arrays.hold_out(given, share)
+
+
+def _default_batch_size(given: Any, steps: int | None) -> int:
+    return math.ceil(arrays.num_rows(given) / steps) if steps else DEFAULT_BATCH_SIZE

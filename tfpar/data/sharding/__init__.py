@@ -1,0 +1,1 @@
+"""Which worker reads which examples."""

@@ -1,0 +1,208 @@
+"""What each worker will really read in one epoch, counted before training: examples, steps, duplicates and drops."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from tfpar.data.batching.batches import split_batch
+from tfpar.data.sharding.row_digests import DIGEST_BYTES, in_words, row_digests
+from tfpar.data.sharding.sharded import Sharded
+
+NUM_SHOWN = 3
+
+Digests = npt.NDArray[np.bytes_]
+FromContext = Callable[[tf.distribute.InputContext], tf.data.Dataset]
+
+
+class Audit(NamedTuple):
+    """What the workers of a job read in one epoch, beside what one worker alone reads; `str` makes a table of it."""
+
+    examples_per_worker: tuple[int, ...]
+    steps_per_worker: tuple[int, ...]
+    num_examples: int  # what one worker alone reads
+    num_equal: int  # of these, how many are the same as an earlier one, in every part
+    num_duplicates: int  # read more often than one worker alone reads them
+    num_dropped: int  # read by one worker alone, but by none of these, or less often
+    num_unknown: int  # read by these, but never by one worker alone
+    first_examples: tuple[str, ...]  # a few of the duplicates and drops, in words
+
+    @property
+    def ok(self) -> bool:
+        """Whether the workers together read exactly what one worker alone reads."""
+        return not (self.num_duplicates or self.num_dropped or self.num_unknown)
+
+    def __str__(self) -> str:
+        lines = [f"{'worker':>10}{'examples':>12}{'steps':>10}"]
+        for rank, (examples, steps) in enumerate(zip(self.examples_per_worker, self.steps_per_worker, strict=True)):
+            lines.append(f"{rank:>10}{examples:>12,}{steps:>10,}")
+        lines.append(f"{'together':>10}{sum(self.examples_per_worker):>12,}")
+        lines.append(f"{'one alone':>10}{self.num_examples:>12,}")
+        return "\n".join([*lines, *self._findings()])
+
+    def _findings(self) -> Iterator[str]:
+        if self.ok:
+            yield "Right: the workers together read what one worker alone reads, each example as often."
+        if self.num_duplicates:
+            yield f"WRONG: duplicates, {self.num_duplicates:,} readings too many of examples that were read already."
+        if self.num_dropped:
+            yield f"WRONG: drops, {self.num_dropped:,} examples that one worker alone reads are missing."
+        if self.num_unknown:
+            yield (
+                f"WRONG: {self.num_unknown:,} examples are none that one worker alone reads: is something random "
+                "without a seed, or does padding depend on the batch?"
+            )
+        yield from (f"    {example}" for example in self.first_examples)
+        if len(set(self.steps_per_worker)) > 1:
+            yield "Note: the workers take different numbers of steps, so some must wait at the end of an epoch."
+        if self.num_equal:
+            yield f"Note: {self.num_equal:,} examples equal an earlier one; are they meant to be there more than once?"
+
+
+def audit(dataset: tf.data.Dataset | Sharded | FromContext, num_workers: int) -> Audit:
+    """Reads one epoch as each worker would, and compares it with the epoch of one worker alone.
+
+    Examples are told apart by their content, labels and weights included, and each counts as often as it occurs; their
+    order does not matter, so shuffles alone do no harm. Random changes do: seed them, or audit the data without them. A
+    shuffle without a seed of its own, followed by `shard`, counts as different on every worker.
+
+    What is read depends on the input. Of a data set of global batches every worker reads all and takes its rows of each
+    batch; it is read once, so a worker that would shuffle in another order than the others does not show. A `Sharded`
+    is read as its parts and as a whole. A function is called once for each worker and once for one worker alone.
+
+    Everything is read about twice, and once more in part if something is wrong. Memory: about 16 bytes an example.
+
+    Args:
+        dataset: A data set of global batches, a `Sharded`, or a function from `tf.distribute.InputContext` to the
+            batches of one worker, as `tf.distribute.Strategy.distribute_datasets_from_function` takes it.
+        num_workers: How many workers.
+
+    Returns:
+        The counts; print it, or look at `ok`.
+
+    Raises:
+        ValueError: A number of workers below 1, or that the shards cannot serve; a data set without an end.
+        TypeError: Another kind of input.
+
+    >>> def same_for_all(context):
+    ...     return tf.data.Dataset.range(4).batch(2)
+    >>> print(audit(same_for_all, num_workers=2))
+        worker    examples     steps
+             0           4         2
+             1           4         2
+      together           8
+     one alone           4
+    WRONG: duplicates, 4 readings too many of examples that were read already.
+        too many: 0
+        too many: 1
+        too many: 2
+    """
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, but is {num_workers}.")
+    if isinstance(dataset, tf.data.Dataset):
+        return _audit_batches(dataset, num_workers)
+    if isinstance(dataset, Sharded):
+        return _audit_sharded(dataset, num_workers)
+    if not callable(dataset):
+        raise TypeError(
+            "audit takes a tf.data.Dataset of global batches, a tfpar.data.Sharded, or a function of "
+            f"tf.distribute.InputContext, received {dataset!r:.60}."
+        )
+    make: FromContext = dataset
+    read = [_digests(_finite(make(_context(rank, num_workers)))) for rank in range(num_workers)]
+    steps = [num_steps for _, num_steps in read]
+    return _compare([digests for digests, _ in read], steps, lambda: _finite(make(_context(0, 1))))
+
+
+def _context(rank: int, num_workers: int) -> tf.distribute.InputContext:
+    return tf.distribute.InputContext(num_workers, rank, num_workers)
+
+
+def _finite(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ValueError("audit reads one epoch to its end, but this data set has none: leave out repeat().")
+    return dataset
+
+
+def _audit_batches(dataset: tf.data.Dataset, num_workers: int) -> Audit:
+    """All workers read the same batches, so that one reading of them gives the shares of all."""
+    digests: list[bytearray] = [bytearray() for _ in range(num_workers)]
+    num_steps = 0
+    for batch in _finite(dataset):
+        num_steps += 1
+        rows = tf.constant(list(row_digests(batch)), tf.string)
+        for part, own in zip(split_batch(rows, num_workers), digests, strict=True):
+            own += b"".join(part.numpy().tolist())
+    shares = [_as_array(own) for own in digests]
+    return Audit(
+        examples_per_worker=tuple(len(share) for share in shares),
+        steps_per_worker=(num_steps,) * num_workers,
+        num_examples=sum(len(share) for share in shares),
+        num_equal=_num_equal(np.concatenate(shares)),
+        num_duplicates=0,
+        num_dropped=0,
+        num_unknown=0,
+        first_examples=(),
+    )
+
+
+def _audit_sharded(sharded: Sharded, num_workers: int) -> Audit:
+    def own_batches(rank: int) -> Iterator[Any]:
+        for rows, count in sharded.part(rank, num_workers):
+            if count == 0:
+                return
+            yield rows
+
+    read = [_digests(own_batches(rank)) for rank in range(num_workers)]
+    num_steps = max(steps for _, steps in read)  # a worker takes part in all steps, also in those without rows of its
+    return _compare([digests for digests, _ in read], [num_steps] * num_workers, sharded.whole)
+
+
+def _compare(read: list[Digests], steps: list[int], whole: Callable[[], Iterable[Any]]) -> Audit:
+    alone, _ = _digests(whole())
+    contents, positions = np.unique(np.concatenate([alone, *read]), return_inverse=True)
+    counts_alone = np.bincount(positions[: len(alone)], minlength=len(contents))
+    excess = np.bincount(positions[len(alone) :], minlength=len(contents)) - counts_alone
+    known = counts_alone > 0
+    names = {contents[place]: "missing" for place in np.flatnonzero(excess < 0)}
+    names |= {contents[place]: "too many" for place in np.flatnonzero((excess > 0) & known)}
+    return Audit(
+        examples_per_worker=tuple(len(digests) for digests in read),
+        steps_per_worker=tuple(steps),
+        num_examples=len(alone),
+        num_equal=_num_equal(alone),
+        num_duplicates=int(excess[(excess > 0) & known].sum()),
+        num_dropped=int(-excess[excess < 0].sum()),
+        num_unknown=int(excess[~known].sum()),
+        first_examples=tuple(_first(names, whole())) if names else (),
+    )
+
+
+def _num_equal(digests: Digests) -> int:
+    return len(digests) - len(np.unique(digests))
+
+
+def _digests(batches: Iterable[Any]) -> tuple[Digests, int]:
+    digests, num_steps = bytearray(), 0
+    for batch in batches:
+        digests += b"".join(row_digests(batch))
+        num_steps += 1
+    return _as_array(digests), num_steps
+
+
+def _as_array(digests: bytearray) -> Digests:
+    return np.frombuffer(bytes(digests), dtype=f"S{DIGEST_BYTES}")
+
+
+def _first(names: dict[bytes, str], batches: Iterable[Any]) -> Iterator[str]:
+    """The first few examples that have a name, in words."""
+    shown: set[bytes] = set()
+    for batch in batches:
+        for row, digest in enumerate(map(bytes, np.array(list(row_digests(batch)), dtype=f"S{DIGEST_BYTES}"))):
+            if digest in names and digest not in shown:
+                shown.add(digest)
+                yield f"{names[digest]}: {in_words(batch, row)}"
+            if len(shown) == NUM_SHOWN:
+                return

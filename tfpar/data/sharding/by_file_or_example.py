@@ -1,0 +1,151 @@
+"""The two usual ways to divide an input over workers: by its files, and by its examples."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar.data.sharding.sharded import NUM_SHARDS, Sharded
+
+FILES_AT_ONCE = 4
+EXAMPLES_IN_A_ROW = 16
+NUM_COMPARED = 8
+
+
+def by_file(
+    files: Sequence[str | Path],
+    read_file: Callable[[tf.Tensor], tf.data.Dataset],
+    *,
+    global_batch_size: int,
+    num_shards: int = NUM_SHARDS,
+    shuffle_buffer: int = 0,
+    seed: int = 0,
+    decode: Callable[..., Any] | None = None,
+    finish: Callable[..., Any] | None = None,
+) -> Sharded:
+    """Divides files over workers: shard s reads files s, s + num_shards, ..., and a worker opens only its own files.
+
+    Use it when there are several files for each worker, all of about the same size: a shard with less to read ends
+    earlier, and the batches after that are smaller.
+
+    Args:
+        files: All files, in the same order on every worker.
+        read_file: From a file's name, a string scalar, to its stored examples; such as `tf.data.TFRecordDataset`.
+        global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`.
+        num_shards: How many shards, at most as many as files; a multiple of the number of workers.
+        shuffle_buffer: Stored examples held to draw from at random, over all shards together; 0 keeps the order.
+        seed: Fixes the orders.
+        decode: From a stored example to what Keras takes, called as `tf.data.Dataset.map` calls; None: it is that.
+        finish: As for `Sharded`.
+
+    Raises:
+        ValueError: Fewer files than shards, and what `Sharded` refuses.
+
+    >>> lines = by_file(["/a", "/b"], tf.data.Dataset.from_tensors, global_batch_size=2, num_shards=2)
+    >>> [batch.numpy().tolist() for batch in lines.whole()]
+    [[b'/a', b'/b']]
+    """
+    if len(files) < num_shards:
+        raise ValueError(
+            f"Division by file needs at least one file for each shard, but {len(files)} files meet {num_shards} "
+            "shards: use fewer shards, write more files, or divide by example."
+        )
+    names = [str(file) for file in files]
+
+    def stored(shard: int) -> tf.data.Dataset:
+        own = names[shard::num_shards]
+        return tf.data.Dataset.from_tensor_slices(own).interleave(
+            read_file,
+            cycle_length=min(FILES_AT_ONCE, len(own)),
+            block_length=EXAMPLES_IN_A_ROW,
+            num_parallel_calls=tf.data.AUTOTUNE,
+            deterministic=True,
+        )
+
+    return _shuffled(stored, num_shards, global_batch_size, shuffle_buffer, seed, decode, finish)
+
+
+def by_example(
+    dataset: tf.data.Dataset,
+    *,
+    global_batch_size: int,
+    num_shards: int = NUM_SHARDS,
+    shuffle_buffer: int = 0,
+    seed: int = 0,
+    decode: Callable[..., Any] | None = None,
+    finish: Callable[..., Any] | None = None,
+) -> Sharded:
+    """Divides examples over workers: shard s takes examples s, s + num_shards, ... before shuffling and decoding.
+
+    Use it when decoding costs much more than reading: every shard reads the whole of `dataset` once, and throws away
+    what belongs to others. Shards differ by at most one example.
+
+    Args:
+        dataset: Single stored examples, cheap to read, in the same order at every reading: no shuffle, nothing random.
+        global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`.
+        num_shards: How many shards; a multiple of the number of workers.
+        shuffle_buffer: Stored examples held to draw from at random, over all shards together; 0 keeps the order.
+        seed: Fixes the orders.
+        decode: From a stored example to what Keras takes, called as `tf.data.Dataset.map` calls; None: it is that.
+        finish: As for `Sharded`.
+
+    Raises:
+        ValueError: A data set that begins with other examples when it is read again, and what `Sharded` refuses.
+
+    >>> numbers = by_example(tf.data.Dataset.range(5), global_batch_size=4, num_shards=2, decode=lambda n: n * 10)
+    >>> [batch.numpy().tolist() for batch in numbers.whole()]
+    [[0, 20, 10, 30], [40]]
+    """
+
+    _check_repeats(dataset)
+
+    def stored(shard: int) -> tf.data.Dataset:
+        return dataset.shard(num_shards, shard)
+
+    return _shuffled(stored, num_shards, global_batch_size, shuffle_buffer, seed, decode, finish)
+
+
+def _check_repeats(dataset: tf.data.Dataset) -> None:
+    """Refuses a data set in another order at each reading: its shards would overlap and leave examples out."""
+    if not begins_alike(dataset):
+        raise ValueError(
+            "Division by example reads the data set once for each shard, in the same order, but two readings "
+            "of it begin differently: leave out shuffle and random changes before it, and set shuffle_buffer "
+            "or seeded changes in decode."
+        )
+
+
+def begins_alike(dataset: tf.data.Dataset) -> bool:
+    """Whether two readings of a data set begin with the same few elements.
+
+    >>> begins_alike(tf.data.Dataset.range(9)), begins_alike(tf.data.Dataset.range(999).shuffle(999))
+    (True, False)
+    """
+    for elements in zip(*(dataset.take(NUM_COMPARED) for _ in range(2)), strict=True):
+        first, again = (tf.nest.flatten(element, expand_composites=True) for element in elements)
+        for leaf, other in zip(first, again, strict=True):
+            if leaf is not None and not np.array_equal(leaf, other, equal_nan=leaf.dtype.is_floating):
+                return False
+    return True
+
+
+def _shuffled(
+    stored: Callable[[int], tf.data.Dataset],
+    num_shards: int,
+    global_batch_size: int,
+    shuffle_buffer: int,
+    seed: int,
+    decode: Callable[..., Any] | None,
+    finish: Callable[..., Any] | None,
+) -> Sharded:
+    traced = None if decode is None else tf.function(decode)  # once for all shards
+
+    def make_shard(shard: int) -> tf.data.Dataset:
+        dataset = stored(shard)
+        if shuffle_buffer:
+            dataset = dataset.shuffle(-(-shuffle_buffer // num_shards), seed=seed + shard)
+        return dataset if traced is None else dataset.map(traced, num_parallel_calls=tf.data.AUTOTUNE)
+
+    return Sharded(make_shard, num_shards, global_batch_size, finish)

@@ -1,0 +1,96 @@
+"""How the training examples are divided over workers: what the settings ask for, or `auto`'s choice with its reason.
+
+The choice never depends on the number of workers: the batches must be the same for any number of them.
+"""
+
+from typing import Literal, NamedTuple
+
+import tensorflow as tf
+
+from tfpar import config
+from tfpar.data.sharding.sharded import NUM_SHARDS, default_num_shards
+from tfpar.data.sources.split import Split
+
+# From about this size on, decoding an image takes some 100 microseconds, several times what reading it takes.
+COSTLY_PIXELS = 128 * 128
+
+ALL_READ = "every worker reads all examples and takes its share of each global batch"
+
+
+class ShardingPolicy(NamedTuple):
+    """A division: of what kind, in how many shards (1 for "batch"), and a sentence for people."""
+
+    kind: Literal["file", "example", "batch"]
+    num_shards: int
+    sentence: str
+
+
+def sharding_policy(settings: config.Data, split: Split, global_batch_size: int) -> ShardingPolicy:
+    """The division of a training split.
+
+    `auto` takes what is safe and cheap: "batch", which is always possible, unless images of 128 x 128 pixels and more
+    must be decoded. Then "file" where the shards can have equally many files, else "example".
+
+    Args:
+        settings: `division` and `num_shards` count here.
+        split: The training split.
+        global_batch_size: Examples in one batch over all workers.
+
+    Returns:
+        The division, its number of shards a divisor of the global batch.
+
+    Raises:
+        ValueError: Shards that do not divide the global batch, or more shards than files.
+    """
+    num_shards = settings.num_shards or default_num_shards(global_batch_size)
+    if settings.shard_by == "batch":
+        return ShardingPolicy("batch", 1, f"by batch, as set: {ALL_READ}")
+    if settings.shard_by == "auto":
+        return _automatic(split, num_shards, global_batch_size)
+    _check_divides(num_shards, global_batch_size)
+    if settings.shard_by == "file":
+        if split.num_files < num_shards:
+            raise ValueError(
+                f'data.shard_by = "file" needs a file for each of {num_shards} shards, but the {split.origin} has '
+                f'{split.num_files}: set data.num_shards to at most that, or data.shard_by to "example".'
+            )
+        return ShardingPolicy("file", num_shards, f"by file, as set: {_by_file(split, num_shards)}")
+    return ShardingPolicy("example", num_shards, f"by example, as set: {_by_example(num_shards)}")
+
+
+def _automatic(split: Split, num_shards: int, global_batch_size: int) -> ShardingPolicy:
+    shape: tf.TensorShape = split.decoded().element_spec[0].shape
+    costly = split.encoded and shape.rank == 3 and shape[0] * shape[1] >= COSTLY_PIXELS
+    if not costly:
+        return ShardingPolicy("batch", 1, f"by batch, as decoding one example costs little: {ALL_READ}")
+    size = f"{shape[0]} x {shape[1]}"
+    if num_shards == 1 or global_batch_size % num_shards:
+        why = f"as {num_shards} shards do not divide a global batch of {global_batch_size}"
+        if num_shards == 1:
+            why = f"as no number of shards from 2 to {NUM_SHARDS} divides a global batch of {global_batch_size}"
+        return ShardingPolicy("batch", 1, f"by batch, {why}: {ALL_READ}")
+    if split.num_files % num_shards == 0:
+        return ShardingPolicy(
+            "file", num_shards, f"by file, as images of {size} are to decode: {_by_file(split, num_shards)}"
+        )
+    why = f"as images of {size} are to decode, and {split.num_files} files do not fill {num_shards} shards evenly"
+    return ShardingPolicy("example", num_shards, f"by example, {why}: {_by_example(num_shards)}")
+
+
+def _check_divides(num_shards: int, global_batch_size: int) -> None:
+    if global_batch_size % num_shards:
+        raise ValueError(
+            f"The global batch must be a multiple of the shards, but training.global_batch_size = {global_batch_size} "
+            f"and data.num_shards = {num_shards}: set data.num_shards = "
+            f"{default_num_shards(global_batch_size, num_shards)}, or training.global_batch_size = "
+            f"{-(-global_batch_size // num_shards) * num_shards}."
+        )
+
+
+def _by_file(split: Split, num_shards: int) -> str:
+    even = "" if split.num_files % num_shards == 0 else ", not evenly, so an epoch's last batches are smaller"
+    return f"{split.num_files} files in {num_shards} shards{even}, and a worker reads only its own"
+
+
+def _by_example(num_shards: int) -> str:
+    return f"{num_shards} shards of examples, and a worker decodes only its own"

@@ -1,0 +1,86 @@
+"""The files of a split: a sub-folder, one file, the beginning of file names, or a pattern."""
+
+import os
+import re
+from pathlib import Path
+
+from tfpar import config
+from tfpar.messages import received
+
+# Fixed, not tuned: the order of the examples must be the same on every machine.
+FILES_AT_ONCE = 16
+EXAMPLES_IN_A_ROW = 16
+
+
+def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
+    """The files of a split in the order of their names, hidden ones (`.x`, `_x`) left out.
+
+    Args:
+        settings: `directory` counts here.
+        split: A sub-folder of the directory, the beginning of file names in it, a pattern with `*`, `?` or `[`, or "."
+            for the directory itself.
+        kind: What the files are, for messages; such as "TFRecord".
+
+    Raises:
+        FileNotFoundError: No such folder, or no file of the split.
+
+    >>> of_split(config.Data(source="csv", directory="/no/where"), "train", "CSV")
+    Traceback (most recent call last):
+    FileNotFoundError: data.directory must be a folder of CSV files, but /no/where is not a folder: correct the path.
+    """
+    folder = directory(settings, f"{kind} files")
+    if any(sign in split for sign in "*?["):
+        if os.path.isabs(split):
+            raise ValueError(f"A pattern of files must begin in {folder}, received {received.toml(split)}: shorten it.")
+        candidates = sorted(path for path in folder.glob(split) if not _is_hidden(path))
+    elif os.path.isdir(folder / split):
+        candidates = _visible(folder / split)
+    else:
+        candidates = [path for path in _visible(folder) if _is_of(path, split)]
+    found = [path for path in candidates if path.is_file()]
+    if not found:
+        raise FileNotFoundError(
+            f"{received.path(folder, received.COLUMNS)} holds no {kind} files of split {received.toml(split)}. A split "
+            "is a sub-folder, the beginning of file names or a pattern; there are: "
+            f"{received.excerpt(', '.join(_splits(folder)) or 'no files at all')}."
+        )
+    return found
+
+
+def directory(settings: config.Data, content: str) -> Path:
+    """The folder `data.directory`.
+
+    Args:
+        settings: `directory` counts here.
+        content: What it must hold, for messages; such as "images".
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+    """
+    folder = Path(os.path.expanduser(settings.directory or ""))
+    # os.path answers False where pathlib raises, as for a name that is too long for the system.
+    if not settings.directory or not os.path.isdir(folder):
+        is_file = os.path.isfile(folder)
+        raise FileNotFoundError(
+            f"data.directory must be a folder of {content}, but {received.path(settings.directory or 'none')} "
+            + ("is a file: set the folder that holds it." if is_file else "is not a folder: correct the path.")
+        )
+    return folder
+
+
+def _is_hidden(path: Path) -> bool:
+    return path.name.startswith((".", "_"))
+
+
+def _visible(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if not _is_hidden(path))
+
+
+def _is_of(path: Path, split: str) -> bool:
+    """Whether the name begins with the split's name, as a whole word: `train-0.tfrecord`, not `training.txt`."""
+    return path.name.startswith(split) and not path.name[len(split) : len(split) + 1].isalpha()
+
+
+def _splits(folder: Path) -> list[str]:
+    names = {re.split(r"[^A-Za-z]", path.name)[0] if path.is_file() else path.name for path in _visible(folder)}
+    return sorted(name for name in names if name)

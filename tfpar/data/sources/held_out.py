@@ -1,0 +1,62 @@
+"""Which examples a share holds out for validation: a hash decides, the same on every machine and in every run."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Literal
+
+import tensorflow as tf
+
+from tfpar import config
+from tfpar.data.sources.split import Split
+
+Part = Literal["all", "train", "validation"]  # of a split that a share divides
+NUM_BUCKETS = 1_000_000
+
+
+def of_settings(settings: config.Data, split: Callable[[config.Data, str, Part], Split]) -> tuple[Split, Split | None]:
+    """The training and the validation examples, of two splits or of the two parts of one.
+
+    Args:
+        settings: `train_split`, `validation_split` and `validation_share` count here.
+        split: Returns a part of a split by its name.
+    """
+    if settings.validation_share is not None:
+        name = settings.train_split
+        return split(settings, name, "train"), split(settings, name, "validation")
+    validation = settings.validation_split
+    train = split(settings, settings.train_split, "all")
+    return train, None if validation is None else split(settings, validation, "all")
+
+
+def keeps(numbers: tf.Tensor, origin: str | tf.Tensor, part: Part, share: float | None) -> tf.Tensor:
+    """Whether examples belong to a part.
+
+    Args:
+        numbers: Integers `[rows]`, the places of the examples in their file.
+        origin: The name of that file; the same places of two files are drawn apart.
+        part: Which part is asked for.
+        share: How much of all examples is for validation.
+
+    Returns:
+        Booleans `[rows]`.
+
+    >>> validation = keeps(tf.range(10_000), "rows.csv", "validation", 0.2)
+    >>> round(float(tf.reduce_mean(tf.cast(validation, tf.float32))), 1)
+    0.2
+    >>> bool(tf.reduce_all(validation != keeps(tf.range(10_000), "rows.csv", "train", 0.2)))
+    True
+    """
+    if share is None or part == "all":
+        return tf.ones_like(numbers, tf.bool)
+    names = tf.strings.join([tf.as_string(numbers), origin], separator=" of ")
+    held_out = tf.strings.to_hash_bucket_fast(names, NUM_BUCKETS) < round(share * NUM_BUCKETS)
+    return held_out if part == "validation" else ~held_out
+
+
+def place(name: str) -> int:
+    """A number of 64 bits for a name; Python's own hash differs from one process to the next.
+
+    >>> place("cat/1.jpg") == place("cat/1.jpg")
+    True
+    """
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,112 @@
+"""Examples from a function of one's own: an import path that returns `tf.data.Dataset`s of single examples."""
+
+import importlib
+import inspect
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar import config
+from tfpar.data.sharding.by_file_or_example import begins_alike
+from tfpar.data.sources.held_out import Part, keeps
+from tfpar.data.sources.split import Split
+
+CONTRACT = "a function that returns one tf.data.Dataset of (input, label) examples, or two: (train, validation)"
+
+
+def read(settings: config.Data) -> tuple[Split, Split | None]:
+    """The training and the validation examples that `data.function` returns; it is called once.
+
+    Args:
+        settings: `function`, `arguments`, `num_classes`, `validation_split` and `validation_share` count here.
+
+    Raises:
+        ValueError: No such function, arguments that it does not take, or something else than such data sets.
+    """
+    name = settings.function or ""
+    train, validation = _data_sets(name, _function(name)(**settings.arguments))
+    if settings.validation_share is not None:
+        if validation is not None:
+            raise ValueError(
+                f"data.validation_share = {settings.validation_share} is instead of validation data, but {name} "
+                "returns some: leave it out."
+            )
+        return _split(settings, train, "train"), _split(settings, train, "validation")
+    if validation is None or settings.validation_split is None:
+        return _split(settings, train, "all"), None
+    return _split(settings, train, "all"), _split(settings, validation, "all", "validation data")
+
+
+def _function(name: str) -> Any:
+    module_name, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), last)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(f'data.function must be the import path of {CONTRACT}, received "{name}": {error}.') from error
+    if not callable(found):
+        raise ValueError(f'data.function must be the import path of {CONTRACT}, received "{name}", a {type(found)}.')
+
+    def call(**arguments: Any) -> Any:
+        try:
+            inspect.signature(found).bind(**arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"data.arguments must be those of {name}{inspect.signature(found)}: {error}. Correct [data.arguments]."
+            ) from error
+        return found(**arguments)
+
+    return call
+
+
+def _data_sets(name: str, returned: Any) -> tuple[tf.data.Dataset, tf.data.Dataset | None]:
+    data_sets = list(returned) if isinstance(returned, tuple | list) else [returned]
+    if len(data_sets) not in (1, 2) or not all(isinstance(dataset, tf.data.Dataset) for dataset in data_sets):
+        kinds = ", ".join(type(part).__name__ for part in data_sets)
+        raise ValueError(f"data.function must name {CONTRACT}, but {name} returned {kinds}.")
+    for dataset in data_sets:
+        _check(name, dataset)
+    return data_sets[0], data_sets[1] if len(data_sets) == 2 else None
+
+
+def _check(name: str, dataset: tf.data.Dataset) -> None:
+    spec = dataset.element_spec
+    if not (isinstance(spec, tuple) and len(spec) == 2 and all(isinstance(part, tf.TensorSpec) for part in spec)):
+        raise ValueError(f"data.function must name {CONTRACT}, each one tensor, but the elements of {name} are {spec}.")
+    if all(part.shape.rank and part.shape[0] is None for part in spec):
+        raise ValueError(
+            f"data.function must return single examples, but the elements of {name} have shapes {spec[0].shape} and "
+            f"{spec[1].shape}, as batches have: leave out batch(), as training.global_batch_size sets the batch."
+        )
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(f"data.function must return data that end, but those of {name} never do: leave out repeat().")
+    if not begins_alike(dataset):
+        raise ValueError(
+            f"data.function must return examples in one order, but two readings of those of {name} begin differently: "
+            "leave out shuffle() and random changes; data.shuffle_buffer and data.augmentation make these."
+        )
+
+
+def _split(settings: config.Data, dataset: tf.data.Dataset, part: Part, what: str = "examples") -> Split:
+    if part != "all":
+        numbered = dataset.enumerate()
+
+        def is_own(number: tf.Tensor, example: Any) -> tf.Tensor:
+            return keeps(number[tf.newaxis], "", part, settings.validation_share)[0]
+
+        dataset = numbered.filter(is_own).map(lambda number, example: example, num_parallel_calls=tf.data.AUTOTUNE)
+        what = "validation share" if part == "validation" else what
+    num_examples = int(dataset.cardinality())
+
+    def read_files(num_shards: int, shard: int) -> tf.data.Dataset:
+        raise AssertionError("there are no files to divide")
+
+    return Split(
+        stored=dataset,
+        decode=None,
+        num_examples=num_examples if num_examples >= 0 else None,
+        num_classes=settings.num_classes,
+        origin=f"{what} of {settings.function}",
+        read_files=read_files,
+        num_files=0,
+        encoded=False,
+    )

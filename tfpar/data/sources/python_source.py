@@ -1,0 +1,166 @@
+"""The source files of Python's own standard library, byte by byte: real text that every machine has.
+
+A file gives windows of `context_bytes + 1` bytes, inputs and labels one byte apart. Neighbours share one byte, so that
+each byte after the first is predicted once; what is left at the end of a file is too short for a window:
+
+    file      d e f   f ( x ) : \\n         context_bytes = 3
+    window 0 [d e f  ]                     d e f -> e f _
+    window 1       [  f ( x]               _ f ( -> f ( x
+    window 2             [x ) : \\n]        x ) : -> ) : \\n
+"""
+
+import functools
+import hashlib
+import os
+import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar import config
+from tfpar.data.sources.split import Split
+from tfpar.messages import received
+
+NUM_BYTES = 256  # values of one byte: the classes that a model chooses from
+HELD_OUT_SHARE = 0.1  # of the files, for split "test"
+# Packages installed beside the library are other people's; its tests are not installed everywhere.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+# Fixed, not tuned: the order of the windows must be the same on every machine.
+FILES_AT_ONCE = 16
+WINDOWS_IN_A_ROW = 16
+
+_SPLIT = re.compile(r"(train|test)(?:\[(?:([0-9]{1,3})%)?:(?:([0-9]{1,3})%)?\])?")
+
+
+def read(settings: config.Data, split: str) -> Split:
+    """One split of the Python source files: all windows of its files, read as they are needed.
+
+    Args:
+        settings: `directory`, the folder of the files instead of the standard library's, and `context_bytes` count.
+        split: "train", or "test" for the files held out; with a share of the files such as `train[:10%]`.
+
+    Returns:
+        The split: stored windows uint8 `[context_bytes + 1]`, decoded to inputs and labels int32 `[context_bytes]`.
+
+    Raises:
+        FileNotFoundError: No folder, or no source files in it.
+        ValueError: A split that cannot be read, or that holds no window.
+    """
+    window_bytes = settings.context_bytes + 1
+    counts = {path: (path.stat().st_size - 1) // settings.context_bytes for path in files(settings, split)}
+    counts = {path: count for path, count in counts.items() if count > 0}
+    if not counts:
+        raise ValueError(
+            f'No file of split "{split}" in {_folder(settings)} holds the {window_bytes} bytes of one window: take a '
+            "larger share of the files, or lower data.context_bytes."
+        )
+    paths = list(counts)
+
+    def read_files(num_shards: int, shard: int) -> tf.data.Dataset:
+        own = paths[shard::num_shards]
+        return _windows(own, settings.context_bytes, sum(counts[path] for path in own))
+
+    return Split(
+        stored=read_files(1, 0),
+        decode=_decode,
+        num_examples=sum(counts.values()),
+        num_classes=None,  # a label is a row of bytes, not one class
+        origin=f'split "{split}" of the source files in {_folder(settings)}',
+        read_files=read_files,
+        num_files=len(paths),
+        encoded=False,
+    )
+
+
+def files(settings: config.Data, split: str) -> list[Path]:
+    """The files of a split, in an order that mixes the packages and is the same on every machine.
+
+    A hash of its name decides where a file stands, and whether it is held out. So a file never changes its split when
+    others come or go, and a share of the files is a fair sample.
+
+    Args:
+        settings: `directory` counts here.
+        split: As for `read`.
+
+    Raises:
+        FileNotFoundError: No folder, or no source files in it.
+        ValueError: A split that cannot be read.
+    """
+    asked = _SPLIT.fullmatch(split)
+    if asked is None:
+        raise ValueError(
+            f'A split of Python source files must be "train" or "test", or a share of one such as "train[:10%]", '
+            f"received {received.toml(split)}."
+        )
+    folder = _folder(settings)
+    places = {path: _place(path.relative_to(folder)) for path in folder.rglob("*.py") if _is_source(path, folder)}
+    if not places:
+        raise FileNotFoundError(
+            f"Python source files must lie in {folder}, but none was found there: set data.directory to a folder that "
+            "holds some."
+        )
+    of_split = [path for path, place in places.items() if (place < HELD_OUT_SHARE) == (asked[1] == "test")]
+    of_split.sort(key=lambda path: places[path])
+    begin, end = (len(of_split) * int(percent) // 100 for percent in (asked[2] or 0, asked[3] or 100))
+    return of_split[begin:end]
+
+
+def unigram_entropy(batches: Iterable[tuple[Any, Any]]) -> float:
+    """The entropy of the labels' byte frequencies, in bits per byte: what the best model without context would reach.
+
+    Shannon, "A Mathematical Theory of Communication" (1948), section 7: H = - sum p log2 p.
+
+    Args:
+        batches: `(inputs, labels)`, labels integers in 0 to 255 of any shape; at least one.
+
+    >>> unigram_entropy([(None, [[0, 1], [2, 3]])])
+    2.0
+    """
+    counts = np.zeros(NUM_BYTES, np.int64)
+    for _, labels in batches:
+        counts += np.bincount(np.asarray(labels).ravel(), minlength=NUM_BYTES)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-np.sum(shares * np.log2(shares)))
+
+
+def _folder(settings: config.Data) -> Path:
+    return Path(os.path.expanduser(settings.directory or sysconfig.get_path("stdlib")))
+
+
+def _is_source(path: Path, folder: Path) -> bool:
+    return path.is_file() and LEFT_OUT.isdisjoint(path.relative_to(folder).parts)
+
+
+def _place(name: Path) -> float:
+    """Where a file stands from 0 to 1; a hash, as Python's own differs from one process to the next."""
+    digest = hashlib.blake2b(name.as_posix().encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _windows(paths: list[Path], context_bytes: int, num_windows: int) -> tf.data.Dataset:
+    """All windows of some files, a few files open at a time."""
+    windows = tf.data.Dataset.from_tensor_slices([str(path) for path in paths]).interleave(
+        functools.partial(_windows_of_file, context_bytes=context_bytes),
+        cycle_length=min(FILES_AT_ONCE, len(paths)),
+        block_length=WINDOWS_IN_A_ROW,
+        num_parallel_calls=tf.data.AUTOTUNE,
+        deterministic=True,
+    )
+    return windows.apply(tf.data.experimental.assert_cardinality(num_windows))
+
+
+def _windows_of_file(name: tf.Tensor, context_bytes: int) -> tf.data.Dataset:
+    content = tf.io.decode_raw(tf.io.read_file(name), tf.uint8)
+    num_bytes = (tf.size(content) - 1) // context_bytes * context_bytes
+    inputs = tf.reshape(content[:num_bytes], [-1, context_bytes])
+    last = content[context_bytes : num_bytes + 1 : context_bytes]
+    return tf.data.Dataset.from_tensor_slices(tf.concat([inputs, last[:, tf.newaxis]], axis=1))
+
+
+def _decode(window: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    values = tf.cast(window, tf.int32)
+    return values[:-1], values[1:]

@@ -1,0 +1,96 @@
+"""The examples of one split as they are stored, and the checks that stop a run before its first step."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, NamedTuple
+
+import tensorflow as tf
+
+from tfpar.messages.suggestions import closest
+
+
+class Split(NamedTuple):
+    """One split: where its examples come from and how one becomes `(input, label)`."""
+
+    stored: tf.data.Dataset
+    decode: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None  # None: they are stored as such pairs
+    num_examples: int | None
+    num_classes: int | None
+    origin: str  # for messages, such as 'split "train" of data set "mnist"'
+    read_files: Callable[[int, int], tf.data.Dataset]  # (num_shards, shard) -> stored examples of each such file
+    num_files: int
+    encoded: bool  # whether inputs are stored as encoded images
+    class_names: tuple[str, ...] | None = None
+    # (num_shards, shard) -> stored examples of that shard; None: from all of them, each in turn
+    read_examples: Callable[[int, int], tf.data.Dataset] | None = None
+    vocabularies: Mapping[str, tuple[str, ...]] | None = None  # of columns of words, by name
+    one_hot: tuple[bool, ...] = ()  # which channels of an input are of such columns; empty: none
+
+    def decoded(self) -> tf.data.Dataset:
+        """Single `(input, label)` pairs in the order of storage."""
+        if self.decode is None:
+            return self.stored
+        return self.stored.map(self.decode, num_parallel_calls=tf.data.AUTOTUNE)
+
+    def shard(self, kind: Literal["file", "example", "batch"], num_shards: int, shard: int) -> "Split":
+        """One of several shards of the split: by files or by examples, each taken in turn before anything is decoded.
+
+        A split by "batch" is not divided.
+        """
+        if kind == "batch":
+            return self
+        read_examples = self.read_examples or self.stored.shard
+        stored = (self.read_files if kind == "file" else read_examples)(num_shards, shard)
+        num_examples = int(stored.cardinality())
+        return self._replace(stored=stored, num_examples=num_examples if num_examples >= 0 else None)
+
+
+def close_to(name: str, names: Iterable[str]) -> str:
+    """The way out of a name that is none of `names`.
+
+    >>> close_to("colour", ["color", "shape"])
+    'did you mean "color"? There are: color, shape.'
+    """
+    names = list(names)
+    near = closest(name, names)
+    there = f"There are: {', '.join(names) or 'none'}."
+    return f'did you mean "{near}"? {there}' if near else f"correct or remove it. {there}"
+
+
+def check(condition: tf.Tensor, sentence: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Hands `value` on if the condition holds; otherwise the graph stops with the sentence (see `user_message`)."""
+    with tf.control_dependencies([tf.debugging.Assert(condition, [sentence])]):
+        return tf.identity(value)
+
+
+def check_labels(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
+    """Hands a batch of labels on if all lie in 0 .. num_classes - 1; otherwise the graph names the first bad one."""
+    wide = tf.cast(labels, tf.int64)  # num_classes may not fit into the type of the labels
+    bad = (wide < 0) | (wide >= num_classes)
+    first_bad = tf.reshape(labels, [-1])[tf.argmax(tf.reshape(bad, [-1]))]
+    sentence = tf.strings.join(
+        [
+            "Labels must lie in 0 to ",
+            f"{num_classes - 1} for {num_classes} classes, but the data hold the label ",
+            tf.strings.as_string(first_bad),
+            ". Set data.num_classes, or correct the data.",
+        ]
+    )
+    return check(~tf.reduce_any(bad), sentence, labels)
+
+
+def first_input(split: Split) -> tf.Tensor:
+    """The input of the first example, read and decoded as a check: there must be one, and of a fixed shape.
+
+    Raises:
+        ValueError: No example, or an input without a static shape.
+    """
+    spec = split.decoded().element_spec
+    if not spec[0].shape.is_fully_defined():
+        raise ValueError(
+            f"All inputs must have one fixed shape to form a batch, but those of {split.origin} have {spec[0].shape}. "
+            "Store them in one size, or choose another data set."
+        )
+    first = next(iter(split.decoded().take(1)), None)
+    if first is None:
+        raise ValueError(f"The {split.origin} holds no examples: choose another split, or fill it.")
+    return first[0]

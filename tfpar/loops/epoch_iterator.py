@@ -1,0 +1,168 @@
+"""Passes over a dataset: what comes next, and where in the data a run stands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar import data
+
+
+class EpochIterator:
+    """The batches of one dataset, epoch after epoch, with a position that can be saved and restored.
+
+    A pass is one iterator. An epoch is one pass, unless a number of steps is given: then epochs follow one another
+    within a pass, and a new pass begins where one ends. As in Keras, an epoch that needs more steps than its pass has
+    left ends early, and the next epoch begins a pass:
+
+        5 batches, 2 steps an epoch:  0 1 │ 2 3 │ 4 │ 0 1 │ …
+
+    Args:
+        dataset: What `Strategy.distribute` returned.
+        steps_per_epoch: Steps an epoch; None for a whole pass.
+        has_more: Says whether there is an upcoming element to train on; None asks the element itself.
+        begun: A stream of the same dataset of which nothing was taken yet; this one goes on with its first pass.
+        source: The Python code behind the dataset, if any. Its passes begin with an epoch, not before.
+        first: One element to look at until then.
+        restarts: Whether every epoch begins a pass, also where a number of steps is given.
+        together: Returns a context in which all workers raise where the data of one cannot be read or are empty.
+
+    Raises:
+        ValueError: If the dataset is empty.
+
+    Example:
+        >>> stream = EpochIterator(tf.data.Dataset.range(3))
+        >>> stream.steps_per_epoch
+        3
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        steps_per_epoch: int | None = None,
+        has_more: Callable[[tf.experimental.Optional], tf.Tensor] | None = None,
+        begun: EpochIterator | None = None,
+        source: data.PythonBatches | None = None,
+        first: tf.data.Dataset | None = None,
+        restarts: bool = False,
+        together: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        # TensorFlow 2.21's autotuning thread sleeps for up to seconds, and an iterator waits for it when it is dropped:
+        # once an epoch. Without it, AUTOTUNE stands for as many calls as there are cores, up to 16.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        self._dataset = dataset.with_options(options)
+        self._has_more = has_more or (lambda upcoming: upcoming.has_value())
+        self._source = source
+        self._steps_asked = steps_per_epoch
+        self._continues = steps_per_epoch is not None and not restarts
+        cardinality = int(dataset.cardinality())
+        self._batches_per_pass = (cardinality if cardinality >= 0 else None) if source is None else source.num_batches
+        self.steps_per_epoch = steps_per_epoch or self._batches_per_pass
+        self.iterator: Any = None
+        self.upcoming: tf.experimental.Optional = None
+        self.passes, self.batches = -1, 0
+        self._pass_is_over = True
+        with together():
+            if begun is not None:
+                self.iterator, self.upcoming = begun.iterator, begun.upcoming
+                self.passes, self._pass_is_over = begun.passes, begun._pass_is_over
+            elif first is not None:
+                self.upcoming = iter(first).get_next_as_optional()
+            else:
+                self._begin_pass()
+        with together():
+            if not self.has_more():
+                raise ValueError(data.EMPTY)
+
+    def _begin_pass(self, batches: int = 0) -> None:
+        self.passes += 1
+        self.batches = batches
+        self._pass_is_over = False
+        if self._source is not None:
+            self._source.begin_pass(again=self.passes > 0 and self._steps_asked is None)
+        self.iterator = iter(self._dataset.skip(batches) if batches else self._dataset)
+        self.upcoming = self.iterator.get_next_as_optional()
+
+    def begin_epoch(self) -> None:
+        """Start the next pass, unless the current one is fresh or goes on from epoch to epoch."""
+        if self._source is not None:
+            self._source.begin_epoch()
+        if self._pass_is_over or (self.batches > 0 and not self._continues):
+            self._begin_pass()
+
+    def end_epoch(self, num_steps: int) -> bool:
+        """Take note that an epoch has ended.
+
+        Args:
+            num_steps: Its steps.
+
+        Returns:
+            Whether it ran out of data before the steps asked for.
+        """
+        ran_out = self._steps_asked is not None and num_steps < self._steps_asked and not self.has_more()
+        self._pass_is_over = ran_out or self.batches == self._batches_per_pass
+        if self._source is not None:
+            if not self._continues:
+                self._source.stop()
+            self._source.end_epoch()
+        return ran_out
+
+    def has_more(self) -> bool:
+        """Say whether the pass has another batch."""
+        return bool(self._has_more(self.upcoming))
+
+    def peek(self) -> Any:
+        """Return the upcoming element without taking it."""
+        return self.upcoming.get_value()
+
+    def advance(self, upcoming: tf.experimental.Optional, num_batches: int) -> None:
+        """Take note that a loop has used batches, and of what it left."""
+        self.upcoming = upcoming
+        self.batches += num_batches
+
+    def next_epoch(self) -> tuple[int, int]:
+        """Return the position (passes, batches) at which the next epoch begins, once the current one has ended."""
+        if self._continues and not self._pass_is_over:
+            return self.passes, self.batches
+        return self.passes + 1, 0
+
+    def seek(self, passes: int, batches: int) -> None:
+        """Go on where another process stood: replay the passes before, skip the batches used.
+
+        Args:
+            passes: Passes begun before the one to stand in.
+            batches: Batches of that pass already used.
+        """
+        if self._source is not None:
+            self._seek_in_python(self._source, passes, batches)
+            return
+        if passes == self.passes:
+            for _ in range(batches):
+                self.upcoming = self.iterator.get_next_as_optional()
+            self.batches = batches
+            return
+        data.seek(self._dataset, passes - self.passes - 1, 0)
+        self.passes = passes - 1
+        self._begin_pass(batches)
+
+    def _seek_in_python(self, source: data.PythonBatches, passes: int, batches: int) -> None:
+        epochs = 1
+        if self._continues and self.steps_per_epoch and self._batches_per_pass:
+            epochs = -(-self._batches_per_pass // self.steps_per_epoch)
+        for _ in range(self.passes + 1, passes):
+            source.skip_pass(epochs)
+        self.passes = passes - 1
+        if batches:
+            source.resume(batches)
+            if not self._continues:
+                source.begin_epoch()
+            self._begin_pass(batches)
+
+    def close(self) -> None:
+        """Stop what reads ahead in Python."""
+        if self._source is not None:
+            self._source.stop()

@@ -1,0 +1,187 @@
+"""One training: calls of the inner loop, callbacks, validation and checkpoints in order.
+
+epoch ─┬─ call of the inner loop ─ callbacks ─ checkpoint if due ─┐  until the epoch's steps are done
+       │      ▲                                                   │
+       │      └───────────────────────────────────────────────────┘
+       └─ validation ─ callbacks ─ next epoch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import keras
+import numpy as np
+
+from tfpar import data
+from tfpar._compat import keras_model
+from tfpar.checkpoint import Checkpoints, Position, callback_state
+from tfpar.loops.initial_state import broadcast_initial_state
+from tfpar.loops.step_calls import StepCalls
+from tfpar.messages import user_warnings
+
+NonfiniteLoss = Literal["stop", "continue"]
+_CONTINUE = 'nonfinite_loss="continue" trains on, as Keras does.'
+
+
+@dataclasses.dataclass(frozen=True)
+class Vote:
+    """What all workers do next, decided once.
+
+    Args:
+        num_steps: Steps of the next call, as the chief wishes.
+        stop: Whether the training ends: a callback of some worker stops it.
+        interrupted: Whether it is interrupted: some worker was asked to stop.
+        save: Whether a checkpoint is written now, as the chief wishes.
+        end_at_nonfinite: Whether the next call ends after a loss that is not finite, as some worker needs.
+    """
+
+    num_steps: int
+    stop: bool
+    interrupted: bool
+    save: bool
+    end_at_nonfinite: bool
+
+
+class FitLoop:
+    """One call of `fit`, from its position to its end.
+
+    Args:
+        caller: Calls the train loop.
+        validate: Evaluates after an epoch and returns its logs; none where no validation is due.
+        checkpoints: Where to write checkpoints; None for nowhere.
+        interrupted: Says whether this worker was asked to stop after the current call.
+        nonfinite_loss: "stop" raises after a step, or a validation, whose loss is not finite; "continue" goes on as
+            Keras does.
+
+    Raises:
+        ValueError: If `nonfinite_loss` is something else.
+    """
+
+    def __init__(
+        self,
+        caller: StepCalls,
+        validate: Callable[[int], dict[str, float]],
+        checkpoints: Checkpoints | None,
+        interrupted: Callable[[], bool],
+        nonfinite_loss: NonfiniteLoss = "stop",
+    ) -> None:
+        if nonfinite_loss not in ("stop", "continue"):
+            raise ValueError(f"nonfinite_loss must be 'stop' or 'continue', received {nonfinite_loss!r}.")
+        self._caller = caller
+        self._stops = nonfinite_loss == "stop"
+        self._model = caller.model
+        self._strategy = caller.strategy
+        self._stream = caller.stream
+        self._callbacks = caller.callbacks
+        self._validate = validate
+        self._checkpoints = checkpoints
+        self._interrupted = interrupted
+        self.was_interrupted = False
+        self._position = Position()
+        self._initial_callbacks: dict[str, Any] = {}
+
+    def run(self, initial_epoch: int, epochs: int) -> dict[str, float]:
+        """Train until `epochs`, a callback's stop or an interruption.
+
+        Returns:
+            The logs of the last epoch.
+        """
+        self._callbacks.on_train_begin()
+        self._resume(initial_epoch)
+        logs: dict[str, float] = {}
+        while self._position.epoch < epochs and not self._position.stopped and not self.was_interrupted:
+            epoch = self._position.epoch
+            logs = self._epoch(epoch)
+            if self.was_interrupted:
+                self._save()
+                break
+            validation = self._validate(epoch)
+            finite = np.isfinite(validation.get("val_loss", 0.0))
+            if self._stops and not finite and not self._model.stop_training:
+                raise _validation_not_finite(epoch, validation["val_loss"])
+            logs.update(validation)
+            self._callbacks.on_epoch_end(epoch, logs)
+            self._end_epoch(last=epoch + 1 == epochs)
+        return logs
+
+    def _resume(self, initial_epoch: int) -> None:
+        self._initial_callbacks = callback_state.remembered(self._callbacks.callbacks)
+        fresh = Position(epoch=keras_model.restored_epoch(self._model) or initial_epoch)
+        self._position, callbacks = broadcast_initial_state(self._model, self._strategy, self._checkpoints, fresh)
+        callback_state.restore(self._callbacks.callbacks, callbacks)
+        self._stream.seek(self._position.passes, self._position.batches)
+
+    def _decide(self, may_save: bool) -> Vote:
+        """Let all workers agree on what comes next."""
+        saves = may_save and self._strategy.is_chief and self._checkpoints is not None and self._checkpoints.due()
+        ends = self._caller.ends_at_nonfinite(self._stops)
+        votes = (self._caller.wanted_steps(), self._model.stop_training, self._interrupted(), saves, ends)
+        num_steps, *others = self._strategy.all_reduce_sum([float(vote) for vote in votes])
+        return Vote(int(num_steps), *(bool(sum_of_votes > 0) for sum_of_votes in others))
+
+    def _epoch(self, epoch: int) -> dict[str, float]:
+        """Run the steps of an epoch that are left; return the logs at its end."""
+        step = self._position.step
+        if step == 0:
+            self._model.reset_metrics()
+        self._callbacks.on_epoch_begin(epoch)
+        if step == 0:
+            self._stream.begin_epoch()
+        logs: dict[str, float] = {}
+        num_steps = self._caller.num_steps
+        decision = self._decide(may_save=False)
+        while self._stream.has_more() and (num_steps is None or step < num_steps):
+            self._callbacks.on_train_batch_begin(step)
+            done, last, finite, logs = self._caller.call(step, decision.num_steps, decision.end_at_nonfinite)
+            step += done
+            self._callbacks.on_train_batch_end(last, logs)
+            self._position = Position(epoch, step, self._stream.passes, self._stream.batches)
+            decision = self._decide(may_save=finite or not self._stops)
+            if self._stops and not finite and not decision.stop:
+                raise _not_finite(self._model, epoch, step)
+            if decision.stop or decision.interrupted:
+                break
+            if decision.save:
+                self._save()
+        if self._stream.end_epoch(step) and not decision.stop and self._strategy.is_chief:
+            user_warnings.warn(data.RAN_OUT)
+        self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
+        return dict(logs or self._strategy.metric_results(self._model))
+
+    def _end_epoch(self, last: bool) -> None:
+        decision = self._decide(may_save=True)
+        self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
+        self._position = Position(self._position.epoch + 1, 0, *self._stream.next_epoch(), decision.stop)
+        if last or decision.stop or decision.interrupted or decision.save:
+            self._save()
+
+    def _save(self) -> None:
+        """Write a checkpoint at the chief; all workers take part."""
+        if self._checkpoints is None:
+            return
+        parts = self._strategy.metric_parts(self._model)
+        if self._strategy.is_chief:
+            state = callback_state.changed(
+                callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
+            )
+            self._checkpoints.save(self._model, self._position, state, parts)
+
+
+def _validation_not_finite(epoch: int, loss: float) -> FloatingPointError:
+    return FloatingPointError(
+        f"The validation's loss must stay finite, and val_loss is {loss} after epoch {epoch + 1}. Lower the learning "
+        "rate, clip the gradients (global_clipnorm) or look at the data; the model is not saved. "
+        f"{_CONTINUE}"
+    )
+
+
+def _not_finite(model: keras.Model, epoch: int, step: int) -> FloatingPointError:
+    update = int(model.optimizer.iterations.numpy())
+    return FloatingPointError(
+        f"The loss must stay finite, and it did not at step {update} (step {step} of epoch {epoch + 1}). "
+        "Lower the learning rate, clip the gradients (global_clipnorm) or look at that batch; checkpoints written "
+        f"before this step are good. {_CONTINUE}"
+    )

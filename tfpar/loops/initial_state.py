@@ -1,0 +1,61 @@
+"""All workers begin alike: the chief's state is sent to all of them, and compared before the first step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+
+from tfpar.checkpoint import Checkpoints, Position, model_state
+from tfpar.strategies import Strategy
+
+
+def broadcast_initial_state(
+    model: keras.Model, strategy: Strategy, checkpoints: Checkpoints | None, position: Position
+) -> tuple[Position, dict[str, Any]]:
+    """Give every worker the chief's newest checkpoint, or else its fresh weights.
+
+    Only the chief needs the disk that holds the checkpoints.
+
+    Args:
+        model: A built and compiled model.
+        strategy: Connects the workers.
+        checkpoints: Where the chief looks for checkpoints; None for nowhere.
+        position: Where a run without a checkpoint begins; the chief's counts.
+
+    Returns:
+        The position of the run, and what its callbacks remember.
+
+    Raises:
+        ValueError: If a worker has built another model than the chief, or the checkpoint is of another model.
+        RuntimeError: If the workers' weights differ all the same.
+    """
+    if strategy.num_workers == 1:
+        restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign, strategy.assign_parts)
+        return restored or (position, {})
+    strategy.require_equal({"the model": model_state.describe(model)})
+    checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
+    resumes, epoch = strategy.all_reduce_sum([checkpoint is not None, position.epoch if strategy.is_chief else 0])
+    callbacks: dict[str, Any] = {}
+    if resumes and checkpoints is not None:
+        blob = strategy.broadcast(checkpoint)
+        position, callbacks = checkpoints.load(model, blob, strategy.assign, strategy.assign_parts)
+    else:
+        fresh = strategy.broadcast(model_state.snapshot_bytes(model) if strategy.is_chief else None)
+        model_state.assign_bytes(model, fresh, strategy.assign)
+        position = dataclasses.replace(position, epoch=int(epoch))
+    _check_equal(model, strategy)
+    return position, callbacks
+
+
+def _check_equal(model: keras.Model, strategy: Strategy) -> None:
+    digest = model_state.digest(model)
+    chiefs = strategy.broadcast(digest.encode()).decode()
+    (num_differing,) = strategy.all_reduce_sum([digest != chiefs])
+    if num_differing:
+        raise RuntimeError(
+            f"All workers must begin with the chief's weights, and {int(num_differing)} of {strategy.num_workers} "
+            f"hold others (SHA-256 {digest[:12]} here, {chiefs[:12]} on the chief). A faulty machine or library is the "
+            "usual cause: compare the workers' versions."
+        )

@@ -1,0 +1,98 @@
+"""From the first argument of a trainer, a model function or a model, to the model."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfpar.strategies import Strategy, model_checks
+
+ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
+
+
+def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None) -> keras.Model:
+    """Build a model under a strategy, or take one that is built; its state then lives where the strategy keeps it.
+
+    Args:
+        build_model: The model function, or a model.
+        strategy: Where the model is to live.
+        seed: Set before the model function runs; a model that exists already needs none.
+
+    Raises:
+        TypeError: If it is neither, or the function does not return a model.
+        ValueError: If the model overrides a step of Keras' own trainer, or cannot move into the strategy.
+    """
+    if isinstance(build_model, keras.Model):
+        model = build_model
+    else:
+        if seed is not None:
+            keras.utils.set_random_seed(seed)
+        with strategy.scope():
+            model = build_model()
+        model_checks.check_model(model)
+        model_checks.check_steps(model, "fit", "evaluate", "predict")
+    if isinstance(build_model, type) and not model.compiled:
+        raise _of_class(build_model)
+    strategy.adopt(model)
+    return model
+
+
+def check_arguments(build_model: Any, strategy: Any, seed: Any) -> None:
+    """Refuse what is no model function and no model, or no seed, before anything is built.
+
+    Raises:
+        TypeError: If an argument is of another kind, or the model function has to be given arguments.
+        ValueError: If the seed is out of range.
+    """
+    if isinstance(build_model, Strategy | tf.distribute.Strategy):
+        raise TypeError(
+            f"The model function comes first and the strategy second, received {type(build_model).__name__} first. "
+            "Write tfpar.Trainer(build_model, strategy)."
+        )
+    if not callable(build_model):
+        raise TypeError(
+            f"tfpar.Trainer takes a function that returns a compiled keras.Model, or such a model, received "
+            f"{build_model!r:.100}. Write tfpar.Trainer(build_model, strategy)."
+        )
+    if not isinstance(build_model, keras.Model):
+        _check_parameters(build_model)
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, numbers.Integral)):
+        raise TypeError(f"seed must be a whole number, or None to set nothing, received {seed!r}.")
+    if seed is not None and not 0 <= int(seed) < 2**32:
+        raise ValueError(f"seed must be at least 0 and below 2**32, received {seed}.")
+
+
+def _check_parameters(build_model: Any) -> None:
+    # A model's class is created by a method of Keras that takes everything.
+    is_class = isinstance(build_model, type)
+    function = build_model.__init__ if is_class else build_model
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # written in C
+        return
+    required = [
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) and name != "self"
+    ]
+    if required and is_class:
+        raise _of_class(build_model)
+    if required:
+        name = getattr(build_model, "__name__", "build_model")
+        given = ", ".join(f"{one}=..." for one in required)
+        raise TypeError(
+            f"A model function is called without arguments, and {name} requires {', '.join(required)}. "
+            f"Write tfpar.Trainer(lambda: {name}({given}), strategy)."
+        )
+
+
+def _of_class(kind: type) -> TypeError:
+    return TypeError(
+        f"A model function must return a compiled model, received the class {kind.__name__}. Write a function that "
+        f"creates {kind.__name__}(...), compiles and returns it."
+    )

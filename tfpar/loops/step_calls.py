@@ -1,0 +1,157 @@
+"""Calls of a compiled loop on a stream: how many steps each runs, and the logs that callbacks receive."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfpar.callbacks import Throughput
+from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
+from tfpar.loops.epoch_iterator import EpochIterator
+from tfpar.strategies import Strategy
+from tfpar.strategies.multi_step import CallResult, StepsPerCall
+
+RunSteps = Callable[..., CallResult]
+
+
+@dataclasses.dataclass
+class StepCalls:
+    """Call an inner loop on a stream, as many steps at a time as is right.
+
+    Args:
+        run_steps: The compiled loop.
+        model: The model, whose metrics are the logs.
+        strategy: Its workers run the same number of steps.
+        stream: Where the batches come from.
+        callbacks: They may ask for single batches.
+        steps_per_call: A number of steps for every call; None for `steps_per_execution` of the compiled model, or
+            else to choose by time.
+        testing: Whether the loop evaluates.
+
+    Raises:
+        ValueError: If `steps_per_call` is below 1.
+    """
+
+    run_steps: RunSteps
+    model: keras.Model
+    strategy: Strategy
+    stream: EpochIterator
+    callbacks: keras.callbacks.CallbackList
+    steps_per_call: int | None = None
+    testing: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin with a single step: the first call compiles."""
+        if self.steps_per_call is not None and self.steps_per_call < 1:
+            raise ValueError(
+                f"steps_per_call must be at least 1, received {self.steps_per_call}. Leave it out for auto."
+            )
+        self._per_execution = 1 if self.steps_per_call else self.model.steps_per_execution
+        compiled = self._per_execution if self._per_execution > 1 else None
+        self._fixed = self.steps_per_call or compiled or (1 if self.model.run_eagerly else None)
+        self._steps = StepsPerCall(self._fixed, self.strategy.seconds_per_call)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of an epoch; None for as many as the data have."""
+        steps = self.stream.steps_per_epoch
+        return None if steps is None else whole_executions(steps, self._per_execution)
+
+    def wanted_steps(self) -> int:
+        """Return how many steps this worker would run in the next call; the chief's wish counts."""
+        if not self.strategy.is_chief:
+            return 0
+        single = self._fixed is None and any(
+            wants_single_batches(callback, self.testing) for callback in self.callbacks.callbacks
+        )
+        multiple = self.strategy.steps_multiple
+        return whole_executions(1 if single else self._steps.next(), multiple)
+
+    def ends_at_nonfinite(self, stop: bool) -> bool:
+        """Say whether a call ends after a step whose loss is not finite.
+
+        Args:
+            stop: Whether training stops there. A callback that decides gets to see that batch as under Keras, where
+                it is the last of its execution.
+        """
+        decides = any(map(decides_at_nonfinite, self.callbacks.callbacks))
+        return self._per_execution == 1 if decides else stop
+
+    def call(self, first: int, num_steps: int, end_at_nonfinite: bool) -> tuple[int, int, bool, dict[str, Any]]:
+        """Run the next steps.
+
+        Args:
+            first: Number of the first step within its epoch.
+            num_steps: How many steps, or fewer where the epoch ends; the same on all workers.
+            end_at_nonfinite: Whether the call ends after a step whose loss is not finite.
+
+        Returns:
+            The steps done, the number that Keras gives the last one, whether the loss is finite, and the logs, in
+            the structure that the model gives them.
+        """
+        limit = self.num_steps
+        wanted = num_steps if limit is None else min(num_steps, limit - first)
+        began = time.perf_counter()
+        with self.strategy.step_context():
+            result = self.run_steps(self.stream.iterator, self.stream.upcoming, wanted, end_at_nonfinite)
+        done = int(result.num_steps)
+        self._steps.record(done, time.perf_counter() - began)
+        self.stream.advance(result.upcoming, done)
+        for callback in self.callbacks.callbacks:
+            if isinstance(callback, Throughput):
+                callback.measure_call(done, int(result.num_examples), float(result.data_wait_seconds))
+        logs = keras.tree.map_structure(np.asarray, result.logs)
+        # Keras counts whole executions, also where the data end within one.
+        last = first + (num_steps if self._per_execution > 1 else done) - 1
+        return done, last, bool(result.finite) and bool(np.all(np.isfinite(logs.get("loss", 0.0)))), logs
+
+
+def limited_epochs(epochs: int) -> int:
+    """Return the epochs to train for under `keras.config.set_max_epochs` (or `KERAS_MAX_EPOCHS`)."""
+    limit = keras.config.max_epochs()
+    if not limit or limit >= epochs:
+        return epochs
+    warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
+    return int(limit)
+
+
+def limited_steps(num_steps: int | None) -> int | None:
+    """Return the steps under `keras.config.set_max_steps_per_epoch` (or `KERAS_MAX_STEPS_PER_EPOCH`), if any."""
+    limit = keras.config.max_steps_per_epoch()
+    if not limit or (num_steps and num_steps <= limit):
+        return num_steps
+    warnings.warn(f"Limiting steps_per_epoch to {limit}", stacklevel=3)
+    return int(limit)
+
+
+def whole_executions(num_steps: int, per_execution: int) -> int:
+    """Return the steps of as many executions as `num_steps` need: Keras 3.15 runs whole ones while data last."""
+    return -(-num_steps // per_execution) * per_execution
+
+
+def to_python(logs: dict[str, Any]) -> dict[str, Any]:
+    """Return logs as Keras 3.15's `pythonify_logs` does: sorted, flat, floats where `float` takes the value.
+
+    A metric of several values stays an array; so does a vector of one value from NumPy 2.4 on, which gives no float.
+
+    Example:
+        >>> to_python({"loss": tf.constant(0.5), "f1_score": tf.constant([1.0])})
+        {'f1_score': array([1.], dtype=float32), 'loss': 0.5}
+    """
+    found: dict[str, Any] = {}
+    for name, value in sorted(logs.items()):
+        if isinstance(value, dict):
+            found.update(to_python(value))
+            continue
+        value = np.asarray(value) if keras.ops.is_tensor(value) else value
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            found[name] = value
+    return found

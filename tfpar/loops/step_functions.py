@@ -1,0 +1,112 @@
+"""The compiled loops and functions of one model under one strategy, each made when it is first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_model, keras_variables
+from tfpar.strategies import Distributed, Strategy, multi_step
+
+
+class StepFunctions:
+    """What runs a model's steps, compiled once for as long as the model is not compiled again.
+
+    Args:
+        model: A compiled model.
+        strategy: Supplies the steps.
+    """
+
+    def __init__(self, model: keras.Model, strategy: Strategy) -> None:
+        self._model, self._strategy = model, strategy
+        self._compilation: Any = None
+        self._num_moves = 0
+        self._compiled: dict[str, Any] = {}
+        self._given: dict[str, str] = {}
+
+    def once(self, kind: str, compile_it: Callable[[], Any], given: str = "") -> Any:
+        """Compile once, for as long as the model is not compiled again and its variables keep their memory.
+
+        As in Keras, weights that become trainable or are frozen after a step was traced count from the next call of
+        `compile` on.
+
+        Args:
+            kind: What is compiled.
+            compile_it: Compiles it.
+            given: What it depends on besides the model; compiled again where that is not what it was the last time.
+        """
+        # The object itself, which stays alive here: a later compilation could get the address of one that is gone.
+        compilation = keras_model.compilation(self._model)
+        num_moves = keras_variables.num_moves(keras_variables.state(self._model))
+        if compilation is not self._compilation or num_moves != self._num_moves:
+            self._compilation, self._num_moves = compilation, num_moves
+            self._compiled.clear()
+        if kind not in self._compiled or self._given.get(kind, "") != given:
+            self._compiled[kind] = compile_it()
+            self._given[kind] = given
+        return self._compiled[kind]
+
+    def loop(self, kind: str, distributed: Distributed) -> Callable[..., multi_step.CallResult]:
+        """Return the inner loop over train steps, or over evaluate steps.
+
+        Args:
+            kind: "train" or "evaluate".
+            distributed: The dataset.
+        """
+        model, strategy = self._model, self._strategy
+        step = strategy.train_step if kind == "train" else strategy.evaluate_step
+
+        def logs() -> dict[str, tf.Tensor]:
+            if kind == "train":
+                strategy.end_call(model)
+            return strategy.metric_results(model)
+
+        def compile_loop() -> Callable[..., multi_step.CallResult]:
+            return multi_step.compile_loop(
+                lambda batch: step(model, batch),
+                logs,
+                lambda batch: strategy.num_examples(batch, distributed),
+                lambda upcoming: strategy.has_more(upcoming, distributed),
+                jit_compile=self._whole_step_in_xla,
+                run_eagerly=model.run_eagerly,
+            )
+
+        # One function for elements of any size, but not of any rank: it would forget the number of axes.
+        elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
+        compiled: Callable[..., multi_step.CallResult] = self.once(
+            f"{kind} {distributed.uneven_end} {elements}", compile_loop
+        )
+        return compiled
+
+    def predict(self, spec: Any) -> Callable[[Any], Any]:
+        """Return what predicts on elements of one kind: workers must trace alike, whatever sizes the parts have.
+
+        Args:
+            spec: Of the elements.
+        """
+
+        def compile_it() -> Callable[[Any], Any]:
+            if self._model.run_eagerly:
+                return lambda batch: self._strategy.predict_step(self._model, batch)
+            predict_batch: Callable[[Any], Any] = tf.function(
+                multi_step.alone(lambda batch: self._strategy.predict_step(self._model, batch)),
+                input_signature=[spec],
+                autograph=False,
+                jit_compile=self._whole_step_in_xla or None,
+            )
+            return predict_batch
+
+        compiled: Callable[[Any], Any] = self.once(f"predict {spec}", compile_it)
+        return compiled
+
+    @property
+    def _whole_step_in_xla(self) -> bool:
+        strategy = self._strategy
+        return bool(self._model.jit_compile and strategy.num_replicas == 1 and strategy.compiles_with_xla)
+
+
+def _without_sizes(spec: Any) -> str:
+    return f"{type(spec).__name__} {getattr(spec, 'dtype', None)} {spec.shape.rank if hasattr(spec, 'shape') else None}"

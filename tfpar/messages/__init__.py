@@ -1,0 +1,1 @@
+"""What messages are made of: received values, numbers, suggestions; no TensorFlow."""

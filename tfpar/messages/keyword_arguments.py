@@ -1,0 +1,48 @@
+"""Arguments by a name that a function does not have: which one was meant."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from tfpar.messages.suggestions import did_you_mean
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def named(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let a function say which argument a mistyped one was meant to be.
+
+    Python's own message names the mistyped one only. The signature, for `help` and for editors, stays as it is.
+
+    Args:
+        function: A function or method.
+
+    Raises:
+        TypeError: From the function returned, if it is called with an argument that it does not have.
+
+    Example:
+        >>> @named
+        ... def fit(epochs=1): ...
+        >>> fit(epoch=2)
+        TypeError: fit() has no argument 'epoch'. Did you mean epochs?
+    """
+    kinds = inspect.signature(function).parameters
+    takes = [name for name, one in kinds.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    takes = [name for name in takes if name != "self"]
+    called = function.__qualname__.removesuffix(".__init__").rpartition(".<locals>.")[2]
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        for name in kwargs:
+            if name not in takes:
+                near = sorted(takes, key=lambda one: difflib.SequenceMatcher(None, name, one).ratio(), reverse=True)
+                way_out = did_you_mean(name, near) or f" It takes {', '.join(takes)}."
+                raise TypeError(f"{called}() has no argument {name!r}.{way_out}")
+        return function(*args, **kwargs)
+
+    return call

@@ -1,0 +1,24 @@
+"""Warnings that point at the user's own line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+PACKAGE = str(Path(__file__).parent.parent)
+
+
+def warn(message: str) -> None:
+    """Warn at the line outside of tfpar that led here, which is the one that the user can change.
+
+    Args:
+        message: What happens, and the way out.
+
+    Example:
+        >>> warn("Your input ran out of data.")
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -1,0 +1,1 @@
+"""What a pipeline will be and was: durations, memory, tables, pictures."""

@@ -1,0 +1,118 @@
+"""Find out, before the first step, how rows that stages and the loss look up for micro-batches are one device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import data
+from tfpar.pipeline.execution.compiled_stages import Programs
+from tfpar.pipeline.execution.loss_program import LossProgram
+from tfpar.pipeline.execution.microbatches import Microbatch, cut_batch
+from tfpar.pipeline.execution.stage_program import StageProgram
+from tfpar.pipeline.execution.stage_values import Forward, MaskedTensor, Place
+from tfpar.pipeline.execution.step_state import StepVariables
+from tfpar.pipeline.graph.trial_batch import pairs_of_parts
+from tfpar.reduction import indexed_slices
+from tfpar.reduction.gradient_addition import dense_part
+from tfpar.reduction.indexed_slices import Observed
+
+Numbers = list[list[list[np.ndarray]]]  # row numbers by stage and at last the loss, by weight and lookup
+Flat = Callable[[Any], dict[Any, Any]]
+
+
+def find_kinds(programs: Programs, loss: LossProgram, batch: Any, flat: Flat, *, mixing: bool) -> None:
+    """Let stages and the loss know the kinds of their lookups that their graphs do not tell.
+
+    Args:
+        programs: The compiled stages, for training.
+        loss: The compiled loss, for training.
+        batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first examples are used.
+        flat: Returns a batch of the graph's inputs for one of the model's.
+        batch_dependent_layers: Whether a lookup of no kind counts as one of single examples, instead of being refused.
+
+    Raises:
+        ValueError: If rows of a weight are looked up in a way that micro-batches would change.
+    """
+    users: list[StageProgram | LossProgram] = [*programs.stages, loss]
+    if not any(None in kinds for user in users for kinds in user.kinds):
+        return
+    seen = []
+    for pair in pairs_of_parts(batch):
+        both = data.join_batches(pair)
+        whole, *parts = (
+            _row_numbers(programs, loss, flat, part) for part in (*cut_batch(both, 1), *cut_batch(both, 2))
+        )
+        seen.append((whole, parts))
+    for index, user in enumerate(users):
+        for number, kinds in enumerate(user.kinds):
+            of_weight = [(whole[index][number], [part[index][number] for part in parts]) for whole, parts in seen]
+            observed = [
+                [Observed(whole[place], [part[place] for part in parts]) for whole, parts in of_weight]
+                for place in range(len(kinds))
+            ]
+            user.kinds[number] = tuple(
+                kind or indexed_slices.kind_of(of_one) or _without_kind(user.parameters[number], mixing=mixing)
+                for kind, of_one in zip(kinds, observed, strict=True)
+            )
+
+
+def _without_kind(weight: keras.Variable, *, mixing: bool) -> indexed_slices.Kind:
+    if mixing:
+        return "listed"
+    raise ValueError(
+        "In a pipeline rows of a weight must be looked up by single examples or by the whole batch, received "
+        f"{weight.path!r}, whose row numbers depend on the batch in another way. Compute them from each example alone, "
+        "from constants or from positions, or use num_microbatches=1, or allow_batch_dependent_layers=True to train so "
+        "all the same."
+    )
+
+
+def _row_numbers(programs: Programs, loss: LossProgram, flat: Flat, microbatch: Microbatch) -> Numbers:
+    """Run the stages, each with a gradient of ones behind it, and the loss; return what their lookups look up."""
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(microbatch.batch)
+    values = {value: MaskedTensor(tensor) for value, tensor in flat(inputs).items()}
+    variables, found = StepVariables(programs.stages), []
+    for index, program in enumerate(programs.stages):
+        taken = [values[value].on(program.device) for value in program.stage.inputs]
+        scale = tf.ones([program.num_losses], keras.config.floatx())
+        sums = tf.ones([len(program.ways), 2], tf.float64)
+        place = Place(tf.constant(0, tf.int64), tf.constant(1.0, tf.float64), sums)
+        done = program.forward(taken, variables.read(index, 0), place, scale)
+        values.update(zip(program.stage.outputs, done.made, strict=True))
+        gradients = _gradients(program, done) if any(program.kinds) else [None for _ in program.kinds]
+        found.append(_numbers(gradients))
+    outputs = [values[value].on(loss.device) for value in programs.outputs]
+    of_loss = (
+        _gradients_of_loss(loss, microbatch, outputs, variables) if any(loss.kinds) else [None for _ in loss.kinds]
+    )
+    return [*found, _numbers(of_loss)]
+
+
+def _numbers(gradients: Sequence[Any]) -> list[list[np.ndarray]]:
+    return [[piece.indices.numpy() for piece in one] if isinstance(one, tuple) else [] for one in gradients]
+
+
+def _gradients_of_loss(
+    loss: LossProgram, microbatch: Microbatch, outputs: Sequence[MaskedTensor], variables: StepVariables
+) -> list[Any]:
+    states = [state.value.read_value() for state in loss.states]
+    layer_states, parameters = (
+        [variables.state(variable, 0, loss.device) for variable in some]
+        for some in (loss.layer_states, loss.parameters)
+    )
+    divisors, scale = tf.ones([loss.num_divisors], tf.float64), tf.ones((), keras.config.floatx())
+    return loss.part(0, microbatch, outputs, states, layer_states, parameters, divisors, scale).weights
+
+
+def _gradients(program: StageProgram, done: Forward) -> list[Any]:
+    upstream = [
+        tf.ones_like(dense_part(made.tensor)) if flow.needs_gradient else None
+        for made, flow in zip(done.made, program.sends, strict=True)
+    ]
+    _, gradients = program.backward(done, upstream, None)
+    return program.weight_gradients(done, None) if gradients is None else gradients

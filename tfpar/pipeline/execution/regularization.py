@@ -1,0 +1,34 @@
+"""What regularizers of weights add to the loss: once a step, on each weight's device, however it is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar.reduction.gradient_addition import plus
+
+
+def add_penalties(model: keras.Model, gradients: dict[int, Any], scale: tf.Tensor) -> list[tf.Tensor]:
+    """Return the penalties on a model's weights, scalars, and add their gradients to those of the other losses.
+
+    Args:
+        model: A built model.
+        gradients: The gradient of each trainable weight by the weight's `id`; changed in place.
+        scale: What one unit of loss counts in gradients, a scalar.
+    """
+    penalties = []
+    for variable in model.trainable_variables:
+        if variable.regularizer is None:
+            continue
+        with tf.device(variable.value.device), tf.GradientTape() as tape:
+            weight = variable.value.read_value()
+            tape.watch(weight)
+            penalty = tf.reduce_sum(variable.regularizer(weight))
+            scaled = penalty * tf.cast(scale, penalty.dtype)
+        gradient = tape.gradient(scaled, weight)
+        if gradient is not None:
+            gradients[id(variable)] = plus(gradients.get(id(variable)), gradient)
+        penalties.append(penalty)
+    return penalties

@@ -1,0 +1,94 @@
+"""Gradients of rows of a weight, lookup by lookup, and how those of micro-batches add up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar.reduction import indexed_slices
+from tfpar.reduction.gradient_addition import reached_from
+
+
+def by_lookup(gradient: Any) -> Any:
+    """Return the rows of each lookup of a gradient of slices, while it is traced; another as it is."""
+    return tuple(indexed_slices.pieces(gradient)) if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def known_kinds(
+    graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]
+) -> list[tuple[indexed_slices.Kind | None, ...]]:
+    """Return the kinds of the lookups behind each gradient, None for one that the graph does not tell.
+
+    Args:
+        graph: What was traced.
+        gradients: As `by_lookup` returns them.
+        given: What differs from micro-batch to micro-batch.
+    """
+    # A position is looked up whatever the examples are; what is drawn at random is another for each micro-batch.
+    drawn = [tensor for op in graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
+    varying = reached_from([*given, *drawn])
+    return [
+        tuple(
+            indexed_slices.known_kind(piece.indices) if piece.indices.op in varying else "alike" for piece in gradient
+        )
+        if isinstance(gradient, tuple)
+        else ()
+        for gradient in gradients
+    ]
+
+
+def numbered(gradient: Any, kinds: Sequence[indexed_slices.Kind | None]) -> Any:
+    """Return a micro-batch's gradient, the rows of its shared lookups numbered to be merged with those of others."""
+    if not kinds:
+        return gradient
+    return tuple(
+        indexed_slices.numbered(piece) if kind == "shared" else piece
+        for piece, kind in zip(gradient, kinds, strict=True)
+    )
+
+
+def add_rows(
+    before: Sequence[indexed_slices.RowSlices],
+    now: Sequence[indexed_slices.RowSlices],
+    kinds: Sequence[indexed_slices.Kind | None],
+) -> Any:
+    """Add the rows of a micro-batch, lookup by lookup, to those of the ones before.
+
+    Args:
+        before: The lookups so far.
+        now: Those of the micro-batch.
+        kinds: What becomes of rows of the same number; those of one micro-batch and another are merged at the end.
+    """
+    return tuple(
+        one._replace(values=one.values + other.values)
+        if kind == "alike"
+        else one._replace(
+            values=tf.concat([one.values, other.values], 0), indices=tf.concat([one.indices, other.indices], 0)
+        )
+        for one, other, kind in zip(before, now, kinds, strict=True)
+    )
+
+
+def joined(
+    gradients: Sequence[Any], kinds: Sequence[Sequence[indexed_slices.Kind | None]], weights: Sequence[keras.Variable]
+) -> list[Any]:
+    """Return summed gradients of weights as tensors, slices or None: each as one device has it."""
+    return [
+        join_rows(gradient, of_one, weight.shape) if of_one else gradient
+        for gradient, of_one, weight in zip(gradients, kinds, weights, strict=True)
+    ]
+
+
+def join_rows(
+    pieces: Sequence[indexed_slices.RowSlices], kinds: Sequence[indexed_slices.Kind | None], shape: Sequence[int]
+) -> tf.IndexedSlices:
+    """Return one gradient of the rows of several lookups, those that one device has once merged."""
+    pairs = zip(pieces, kinds, strict=True)
+    merged = [indexed_slices.merged(piece) if kind == "shared" else piece for piece, kind in pairs]
+    return indexed_slices.join(
+        [piece._replace(indices=tf.cast(piece.indices, tf.int64)) for piece in merged],
+        tf.constant(tuple(shape), tf.int64),
+    )

@@ -1,0 +1,95 @@
+"""Weights and states of all stages as one step sees them, and what it makes of the states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar.pipeline.execution.microbatches import Microbatch
+from tfpar.pipeline.execution.stage_program import StageProgram
+
+
+class StepVariables:
+    """Weights and states of all stages as a step sees them.
+
+    Weights are read once. A state (a moving average, a random seed) is read once too: every micro-batch starts from
+    what it was before the step. Where several stages use a layer, its state goes on from one to the next.
+
+    Args:
+        programs: The compiled stages.
+    """
+
+    def __init__(self, programs: Sequence[StageProgram]) -> None:
+        self._programs = programs
+        self._read: dict[int, tf.Tensor] = {}
+        self._copies: dict[tuple[int, str], tf.Tensor] = {}
+        self._now: dict[tuple[int, int], tf.Tensor] = {}  # by state and micro-batch
+        self._changed: dict[int, tuple[keras.Variable, list[tuple[tf.Tensor, Microbatch]]]] = {}
+        self._counted: dict[Any, tf.Tensor] = {}  # by micro-batches and shape
+
+    def read(self, stage: int, number: int) -> list[tf.Tensor]:
+        """Return what a stage's parameters and states are for a micro-batch."""
+        program = self._programs[stage]
+        parameters = [self._on(variable, program.device) for variable in program.parameters]
+        return [*parameters, *(self.state(variable, number, program.device) for variable in program.states)]
+
+    def state(self, variable: keras.Variable, number: int, device: str) -> tf.Tensor:
+        """Return what a state is for a micro-batch, after what has been noted."""
+        return self._now.get((id(variable), number), self._on(variable, device))
+
+    def _on(self, variable: keras.Variable, device: str) -> tf.Tensor:
+        key = (id(variable), device)
+        if key not in self._copies:
+            if id(variable) not in self._read:
+                with tf.control_dependencies(None), tf.device(variable.value.device):
+                    self._read[id(variable)] = variable.value.read_value()
+            with tf.control_dependencies(None), tf.device(device):
+                self._copies[key] = tf.identity(self._read[id(variable)])
+        return self._copies[key]
+
+    def note(
+        self,
+        variables: Sequence[keras.Variable],
+        number: int,
+        states: Sequence[tf.Tensor | None],
+        microbatch: Microbatch,
+    ) -> None:
+        """Take in what a stage, or the loss, made of its states for a micro-batch; None where one stays."""
+        for variable, state in zip(variables, states, strict=True):
+            if state is None:
+                continue
+            self._now[id(variable), number] = state
+            _, found = self._changed.setdefault(id(variable), (variable, []))
+            found[:] = [pair for pair in found if pair[1] is not microbatch] + [(state, microbatch)]
+
+    def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Return every state that changed, with the mean over micro-batches, by their examples, of its new values.
+
+        What is counted in whole numbers moves as one micro-batch moves it: a seed is drawn once a step. Metrics that
+        layers hold add up.
+        """
+        return [(variable, self._merged(variable, found)) for variable, found in self._changed.values()]
+
+    def _merged(self, variable: keras.Variable, found: list[tuple[tf.Tensor, Microbatch]]) -> tf.Tensor:
+        first, counts = found[0][0], any(id(variable) in program.counters for program in self._programs)
+        with tf.device(variable.value.device):
+            if not first.dtype.is_floating and not counts:
+                return tf.identity(first)
+            # As a mean of changes, so that a state that none moves stays to the last bit; of all micro-batches
+            # at once, since operations for each would be half of the graph of a model with BatchNormalization.
+            before = self._read[id(variable)]
+            states, microbatches = zip(*found, strict=True)
+            changes = tf.stack(states) - before
+            weights = self._weights(microbatches, changes.shape.rank, first.dtype, counts=counts)
+            return before + tf.reduce_sum(weights * changes, 0)
+
+    def _weights(self, microbatches: Sequence[Microbatch], rank: int, dtype: Any, *, counts: bool) -> tf.Tensor:
+        """Return what the change by each micro-batch counts, `[microbatches, 1, ...]`."""
+        key = tuple(map(id, microbatches)), rank, dtype, counts
+        if key not in self._counted:
+            weights = tf.stack([one.share if counts else one.part for one in microbatches])
+            self._counted[key] = tf.cast(tf.reshape(weights, [-1] + [1] * (rank - 1)), dtype)
+        return self._counted[key]

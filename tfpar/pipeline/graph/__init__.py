@@ -1,0 +1,1 @@
+"""A Keras model as a graph of operations."""

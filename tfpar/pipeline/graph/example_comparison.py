@@ -1,0 +1,60 @@
+"""Compare what a trial computes for a batch with what it computes for the parts of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar._compat import keras_pipeline
+
+# Relative to the largest element, by the bytes of a number: about the root of its precision.
+_TOLERANCES = {1: 0.5, 2: 0.1, 4: 3e-4, 8: 1e-8}
+
+
+def example_axis(whole: Any, one: Any, other: Any) -> int | None:
+    """Return the axis along which two halves make up the whole; None if no axis has another size."""
+    sizes = zip(whole.shape, one.shape, other.shape, strict=True)
+    return next((axis for axis, (all_, first, _) in enumerate(sizes) if all_ != first), None)
+
+
+def agree(whole: Any, one: Any, other: Any, axis: int | None) -> bool:
+    """Say whether two halves make up the whole along an axis; without one, whether each is the whole."""
+    if axis is None:
+        return close(whole, one) and close(whole, other)
+    rest = [tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :]) for tensor in (whole, one, other)]
+    return rest[0] == rest[1] == rest[2] and close(whole, joined(one, other, axis))
+
+
+def joined(one: Any, other: Any, axis: int) -> Any:
+    """Concatenate two tensors along an axis."""
+    return tf.sparse.concat(axis, [one, other]) if isinstance(one, tf.SparseTensor) else tf.concat([one, other], axis)
+
+
+def close(one: Any, other: Any) -> bool:
+    """Say whether two tensors are the same but for rounding, which depends on the size of the batch."""
+    composites = (tf.RaggedTensor, tf.SparseTensor)
+    if isinstance(one, composites) or isinstance(other, composites):
+        one, other = (tf.sparse.reorder(x) if isinstance(x, tf.SparseTensor) else x for x in (one, other))
+        parts = [tf.nest.flatten(tensor, expand_composites=True) for tensor in (one, other)]
+        return len(parts[0]) == len(parts[1]) and all(map(close, *parts))
+    one, other = np.asarray(one), np.asarray(other)
+    if one.shape != other.shape or not tf.as_dtype(one.dtype).is_floating:
+        return bool(np.array_equal(one, other))
+    tolerance = _TOLERANCES[one.dtype.itemsize]
+    one, other = one.astype("float64"), other.astype("float64")
+    largest = float(np.max(np.abs(one), initial=0.0, where=np.isfinite(one)))
+    return bool(np.allclose(one, other, rtol=tolerance, atol=tolerance * largest, equal_nan=True))
+
+
+def part_of(tensor: Any, start: int, stop: int, axis: int) -> Any:
+    """Return a part of a tensor along an axis, with the same part of its mask."""
+    if isinstance(tensor, tf.SparseTensor):
+        begin, size = [0] * len(tensor.shape), list(tensor.shape)
+        begin[axis], size[axis] = start, stop - start
+        return tf.sparse.slice(tensor, begin, size)
+    where = (*[slice(None)] * axis, slice(start, stop))
+    mask = keras_pipeline.mask_of(tensor)
+    cut = mask is not None and axis < len(mask.shape)
+    return keras_pipeline.with_mask(tensor[where], mask[where] if cut else mask)

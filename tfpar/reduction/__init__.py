@@ -1,0 +1,1 @@
+"""Losses and gradients of parts of a batch, reduced to those of the whole batch."""

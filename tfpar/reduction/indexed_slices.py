@@ -1,0 +1,183 @@
+"""Gradients of rows of a weight: which rows of two parts of a batch are one row on one device, and which are two.
+
+    lookup of every example       part 0: rows 3 5    part 1: rows 5 7    one device: rows 3 5 5 7    (listed)
+    product with a sparse tensor  part 0: rows 3 5    part 1: rows 5 7    one device: rows 3 5 7      (shared)
+    positions of a sequence       part 0: rows 0 1    part 1: rows 0 1    one device: rows 0 1        (shared)
+    rows that are written down    part 0: rows 0 4    part 1: rows 0 4    one device: rows 0 4        (alike)
+
+It matters where an optimizer is not linear in a gradient: Keras 3.15 squares rows one by one, also those of one number.
+How a layer computes row numbers is not known, so the first three are told apart by what it computes for some examples
+and for parts of them. A number that comes twice in a lookup that is shared counts twice: its rows are matched in order.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+Kind = Literal["listed", "shared", "alike"]
+
+_NUMBERS = 2**32  # more than a weight has rows
+
+
+class RowSlices(NamedTuple):
+    """The rows of one lookup.
+
+    Args:
+        values: `[rows, ...]`.
+        indices: `[rows]`.
+    """
+
+    values: tf.Tensor
+    indices: tf.Tensor
+
+
+class Observed(NamedTuple):
+    """The row numbers of one lookup, as an array each.
+
+    Args:
+        whole: For some examples.
+        parts: For each of the parts that they were cut into.
+    """
+
+    whole: np.ndarray
+    parts: Sequence[np.ndarray]
+
+
+def kind_of(observed: Sequence[Observed]) -> Kind | None:
+    """Return what becomes of rows of the same number in several parts; None if it is neither of what is known.
+
+    Args:
+        observed: Row numbers for examples that differ, and for some that are equal.
+
+    Example:
+        >>> kind_of([Observed(np.array([3, 5, 5, 7]), [np.array([3, 5]), np.array([5, 7])])])
+        'listed'
+    """
+    counts = [[collections.Counter(each.tolist()) for each in (one.whole, *one.parts)] for one in observed]
+    if all(whole == sum(parts, collections.Counter()) for whole, *parts in counts):
+        return "listed"
+    if all(whole == functools.reduce(operator.or_, parts) for whole, *parts in counts):
+        return "shared"
+    return None
+
+
+def pieces(gradient: tf.IndexedSlices) -> list[RowSlices]:
+    """Return the lookups that a gradient is the sum of; one of all rows where it has no graph.
+
+    Args:
+        gradient: Of one weight.
+    """
+    indices = lookups(gradient)
+    if len(indices) == 1:
+        return [RowSlices(gradient.values, gradient.indices)]
+    values = tf.split(gradient.values, [tf.size(each) for each in indices])
+    return list(map(RowSlices, values, indices))
+
+
+def lookups(gradient: tf.IndexedSlices) -> list[tf.Tensor]:
+    """Return the row numbers of each lookup behind a gradient; those of all where it has no graph."""
+    return _lookups(gradient.indices) if tf.is_symbolic_tensor(gradient.indices) else [gradient.indices]
+
+
+def known_kind(indices: tf.Tensor) -> Kind | None:
+    """Return the kind of a lookup whose graph tells it.
+
+    Args:
+        indices: Its row numbers: a constant, or drawn at random, by each part for itself; else there is no telling.
+    """
+    if not tf.is_symbolic_tensor(indices):
+        return None
+    ops = _ancestors(indices)
+    if any("Random" in op.type or "Sampler" in op.type or "Multinomial" in op.type for op in ops):
+        return "listed"
+    return "alike" if all(op.type == "Const" or (op.inputs and not op.op_def.is_stateful) for op in ops) else None
+
+
+def to_send(piece: RowSlices, kind: Kind, share: tf.Tensor, counted: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+    """Return what a replica gives to the sum over all.
+
+    Args:
+        piece: The rows of a lookup.
+        kind: Of the lookup.
+        share: Scalar, what each of the replica's examples counts; less than 1 where other replicas have them too.
+        counted: Scalar, how many of its examples the replica counts; of those that have the same, one counts all.
+    """
+    if kind == "alike":
+        return piece.values
+    if kind == "shared":
+        return tf.IndexedSlices(*numbered(piece))
+    num_rows = tf.where((share < 1) & (counted == 0), 0, tf.size(piece.indices))
+    scale = tf.cast(tf.where(share > 0, 1 / share, 0), piece.values.dtype)
+    return tf.IndexedSlices(piece.values[:num_rows] * scale, piece.indices[:num_rows])
+
+
+def summed(piece: RowSlices, kind: Kind, total: tf.Tensor | tf.IndexedSlices) -> RowSlices:
+    """Return the rows of a lookup of the whole batch.
+
+    Args:
+        piece: The replica's own rows.
+        kind: Of the lookup.
+        total: The sum of what all replicas sent, or their rows one after another.
+    """
+    if kind == "alike":
+        return piece._replace(values=total)
+    rows = RowSlices(total.values, total.indices)
+    rows = merged(rows) if kind == "shared" else rows
+    return rows._replace(indices=tf.cast(rows.indices, piece.indices.dtype))
+
+
+def numbered(piece: RowSlices) -> RowSlices:
+    """Return rows of a shared lookup with numbers that tell those of one number apart, alike in all parts.
+
+    row numbers    3  5  3  3          the first, second, third row of number 3 ...
+    occurrences    0  0  1  2          ... is that of the other parts
+    """
+    order = tf.argsort(piece.indices, stable=True)
+    in_order = tf.gather(piece.indices, order)
+    is_first = tf.concat([tf.ones_like(in_order[:1], tf.bool), in_order[1:] != in_order[:-1]], 0)
+    places = tf.range(tf.size(in_order))
+    first = tf.gather(tf.boolean_mask(places, is_first), tf.cumsum(tf.cast(is_first, tf.int32)) - 1)
+    occurrences = tf.scatter_nd(order[:, None], places - first, tf.shape(order))
+    return piece._replace(indices=tf.cast(occurrences, tf.int64) * _NUMBERS + tf.cast(piece.indices, tf.int64))
+
+
+def merged(piece: RowSlices) -> RowSlices:
+    """Add up the rows of a shared lookup that several parts have, numbered; return them with their own numbers."""
+    numbers, places = tf.unique(piece.indices)
+    return RowSlices(tf.math.unsorted_segment_sum(piece.values, places, tf.size(numbers)), numbers % _NUMBERS)
+
+
+def join(many: Sequence[RowSlices], dense_shape: tf.Tensor | None) -> tf.IndexedSlices:
+    """Return one gradient of the rows of several lookups."""
+    if len(many) == 1:
+        return tf.IndexedSlices(many[0].values, many[0].indices, dense_shape)
+    values = tf.concat([each.values for each in many], 0)
+    return tf.IndexedSlices(values, tf.concat([tf.cast(each.indices, tf.int64) for each in many], 0), dense_shape)
+
+
+def _lookups(indices: tf.Tensor) -> list[tf.Tensor]:
+    """Return the row numbers of each lookup: TensorFlow concatenates those of several uses of one weight."""
+    op = indices.op
+    if op.type in ("Identity", "Reshape") and op.inputs[0].shape.rank == 1:
+        return _lookups(op.inputs[0])
+    if op.type == "ConcatV2" and indices.shape.rank == 1:
+        return [each for part in op.inputs[:-1] for each in _lookups(part)]
+    return [indices]
+
+
+def _ancestors(tensor: tf.Tensor) -> set[tf.Operation]:
+    """Return the operations of its graph that a tensor is computed from."""
+    found, waiting = set(), [tensor.op]
+    while waiting:
+        op = waiting.pop()
+        if op not in found:
+            found.add(op)
+            waiting += [each.op for each in op.inputs]
+    return found

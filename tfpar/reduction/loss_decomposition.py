@@ -1,0 +1,272 @@
+"""How the losses of one model divide over replicas or micro-batches, found out before the first step."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_losses, keras_model
+from tfpar.reduction import trial_losses
+from tfpar.reduction.losses_in_call import PartTrial, Way, cheapest_ways, other_ways
+from tfpar.reduction.replicas import BatchWeights, global_mean, global_sum, local_replica_id, reduce_loss
+from tfpar.reduction.sum_or_mean import Kind, kinds_of, parts_of, unchanged
+from tfpar.reduction.whole_batch import Trial, losses_in_call
+
+
+class LossDecomposition:
+    """How the losses of one model divide over replicas or micro-batches; found out before the first step.
+
+    Keras' own losses are divided by their true weights, summed over the replicas. What a layer adds with `add_loss`,
+    and what an overridden `compute_loss` returns, says nothing about how it was averaged, and on one device it makes
+    no difference. So those are computed on two parts of a batch and on both together: a sum adds up, a mean averages,
+    anything else cannot be divided. A loss object that `call` itself calls gives the loss of the whole batch there,
+    as on one device, if what is made of it divides so; or else that of the part. Micro-batches, which run one after the
+    other, have there what `tfpar.reduction.losses_in_call` says. A loss function that returns a scalar is classified in
+    the same way, and so is a metric function, which must average.
+
+    Args:
+        model: A built and compiled model.
+        batch: Its first global batch, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
+        call: Runs the model, in the order in which its added losses shall count; None for the model's own.
+        communicates: Whether parts can add up values while the model is called; micro-batches cannot.
+        values_call: As `call`, where that returns outputs of the right shapes but not of the right values.
+
+    Raises:
+        ValueError: If a loss cannot be divided over replicas.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        batch: Any,
+        call: Callable[..., Any] = keras_model.call_model,
+        communicates: bool = True,
+        values_call: Callable[..., Any] | None = None,
+    ) -> None:
+        trial_losses.check_divisible(model)
+        # With several outputs Keras keeps the loss of each in its logs, and needs it as of the global batch.
+        self.partial_values = len(keras_model.flat_losses(model)) < 2
+        self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
+        self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
+        # By the order in which Keras reduces the losses of `compile`; None for one with a value per example.
+        self._scalar_losses: list[Kind | None] = []
+        self.counts_scalars = False
+        # Whether a loss that `call` computes is that of the whole batch: in training, and in evaluation.
+        self._whole_in_call = {True: communicates, False: communicates}
+        # Where parts do not communicate, what they need of the whole batch for each of these losses.
+        self.ways: dict[bool, tuple[Way, ...]] = {True: (), False: ()}
+        self._communicates = communicates
+        # A model may run in training only: RandomCrop gives images of another size in inference.
+        self._infers = True
+        parts = parts_of(batch)
+        call, values_call = (self._in_either_mode(one) for one in (call, values_call or call))
+        with unchanged(model):
+            if trial_losses.scalar_metrics(model, parts[2], call):
+                self._check_metrics(model, parts, values_call)
+            if not keras_model.overridden(model, "compute_loss"):
+                self._find_losses(model, parts, call, values_call)
+            else:  # asked as training or as evaluation asks it, in `find_own_loss`
+                self._whole_in_call = {True: False, False: False}
+            if keras_model.own_metrics(model):
+                trial = self._trial(parts, training=False)
+                trial_losses.check_counted_scalars(model, parts, values_call, trial)
+
+    def _in_either_mode(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what calls a model as in training if it does not run in inference."""
+
+        def called(model: keras.Model, inputs: Any, training: bool) -> Any:
+            if not training and self._infers:
+                try:
+                    return call(model, inputs, training=False)
+                except Exception:
+                    self._infers = False
+            return call(model, inputs, training=True)
+
+        return called
+
+    def _find_losses(
+        self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], values_call: Callable[..., Any]
+    ) -> None:
+        if not self._communicates:
+            self._find_ways(model, parts[2], call)
+        if () in trial_losses.check_shapes(model, parts[1:], call, training=False):
+            self._scalar_losses = trial_losses.scalar_kinds(
+                model, parts, values_call, Trial() if self._whole_in_call[True] else None
+            )
+        added_losses = functools.partial(trial_losses.added_losses, call=call)
+        find = functools.partial(self._find_added_losses, model, parts)
+        alike = self.ways[True] == self.ways[False]  # weights may be trained in training only
+        evaluating = find(False, functools.partial(added_losses, training=False))
+        training = functools.partial(added_losses, training=True)
+        # As in evaluation, where that tells: found without the chance that training may bring into play.
+        as_in_evaluation = alike and None not in evaluating and len(training(model, parts[0])) == len(evaluating)
+        if as_in_evaluation:
+            self._whole_in_call[True], self.ways[True] = self._whole_in_call[False], self.ways[False]
+        kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
+        self._added_losses = {key: [kind or "mean" for kind in found] for key, found in kinds.items()}
+
+    def find_own_loss(
+        self, model: keras.Model, batch: Any, training: bool, call: Callable[..., Any] = keras_model.call_model
+    ) -> None:
+        """Find out how what an overridden `compute_loss` returns divides; a model that has none is left alone.
+
+        Args:
+            model: The model.
+            batch: Its first global batch.
+            training: What `compute_loss` is told, as by the steps that follow.
+            call: Runs the model, as in training without its chance.
+
+        Raises:
+            ValueError: If it is neither a sum nor a mean over the batch.
+        """
+        if not keras_model.overridden(model, "compute_loss"):
+            return
+        parts, call = parts_of(batch), self._in_either_mode(call)
+        losses_of = functools.partial(trial_losses.own_loss, call=call, training=training)
+        with unchanged(model):
+            trial_losses.check_shapes(model, parts[1:], call, training)
+            trial_losses.check_own_weights(model, parts[0], call, training)
+            try:
+                (kind,) = self._kind_of_own_loss(model, parts, losses_of)
+            except ValueError:
+                if not training or losses_of(model, parts[0]) == losses_of(model, parts[0]):
+                    raise
+                # It draws random numbers in training, which hide what it is; evaluation does without.
+                (kind,) = self._kind_of_own_loss(model, parts, functools.partial(losses_of, training=False))
+        self._own_losses[training] = kind or "mean"
+
+    def _kind_of_own_loss(self, model: keras.Model, parts: Sequence[Any], losses_of: Any) -> list[Kind | None]:
+        return kinds_of(model, parts, losses_of, f"What {type(model).__name__}.compute_loss returns")
+
+    def _find_added_losses(
+        self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]
+    ) -> list[Kind | None]:
+        """Find out the kind of each loss that layers add; None for one that is zero on every part."""
+        what = f"A loss added with add_loss to {model.name!r}"
+        if self._whole_in_call[training]:
+            with contextlib.suppress(ValueError):
+                return kinds_of(model, parts, losses_of, what, Trial())
+            self._whole_in_call[training] = False
+        for ways in other_ways(self.ways[training]) if self.ways[training] else ():
+            with contextlib.suppress(ValueError):
+                return kinds_of(model, parts, losses_of, what, self._trial(parts, training))
+            self.ways[training] = ways
+        return kinds_of(model, parts, losses_of, what, self._trial(parts, training))
+
+    def _find_ways(self, model: keras.Model, batch: Any, call: Callable[..., Any]) -> None:
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        trainable = [variable.value for variable in model.trainable_variables]
+        self.ways[True] = cheapest_ways(functools.partial(call, model, inputs, True), trainable)
+        if self._infers:
+            self.ways[False] = cheapest_ways(functools.partial(call, model, inputs, False), trainable)
+        if not self._infers:  # not found out until it was called
+            self.ways[False] = self.ways[True]
+
+    def _trial(self, parts: Sequence[Any], training: bool) -> Trial | PartTrial | None:
+        """Return what gives parts the losses that `call` computes as they will have them."""
+        if self._whole_in_call[training]:
+            return Trial()
+        return PartTrial(self.ways[training], int(data.num_rows(parts[2]))) if self.ways[training] else None
+
+    def _check_metrics(self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
+        """Refuse a metric function that returns a scalar which is no mean over the batch."""
+        what = "A metric function that returns a scalar"
+        kinds = kinds_of(model, parts, functools.partial(trial_losses.scalar_metrics, call=call), what)
+        self.counts_scalars = True
+        if "sum" in kinds:
+            raise ValueError(
+                f"{what} must average over the batch to be counted over replicas or micro-batches, and this one sums. "
+                "Let it return one value per example, or train on SingleDevice()."
+            )
+
+    def to_json(self) -> str:
+        """Return what was found out, for other workers."""
+        return json.dumps([self._scalar_losses, *([found[True], found[False]] for found in self._found)])
+
+    def take_over(self, text: str) -> None:
+        """Believe what another worker found out, from examples of its own."""
+        self._scalar_losses, *others = json.loads(text)
+        for found, (training, evaluating) in zip(self._found, others, strict=True):
+            found[True], found[False] = training, evaluating
+
+    @property
+    def _found(self) -> tuple[dict[bool, Any], ...]:
+        return self._own_losses, self._added_losses, self._whole_in_call
+
+    def added_factors(self, training: bool, counts: BatchWeights) -> list[tf.Tensor]:
+        """Return, for each loss that layers add, the share of a part's value that counts in the whole."""
+        one = tf.ones((), keras.config.floatx())
+        alone = counts._replace(sum_divisors=None, partial_values=True)
+        return [_reduce_kind(kind, one, alone) for kind in self._added_losses[training]]
+
+    @contextlib.contextmanager
+    def reduce_globally(
+        self,
+        training: bool,
+        num_examples: Sequence[tf.Tensor],
+        share: tf.Tensor,
+        everywhere: tf.Tensor | None,
+        sum_divisors: Callable[[tf.Tensor], tf.Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Reduce every loss that Keras computes inside this context over all replicas.
+
+        Args:
+            training: Whether the model trains or is evaluated.
+            num_examples: The number of examples of each local replica, int scalars, at least 1.
+            share: Scalar, what each of them counts: 1, or less where every replica has all examples.
+            everywhere: The size of the global batch; None where no worker knows it.
+            sum_divisors: Returns the sum over all parts of a divisor; None lets the replicas add up theirs.
+        """
+        added: dict[int, list[Any]] = collections.defaultdict(list)
+        positions: collections.Counter[int] = collections.Counter()
+
+        def counts() -> BatchWeights:
+            return BatchWeights(
+                share, num_examples[local_replica_id()], everywhere, training and self.partial_values, sum_divisors
+            )
+
+        def reduce_values(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+            replica = local_replica_id()
+            kind = self._scalar_losses[positions[replica]] if self._scalar_losses else None
+            positions[replica] += 1
+            if kind is not None:
+                trial_losses.check_unweighted(weight, mask)
+                return _reduce_kind(kind, tf.convert_to_tensor(values, dtype), counts())
+            return reduce_loss(values, weight, mask, reduction, dtype, counts())
+
+        def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
+            replica = local_replica_id()
+            value = keras_model.aggregate_added_loss(model, loss)
+            position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
+            # A weight's penalty is not in the list: it is the same on every replica, and so a mean.
+            kind = "mean" if position is None else self._added_losses[training][position]
+            return _reduce_kind(kind, value, counts())
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keras_model.collect_added_losses(lambda: added[local_replica_id()]))
+            own_loss = self._own_losses[training]
+            if own_loss is None:
+                stack.enter_context(keras_model.loss_reduction(reduce_values, reduce_added_loss))
+            else:
+                stack.enter_context(keras_model.local_losses())
+                stack.enter_context(keras_model.compute_loss_then(lambda loss: _reduce_kind(own_loss, loss, counts())))
+            in_call = losses_in_call(counts) if self._whole_in_call[training] else keras_losses.losses_in_call()
+            stack.enter_context(in_call)
+            yield
+
+
+def _reduce_kind(kind: Kind | None, value: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
+    share = tf.cast(counts.example_weight, value.dtype)
+    if kind == "sum":
+        return global_sum(share * value, counts.partial_values)
+    weight = share * tf.cast(counts.local_size, value.dtype)
+    all_weight = None if counts.global_size is None else tf.cast(counts.global_size, value.dtype)
+    return global_mean(weight * value, weight, all_weight, counts.partial_values)

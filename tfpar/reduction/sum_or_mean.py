@@ -1,0 +1,109 @@
+"""Whether a loss is a sum or a mean over the batch, found out from its values on two parts of one and on both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import keras
+import numpy as np
+
+from tfpar import data
+from tfpar._compat import keras_losses, random_state, typical_draws
+from tfpar.reduction.losses_in_call import PartTrial
+from tfpar.reduction.whole_batch import Trial
+
+Kind = Literal["mean", "sum"]
+
+
+def parts_of(batch: Any) -> tuple[Any, Any, Any]:
+    """Return one example, up to three others (the same if there are none), and all of them."""
+    num_examples = int(data.num_rows(batch))
+    first = data.take_rows(batch, 0, 1)
+    others = data.take_rows(batch, 1, min(4, num_examples)) if num_examples > 1 else first
+    return first, others, data.join_batches([first, others])
+
+
+@contextlib.contextmanager
+def restored(model: keras.Model) -> Iterator[None]:
+    """Leave the model's weights and states as they were before this context."""
+    before = [(variable, variable.numpy()) for variable in model.variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            if not np.array_equal(variable.numpy(), value, equal_nan=True):
+                variable.assign(value)
+
+
+@contextlib.contextmanager
+def unchanged(model: keras.Model) -> Iterator[None]:
+    """Let a trial change no weight, state and random state; where it draws random numbers, it draws typical ones."""
+    with random_state.preserved_random_state(), restored(model), typical_draws.typical_draws():
+        yield
+
+
+def _shake(model: keras.Model) -> None:
+    """Move all weights a little."""
+    random = np.random.default_rng(0)
+    for variable in model.trainable_variables:
+        variable.assign_add(random.uniform(0.1, 0.3, variable.shape))
+
+
+def kinds_of(
+    model: keras.Model,
+    parts: Sequence[Any],
+    losses_of: Callable[[keras.Model, Any], list[float]],
+    what: str,
+    trial: Trial | PartTrial | None = None,
+) -> list[Kind | None]:
+    """Classify each loss by its values on one example, on some others, and on all of them together.
+
+    Args:
+        model: The model.
+        parts: One example, some others, all of them.
+        losses_of: Returns the losses of a part.
+        what: Names a loss in messages.
+        trial: Gives parts the losses that `call` computes as replicas or micro-batches have them; None for their own.
+
+    Returns:
+        The kind of each; None where it is zero on every part.
+    """
+
+    def measure() -> list[list[float]]:
+        with trial.recording() if trial else keras_losses.losses_in_call():
+            both = losses_of(model, parts[2])
+        found = []
+        for start, part in enumerate(parts[:2] if both else ()):  # most models add no loss, and large ones take long
+            with trial.replaying(start) if trial else keras_losses.losses_in_call():
+                found.append(losses_of(model, part))
+        return [*found, both] if both else []
+
+    num_others = float(data.num_rows(parts[1]))
+    kinds = [_kind(values, num_others, what) for values in zip(*measure(), strict=True)]
+    if None in kinds:  # nothing to see with these weights: zero on every part
+        with restored(model):
+            _shake(model)
+            again = zip(*measure(), strict=True)
+        kinds = [kind or _kind(values, num_others, what) for kind, values in zip(kinds, again, strict=True)]
+    return kinds
+
+
+def _kind(values: Sequence[float], num_others: float, what: str) -> Kind | None:
+    one, others, both = values
+    if one == others == both == 0:
+        return None
+    if _close((one + num_others * others) / (1 + num_others), both):
+        return "mean"
+    if _close(one + others, both):
+        return "sum"
+    raise ValueError(
+        f"{what} must be a sum or a mean over the batch to be divided over replicas or micro-batches, received "
+        f"{one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. Let it sum or average "
+        "over the examples, or train on SingleDevice()."
+    )
+
+
+def _close(value: float, expected: float) -> bool:
+    return abs(value - expected) <= 1e-3 * max(abs(value), abs(expected), 1e-12)

@@ -1,0 +1,248 @@
+"""Values of losses and of scalar metrics on a part of a batch, for the trials before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_losses, keras_model
+from tfpar.reduction.losses_in_call import PartTrial
+from tfpar.reduction.replicas import ONE_VALUE, WAY_OUT, dense_losses
+from tfpar.reduction.sum_or_mean import Kind, kinds_of
+from tfpar.reduction.whole_batch import Trial
+
+
+def check_divisible(model: keras.Model) -> None:
+    """Refuse losses of a batch that cannot be computed from its parts.
+
+    Raises:
+        ValueError: If a loss object reduces in a `__call__` of its own, or compares the examples of a batch, or if
+            `compute_loss` is overridden with several losses.
+    """
+    losses = keras_model.flat_losses(model)
+    for loss in losses:
+        if isinstance(loss, keras.losses.Circle):
+            raise ValueError(
+                "keras.losses.Circle compares all examples of a batch, and a replica or micro-batch sees only a part. "
+                "Train on SingleDevice()."
+            )
+        if isinstance(loss, keras.losses.Loss) and type(loss).__call__ is not keras.losses.Loss.__call__:
+            raise ValueError(
+                f"Under several replicas or micro-batches a loss must leave the average over the batch to Keras, and "
+                f"{type(loss).__name__} has a __call__ of its own. Override `call` and return one value per example."
+            )
+    if keras_model.overridden(model, "compute_loss") and len(losses) > 1:
+        raise ValueError(
+            "Under several replicas or micro-batches a model that overrides compute_loss can be compiled with one "
+            f"loss, and {type(model).__name__} has {len(losses)}. Leave compute_loss to Keras, or train on "
+            "SingleDevice()."
+        )
+
+
+def added_losses(model: keras.Model, batch: Any, training: bool, call: Callable[..., Any]) -> list[float]:
+    """Return what the layers of a model add to its loss.
+
+    Args:
+        model: A built and compiled model.
+        batch: Some examples, `(inputs, targets, sample_weight)` as far as given.
+        training: The argument `training` of the model's call.
+        call: Runs the model.
+    """
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    added: list[Any] = []
+    with keras_model.collect_added_losses(lambda: added):
+        call(model, inputs, training=training)
+    return [float(tf.reduce_sum(loss)) for loss in added]
+
+
+def check_shapes(
+    model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the losses of `compile` in their order.
+
+    Args:
+        model: A built and compiled model.
+        parts: Two parts of a batch of different sizes.
+        call: Runs the model; its outputs need only the right shapes.
+        training: What an overridden `compute_loss` is told.
+
+    Raises:
+        ValueError: If a loss has another number of values for an example among others.
+    """
+    shapes: list[list[tuple[int, ...]]] = [[], []]
+    for part, seen in zip(parts, shapes, strict=True):
+
+        def note(values: tf.Tensor, sample_weight: Any, mask: Any, seen: list[Any] = seen) -> None:
+            seen.append(tuple(values.shape))
+            if values.shape.rank == 0 and not keras_model.overridden(model, "compute_loss"):
+                check_unweighted(sample_weight, mask)
+
+        _note_losses(model, part, call, training, note)
+    for of_few, of_all in zip(*shapes, strict=True):
+        if of_few[1:] != of_all[1:]:
+            raise ValueError(f"{ONE_VALUE}, and this one returned values of shapes {of_few} and {of_all}. {WAY_OUT}")
+    return shapes[0]
+
+
+def check_unweighted(sample_weight: Any, mask: Any) -> None:
+    """Refuse weights and masks for a scalar, which Keras would multiply with their mean."""
+    if sample_weight is not None or mask is not None:
+        raise ValueError(f"{ONE_VALUE} where there are sample weights or masks, received a scalar. {WAY_OUT}")
+
+
+def _note_losses(
+    model: keras.Model,
+    part: Any,
+    call: Callable[..., Any],
+    training: bool,
+    note: Callable[[tf.Tensor, Any, Any], None],
+) -> None:
+    """Call a function with the values, weights and mask of each loss of `compile`."""
+
+    def reduce(values: Any, sample_weight: Any, mask: Any, reduction: Any, dtype: Any) -> tf.Tensor:
+        values = dense_losses(values, reduction)
+        note(values, sample_weight, mask)
+        return tf.zeros((), values.dtype)
+
+    def nothing(model: keras.Model, loss: Any) -> tf.Tensor:
+        return tf.zeros((), tf.convert_to_tensor(loss).dtype)
+
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+    outputs = call(model, inputs, training=False)
+    with keras_model.loss_reduction(reduce, nothing):
+        keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
+
+
+def scalar_kinds(
+    model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], trial: Trial | PartTrial | None
+) -> list[Kind | None]:
+    """Return the kind of each loss of `compile` that is a scalar, None for the others, in their order.
+
+    Args:
+        model: A built and compiled model.
+        parts: One example, some others, all of them.
+        call: Runs the model.
+        trial: As for `tfpar.reduction.sum_or_mean.kinds_of`.
+    """
+    is_scalar: list[bool] = []
+
+    def scalars(model: keras.Model, part: Any) -> list[float]:
+        is_scalar.clear()
+        found: list[float] = []
+
+        def note(values: tf.Tensor, *others: Any) -> None:
+            is_scalar.append(values.shape.rank == 0)
+            found.extend([float(values)] if is_scalar[-1] else [])
+
+        _note_losses(model, part, call, False, note)
+        return found
+
+    kinds = iter(kinds_of(model, parts, scalars, "A loss function that returns a scalar", trial))
+    return [(next(kinds) or "mean") if one else None for one in is_scalar]
+
+
+def scalar_metrics(model: keras.Model, part: Any, call: Callable[..., Any]) -> list[float]:
+    """Return the scalars that metric functions give to their means.
+
+    Args:
+        model: A built and compiled model.
+        part: Some examples.
+        call: Runs the model.
+    """
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+    found: list[float] = []
+    if keras_model.counts_metrics(model):
+        outputs = call(model, inputs, training=False)
+        scalars = keras_losses.scalars_weighted(lambda value: found.append(float(value)))
+        # What a user's own compute_metrics cannot do here, it does in the step.
+        with contextlib.suppress(Exception), keras.StatelessScope(), scalars:
+            model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+    return found
+
+
+def own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> list[float]:
+    """Return what an overridden `compute_loss` returns.
+
+    Args:
+        model: A built and compiled model.
+        batch: Some examples.
+        call: Runs the model.
+        training: What `compute_loss` is told.
+    """
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    outputs = call(model, inputs, training=False)
+    return [float(keras_model.compute_loss(model, inputs, targets, outputs, weights, training))]
+
+
+def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> None:
+    """Refuse masks and weights that losses in an overridden `compute_loss` are divided by.
+
+    Their sum over the whole batch has no way into it, and a batch that happens to have nothing to mask hides them.
+
+    Args:
+        model: A built and compiled model.
+        batch: Some examples.
+        call: Runs the model.
+        training: What `compute_loss` is told.
+
+    Raises:
+        ValueError: If there are any.
+    """
+
+    def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+        by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+        if reduction not in (None, "none", "sum") and (by_weight or mask is not None):
+            what = f"the weights of reduction={reduction!r}" if by_weight else "a mask"
+            raise ValueError(
+                "In a model that overrides compute_loss, replicas and micro-batches divide losses by the number of "
+                f"examples, received {what} to divide by in {type(model).__name__}. Leave compute_loss to Keras, or "
+                "train on SingleDevice()."
+            )
+        return keras_model.reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
+
+    with keras_model.loss_reduction(reduce, keras_model.aggregate_added_loss):
+        own_loss(model, batch, call, training)
+
+
+def check_counted_scalars(
+    model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], trial: Trial | PartTrial | None
+) -> None:
+    """Refuse scalars that layers count in metrics and that parts of a batch would count differently.
+
+    Args:
+        model: A built and compiled model.
+        parts: One example, some others, all of them.
+        call: Runs the model.
+        trial: As for `tfpar.reduction.sum_or_mean.kinds_of`.
+
+    Raises:
+        ValueError: If a `Mean` is given a scalar that is no mean over the batch, or a `Sum` one that is no sum.
+    """
+    metrics: list[keras.Metric] = []
+
+    def scalars(model: keras.Model, part: Any) -> list[float]:
+        metrics.clear()
+        found: list[float] = []
+
+        def note(metric: keras.Metric, value: tf.Tensor) -> None:
+            metrics.append(metric)
+            found.append(float(value))
+
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(part)
+        with keras_losses.scalars_noted(note):
+            call(model, inputs, training=False)
+        return found
+
+    kinds = kinds_of(model, parts, scalars, "A scalar that a layer counts in a metric", trial)
+    for metric, kind in zip(metrics, kinds, strict=True):
+        wanted = "sum" if isinstance(metric, keras.metrics.Sum) else "mean"
+        if kind not in (None, wanted):
+            raise ValueError(
+                f"A layer must count a {wanted} over the batch in a keras.metrics.{wanted.capitalize()}, or replicas "
+                f"and micro-batches count something else, and {metric.name!r} counts a {kind}. Let it count values of "
+                "examples, [batch, ...], or train on SingleDevice()."
+            )

@@ -1,0 +1,1 @@
+"""A run of the train command: its folder, its report, its trainer."""

@@ -1,0 +1,346 @@
+"""The folder of one run: whose it is, what lies where, and that nobody else writes into it; no TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+import uuid
+from pathlib import Path
+from typing import IO, Any
+
+from tfpar import config
+from tfpar.files import atomic_file
+from tfpar.messages.received import excerpt
+from tfpar.runs import result_files
+
+_NOT_SET = "not set"
+_OF_FILES = ("run", "sha256")  # in results.json, beside the figures
+
+
+class RunDirectory:
+    """A folder that holds one configuration's run.
+
+        run.json         the run's identity, which its checkpoints and results carry
+        config.toml      the resolved run, for `--config` again
+        metrics.jsonl    one line an epoch
+        tensorboard/     logs for `tensorboard --logdir`
+        checkpoints/     the newest few
+        model.keras      the trained model
+        results.json     its metrics and the speed of its training, once it is trained to its end, and the SHA-256 of
+                         model.keras and metrics.jsonl
+        optimizer.json   the optimizer as it was built
+        pipeline.png     with --trace: a step of the pipeline as planned and as run
+        tensorflow.log   what TensorFlow's native code wrote
+
+    A folder that holds somebody's own files is refused, whatever their names: without a `run.json` no file is a run's.
+    An older version wrote none; its folder is known by `.lock` beside a readable `config.toml`, and gets one.
+
+    Args:
+        path: The folder.
+
+    Example:
+        >>> directory = RunDirectory("runs/digits")
+        >>> directory.model.name
+        'model.keras'
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model.keras"
+        self.results = self.path / "results.json"
+        self.trace = self.path / "pipeline.png"
+        self.native_log = self.path / "tensorflow.log"
+        self.optimizer = self.path / "optimizer.json"
+        self.resumed: config.Run | None = None  # the run that the folder held when it was claimed
+        self.identity: str | None = None  # known once the folder is claimed; "" where an older version began the run
+        self._lock: IO[bytes] | None = None
+        self._seen: tuple[int, ...] = ()  # the state of run.json when its content was last read
+        self._recorded = ""  # the content of config.toml
+        self._before: list[str] | None = None  # what the folder held when it was claimed; None if it was not there
+        self._created_above: list[Path] = []
+
+    def claim(self, run: config.Run) -> None:
+        """Take the folder for a run: make it, or resume what it holds if that trains the same weights.
+
+        Args:
+            run: The resolved run.
+
+        Raises:
+            ValueError: If the folder holds another configuration's run, or files that are no run, or another process
+                trains in it. Nothing in it is changed then.
+            OSError: If it cannot be written.
+        """
+        self._refuse_strangers()
+        self._before = os.listdir(self.path) if self.path.exists() else None
+        self._created_above = [folder for folder in self.path.parents if not folder.exists()]
+        self.path.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._lock = os.fdopen(os.open(self.path / ".lock", flags, 0o666), "rb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._claim(run)
+        except BlockingIOError:
+            self._unlock()
+            raise ValueError(
+                f"Only one process can train in {self.path}, and another one does. "
+                "Wait for it, or choose another --directory."
+            ) from None
+        except BaseException:
+            self._unlock()
+            raise
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def undo_claim(self) -> None:
+        """Remove what `claim` created, and what followed it, if nothing was trained; for a run that is refused.
+
+        A folder that held a run before, or a part of one, keeps it.
+
+        Example:
+            >>> directory.claim(run)
+            >>> directory.undo_claim()
+            >>> directory.path.exists()
+            False
+        """
+        if self._lock is None or self.resumed is not None:
+            return
+        result_files.remove_claim(self.path, self._before)
+        self._unlock()
+        with contextlib.suppress(OSError):  # another run may use them by now
+            for folder in self._created_above:
+                folder.rmdir()
+
+    def _refuse_strangers(self) -> None:
+        """Refuse a folder that holds files which no run has written; nothing in it is changed then."""
+        if not self.path.exists():
+            return
+        names = os.listdir(self.path)
+        result_files.require_kinds(self.path, names)
+        if result_files.is_unused(names) or self._known_identity() is not None:
+            return
+        if ".lock" in names and self.config.name in names:  # an older version's
+            return
+        raise ValueError(
+            f"{self.path} must be empty or hold a run, and it holds files without a run.json: no run wrote them. "
+            "Choose another --directory."
+        )
+
+    def _known_identity(self) -> str | None:
+        identity = (result_files.read_table(self.path / "run.json") or {}).get("run")
+        return identity if isinstance(identity, str) else None
+
+    def _claim(self, run: config.Run) -> None:
+        identity = self._known_identity()
+        # Until something is trained there is nothing to lose: a mistyped setting must not block its own correction.
+        if self.metrics.exists() or self.model.exists() or any(self.checkpoints.glob("*.npz")):
+            self.resumed = self._refuse_other(run)
+            self.identity = self._identity_of_checkpoints() if identity is None else identity
+        else:
+            if self.config.exists() and identity is None:
+                self._load()  # a stranger's is refused
+            self.identity = identity or uuid.uuid4().hex
+        if self.identity != identity:
+            self._write_identity(self.path)
+        for name in result_files.FILES:
+            if name != "evaluations.jsonl":  # an evaluator may write it
+                atomic_file.remove_unfinished(self.path, name)
+        if self.resumed is None:
+            self.record(config.dump(run))
+
+    def _identity_of_checkpoints(self) -> str:
+        """Return the identity that a run's checkpoints carry: "" if an older version wrote them."""
+        from tfpar.checkpoint import file_format  # imports NumPy, which a finished run does without
+
+        found = (file_format.run_of(path) for path in reversed(file_format.paths(self.checkpoints)))
+        return next((run for run in found if run is not None), "")
+
+    def record(self, text: str) -> None:
+        """Write config.toml, whole or not at all; it stays untouched where it says the same already.
+
+        Args:
+            text: The run as TOML.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        self._recorded = text
+        if not self.config.exists() or self.config.read_bytes() != text.encode():
+            atomic_file.write(self.config, text)
+
+    def is_there(self) -> bool:
+        """Say whether the folder is still that of the run: not removed, emptied, renamed or replaced.
+
+        A lost `run.json` alone is written again.
+        """
+        try:
+            status = (self.path / "run.json").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return self._repair_identity()
+        except OSError:  # a disk of the network that does not answer now
+            return True
+        state = (status.st_dev, status.st_ino, status.st_mtime_ns)
+        if state != self._seen and self._known_identity() != self.identity:
+            return self._repair_identity()
+        self._seen = state
+        return True
+
+    def _repair_identity(self) -> bool:
+        if not self._holds_lock(self.path) or not self.config.exists():
+            return False
+        self._write_identity(self.path)
+        return True
+
+    def _write_identity(self, folder: Path) -> None:
+        atomic_file.write(folder / "run.json", json.dumps({"run": self.identity}) + "\n")
+
+    def _holds_lock(self, folder: Path) -> bool:
+        """Say whether a folder is the one that was claimed, by the file that this process has locked there."""
+        try:
+            return self._lock is not None and os.path.samestat(os.fstat(self._lock.fileno()), os.stat(folder / ".lock"))
+        except OSError:
+            return False
+
+    def rescue(self) -> Path:
+        """Return a folder that can hold what a run whose folder is gone would write: the renamed one, or a new one.
+
+        A new one gets the run's identity and configuration, so that the run resumes there.
+
+        Raises:
+            OSError: If none can be written.
+        """
+        with contextlib.suppress(OSError):
+            if self._lock is not None:
+                renamed = Path(os.readlink(f"/proc/self/fd/{self._lock.fileno()}")).parent
+                if self._holds_lock(renamed) and (renamed / "run.json").exists():
+                    return renamed
+        folder = self._new_folder()
+        self._write_identity(folder)
+        atomic_file.write(folder / self.config.name, self._recorded)
+        return folder
+
+    def _new_folder(self) -> Path:
+        for suffix in ("rescued", *(f"rescued-{number}" for number in range(2, 100))):
+            folder = self.path.with_name(f"{self.path.name}.{suffix}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            except OSError:
+                break
+            return folder
+        return Path(tempfile.mkdtemp(prefix="tfpar-"))
+
+    def finished(self, run: config.Run) -> dict[str, Any] | None:
+        """Return the results of a run that is trained to its end; None if it is not, or is to train more epochs.
+
+        Results whose files are missing or changed count as none: the model is then written again.
+
+        Args:
+            run: The run, for which the folder is claimed.
+        """
+        if self.resumed is None or self.resumed.training.epochs != run.training.epochs:
+            return None
+        results = self._results()
+        if results is None or self.broken():
+            return None
+        return {name: value for name, value in results.items() if name not in _OF_FILES}
+
+    def broken(self) -> list[str]:
+        """Return the names of the files of a finished run that are missing, or not as they were written."""
+        results = self._results()
+        if results is None:
+            return [self.results.name] if self.results.exists() else []
+        digests = results.get("sha256")
+        files = [path for path in (self.model, self.metrics) if digests is None or path.name in digests]
+        return [path.name for path in files if not result_files.is_unchanged(path, digests)]
+
+    def _results(self) -> dict[str, Any] | None:
+        results = result_files.read_table(self.results) or {}
+        figures = {name: value for name, value in results.items() if name not in _OF_FILES}
+        digests, owner = results.get("sha256"), results.get("run", "")
+        is_whole = result_files.are_results(figures) and (digests is None or isinstance(digests, dict))
+        return results if is_whole and owner == self.identity else None
+
+    def reopen(self) -> None:
+        """Take the results away before more epochs are trained: whoever finds them takes the run for finished.
+
+        Raises:
+            OSError: If they cannot be removed.
+        """
+        self.results.unlink(missing_ok=True)
+
+    def finish(self, results: dict[str, Any]) -> None:
+        """Write the results, whole or not at all: they say that the run is trained to its end, and what it wrote.
+
+        Args:
+            results: JSON values by name.
+
+        Raises:
+            OSError: If they cannot be written.
+        """
+        if self._recorded:
+            self.record(self._recorded)  # which somebody may have removed since
+        digests = {path.name: result_files.digest(path) for path in (self.model, self.metrics) if path.exists()}
+        of_files = {"run": self.identity, "sha256": digests}
+        atomic_file.write(self.results, json.dumps({**results, **of_files}, indent=2) + "\n")
+
+    def _refuse_other(self, run: config.Run) -> config.Run:
+        """Return the run that the folder holds; refuse one that trains other weights."""
+        there = self._load()
+        differing = [
+            f"{excerpt(key, 40)} is {excerpt(str(old), 40)} there and {excerpt(str(new), 40)} now"
+            for key, old, new in changes(there, run)
+            if config.changes_weights(key)
+        ]
+        if differing:
+            raise ValueError(
+                f"{self.path} holds another configuration's run ({excerpt('; '.join(differing[:3]), 140)}). Choose "
+                f"another --directory, or repeat that run with --config {self.config}, or delete the folder."
+            )
+        return there
+
+    def _load(self) -> config.Run:
+        if not self.config.exists():
+            raise ValueError(
+                f"{self.config} is missing, and without it nobody knows which run this is. Restore it, or choose "
+                "another --directory."
+            )
+        try:
+            return config.load(self.config)
+        except ValueError as error:
+            raise ValueError(f"{self.config} cannot be read: {error} Choose another --directory.") from error
+
+
+def changes(old: config.Run, new: config.Run) -> list[tuple[str, Any, Any]]:
+    """Return the keys in which two runs differ, each with both values; "not set" where a table lacks a key.
+
+    Args:
+        old: A run.
+        new: Another run.
+
+    Example:
+        >>> changes(config.Run(), config.load(None, ["training.epochs=20"]))
+        [('training.epochs', 10, 20)]
+    """
+    before, after = dict(_flat(old.model_dump())), dict(_flat(new.model_dump()))
+    pairs = [(key, before.get(key, _NOT_SET), after.get(key, _NOT_SET)) for key in {**before, **after}]
+    # By its text, NaN equals itself.
+    return [(key, one, other) for key, one, other in pairs if one != other and repr(one) != repr(other)]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    return [
+        pair
+        for key, value in tree.items()
+        for pair in (_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)])
+    ]

@@ -1,0 +1,102 @@
+"""What the train command prints before the first step: devices, model, data and the arithmetic of the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import tfpar
+from tfpar import config, data, strategies
+from tfpar.cluster import cores
+from tfpar.config import keys_read, toml
+from tfpar.messages.number_format import line
+from tfpar.runs import built_objects
+from tfpar.runs.directory import RunDirectory
+from tfpar.runs.user_trainer import trainer_options, trainer_reads
+
+BY_BATCH = "by batch: every worker takes its share of each global batch"
+MAX_SHOWN = 10  # names of classes
+
+
+def print_header(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
+    """Print what will be trained, where and how large each step is.
+
+    Args:
+        run: The resolved run.
+        directory: Its folder.
+        trainer: The trainer of the run.
+    """
+    specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
+    here = [spec for spec in specs if spec.task in (None, trainer.strategy.rank)]
+    devices = ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in here)
+    read = keys_read.read_keys(trainer_reads(run))
+    steps = int(trainer.train_data.cardinality())
+    lines = {
+        "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
+        "devices": f"{devices} ({_cores()})",
+        "note": "" if any(spec.device_type == "GPU" for spec in here) else _note(trainer.strategy),
+        "strategy": trainer.strategy.describe(),
+        "model": ", ".join(
+            [trainer.model.name, _num_parameters(trainer.model), built_objects.describe_precision(trainer.model)]
+        ),
+        "optimizer": built_objects.describe_optimizer(trainer.model),
+        "options": _options_line(run),
+        "data": _data_line(run, trainer, "data.source" in read),
+        "shard_by": getattr(trainer, "shard_by", BY_BATCH) if trainer.strategy.num_workers > 1 else "",
+        "batch": _batch_line(run, trainer.strategy, keys_read.BATCH in read),
+        "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
+    }
+    for name, text in lines.items():
+        if text:
+            print(line(name, text))
+    print(flush=True)
+
+
+def _cores() -> str:
+    number = cores.num_allowed_cores()
+    return f"{number} core{'s' * (number > 1)}"
+
+
+def _note(strategy: strategies.Strategy) -> str:
+    num_devices = strategy.num_replicas // strategy.num_workers
+    if isinstance(strategy, strategies.Pipeline):
+        num_devices = strategy.schedule.num_devices
+    if num_devices < 2:
+        return ""
+    return (
+        "logical CPUs share the cores that one device uses alone: they show that results agree, not how fast several "
+        "devices are"
+    )
+
+
+def _batch_line(run: config.Run, strategy: strategies.Strategy, is_read: bool) -> str:
+    if isinstance(strategy, strategies.Pipeline):
+        number, part = strategy.schedule.num_microbatches, "micro-batch"
+    else:
+        number, part = strategy.num_replicas, "replica"
+    parts = f"{number} {part}{'' if number == 1 else 'es' if part.endswith('h') else 's'}"
+    if not is_read:
+        return f"as {run.trainer} makes it, over {parts}"
+    batch = run.training.global_batch_size
+    share = f"{batch // number}" + (f" to {-(-batch // number)}" if batch % number else "")
+    return f"{batch} examples = {parts} x {share}"
+
+
+def _options_line(run: config.Run) -> str:
+    options = trainer_options(run)
+    return ", ".join(f"{key} = {toml.show(value)}" for key, value in options.items())
+
+
+def _data_line(run: config.Run, trainer: Any, is_read: bool) -> str:
+    origin = data.describe(run.data) if is_read else f"of {run.trainer}"
+    examples = f"{trainer.num_train_examples:,} examples" if trainer.num_train_examples else "examples not counted"
+    names = getattr(trainer, "class_names", None) or ()
+    shown = f", {len(names)} classes: {', '.join(names[:MAX_SHOWN])}" if names else ""
+    more = ", ..." if len(names) > MAX_SHOWN else ""
+    return f"{origin}, {examples} to train" + ("" if trainer.validation_data is None else ", validated") + shown + more
+
+
+def _num_parameters(model: keras.Model) -> str:
+    return f"{model.count_params():,} parameters" if model.built else "parameters counted at the first batch"

@@ -1,0 +1,121 @@
+"""The files of a run's folder: which are its own, and whether its results are still what was written; no TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import zipfile
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tfpar.files import atomic_file, json_lines
+
+_MOST_BYTES = 16 << 20
+FILES = (
+    *(".lock", "run.json", "config.toml", "metrics.jsonl", "model.keras", "results.json", "optimizer.json"),
+    *("pipeline.png", "tensorflow.log", "evaluations.jsonl"),
+)
+FOLDERS = ("checkpoints", "tensorboard")
+# What a run creates before its first step.
+_OF_CLAIM = frozenset({".lock", "run.json", "config.toml", "optimizer.json", "tensorflow.log", "checkpoints"})
+# What an earlier claim, cut short, can have left.
+_LEFTOVERS = frozenset({".lock", "run.json", "config.unfinished", "tensorflow.log"})
+
+
+def is_unused(names: Iterable[str]) -> bool:
+    """Say whether a folder with these files holds nothing that a run, or somebody else, would miss."""
+    return all(name in _LEFTOVERS or atomic_file.is_unfinished(name) for name in names)
+
+
+def remove_claim(folder: Path, before: Collection[str] | None) -> None:
+    """Remove what a run has created in a folder, unless it holds more than every run creates before its first step.
+
+    Args:
+        folder: The folder of the run, which may be gone.
+        before: The names of the files that it held before; None where the run created it too.
+    """
+    with contextlib.suppress(OSError):  # what cannot be removed now, the next run finds and takes over
+        created = set(os.listdir(folder)).difference(before or ())
+        if created <= _OF_CLAIM and not any((folder / "checkpoints").glob("*")):
+            for name in created:
+                path = folder / name
+                path.rmdir() if path.is_dir() else path.unlink()
+            if before is None:
+                folder.rmdir()
+
+
+def require_kinds(folder: Path, names: Iterable[str]) -> None:
+    """Refuse a folder in which a link or a pipe has the name of a run's file, or a file that of its folder.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    for name in names:
+        path = folder / name
+        if name in FILES and not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError(f"{path} must be a file, and it is none. Remove it, or choose another --directory.")
+        if name in FOLDERS and not path.is_dir():  # which may be a link to another disk
+            raise ValueError(f"{path} must be a folder, and it is none. Remove it, or choose another --directory.")
+
+
+def read_text(path: Path) -> str | None:
+    """Return a file that holds JSON; None if there is none, or it cannot be read."""
+    try:
+        text = atomic_file.read(path, _MOST_BYTES).decode()
+        json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return text
+
+
+def read_table(path: Path) -> dict[str, Any] | None:
+    """Return the JSON table in a file; None if there is none, or it cannot be read."""
+    table = json.loads(read_text(path) or "null")
+    return table if isinstance(table, dict) else None
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content as 64 hexadecimal digits.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    total = hashlib.sha256()
+    with atomic_file.opened(path) as file:
+        while piece := file.read(1 << 20):
+            total.update(piece)
+    return total.hexdigest()
+
+
+def is_unchanged(path: Path, digests: Mapping[str, Any] | None) -> bool:
+    """Say whether a file is as it was when its digest was taken.
+
+    Args:
+        path: The file.
+        digests: The digest of each file by name; None where an older version took none, which then holds for a file
+            that is whole.
+    """
+    try:
+        if digests is not None:
+            return digest(path) == digests.get(path.name)
+        if path.suffix == ".keras":
+            with atomic_file.opened(path) as file, zipfile.ZipFile(file) as archive:
+                return archive.testzip() is None
+    except Exception:  # zipfile raises a dozen kinds
+        return False
+    entries, damaged = json_lines.read(path)
+    return bool(entries) and not damaged
+
+
+def are_results(results: Mapping[str, Any]) -> bool:
+    """Say whether a table holds the results of a run: numbers by name, or lists of them."""
+    counts = [results.get(name) for name in ("epochs", "steps")]
+    return all(isinstance(count, int) for count in counts) and all(map(_is_figure, results.values()))
+
+
+def _is_figure(value: Any) -> bool:
+    return all(map(_is_figure, value)) if isinstance(value, list) else isinstance(value, int | float)

@@ -1,0 +1,108 @@
+"""Resuming with other settings: more epochs, and what else changes no weight."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import keras
+
+from tfpar import config
+from tfpar.checkpoint import Position
+from tfpar.config import toml
+from tfpar.files import atomic_file
+from tfpar.reduction import objective
+from tfpar.runs import result_files
+from tfpar.runs.directory import RunDirectory, changes
+
+EPOCHS = "training.epochs"
+
+
+def check(run: config.Run, directory: RunDirectory, position: Position | None, model: keras.Model) -> None:
+    """Refuse a number of epochs with which the resumed run would not be the uninterrupted one.
+
+    Args:
+        run: The run as it is asked for now.
+        directory: Its folder, claimed.
+        position: Where its newest checkpoint stands; None if there is none.
+        model: Its model as the trainer built it, before the checkpoint is loaded.
+
+    Raises:
+        ValueError: If more is trained already, or the optimizer depends on the number of epochs.
+    """
+    built = optimizer_settings(model)
+    if directory.resumed is None or position is None:
+        atomic_file.write(directory.optimizer, built)
+        return
+    old, new = directory.resumed.training.epochs, run.training.epochs
+    recorded = result_files.read_text(directory.optimizer)
+    if old == new:
+        if recorded is None:
+            atomic_file.write(directory.optimizer, built)
+        return
+    if (begun := position.epoch + bool(position.step)) > new:
+        raise ValueError(
+            f"{EPOCHS} = {new} is less than what is trained in {directory.path}: {_place(position)}. Set it to at "
+            f"least {begun}, or choose another --directory."
+        )
+    if recorded is None:
+        raise ValueError(
+            f"{directory.optimizer} is missing or damaged, and {EPOCHS} is {old} in {directory.path} and {new} now: "
+            f"repeat the command with {old} first, which writes it again."
+        )
+    if recorded != built:
+        raise ValueError(
+            f"{EPOCHS} is {old} in {directory.path} and {new} now, and the optimizer depends on it, as a learning-rate "
+            f"schedule does: a run of {new} epochs would not have begun as this one did. Leave it at {old}, or choose "
+            "another --directory."
+        )
+
+
+def describe(run: config.Run, directory: RunDirectory, position: Position) -> str:
+    """Return in words where a run resumes and what is changed.
+
+    Args:
+        run: The run as it is asked for now.
+        directory: Its folder, claimed.
+        position: Where its newest checkpoint stands.
+    """
+    where = f"Resuming after {_place(position)}"
+    changed = [] if directory.resumed is None else changes(directory.resumed, run)
+    if changed:
+        where += ", with " + ", ".join(
+            f"{key} = {toml.show(new)} instead of {toml.show(old)}" for key, old, new in changed
+        )
+    if position.stopped:
+        where += "; a callback has ended the training there, so more epochs change nothing"
+    return f"{where}."
+
+
+def _place(position: Position) -> str:
+    return f"epoch {position.epoch}" + (f" and {position.step} steps of the next" if position.step else "")
+
+
+def optimizer_settings(model: keras.Model) -> str:
+    """Return what the optimizers of a model were built from, their learning-rate schedules included, as JSON.
+
+    Args:
+        model: A model as it was compiled.
+
+    Raises:
+        ValueError: If it cannot be said, so that the trained model could not be saved.
+    """
+    found = [objective.optimizer_of(model, one) for one in objective.objectives_of(model)] or [model.optimizer]
+    try:
+        settings = [optimizer.get_config() for optimizer in dict.fromkeys(found)]
+    except NotImplementedError as error:
+        raise ValueError(
+            f"The optimizer must have a configuration, without which the trained model cannot be saved: {error} It is "
+            "what the constructor takes, as a dictionary."
+        ) from error
+    return json.dumps([_without_names(one) for one in settings], indent=2, sort_keys=True, default=str) + "\n"
+
+
+def _without_names(settings: Any) -> Any:
+    """Leave out the names that Keras counts up with every object of a process."""
+    if isinstance(settings, dict):
+        return {key: _without_names(value) for key, value in settings.items() if key != "name"}
+    return settings

@@ -1,0 +1,78 @@
+"""What the train command prints of a run that is trained to its end; no TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfpar.messages.number_format import LABEL_COLUMNS, figure, line
+from tfpar.runs.directory import RunDirectory
+
+_SPEED = ("examples_per_second", "step_milliseconds", "data_wait_share")
+
+
+def already_trained(directory: RunDirectory, results: Mapping[str, Any]) -> str:
+    """Return what to say when a run is asked for again that is trained to its end.
+
+    Args:
+        directory: Its folder.
+        results: Its results.
+    """
+    sentence = (
+        f"{directory.path} is trained to its end already. To train it longer, set a larger training.epochs; to train "
+        "another run, choose another --directory."
+    )
+    return f"{line('', sentence, 0)}\n\n{summary(directory, results)}"
+
+
+def written_again(names: Sequence[str]) -> str:
+    """Return what to say when a finished run is asked for again whose files are not as they were written.
+
+    Args:
+        names: The files.
+    """
+    is_are = "is" if len(names) == 1 else "are"
+    return f"This run was trained to its end, but {' and '.join(names)} {is_are} missing or changed: written again."
+
+
+def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
+    """Return how long a run was trained, its metrics, its speed, and where its files are.
+
+    Args:
+        directory: Its folder.
+        results: What `results.json` holds.
+    """
+    metrics = {name: value for name, value in results.items() if name not in ("epochs", "steps", *_SPEED)}
+    rows = {"trained": f"{_count(results['epochs'], 'epoch')}, {_count(results['steps'], 'step')}"}
+    for name, value in sorted(metrics.items(), key=lambda item: item[0] != "loss"):
+        if not name.startswith("val_"):
+            validation = metrics.get(f"val_{name}")
+            rows[name] = figure(value) + ("" if validation is None else f", in validation {figure(validation)}")
+        elif name.removeprefix("val_") not in metrics:
+            rows[name] = figure(value)
+    if speed := _speed(results):
+        rows["speed"] = speed
+    logs = [directory.metrics, *([directory.tensorboard] if directory.tensorboard.exists() else [])]
+    rows |= {
+        "model": f"{directory.model}, for keras.models.load_model",
+        "logs": ", ".join(map(str, logs)),
+        "state": str(directory.checkpoints),
+    }
+    columns = max(LABEL_COLUMNS, 2 + max(map(len, rows)))
+    return "\n".join(line(name, text, columns) for name, text in rows.items())
+
+
+def _count(number: float, noun: str) -> str:
+    return f"{figure(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def _speed(results: Mapping[str, Any]) -> str:
+    examples, milliseconds, share = (results.get(name) for name in _SPEED)
+    words = []
+    if examples is not None:
+        words.append(f"{figure(round(examples))} examples/s")
+    if milliseconds is not None:
+        words.append(f"{figure(milliseconds)} ms a step")
+    if share is not None:
+        words.append(f"{100 * share:.0f} % of it waiting for data")
+    return ", ".join(words)

@@ -1,0 +1,253 @@
+"""Layers that mix the examples of a batch: replicas refuse them, or compute them on the whole batch.
+
+replica 0   a b ─┐             ┌─ layer on a b c d ─► its rows a b
+                 ├─ a b c d ───┤
+replica 1   c d ─┘             └─ layer on a b c d ─► its rows c d
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_model, random_state, tf_function
+from tfpar.pipeline.graph.batch_dependence import find_batch_dependence
+from tfpar.pipeline.graph.tracing import Call, Graph, Value, run, standardize, trace
+from tfpar.pipeline.graph.trial_batch import moving_statistics
+from tfpar.reduction import whole_batch
+from tfpar.strategies.model_trial import mixes
+
+BatchDependentLayers = Literal["refuse", "gather"]
+
+NUM_EXAMPLES = 4
+_NAMES = "Every layer must compute each example alone, or replicas change the result, received"
+
+
+class Mixed(NamedTuple):
+    """An operation that is to be called on the whole batch.
+
+    Args:
+        operation: A layer, an operation of a Functional model, or a model.
+        args: For each leaf of its positional arguments, whether it has a row for each example.
+        kwargs: The same for its named arguments.
+        outputs: The same for what it returns.
+    """
+
+    operation: Any
+    args: list[bool] | None = None
+    kwargs: dict[str, list[bool]] | None = None
+    outputs: list[bool] | None = None
+
+
+def check_choice(batch_dependent_layers: str) -> None:
+    """Refuse a choice that there is not.
+
+    Raises:
+        ValueError: If it is neither "refuse" nor "gather".
+    """
+    if batch_dependent_layers not in ("refuse", "gather"):
+        raise ValueError(f"batch_dependent_layers must be 'refuse' or 'gather', received {batch_dependent_layers!r}.")
+
+
+def refusal(names: Sequence[str], gathers: bool, training: bool) -> ValueError:
+    """Return the error for calls that mix.
+
+    Args:
+        names: Of the calls, as far as this worker knows them.
+        gathers: Whether it was tried to compute them on the whole batch.
+        training: Whether they mix in training, or in inference.
+    """
+    known = ", ".join(map(repr, names)) or "one"
+    way_out = (
+        "what they mix cannot be gathered from outside; call tfpar.gather in the layer"
+        if gathers
+        else "set batch_dependent_layers='gather' to compute it on the whole batch"
+    )
+    return ValueError(
+        f"{_NAMES} {known}{'' if training else ' in inference'}, where an example depends on the others of its batch; "
+        f"{way_out}, or use SingleDevice()."
+    )
+
+
+@random_state.preserved_random_state()
+def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
+    """Return the names of what makes the outputs for an example depend on the others of its batch.
+
+    BatchNormalization is let through in training: its statistics are those of a replica unless it is synchronized.
+
+    Args:
+        model: A built model.
+        batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
+        training: Whether the model is going to train, or to evaluate and predict.
+
+    Raises:
+        ValueError: If it does not run on parts of a batch.
+    """
+    inputs = _examples(batch)
+    graph = _graph(model, inputs)
+    if graph is None:
+        return [model.name] if mixes(model, inputs, training) else []
+    try:
+        with contextlib.nullcontext() if training else moving_statistics(of_synchronized=True):
+            names = find_batch_dependence(graph, standardize(model, inputs), training).calls
+    except ValueError as error:
+        raise ValueError(str(error).replace("use num_microbatches=1", "train on SingleDevice()")) from error
+    names = tuple(call.name for call in graph.calls if call.name in names and _reaches_outputs(graph, call, training))
+    # What a call itself asks of the whole batch, it gets.
+    asks = bool(names) and _asks(model, inputs, training)
+    return [] if asks and not mixes(model, inputs, training) else list(names)
+
+
+def _asks(model: keras.Model, inputs: Any, training: bool) -> bool:
+    """Say whether a model's `call` gathers the batch or computes a loss of all of it."""
+    trial = whole_batch.Trial()
+    with (
+        trial.recording(),
+        keras.StatelessScope(),
+        tf_function.own_traces(),
+        keras_model.collect_added_losses(list),
+    ):
+        keras_model.call_model(model, inputs, training)
+    return trial.num_values > 0
+
+
+@random_state.preserved_random_state()
+def resolve(model: keras.Model, batch: Any, names: Sequence[str], training: bool = True) -> list[Mixed]:
+    """Return what is to be called on the whole batch, so that nothing mixes the examples of a part.
+
+    Args:
+        model: A built model.
+        batch: A batch, as for `find`.
+        names: What `find` found.
+        training: As for `find`.
+
+    Raises:
+        ValueError: If that is not enough.
+    """
+    inputs = _examples(batch)
+    graph = _graph(model, inputs)
+    calls = [] if graph is None else [call for call in graph.calls if call.name in names]
+    own = {id(operation) for operation in _operations(model)}
+    mixed = [Mixed(model)]
+    if graph is not None and calls and all(id(call.operation) in own for call in calls):
+        axes = _axes(graph, standardize(model, inputs), training)
+        if {axes[value] for call in calls for value in (*call.inputs, *call.outputs)} <= {0, None}:
+            mixed = [_mixed(call, axes) for call in calls]
+    with on_whole_batch(mixed):
+        if mixes(model, inputs, training):
+            raise refusal(names, gathers=True, training=training)
+    return mixed
+
+
+def _axes(graph: Graph, inputs: Sequence[Any], training: bool) -> dict[Value, int | None]:
+    """Return the axis of the examples for each value of a graph; None for one that is the same for every batch."""
+    sizes: list[dict[Value, Any]] = []
+    for size in (len(inputs[0]), len(inputs[0]) // 2):
+        known = dict(zip(graph.inputs, (tensor[:size] for tensor in inputs), strict=True))
+        with keras.StatelessScope(), keras_model.collect_added_losses(list):
+            run(graph.calls, known, training)
+        sizes.append({value: tuple(tensor.shape) for value, tensor in known.items()})
+    return {
+        value: next(
+            (axis for axis, pair in enumerate(zip(shape, sizes[1][value], strict=True)) if len(set(pair)) > 1), None
+        )
+        for value, shape in sizes[0].items()
+    }
+
+
+def _mixed(call: Call, axes: dict[Value, int | None]) -> Mixed:
+    def rows(structure: Any) -> list[bool]:
+        return [isinstance(leaf, Value) and axes[leaf] == 0 for leaf in keras.tree.flatten(structure)]
+
+    kwargs = {name: rows(value) for name, value in call.kwargs.items()}
+    return Mixed(call.operation, rows(call.args), kwargs, rows(call.outputs))
+
+
+@contextlib.contextmanager
+def on_whole_batch(mixed: Sequence[Mixed]) -> Iterator[None]:
+    """Let operations be called on the whole batch inside this context, and return a replica's rows.
+
+    Args:
+        mixed: The operations; one that is called several times once is enough.
+    """
+    with contextlib.ExitStack() as stack:
+        for one in {id(one.operation): one for one in mixed}.values():
+            stack.enter_context(mock.patch.object(one.operation, "call", _on_whole_batch(one, one.operation.call)))
+        yield
+
+
+def _on_whole_batch(mixed: Mixed, call: Callable[..., Any]) -> Callable[..., Any]:
+    def gathered(structure: Any, rows: list[bool] | None) -> Any:
+        return _map(lambda leaf: whole_batch.gather(leaf), structure, rows)
+
+    def on_all(*args: Any, **kwargs: Any) -> Any:
+        examples = [leaf for leaf in keras.tree.flatten((args, kwargs)) if _has_rows(leaf)]
+        args = gathered(args, mixed.args)
+        kwargs = {name: gathered(value, (mixed.kwargs or {}).get(name)) for name, value in kwargs.items()}
+        outputs = call(*args, **kwargs)
+        num_rows = tf.shape(examples[0])[0] if examples else None
+        return _map(lambda leaf: whole_batch.own_rows(leaf, num_rows), outputs, mixed.outputs)
+
+    return on_all
+
+
+def _map(function: Callable[[Any], Any], structure: Any, rows: list[bool] | None) -> Any:
+    """Apply a function to the leaves that have a row for each example; all tensors where that is not known."""
+    leaves = keras.tree.flatten(structure)
+    known = rows if rows is not None and len(rows) == len(leaves) else [True] * len(leaves)
+    new = [function(leaf) if has and _has_rows(leaf) else leaf for leaf, has in zip(leaves, known, strict=True)]
+    return keras.tree.pack_sequence_as(structure, new)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0
+
+
+def _examples(batch: Any) -> Any:
+    """Return the inputs of four examples, or of two; one is repeated."""
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    size = min(NUM_EXAMPLES, int(data.num_rows(inputs)))
+    few = data.take_rows(inputs, 0, size)
+    return data.join_batches([few, few]) if size == 1 else data.take_rows(few, 0, 2 * (size // 2))
+
+
+def _graph(model: keras.Model, inputs: Any) -> Graph | None:
+    """Return the model's operations; None where its `call` cannot be read, or takes what is not dense."""
+    if not all(isinstance(leaf, tf.Tensor) or leaf is None for leaf in tf.nest.flatten(inputs)):
+        return None
+    with contextlib.suppress(Exception), keras_model.collect_added_losses(list):
+        return trace(model, inputs)
+    return None
+
+
+def _operations(model: keras.Model) -> list[Any]:
+    """Return all layers of a model, and the operations of its Functional models: those that its `call` calls."""
+    layers = [model, *keras_model.all_layers(model)]
+    return [*layers, *(operation for one in layers for operation in getattr(one, "operations", ()))]
+
+
+def _reaches_outputs(graph: Graph, call: Call, training: bool) -> bool:
+    """Say whether what a call makes has an influence on the outputs, and not only on losses that layers add."""
+    found: list[bool] = []
+
+    def traced(tensors: Sequence[Any]) -> None:
+        known = dict(zip(graph.inputs, tensors, strict=True))
+        with keras.StatelessScope(), keras_model.collect_added_losses(list):
+            run(graph.calls, known, training)
+        outputs = {known[leaf].op for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)}
+        waiting, reached = [known[value] for value in call.outputs], {known[value].op for value in call.outputs}
+        while waiting:
+            new = {op for op in waiting.pop().consumers() if op not in reached}
+            reached |= new
+            waiting += [tensor for op in new for tensor in op.outputs]
+        found.append(not outputs.isdisjoint(reached))
+
+    specs = [tf.TensorSpec([None, *value.shape[1:]], value.dtype) for value in graph.inputs]
+    tf.function(traced, autograph=False).get_concrete_function(specs)
+    return found[0]

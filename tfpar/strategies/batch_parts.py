@@ -1,0 +1,43 @@
+"""A global batch in one part a replica, also where there are fewer examples than replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar import data
+
+
+def split_into_parts(batch: Any, num_examples: tf.Tensor, num_parts: int, own: slice) -> Any:
+    """Cut a batch into parts; return some of them, with what they count.
+
+    Args:
+        batch: Examples, `[examples, ...]` in any structure.
+        num_examples: How many, a scalar.
+        num_parts: How many parts there are in all.
+        own: Which of them are returned.
+
+    Returns:
+        `(parts, sizes, share, num_examples)`, as `DataParallel.distribute` describes them.
+    """
+    on_all = num_examples < num_parts
+
+    def whole() -> Any:
+        sizes = [num_examples if part == 0 else tf.zeros_like(num_examples) for part in range(num_parts)[own]]
+        return (batch,) * len(sizes), tf.stack(sizes)
+
+    def cut() -> Any:
+        parts = data.split_batch(batch, num_parts)[own]
+        return parts, tf.stack([data.num_rows(part) for part in parts])
+
+    parts, sizes = tf.cond(on_all, whole, cut)
+    parts = tf.nest.map_structure(_of_any_size, parts)
+    return parts, sizes, tf.where(on_all, tf.constant(1.0 / num_parts, tf.float64), 1.0), num_examples
+
+
+def _of_any_size(part: Any) -> Any:
+    """Drop the static number of rows: workers must trace the same functions, and their parts may differ by a row."""
+    if not isinstance(part, tf.Tensor):
+        return part
+    return tf.compat.v1.placeholder_with_default(part, [None, *part.shape[1:]])

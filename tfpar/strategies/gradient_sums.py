@@ -1,0 +1,63 @@
+"""Gradients of all replicas added up, dense ones and rows of lookups, as one device adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar.reduction import indexed_slices, replicas
+
+
+def sum_gradients(
+    gradients: Sequence[Any],
+    kinds: Sequence[Sequence[indexed_slices.Kind]] | None,
+    share: tf.Tensor,
+    counted: tf.Tensor,
+    pack_bytes: int | None,
+    compression: str | None,
+) -> list[Any]:
+    """Sum gradients over all replicas; called in replica context.
+
+    Args:
+        gradients: This replica's: tensors, `tf.IndexedSlices` or None.
+        kinds: Those of the lookups behind each, as `lookups.find_kinds` found them; None if nothing is looked up.
+        share: What each of the replica's examples counts, a scalar.
+        counted: How many of its examples it counts, an int scalar.
+        pack_bytes: As for `replicas.all_reduce_gradients`.
+        compression: As for `replicas.all_reduce_gradients`.
+
+    Raises:
+        ValueError: If there are lookups that were not found before.
+    """
+    lookups = [
+        _lookups(gradient, [] if kinds is None or index >= len(kinds) else kinds[index])
+        for index, gradient in enumerate(gradients)
+    ]
+    sent: list[Any] = []
+    for gradient, pieces in zip(gradients, lookups, strict=True):
+        sent += [indexed_slices.to_send(*one, share, counted) for one in pieces] or [gradient]
+    sums = iter(replicas.all_reduce_gradients(sent, pack_bytes, compression))
+    return [
+        indexed_slices.join([indexed_slices.summed(*one, next(sums)) for one in pieces], gradient.dense_shape)
+        if pieces
+        else next(sums)
+        for gradient, pieces in zip(gradients, lookups, strict=True)
+    ]
+
+
+def _lookups(
+    gradient: Any, kinds: Sequence[indexed_slices.Kind]
+) -> list[tuple[indexed_slices.RowSlices, indexed_slices.Kind]]:
+    """Return the lookups behind a gradient of rows with their kinds; none for another gradient."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return []
+    pieces = indexed_slices.pieces(gradient)
+    if len(pieces) != len(kinds) and not (tf.executing_eagerly() and kinds):
+        raise ValueError(
+            "Under several replicas a model whose weights are read row by row must train on its first four examples "
+            f"as on all, received rows of {gradient.values.shape[1:]} that were not looked up there. Leave the number "
+            "of examples open in every layer, or train on SingleDevice()."
+        )
+    return list(zip(pieces, kinds, strict=False))

@@ -1,0 +1,198 @@
+"""Find out, before the first step, how rows that replicas look up are those of one device.
+
+whole    [a b]   row numbers 3 5 5 7     [a a]   3 5 3 5         listed: those of the parts one after another
+parts    [a] [b]             3 5, 5 7    [a] [a] 3 5, 3 5        shared: each as often as in the part with the most
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_model, keras_variables, random_state
+from tfpar.pipeline.graph.trial_batch import pairs_of_parts
+from tfpar.reduction import indexed_slices, objective, whole_batch
+from tfpar.reduction.gradient_addition import spec_of
+from tfpar.reduction.indexed_slices import Kind, Observed
+from tfpar.reduction.replicas import BatchWeights
+from tfpar.strategies.single_device import forward_backward
+
+# Layers of Keras that read rows of a weight, or run a function of the user's; all others multiply their weights.
+_LOOKING_UP = (keras.layers.Embedding, keras.layers.Lambda)
+
+# A divisor over the examples of one device is that of the whole batch.
+_ALL = BatchWeights(partial_values=True, sum_divisors=lambda weight: weight)
+
+Run = Callable[[Callable[[], None]], Any]
+Gradients = Callable[[Any], Sequence[Any]]
+Numbers = list[list[Any]]  # the row numbers of each lookup, by gradient
+
+
+def may_look_up(model: keras.Model, batch: Any) -> bool:
+    """Say whether a model may have gradients of rows: not where all layers are Keras' own and multiply dense tensors.
+
+    Args:
+        model: A built and compiled model.
+        batch: A batch.
+    """
+    layers, losses = (
+        keras_model.all_layers(model),
+        [one for one in keras_model.flat_losses(model) if not isinstance(one, str)],
+    )
+    penalties = [weight.regularizer for weight in model.weights if weight.regularizer is not None]
+    users = [*layers, *losses, *penalties, *(loss.fn for loss in losses if hasattr(loss, "fn"))]
+    return (
+        any(isinstance(layer, _LOOKING_UP) for layer in layers)
+        or any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(batch))
+        or not all(map(keras_model.is_of_keras, users))
+    )
+
+
+@random_state.preserved_random_state()
+def find_kinds(model: keras.Model, batch: Any, run: Run) -> list[list[list[Kind]]]:
+    """Return the kinds of the lookups behind the gradient of each trained weight, for each objective of the model.
+
+    Args:
+        model: A built and compiled model; without objectives, its loss is the only one.
+        batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
+        run: Runs a function on every replica: TensorFlow reads a variable in other operations there than elsewhere.
+
+    Returns:
+        By objective, weight and lookup; no lookups where the gradient is dense, or where the model does not run on a
+        few examples.
+
+    Raises:
+        ValueError: If rows of a weight are looked up in a way that replicas would change.
+    """
+    return [
+        [
+            _checked(kinds, weight, model.run_eagerly)
+            for kinds, weight in zip(_kinds(gradients, batch, run), weights, strict=False)
+        ]
+        for gradients, weights in _gradients_of(model)
+    ]
+
+
+def _gradients_of(model: keras.Model) -> Iterator[tuple[Gradients, Sequence[keras.Variable]]]:
+    """Yield what computes gradients on one device, and of which weights."""
+
+    def of_loss(batch: Any) -> list[Any]:
+        return forward_backward(model, *keras.utils.unpack_x_y_sample_weight(batch))[2]
+
+    def of_objective(one: objective.Objective, batch: Any) -> list[Any]:
+        return objective.forward_backward(model, one, batch, _ALL)[1]
+
+    objectives = objective.objectives_of(model)
+    for one in objectives:
+        yield functools.partial(of_objective, one), objective.trained_by(model, one)
+    if not objectives:
+        yield of_loss, model.trainable_variables
+
+
+def _checked(kinds: list[Kind | None], weight: keras.Variable, eagerly: bool) -> list[Kind]:
+    known = [kind for kind in kinds if kind is not None]
+    if len(known) < len(kinds):
+        raise ValueError(
+            f"Under several replicas rows of a weight must be looked up by single examples or by the whole batch, "
+            f"received {weight.path!r}, whose row numbers depend on the batch in another way. Compute them from each "
+            "example alone, from constants or from positions, or train on SingleDevice()."
+        )
+    if eagerly and len(known) > 1 and (len(set(known)) > 1 or known[0] == "shared"):
+        raise ValueError(
+            "Under several replicas a weight whose rows are looked up in several ways cannot be trained with "
+            f"run_eagerly=True, received {weight.path!r}. Leave run_eagerly out, or train on SingleDevice()."
+        )
+    return known
+
+
+def _kinds(gradients: Gradients, batch: Any, run: Run) -> list[list[Kind | None]]:
+    """Return the kinds of the lookups behind each gradient, None for one that is of no kind; nothing if it fails."""
+    for trial in (_Compiled, _Eager):
+        with contextlib.suppress(Exception):  # it may need values, or not run on a few examples
+            tried = trial(gradients, batch, run)
+            observed = [tried.observe(*pair) for pair in tried.pairs]
+            return [
+                [known or indexed_slices.kind_of(seen) for known, *seen in zip(of_weight, *each, strict=True)]
+                for of_weight, *each in zip(tried.known, *observed, strict=True)
+            ]
+    return []
+
+
+class _Eager:
+    """A model tried out on few examples and on halves of them.
+
+    Args:
+        gradients: Computes gradients.
+        batch: A batch.
+        run: Runs a function on every replica.
+    """
+
+    def __init__(self, gradients: Gradients, batch: Any, run: Run) -> None:
+        self.pairs = pairs_of_parts(batch)
+        self._gradients, self._run_on_replicas, self._size = gradients, run, int(data.num_rows(self.pairs[0][0]))
+        self.known: list[list[Kind | None]] = []
+
+    def observe(self, one: Any, other: Any) -> list[list[Observed]]:
+        """Return the row numbers of the lookups behind each gradient, for two halves and both together."""
+        whole, halves = self._run(data.join_batches([one, other]))
+        halves = halves or [self._run(half)[0] for half in (one, other)]
+        return [
+            [Observed(both.numpy(), [half.numpy() for half in each]) for both, *each in zip(*lookups, strict=True)]
+            for lookups in zip(whole, *halves, strict=True)
+        ]
+
+    def _run(self, batch: Any) -> tuple[Numbers, list[Numbers]]:
+        return self._numbers(batch)
+
+    def _numbers(self, batch: Any) -> tuple[Numbers, list[Numbers]]:
+        """Return row numbers for some examples, and for their halves where `call` asks for the whole batch."""
+        trial = whole_batch.Trial()
+        with trial.recording():
+            whole = self._lookups(batch)
+        self.known = [list(map(indexed_slices.known_kind, lookups)) for lookups in whole]
+        halves = []
+        for start in (0, self._size) if trial.num_values else ():
+            with trial.replaying(start):
+                halves.append(self._lookups(data.take_rows(batch, start, start + self._size)))
+        return whole, halves
+
+    def _lookups(self, batch: Any) -> Numbers:
+        found: list[Numbers] = []
+
+        def on_replica() -> None:
+            with keras_variables.PenalizedScope(collect_losses=True):
+                gradients = self._gradients(batch)
+            found.append(
+                [indexed_slices.lookups(one) if isinstance(one, tf.IndexedSlices) else [] for one in gradients]
+            )
+
+        with keras_model.local_losses():
+            self._run_on_replicas(on_replica)
+        return found[0]
+
+
+class _Compiled(_Eager):
+    """The same in a graph, which tells the lookups of one weight apart."""
+
+    def __init__(self, gradients: Gradients, batch: Any, run: Run) -> None:
+        super().__init__(gradients, batch, run)
+
+        def traced(leaves: list[Any]) -> tuple[Numbers, list[Numbers]]:
+            given = iter(leaves)
+            return self._numbers(tf.nest.map_structure(lambda leaf: None if leaf is None else next(given), batch))
+
+        self._function = tf.function(traced, autograph=False).get_concrete_function(list(map(spec_of, _leaves(batch))))
+
+    def _run(self, batch: Any) -> tuple[Numbers, list[Numbers]]:
+        found: tuple[Numbers, list[Numbers]] = self._function(_leaves(batch))
+        return found
+
+
+def _leaves(batch: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]

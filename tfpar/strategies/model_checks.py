@@ -1,0 +1,204 @@
+"""What is checked of a model before the first step, and what the first batch lets us build."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_build, keras_model, keras_variables
+from tfpar.reduction import objective
+from tfpar.reduction.replicas import dense_losses
+
+_STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict"}
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no Keras model.
+
+    Raises:
+        TypeError: If it is no `keras.Model`.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"The model function must return a compiled keras.Model, received {type(model).__name__}. "
+            "End it with `return model`."
+        )
+
+
+def check_steps(model: keras.Model, *methods: str) -> None:
+    """Refuse a model whose own steps would never run.
+
+    Args:
+        model: Any model.
+        *methods: "fit", "evaluate" or "predict": what is about to run, or may.
+
+    Raises:
+        ValueError: If its class overrides the step of Keras' trainer behind one of them.
+    """
+    replaced = {"train_step", "test_step"} if objective.has_objectives(model) else set()
+    for step, method in _STEPS.items():
+        if method in methods and keras_model.overridden(model, step) and step not in replaced:
+            raise ValueError(
+                f"{type(model).__name__} overrides {step}, which a strategy replaces by its own. Put the difference "
+                f"into the layers, a loss or tfpar.Objective, or use keras' own {method}."
+            )
+
+
+def check_compiled(model: keras.Model, method: str) -> None:
+    """Refuse to train or evaluate a model that is not compiled; `predict` needs no compilation, as in Keras.
+
+    Args:
+        model: Any model.
+        method: "fit" or "evaluate".
+
+    Raises:
+        ValueError: If it is not compiled, or `fit` has no optimizer.
+    """
+    if not model.compiled:
+        raise ValueError(
+            f"You must call `compile()` before calling `{method}()`, and {model.name!r} is not compiled. Call "
+            "model.compile(optimizer, loss) in the model function, or trainer.compile(optimizer, loss)."
+        )
+    if method == "fit" and model.optimizer is None:
+        raise ValueError(
+            f"`fit()` needs an optimizer, and {model.name!r} is compiled with optimizer=None. Name one in compile()."
+        )
+
+
+def check_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
+    """Refuse to move a model into a strategy when it holds variables whose memory belongs to no Keras variable.
+
+    Args:
+        model: Any model.
+        home: The strategy that its variables are to belong to; None for plain memory.
+
+    Raises:
+        ValueError: If a layer holds a `tf.Variable`.
+    """
+    for layer, variable in keras_variables.bare_variables(model, home):
+        raise ValueError(
+            f"A model that was built outside of the strategy's scope can hold Keras variables only, and layer "
+            f"{layer.name!r} holds the tf.Variable {variable.name!r}. Create it with self.add_weight, or build the "
+            "model in a function that tfpar.Trainer calls."
+        )
+
+
+def check_inputs(model: keras.Model, inputs: Any) -> None:
+    """Refuse inputs that do not fit the shapes with which a functional model was built.
+
+    Args:
+        model: Any model; one without declared inputs passes.
+        inputs: Tensors or specs `[batch, ...]`.
+
+    Raises:
+        ValueError: If the number of inputs or a shape differs.
+    """
+    declared = getattr(model, "inputs", None)
+    if not declared:
+        return
+    given = keras.tree.flatten(inputs)
+    if isinstance(inputs, dict):
+        # Keras takes from a dict what bears the name of an input.
+        if not all(tensor.name in inputs for tensor in declared):
+            return
+        given = [inputs[tensor.name] for tensor in declared]
+    # The batch may have any size: a model without keras.Input declares that of the first batch it saw.
+    shapes = [None if tensor is None else (None, *tensor.shape[1:]) for tensor in given]
+    wanted = [(None, *tensor.shape[1:]) for tensor in declared]
+    if len(given) != len(wanted) or not all(map(_fits, shapes, wanted)):
+        raise ValueError(
+            f"The data must have the shapes of the model's inputs (None stands for any size). {model.name!r} takes "
+            f"{_text(wanted)} and the dataset yields {_text(shapes)}. Change keras.Input or the data."
+        )
+
+
+def check_batched(model: keras.Model, spec: Any) -> None:
+    """Refuse a dataset of single examples.
+
+    Args:
+        model: Any model; one that declares its inputs tells an example from a batch.
+        spec: The structure of an element, as `tf.data.Dataset.element_spec` says it.
+
+    Raises:
+        ValueError: If an element has no axis over examples.
+    """
+    shapes = _known_shapes(spec)
+    given = _known_shapes(keras.utils.unpack_x_y_sample_weight(spec)[0])
+    declared = [tuple(tensor.shape[1:]) for tensor in getattr(model, "inputs", None) or ()]
+    are_examples = bool(given) and len(given) == len(declared) and all(map(_is_example, given, declared))
+    # Where a model declares its inputs, they may have different numbers of rows, as the edges and nodes of graphs have.
+    differ = not declared and len({shape[0] for shape in shapes if shape and shape[0] is not None}) > 1
+    if () in shapes or differ or are_examples:
+        raise ValueError(
+            f"Every element of a dataset must be a batch, with a first axis over its examples, and the shapes of an "
+            f"element are {_text(shapes)}. Batch it with dataset.batch(global batch), such as dataset.batch(32); "
+            "Python code yields whole batches."
+        )
+
+
+def _known_shapes(spec: Any) -> list[tuple[int | None, ...]]:
+    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(spec)]
+    return [tuple(shape) for shape in shapes if shape is not None and shape.rank is not None]
+
+
+def _is_example(shape: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:
+    return (
+        len(shape) == len(wanted)
+        and _fits((None, *shape), (None, *wanted))
+        and not _fits((None, *shape[1:]), (None, *wanted))
+    )
+
+
+def _fits(shape: tuple[int | None, ...] | None, wanted: tuple[int | None, ...]) -> bool:
+    if shape is None:
+        return True  # Keras knows which inputs are optional.
+    # Keras itself adds or drops a last axis of size one.
+    candidates = [shape, (*shape, 1)] + ([shape[:-1]] if shape[-1:] == (1,) else [])
+    return any(
+        len(candidate) == len(wanted)
+        and all(a is None or b is None or a == b for a, b in zip(candidate, wanted, strict=True))
+        for candidate in candidates
+    )
+
+
+def _text(shapes: Sequence[tuple[int | None, ...] | None]) -> str:
+    return ", ".join(str(shape) for shape in shapes)
+
+
+def build(model: keras.Model, batch: Any, kind: str) -> None:
+    """Create weights, metrics and optimizer slots as far as they wait for data; runs inside the strategy's scope.
+
+    The optimizer is built for the weights that train when training begins, as in Keras: layers may be frozen between
+    an evaluation and the first `fit`.
+
+    Args:
+        model: Any model for "predict", else a compiled one.
+        batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+        kind: "train", "evaluate" or "predict".
+
+    Raises:
+        ValueError: If data and model do not fit together.
+    """
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    if kind == "predict":
+        if not model.built:
+            keras_model.call_model(model, inputs, training=False)
+        return
+    if objective.objectives_of(model):
+        objective.build(model, batch)
+        return
+    with keras_model.loss_reduction(_reduce_dense, keras_model.aggregate_added_loss):
+        keras_build.symbolic_build(model, batch, training=kind == "train")
+    if kind == "train" and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _reduce_dense(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+    """Reduce a loss as Keras does, with one sentence for ragged values that it cannot reduce."""
+    loss: tf.Tensor = keras_model.reduce_weighted_values(
+        dense_losses(values, reduction), weight, mask, reduction, dtype
+    )
+    return loss

@@ -1,0 +1,75 @@
+"""Parameter averaging: every replica steps alone, and all average their weights after every few steps.
+
+    replica 0   step  step  step  step ┐         ┌ step …
+                                       ├ average ┤             every=4: one exchange of weights for four steps
+    replica 1   step  step  step  step ┘         └ step …
+
+Known as local SGD (Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767). The weights are
+not those of one device: every replica follows its own examples for a while. With `every=1`, plain SGD and equal parts
+they are, since the average of the steps is the step along the average gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar.reduction.replicas import local_replica_id
+from tfpar.strategies.multi_worker.collectives import Group
+
+
+class LocalSGD:
+    """Count the steps that replicas have done alone, and average when it is time.
+
+    The count begins anew where a call of the inner loop ends, so that what is validated and saved is averaged, and so
+    that the result does not depend on how many steps a call has: calls have a multiple of `every`, but for the last
+    one of an epoch.
+
+    Args:
+        every: Steps from one average to the next.
+        with_optimizer: Whether the optimizer's moments are averaged too; otherwise each replica keeps its own.
+    """
+
+    def __init__(self, every: int, with_optimizer: bool) -> None:
+        self.every = every
+        self._with_optimizer = with_optimizer
+        self._num_steps_alone = tf.Variable(0, trainable=False, name="num_steps_alone")
+
+    def after_step(self, model: keras.Model, strategy: tf.distribute.Strategy, group: Group) -> None:
+        """Count a step, and average if it was the last one alone; traced behind the update."""
+        self._num_steps_alone.assign_add(1)
+        self._average_if(self._num_steps_alone >= self.every, model, strategy, group)
+
+    def end_call(self, model: keras.Model, strategy: tf.distribute.Strategy, group: Group) -> None:
+        """Average what has not been averaged yet."""
+        self._average_if(self._num_steps_alone > 0, model, strategy, group)
+
+    def _average_if(self, due: tf.Tensor, model: keras.Model, strategy: tf.distribute.Strategy, group: Group) -> None:
+        variables = self._variables(model)
+
+        def average() -> tf.Tensor:
+            strategy.run(lambda: _average(variables, group))
+            return self._num_steps_alone.assign(0)
+
+        tf.cond(due, average, lambda: tf.identity(self._num_steps_alone))
+
+    def _variables(self, model: keras.Model) -> list[keras.Variable]:
+        """Return what is averaged: weights, and the optimizer's slots but for its rate, which all replicas share."""
+        slots = [
+            variable
+            for variable in model.optimizer.variables
+            if "learning_rate" not in variable.path.rsplit("/", 1)[-1]
+        ]
+        candidates = [*model.variables, *(slots if self._with_optimizer else ())]
+        found = {id(variable): variable for variable in candidates}
+        return [variable for variable in found.values() if tf.as_dtype(variable.dtype).is_floating]
+
+
+def _average(variables: Sequence[keras.Variable], group: Group) -> None:
+    member = local_replica_id()
+    values: list[Any] = [tf.convert_to_tensor(variable.value) for variable in variables]
+    for variable, total in zip(variables, group.all_reduce_many(values, member), strict=True):
+        variable.value.assign(total / tf.cast(group.num_members, total.dtype))

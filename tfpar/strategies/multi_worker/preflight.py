@@ -1,0 +1,175 @@
+"""Before a job trains: the cluster forms in time, and all workers are alike; and what to say when one is lost."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import cluster
+from tfpar._compat import keras_model, tf_server
+from tfpar.cluster import loopback, rendezvous, tf_config
+from tfpar.config.sections import A_WEEK_SECONDS
+
+SLOW_START_SECONDS = 60.0  # from the meeting of all workers to the start of TensorFlow in the last of them
+STARTED = (
+    "MultiWorker() must come before TensorFlow's first operation, and TensorFlow runs already. "
+    "Create it right after the imports, before datasets and models."
+)
+
+
+def check_options(
+    all_reduce: str, pack_bytes: int | None, compression: str | None, form_seconds: float, silence_seconds: float
+) -> None:
+    """Refuse options of `MultiWorker` that are out of range.
+
+    Raises:
+        ValueError: If one is.
+    """
+    if all_reduce not in ("auto", "ring", "nccl"):
+        raise ValueError(f"all_reduce must be 'auto', 'ring' or 'nccl', received {all_reduce!r}.")
+    if all_reduce == "nccl" and not tf.config.list_physical_devices("GPU"):
+        raise ValueError("all_reduce='nccl' needs GPUs, and this machine has none. Use 'auto' or 'ring'.")
+    if pack_bytes is not None and pack_bytes < 1:
+        raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
+    if compression not in (None, "bfloat16"):
+        raise ValueError(f"compression must be None or 'bfloat16', received {compression!r}.")
+    if not (0 < form_seconds <= A_WEEK_SECONDS and 1 <= silence_seconds <= A_WEEK_SECONDS):
+        raise ValueError(
+            f"form_seconds must be above 0 and silence_seconds at least 1, both at most {A_WEEK_SECONDS} (a week), "
+            f"received {form_seconds} and {silence_seconds}."
+        )
+
+
+def check_sync(sync: str, every: int, average_optimizer: bool, compression: str | None) -> None:
+    """Refuse options of `MultiWorker` that exclude each other.
+
+    Raises:
+        ValueError: If two do.
+    """
+    if sync not in ("step", "average"):
+        raise ValueError(f"sync must be 'step' or 'average', received {sync!r}.")
+    if every < 1:
+        raise ValueError(f"every must be at least 1, received {every}.")
+    if sync == "step" and (every > 1 or not average_optimizer):
+        raise ValueError(
+            f"every and average_optimizer belong to sync='average', received every={every} and "
+            f"average_optimizer={average_optimizer} with sync='step'. Set sync='average', or leave them out."
+        )
+    if sync == "average" and compression is not None:
+        raise ValueError("compression rounds gradients, and sync='average' sends none. Leave one of them out.")
+
+
+def form_cluster(
+    job: tf_config.Job | None, devices: Sequence[str] | None, form_seconds: float, silence_seconds: float
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    names = cluster.configured_devices(devices)
+    alone = job is None or job.num_workers == 1
+    spec = tf.train.ClusterSpec({} if alone or job is None else {"worker": list(job.addresses)})
+    rank = 0 if job is None else job.rank
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=None if alone else "worker", task_id=None if alone else rank, rpc_layer="grpc"
+    )
+    if job is not None and not alone and not keras_model.has_cluster():
+        if keras_model.has_started():
+            raise RuntimeError(STARTED)
+        rendezvous.join(job, form_seconds)
+    begin = functools.partial(
+        keras_model.form_cluster, resolver, names, form_seconds + SLOW_START_SECONDS, silence_seconds
+    )
+    try:
+        if job is None or alone or keras_model.has_cluster() or not job.is_on_loopback:
+            return begin()
+        return _begin_confined(begin, job)
+    except tf.errors.OpError as error:
+        if job is None:
+            raise
+        missing = tf_config.unreachable(job, 2.0)
+        raise TimeoutError(
+            f"All {job.num_workers} workers were there, and {', '.join(missing) or 'one of them'} was lost while "
+            f"TensorFlow started: {_reason(error)}. Look at its output."
+        ) from error
+
+
+def _begin_confined(
+    begin: Callable[[], tf.distribute.MultiWorkerMirroredStrategy], job: tf_config.Job
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Form the cluster of a job of this machine so that no other machine can reach TensorFlow's server.
+
+    The server listens on all addresses and lets everybody who connects run operations, as the user of this process.
+    """
+    address = job.addresses[job.rank]
+    with tf_server.starting_without_lock(), loopback.confined(tf_config.split_address(address)[1]) as found:
+        strategy = begin()
+    if found.problem is not None:
+        print(
+            f"warning: TensorFlow's server at {address} can be reached from other machines, as it could not be bound "
+            f"to the loopback ({found.problem.strerror}), and lets whoever connects act as you. Use a firewall, or "
+            "python -m tfpar.launch --network private.",
+            file=sys.stderr,
+        )
+    return strategy
+
+
+def lost_worker(error: tf.errors.OpError) -> str | None:
+    """Return what to tell the user of an error that the loss of another worker causes; None for any other error.
+
+    Args:
+        error: What an operation of TensorFlow raised.
+    """
+    job = tf_config.from_environment(os.environ)
+    kinds = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
+             tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError)  # fmt: skip
+    if job is None or job.num_workers == 1 or not isinstance(error, kinds):
+        return None
+    _, _, unhealthy = error.message.partition("unhealthy")
+    silent = [job.addresses[int(rank)] for rank in re.findall(r"/task:(\d+)", unhealthy)]
+    if missing := tf_config.unreachable(job, 2.0):
+        who = f"{', '.join(missing)} answers no more"
+    elif silent:
+        who = f"{', '.join(dict.fromkeys(silent))} is silent"
+    else:
+        who = "it answers, but does not go on; the chief, if the others say the same"
+    return (
+        f"A worker of the job is lost: {who} ({_reason(error)}). Start all workers again with the "
+        "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so by itself."
+    )
+
+
+def _reason(error: tf.errors.OpError) -> str:
+    """Return the part of TensorFlow's message that says what happened."""
+    found = re.search(r"aborted by: (.+)", error.message) or re.search(r"\S.*", error.message)
+    return found[found.re.groups][:160] if found else type(error).__name__
+
+
+def differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """Say in which facts two workers differ, and how: texts of many lines by their first line that differs."""
+    found = []
+    for name in chiefs:
+        pairs = itertools.zip_longest(chiefs[name].splitlines(), theirs.get(name, "").splitlines(), fillvalue="")
+        if different := next(((a.strip(), b.strip()) for a, b in pairs if a != b), None):
+            found.append(f"{name} ({different[1]!r:.80} instead of {different[0]!r:.80})")
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return what must be equal on all workers: packages, and the code of tfpar and of the program."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    files = sorted(Path(__file__).parents[2].rglob("*.py")) + ([Path(main)] if main else [])
+    code = "".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}\n" for file in files)
+    return {
+        "Python's version": ".".join(map(str, sys.version_info[:2])),
+        "TensorFlow's version": tf.__version__,
+        "Keras' version": keras.__version__,
+        "NumPy's version": np.__version__,
+        "code": code,
+    }

@@ -1,0 +1,80 @@
+"""What the replicas of a step count in the states of metrics and layers, each example once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar._compat import keras_model
+from tfpar.reduction import metric_logs
+from tfpar.strategies.single_device import update_metrics
+
+
+@contextlib.contextmanager
+def own_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None]:
+    """Take back what layers add to metrics of theirs where another replica counts the examples."""
+    states = [variable for metric in keras_model.own_metrics(model) for variable in metric.variables]
+    before = [tf.identity(variable.value) for variable in states]
+    yield
+    for variable, value in zip(states, before, strict=True):
+        variable.assign(tf.where(counted > 0, variable.value, value))
+
+
+def update_counted_metrics(model: keras.Model, loss: tf.Tensor, counted: tf.Tensor, *batch: Any) -> None:
+    """Update the metrics with a replica's examples, unless another replica counts them."""
+
+    def update() -> tf.Tensor:
+        update_metrics(model, loss, counted, *batch)
+        return tf.constant(True)
+
+    tf.cond(counted > 0, update, lambda: tf.constant(False))
+
+
+def own_statistics(model: keras.Model) -> list[keras.Variable]:
+    """Return the moving statistics that each replica keeps from its own examples."""
+    return [
+        variable
+        for layer in keras_model.all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and not layer.synchronized
+        for variable in (layer.moving_mean, layer.moving_variance)
+    ]
+
+
+def summed_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of metrics of which each replica holds a part."""
+    found = {id(variable): variable for metric in metric_logs.all_metrics(model) for variable in metric.variables}
+    return [variable for variable in found.values() if keras_model.is_summed_on_read(variable)]
+
+
+def local_parts(strategy: tf.distribute.Strategy, variable: keras.Variable) -> np.ndarray:
+    """Return the parts of this process's replicas, `[replicas, ...]`."""
+    return np.stack([copy.read_value().numpy() for copy in strategy.experimental_local_results(variable.value)])
+
+
+def assign_local_parts(strategy: tf.distribute.Strategy, variable: keras.Variable, parts: np.ndarray) -> None:
+    """Give this process's replicas their parts back: the first of `parts`."""
+    for copy, part in zip(strategy.experimental_local_results(variable.value), parts, strict=False):
+        copy.assign(part)
+
+
+def average_statistics(strategy: tf.distribute.Strategy, statistics: Sequence[keras.Variable]) -> None:
+    """Set moving statistics to their mean over all replicas.
+
+    Args:
+        strategy: Of their replicas.
+        statistics: The variables, of which each replica has its own.
+    """
+
+    def average() -> None:
+        values = [variable.value.read_value() for variable in statistics]
+        means = tf.distribute.get_replica_context().all_reduce("MEAN", values)
+        for variable, mean in zip(statistics, means, strict=True):
+            variable.value.assign(mean)
+
+    if statistics:
+        strategy.run(average)
