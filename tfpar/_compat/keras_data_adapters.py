@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import queue
+import random
+import sys
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,6 +27,8 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchData
 
 from tfpar._compat import versions
 
+# Keras 3.16 seeds the order of an epoch with its number, Keras 3.15 draws it from Python's `random`.
+_NUMBERS_EPOCHS = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 16)
 NUM_PEEKED = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
 
 is_scipy_sparse = data_adapter_utils.is_scipy_sparse
@@ -38,7 +42,8 @@ def is_array(value: Any) -> bool:
 
 def is_pandas(value: Any) -> bool:
     """Say whether a value is a DataFrame or a Series; never where pandas is not installed."""
-    return isinstance(value, array_slicing.ARRAY_TYPES[1:])
+    pandas = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, pandas.Series | pandas.DataFrame)
 
 
 def pandas_values(frame: Any) -> Any:
@@ -94,6 +99,29 @@ def batches_of(adapter: Any) -> Iterator[Any]:
         return map(_as_tuple, adapter._dataloader)
     iterator: Iterator[Any] = adapter._get_iterator()
     return iterator
+
+
+def begin_training(adapter: Any) -> None:
+    """Do what Keras does between its look at the shapes and the first epoch."""
+    if _is_numbered(adapter):
+        versions.replace(adapter, "_epoch", 0)
+    adapter.on_epoch_end()
+
+
+def count_epoch(adapter: Any) -> None:
+    """Let the next pass have the order of the next epoch."""
+    if _is_numbered(adapter):
+        versions.replace(adapter, "_epoch", adapter._epoch + 1)
+
+
+def skip_order(adapter: Any) -> None:
+    """Draw what the order of a pass is drawn from, so that the next pass has the order that it would have had."""
+    if adapter.shuffle and not _is_numbered(adapter):
+        random.shuffle(list(range(adapter.num_batches)))
+
+
+def _is_numbered(adapter: Any) -> bool:
+    return _NUMBERS_EPOCHS and isinstance(adapter, PyDatasetAdapter)
 
 
 def stop_workers(adapter: Any) -> None:

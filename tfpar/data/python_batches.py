@@ -37,8 +37,8 @@ class PythonBatches:
         y: Must be None: the batches bring their targets.
         sample_weight: Must be None: the batches bring their weights.
         class_weight: Weight of each class; for a PyDataset only.
-        shuffle: Whether each pass over a PyDataset of known length has an order of its own, drawn from Python's
-            `random` as Keras draws it.
+        shuffle: Whether each pass over a PyDataset of known length has an order of its own, that of Keras:
+            drawn from Python's `random` in Keras 3.15, seeded with the number of the epoch in Keras 3.16.
 
     Raises:
         ValueError: Arguments that Keras refuses together, no batch, or batches without a batch axis.
@@ -87,7 +87,7 @@ class PythonBatches:
         Args:
             broadcast: Gives the chief's message to every worker: all shuffle in the chief's order.
         """
-        self._adapter.on_epoch_end()
+        keras_data_adapters.begin_training(self._adapter)
         if self._shuffles:
             state = json.dumps(random.getstate())
             version, numbers, gauss = json.loads(broadcast(state.encode()))
@@ -100,6 +100,7 @@ class PythonBatches:
     def end_epoch(self) -> None:
         """Call the source's `on_epoch_end`."""
         self._source.on_epoch_end()
+        keras_data_adapters.count_epoch(self._adapter)
 
     def begin_pass(self, again: bool) -> None:
         """Get ready for a pass; warn where a generator has nothing left for it.
@@ -112,7 +113,7 @@ class PythonBatches:
             user_warnings.warn(RAN_OUT)
 
     def skip_pass(self, epochs: int) -> None:
-        """Draw what a pass draws from Python's `random`, without its batches, so that the next has the same order.
+        """Draw what the order of a pass is drawn from, without its batches, so that the next has the same order.
 
         Args:
             epochs: How many epochs begin in a pass.
@@ -120,8 +121,7 @@ class PythonBatches:
         for epoch in range(epochs):
             self.begin_epoch()
             if self._shuffles and epoch == 0:
-                assert self.num_batches is not None
-                random.shuffle(list(range(self.num_batches)))
+                keras_data_adapters.skip_order(self._adapter)
             self.end_epoch()
 
     def resume(self, batches: int) -> None:

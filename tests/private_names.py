@@ -1,0 +1,377 @@
+"""Private names of Keras and TensorFlow that tfpar touches: where each is upstream, and what it is needed for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+KERAS, TENSORFLOW = "Keras 3.15", "TensorFlow 2.21"  # that the rows were written for
+
+
+class Row(NamedTuple):
+    """Names of one owner.
+
+    Args:
+        owner: A module or class by its dotted name, or an object: one of `test_compat.EXAMPLES`.
+        names: Attributes of the owner, in one string.
+        file: Upstream, from the folder of packages on; it must contain the names.
+        reason: What tfpar needs them for.
+        since: The first version of Keras that has them.
+    """
+
+    owner: str
+    names: str
+    file: str
+    reason: str
+    since: tuple[int, int] = (3, 15)
+
+    @property
+    def versions(self) -> str:
+        """The version that the row was written for."""
+        return KERAS if self.file.startswith("keras/") else TENSORFLOW
+
+    @property
+    def link(self) -> str:
+        """The file in the repository upstream."""
+        tag = "keras-team/keras/blob/v3.15.1" if self.versions == KERAS else "tensorflow/tensorflow/blob/v2.21.0"
+        return f"https://github.com/{tag}/{self.file}"
+
+
+_BACKEND, _ADAPTERS = "keras/src/backend", "keras/src/trainers/data_adapters"
+_LAYER, _TRAINER, _TF_TRAINER = "layers/layer", "trainers/trainer", "backend/tensorflow/trainer"
+
+
+def _keras(owner: str, names: str, file: str, reason: str) -> Row:
+    return Row(owner, names, f"keras/src/{file}.py", reason)
+
+
+def _tensorflow(owner: str, names: str, file: str, reason: str) -> Row:
+    return Row(owner, names, f"tensorflow/python/{file}.py", reason)
+
+
+ROWS = [
+    # Losses and metrics
+    _keras(
+        "keras.src.losses.loss",
+        "reduce_weighted_values apply_mask squeeze_or_expand_to_same_rank scale_loss_for_distribution "
+        "unscale_loss_for_distribution",
+        "losses/loss",
+        "losses are divided once, by the weights of the whole batch (keras-team/keras#19246)",
+    ),
+    _keras(
+        "keras.Model",
+        "_compute_loss _symbolic_build _aggregate_additional_loss _flatten_metrics_in_order",
+        _TRAINER,
+        "the losses and logs of Keras' own step",
+    ),
+    _keras(
+        "keras.src.backend.tensorflow.trainer",
+        "TensorFlowTrainer potentially_ragged_concat",
+        _TF_TRAINER,
+        "added losses of Keras' own step; how predict joins batches",
+    ),
+    _keras(
+        "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
+        "_maybe_symbolic_build",
+        _TF_TRAINER,
+        "what tfpar does itself before the first step (keras-team/keras#20585)",
+    ),
+    _keras(
+        "a model",
+        "_compile_loss _compile_metrics _loss_tracker _initial_epoch _compile_config",
+        _TRAINER,
+        "which losses and metrics a step counts, and since which compilation",
+    ),
+    _keras(
+        "a model",
+        "train_function test_function predict_function _distribute_strategy",
+        _TF_TRAINER,
+        "a model moves to the devices of a strategy, and Keras' own methods follow",
+    ),
+    _keras(
+        "compiled metrics",
+        "_user_metrics _user_weighted_metrics",
+        "trainers/compile_utils",
+        "metrics that are not built yet have variables too",
+    ),
+    _keras("a compiled loss", "_user_loss metrics", "trainers/compile_utils", "the loss objects of a compiled model"),
+    _keras("a metric", "_metrics", "metrics/metric", "metrics inside of metrics"),
+    # Layers and models
+    _keras(
+        "a layer",
+        "_metrics _seed_generators _flatten_layers _clear_losses _get_regularization_losses _call_has_training_arg "
+        "_call_context_args symbolic_call",
+        _LAYER,
+        "layers at every depth with their losses, metrics and random state",
+    ),
+    _keras("a layer", "_remat_mode", "ops/operation", "a layer of a keras.RematScope reads its weights twice"),
+    _keras("keras.src.layers.layer", "CallContext Node", _LAYER, "a model is read as a graph"),
+    _keras(
+        "keras.src.backend.common.global_state",
+        "get_global_attribute set_global_attribute",
+        "backend/common/global_state",
+        "the layer call around an operation; the global seed generator",
+    ),
+    _keras("keras.src.models.functional", "Functional", "models/functional", "models that are graphs of Keras' own"),
+    _keras("keras.src.models.functional.Functional", "call", "models/functional", "the same"),
+    _keras(
+        "a model",
+        "_inputs_struct _assert_input_compatibility _standardize_inputs",
+        "models/functional",
+        "the structure of a model's inputs",
+    ),
+    _keras("a Sequential model", "_functional", "models/sequential", "the graph of a Sequential model"),
+    _keras("keras.src.ops.core", "ConvertToTensor", "ops/core", "an operation that may return its input"),
+    _keras("a reshaping operation", "newshape", "ops/numpy", "the size of the batch must not be among the sizes"),
+    _keras("a broadcasting operation", "shape", "ops/numpy", "the same"),
+    _keras("keras.src.backend.common.keras_tensor", "KerasTensor", "backend/common/keras_tensor", "symbolic tensors"),
+    _keras(
+        "keras.src.backend",
+        "get_autocast_scope AutocastScope standardize_dtype get_keras_mask set_keras_mask",
+        "backend/__init__",
+        "the dtypes and masks of tensors",
+    ),
+    _keras("keras.src.backend", "compute_output_spec", "backend/tensorflow/core", "a model is built without data"),
+    # Variables and optimizers
+    _keras("keras.src.backend.common.variables", "Variable", "backend/common/variables", "reads are recorded"),
+    _keras("keras.src.backend.common.variables.Variable", "value assign", "backend/common/variables", "the same"),
+    _keras("keras.src.backend.tensorflow.core", "Variable", "backend/tensorflow/core", "memory is allocated later"),
+    _keras(
+        "a variable",
+        "_value _initializer _initialize _initialize_with_initializer _deferred_initialize",
+        "backend/common/variables",
+        "memory is allocated later, or again on another device",
+    ),
+    _keras("a variable", "_direct_assign", "backend/tensorflow/core", "the same"),
+    _keras(
+        "keras.src.optimizers.base_optimizer",
+        "BaseOptimizer",
+        "optimizers/base_optimizer",
+        "the code of one device, which knows no replicas",
+    ),
+    _keras(
+        "keras.src.optimizers.base_optimizer.BaseOptimizer",
+        "build _apply_weight_decay _backend_increment_gradient_accumulators _backend_update_step "
+        "_overwrite_model_variables_with_average_value",
+        "optimizers/base_optimizer",
+        "the same",
+    ),
+    _keras("keras.src.backend.tensorflow.optimizer", "TFOptimizer", "backend/tensorflow/optimizer", "the same"),
+    _keras(
+        "an optimizer",
+        "_trainable_variables _trainable_variables_indices _var_key",
+        "optimizers/base_optimizer",
+        "slots are found again where weights have moved",
+    ),
+    _keras("an optimizer", "_distribution_strategy", "backend/tensorflow/optimizer", "an optimizer moves"),
+    _keras(
+        "keras.src.optimizers.loss_scale_optimizer",
+        "LossScaleOptimizer",
+        "optimizers/loss_scale_optimizer",
+        "the code of one device for scaled losses",
+    ),
+    _keras(
+        "an optimizer of scaled losses",
+        "_tf_apply _common_apply inner_optimizer",
+        "optimizers/loss_scale_optimizer",
+        "the same",
+    ),
+    # Random state
+    _keras(
+        "keras.src.backend.random",
+        "normal truncated_normal uniform randint categorical gamma binomial beta dropout shuffle",
+        "backend/tensorflow/random",
+        "trials draw typical numbers",
+    ),
+    _tensorflow(
+        "tensorflow.python.ops.random_ops",
+        "random_normal truncated_normal random_uniform random_shuffle",
+        "ops/random_ops",
+        "the same, for functions of TensorFlow that draw, such as those of tf.image",
+    ),
+    _keras(
+        "keras.src.random.seed_generator",
+        "GLOBAL_SEED_GENERATOR global_seed_generator make_default_seed",
+        "random/seed_generator",
+        "the generator of no layer",
+    ),
+    _keras("keras.src.utils.rng_utils", "GLOBAL_RANDOM_SEED", "utils/rng_utils", "keras.utils.set_random_seed"),
+    # Data
+    _keras(
+        "keras.src.trainers.data_adapters",
+        "get_data_adapter is_torch_dataloader is_grain_dataset",
+        "trainers/data_adapters/__init__",
+        "what fit takes",
+    ),
+    _keras(
+        "keras.src.trainers.data_adapters.array_slicing",
+        "can_slice_array convert_to_sliceable",
+        "trainers/data_adapters/array_slicing",
+        "what fit takes as an array",
+    ),
+    _keras(
+        "keras.src.trainers.data_adapters.data_adapter_utils",
+        "NUM_BATCHES_FOR_TENSOR_SPEC is_scipy_sparse is_torch_tensor get_keras_tensor_spec convert_to_tf_tensor_spec "
+        "scipy_sparse_to_tf_sparse",
+        "trainers/data_adapters/data_adapter_utils",
+        "the specs of batches of Python code",
+    ),
+    _keras(
+        "keras.src.trainers.data_adapters.data_adapter",
+        "DataAdapter",
+        "trainers/data_adapters/data_adapter",
+        "a user's own adapter",
+    ),
+    _keras(
+        "keras.src.trainers.data_adapters.generator_data_adapter",
+        "GeneratorDataAdapter",
+        "trainers/data_adapters/generator_data_adapter",
+        "batches of a generator",
+    ),
+    _keras(
+        "the adapter of a generator",
+        "_first_batches generator",
+        "trainers/data_adapters/generator_data_adapter",
+        "the same",
+    ),
+    _keras(
+        "keras.src.trainers.data_adapters.torch_data_loader_adapter",
+        "TorchDataLoaderAdapter",
+        "trainers/data_adapters/torch_data_loader_adapter",
+        "batches of a DataLoader",
+    ),
+    _keras(
+        "keras.src.trainers.data_adapters.py_dataset_adapter",
+        "PyDatasetAdapter",
+        "trainers/data_adapters/py_dataset_adapter",
+        "batches of a PyDataset, in Keras' order",
+    ),
+    _keras(
+        "the adapter of a PyDataset",
+        "_standardize_batch _get_iterator enqueuer py_dataset",
+        "trainers/data_adapters/py_dataset_adapter",
+        "the same",
+    ),
+    _keras("the workers of a PyDataset", "ready_queue", "trainers/data_adapters/py_dataset_adapter", "the same"),
+    _keras("", "_dataloader", "trainers/data_adapters/torch_data_loader_adapter", "batches of a DataLoader"),
+    Row(
+        "the adapter of a PyDataset",
+        "_epoch",
+        "keras/src/trainers/data_adapters/py_dataset_adapter.py",
+        "the order of an epoch",
+        since=(3, 16),
+    ),
+    # Callbacks
+    _keras("a callback", "_model params", "callbacks/callback", "what is no state of a callback"),
+    _keras("a TensorBoard callback", "_should_trace", "callbacks/tensorboard", "whether single batches are profiled"),
+    # tf.distribute
+    _tensorflow(
+        "tensorflow.python.distribute.collective_all_reduce_strategy",
+        "CollectiveAllReduceExtended",
+        "distribute/collective_all_reduce_strategy",
+        "a cluster over given devices, with time limits",
+    ),
+    _tensorflow(
+        "tensorflow.python.distribute.collective_all_reduce_strategy.CollectiveAllReduceExtended",
+        "_initialize_local_devices _initialize_multi_worker _enable_check_health _replica_ctx_all_reduce "
+        "_use_merge_call _get_variable_creator_initial_value",
+        "distribute/collective_all_reduce_strategy",
+        "the same; communication inside of a step only, through tfpar's collectives",
+    ),
+    _tensorflow(
+        "",
+        "_std_server_started _id_in_cluster _host_cross_device_ops",
+        "distribute/collective_all_reduce_strategy",
+        "the same",
+    ),
+    _tensorflow(
+        "tensorflow.python.distribute.mirrored_strategy",
+        "MirroredExtended",
+        "distribute/mirrored_strategy",
+        "values of new variables that are not broadcast",
+    ),
+    _tensorflow("", "_cross_device_ops", "distribute/mirrored_strategy", "sums on one device"),
+    _tensorflow("a replica's context", "_replica_id", "distribute/distribute_lib", "the number of a replica"),
+    _tensorflow(
+        "tensorflow.python.distribute.values",
+        "DistributedVariable SyncOnReadVariable",
+        "distribute/values",
+        "variables of several replicas",
+    ),
+    _tensorflow("", "_distribute_strategy", "distribute/values", "the strategy of a variable"),
+    Row(
+        "tensorflow.compiler.xla.tsl.protobuf",
+        "coordination_config_pb2",
+        "tensorflow/python/eager/context.py",
+        "the time limits of a cluster",
+    ),
+    Row(
+        "tensorflow.compiler.xla.tsl.protobuf.coordination_config_pb2",
+        "CoordinatedJob",
+        "tensorflow/python/eager/context.py",
+        "the same",
+    ),
+    # The runtime, graphs and functions
+    _tensorflow(
+        "tensorflow.python.eager.context",
+        "Context context FunctionCallOptions",
+        "eager/context",
+        "options of the calling thread",
+    ),
+    _tensorflow(
+        "TensorFlow's context",
+        "_context_handle _seed _rng _internal_operation_seed coordination_service configure_coordination_service "
+        "function_call_options",
+        "eager/context",
+        "whether TensorFlow has started; its time limits, random state and options",
+    ),
+    _tensorflow(
+        "tensorflow.python.pywrap_tfe",
+        "TFE_EnableCollectiveOps",
+        "eager/context",
+        "the server starts without Python's lock",
+    ),
+    _tensorflow(
+        "tensorflow.python.framework.errors_impl",
+        "exception_type_from_error_code",
+        "framework/errors_impl",
+        "the errors of that",
+    ),
+    _tensorflow(
+        "tensorflow.python.framework.ops",
+        "RegisterGradient gradient_registry get_default_graph",
+        "framework/ops",
+        "gradient functions live as long as their graphs",
+    ),
+    _tensorflow("a gradient's registration", "_op_type __call__", "framework/ops", "the same"),
+    _tensorflow("the registry of gradients", "_registry", "framework/registry", "the same"),
+    _tensorflow("tensorflow.python.framework.func_graph", "FuncGraph", "framework/func_graph", "the same"),
+    _tensorflow("a graph", "outer_graph", "framework/func_graph", "the same"),
+    _tensorflow("a graph", "experimental_acd_manager", "framework/ops", "the clock runs unordered"),
+    _tensorflow(
+        "tensorflow.python.framework.auto_control_deps.AutomaticControlDependencies",
+        "run_independently",
+        "framework/auto_control_deps",
+        "the same",
+    ),
+    _tensorflow(
+        "tensorflow.python.eager.polymorphic_function.polymorphic_function",
+        "Function",
+        "eager/polymorphic_function/polymorphic_function",
+        "traces that end with their context",
+    ),
+    _tensorflow(
+        "a tf.function",
+        "_clone _omit_frequent_tracing_warning _jit_compile _python_function",
+        "eager/polymorphic_function/polymorphic_function",
+        "the same",
+    ),
+    _tensorflow(
+        "tensorflow.python.eager.polymorphic_function.attributes",
+        "POLYMORPHIC_FUNCTION_ALLOWLIST TRACING_COMPILATION_ALLOWLIST MONOMORPHIC_FUNCTION_ALLOWLIST",
+        "eager/polymorphic_function/attributes",
+        "functions that are not inlined",
+    ),
+]
+# Strings that are no attributes: of the graph optimizer (function_optimizer.cc), and of the layer call around an
+# operation (keras/src/layers/layer.py).
+NO_ATTRIBUTES = {"_noinline", "_nospecialize"}
