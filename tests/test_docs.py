@@ -70,6 +70,16 @@ def test_the_first_command_installs_as_the_second_does() -> None:
     assert second.split(" && ")[0] == f"{INSTALL} test"
 
 
+def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks() -> None:
+    readme, benchmarks = ((ROOT / name).read_text() for name in ("README.md", "docs/benchmarks.md"))
+    assert len(readme.splitlines()) <= 150
+    figures = readme.partition("## Figures")[2].partition("\n## ")[0]
+    rows = [row.strip("|").split(" | ") for row in figures.splitlines() if row.startswith("| `")]
+    assert len(rows) == 7, "a header and six rows"
+    for _, value, *_ in rows[1:]:
+        assert f"| {value} |" in benchmarks
+
+
 def test_every_block_of_the_documents_is_of_a_language_that_is_tested() -> None:
     for document in DOCUMENTS:
         fences = re.findall(r"^```(.*)", document.read_text(), re.MULTILINE)
@@ -115,7 +125,7 @@ def adapted(block: str) -> str:
 
 @pytest.mark.parametrize(
     "document",
-    [document for document in DOCUMENTS if blocks(document, "python")],
+    [document for document in DOCUMENTS if set(blocks(document, "python")) - set(files().values())],
     ids=lambda document: document.stem,
 )
 def test_the_examples_of_a_document_run(
@@ -137,7 +147,7 @@ def test_the_examples_of_a_document_run(
             exec(adapted(block), names)
     if document.name == "README.md":
         assert (tmp_path / "model.keras").exists()
-    if "check_parity" in document.read_text():
+    if any("check_parity" in block for block in blocks(document, "python")):
         assert "equal to one device" in " ".join(capsys.readouterr().out.split())
 
 
