@@ -1,6 +1,5 @@
 """What the commands say of themselves, and how they answer flags that they do not know."""
 
-import doctest
 import os
 import subprocess
 import sys
@@ -120,7 +119,3 @@ def test_a_misplaced_word_is_one_sentence_and_never_absls_own_words(
     assert refused.stderr.startswith("error: ")
     assert said in refused.stderr
     assert refused.stderr.count("\n") == 1
-
-
-def test_examples_in_docstrings_hold() -> None:
-    assert doctest.testmod(command_line).failed == 0

@@ -1,6 +1,5 @@
 """The run as data: what loads, what is refused and in which words, and that TensorFlow stays away."""
 
-import doctest
 import json
 import os
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 from tfpar import config
 from tfpar.config import Callbacks, Data, Feature, Model, Optimizer, Run, Strategy, Training, named_files, toml
 from tfpar.messages import received as received_values
-from tfpar.messages import suggestions
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 RICH_RUN = Run(
@@ -567,10 +565,3 @@ def test_importing_config_imports_no_tensorflow() -> None:
     environment = {**os.environ, "PYTHONPATH": str(root)}
     completed = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, check=False)
     assert completed.returncode == 0, "tfpar.config must come without TensorFlow, Keras and NumPy"
-
-
-@pytest.mark.parametrize("module", [config.run, toml, named_files, suggestions], ids=lambda module: module.__name__)
-def test_examples_in_docstrings_hold(module: object) -> None:
-    results = doctest.testmod(module)  # type: ignore[arg-type]
-    assert results.attempted > 0
-    assert results.failed == 0

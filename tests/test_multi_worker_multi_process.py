@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests import input_cases, parity_cases, small, workers
+from tests import docstrings, input_cases, parity_cases, small, workers
 from tests import multi_worker_cases as cases
 from tests import test_compute_loss as compute_loss
 from tests import test_hooks as hooks
@@ -122,6 +122,12 @@ def test_every_worker_takes_its_share_of_what_python_code_yields(job: workers.Wo
     history = model.fit(**case.arguments(), verbose=0).history
     for answer in asked(job, "inputs"):
         assert_same(answer[name], (history, model.get_weights()))
+
+
+def test_examples_in_docstrings_that_need_a_job_run_in_one(job: workers.Workers) -> None:
+    for answer in asked(job, "examples_in_docstrings"):
+        assert {name.rpartition(".")[2] for name in answer} == set(docstrings.IN_A_JOB)
+        assert not any(answer.values()), "\n".join(answer.values())
 
 
 # --- parameter averaging

@@ -1,6 +1,5 @@
 """The folder of one run: whom it takes, whom it refuses, and that a refusal changes nothing in it."""
 
-import doctest
 import errno
 import json
 import os
@@ -13,8 +12,6 @@ import pytest
 from tests.command import contents, file_size_limit
 from tfpar import config
 from tfpar.checkpoint import file_format
-from tfpar.files import atomic_file
-from tfpar.runs import directory as run_directory
 from tfpar.runs.directory import RunDirectory
 
 RUN = config.Run()
@@ -340,8 +337,3 @@ def test_a_folder_in_which_nothing_was_trained_can_be_claimed_by_another_run(tmp
     (tmp_path / "x" / "tensorflow.log").write_text("no GPU")
     RunDirectory(tmp_path / "x").claim(RUN)
     assert config.load(tmp_path / "x" / "config.toml") == RUN
-
-
-@pytest.mark.parametrize("module", [atomic_file, run_directory], ids=lambda module: module.__name__)
-def test_examples_in_docstrings_hold(module: object) -> None:
-    assert doctest.testmod(module).failed == 0

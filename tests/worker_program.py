@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 import tfpar
+from tests import docstrings, parity_cases, small, workers
 from tests import multi_worker_cases as cases
-from tests import parity_cases, small, workers
 from tests import test_compute_loss as compute_loss
 from tests import test_hooks as hooks
 from tests import test_metric_entries as metric_entries
@@ -97,6 +97,9 @@ class Questions:
     def inputs(self) -> Any:
         """Each worker's Python would shuffle in another order: the chief's counts."""
         return {name: cases.with_input(name, self._plain, seed=RANK) for name in cases.INPUTS}
+
+    def examples_in_docstrings(self) -> Any:
+        return {f"{one.module}.{one.name}": docstrings.run(one) for one in docstrings.called(*docstrings.IN_A_JOB)}
 
     # --- parameter averaging
 

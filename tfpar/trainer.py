@@ -148,7 +148,7 @@ class Trainer:
         Example:
             >>> trainer.fit(dataset)  # the new layers
             >>> trainer.model.get_layer("base").trainable = True
-            >>> trainer.compile(keras.optimizers.Adam(1e-5), "mse")
+            >>> trainer.compile(keras.optimizers.Adam(1e-5), "sparse_categorical_crossentropy")
             >>> trainer.fit(dataset)  # all layers
         """
         with self.strategy.scope():

@@ -37,7 +37,7 @@ class ImageClassification(tfpar.Trainer):
 
     Example:
         >>> trainer = ImageClassification(config.load("configs/digits.toml"), tfpar.SingleDevice())
-        >>> trainer.fit(trainer.train_data, epochs=10, validation_data=trainer.validation_data)
+        >>> trainer.fit(trainer.train_data, epochs=1, validation_data=trainer.validation_data)
     """
 
     reads = recipe.READS

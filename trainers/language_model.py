@@ -35,8 +35,9 @@ class LanguageModel(tfpar.Trainer):
             for other data than bytes.
 
     Example:
-        >>> trainer = LanguageModel(config.load("configs/language_model.toml"), tfpar.SingleDevice())
-        >>> trainer.fit(trainer.train_data, epochs=1, validation_data=trainer.validation_data)
+        >>> run = config.load("configs/language_model.toml", ["model.num_blocks=1", "data.train_split=train[:1%]"])
+        >>> trainer = LanguageModel(run, tfpar.SingleDevice())
+        >>> trainer.fit(trainer.train_data, epochs=1, steps_per_epoch=2)
         >>> trainer.generate(b"import ", 20)
     """
 

@@ -24,8 +24,11 @@ class Tabular(tfpar.Trainer):
         ValueError: If the run asks for another model than "mlp" or "linear", or its examples are no rows.
 
     Example:
+        >>> from pathlib import Path
+        >>> from tfpar.trainers import samples
+        >>> samples.write_breast_cancer(Path("samples/breast_cancer"))
         >>> trainer = Tabular(config.load("configs/csv.toml"), tfpar.SingleDevice())
-        >>> trainer.fit(trainer.train_data, epochs=10, validation_data=trainer.validation_data)
+        >>> trainer.fit(trainer.train_data, epochs=2, validation_data=trainer.validation_data)
     """
 
     reads = (*recipe.READS, "model.num_blocks", "model.width")

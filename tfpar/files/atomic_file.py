@@ -33,7 +33,7 @@ def write(path: Path, content: str | bytes) -> None:
         OSError: If it cannot be written; it names the file, and what was there stays.
 
     Example:
-        >>> write(Path("runs/digits/config.toml"), "seed = 0")  # doctest: +SKIP
+        >>> write(Path("config.toml"), "seed = 0")
     """
     with new(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)

@@ -29,6 +29,7 @@ def named(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         >>> @named
         ... def fit(epochs=1): ...
         >>> fit(epoch=2)
+        Traceback (most recent call last):
         TypeError: fit() has no argument 'epoch'. Did you mean epochs?
     """
     kinds = inspect.signature(function).parameters

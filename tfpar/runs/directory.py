@@ -107,7 +107,7 @@ class RunDirectory:
         A folder that held a run before, or a part of one, keeps it.
 
         Example:
-            >>> directory.claim(run)
+            >>> directory.claim(config.Run())
             >>> directory.undo_claim()
             >>> directory.path.exists()
             False

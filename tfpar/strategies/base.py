@@ -39,6 +39,11 @@ class Strategy(abc.ABC):
     A strategy owns the scope in which the model is built, the way a dataset reaches its devices, and one train,
     evaluate and predict step. The loops around the steps are the trainer's, the same for every strategy. The three
     steps are called while a `tf.function` is traced, on one element of the dataset that `distribute` returned.
+
+    Example:
+        >>> strategy: tfpar.Strategy = tfpar.Mirrored(["CPU:0", "CPU:1"])
+        >>> strategy.num_replicas, strategy.num_workers, strategy.is_chief
+        (2, 1, True)
     """
 
     # The tf.distribute strategy that weights belong to; None for those of one device, and of pipelines.

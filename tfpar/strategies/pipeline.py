@@ -252,9 +252,9 @@ class Pipeline(SingleReplica):
             ValueError: If nothing has prepared the model, or not since it was compiled again.
 
         Example:
-            >>> trainer.build(dataset)
-            >>> strategy.predict_step_time(trainer.model, next(iter(dataset))).planned.bubble
-            0.12
+            >>> batch = trainer.build(dataset)
+            >>> 0 < strategy.predict_step_time(trainer.model, batch).planned.bubble < 1
+            True
         """
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         lowering = self._prepared(model)

@@ -49,8 +49,8 @@ class Preview:
     Example:
         >>> preview = trainer.preview(dataset)
         >>> print(preview)
-        >>> preview.planned.step_seconds, preview.planned.bubble
-        (0.015, 0.2)
+        >>> preview.planned.step_seconds > 0, 0 < preview.planned.bubble < 1
+        (True, True)
         >>> preview.save("schedule.png")
     """
 

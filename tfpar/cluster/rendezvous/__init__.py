@@ -39,6 +39,7 @@ def join(job: tf_config.Job, seconds: float) -> None:
         OSError: If the chief's port is taken.
 
     Example:
+        >>> from tfpar.cluster.tf_config import Job
         >>> join(Job(("localhost:2222",), rank=0, role="chief"), seconds=300)
     """
     secret = job_secret.from_environment(os.environ)

@@ -130,6 +130,7 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
         What was found; names in the order of the graph.
 
     Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.UnitNormalization(axis=0, name="mixes")])
         >>> find_batch_dependence(trace(model), [np.ones((4, 4))]).calls
         ('mixes',)

@@ -41,8 +41,9 @@ class Examples:
 
     Example:
         >>> examples = Examples()
-        >>> examples.keep((images, labels))
-        >>> examples.like((other_images, other_labels))  # the first four of images and labels
+        >>> examples.keep(tf.range(8.0))
+        >>> examples.like(tf.zeros([5])).numpy()  # of a batch of the same kind
+        array([0., 1., 2., 3.], dtype=float32)
     """
 
     def __init__(self) -> None:

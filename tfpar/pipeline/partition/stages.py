@@ -31,8 +31,9 @@ class Stage:
             for the last stage the outputs of the model, each once, in the model's order, whoever makes them.
 
     Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(3)])
-        >>> stages = split_graph(graph.trace(model), [1, 1])
+        >>> stages = split_graph(trace(model), [1, 1])
         >>> stages[0].outputs == stages[1].inputs
         True
     """
