@@ -1,4 +1,4 @@
-"""The README's table: which cases equal one device under two logical CPUs, with Keras' own `fit` and with tfpar.
+"""The table of docs/exactness.md: which cases equal one device on two logical CPUs, with Keras' `fit` and with tfpar.
 
 Every cell is a process of its own (`benchmarks.parity_cases`), because many of Keras' end in a crash. No TensorFlow
 here.

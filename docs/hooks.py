@@ -48,7 +48,7 @@ def settings(schema: dict[str, Any]) -> str:
         schema: The JSON schema of a run.
     """
     loose = {name: field for name, field in schema["properties"].items() if not sections(field, schema)}
-    parts = ["## Above all sections", table(loose, schema)]
+    parts = ["## Top level", table(loose, schema)]
     for name, field in schema["properties"].items():
         for kind, section in sections(field, schema).items():
             title = f'`[{name}]` with `kind = "{kind}"`' if kind else f"`[{name}]`"

@@ -25,7 +25,7 @@ class Mirrored(DataParallel):
             logical CPUs (see `tfpar.use_logical_cpus`).
         all_reduce: How gradients are summed. On GPUs `"nccl"`, `"hierarchical_copy"`, `"reduction_to_one_device"`,
             or `"auto"` for TensorFlow's choice. On CPUs always `"reduction_to_one_device"`: TensorFlow's default
-            crashes there when one process trains a second model (README, table of facts).
+            crashes there when one process trains a second model (the table of `docs/exactness.md`).
         pack_bytes: Gradients are sent in packs of about this many bytes; None leaves it to TensorFlow.
         batch_dependent_layers: What becomes of a layer that mixes the examples of a batch: `"refuse"` it before the
             first step, or `"gather"` the batch, so that every replica computes the layer on all of it.
