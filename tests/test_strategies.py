@@ -29,6 +29,19 @@ def test_a_strategy_says_what_it_uses() -> None:
     assert tfpar.Mirrored(TWO).num_replicas == 2
 
 
+def test_a_strategy_names_the_parts_of_a_batch() -> None:
+    assert tfpar.SingleDevice().batch_parts == (1, "replica")
+    assert tfpar.Mirrored(TWO).batch_parts == (2, "replica")
+    assert tfpar.Pipeline(2, 8, devices=TWO).batch_parts == (8, "micro-batch")
+
+
+def test_only_a_pipeline_has_a_schedule_to_trace() -> None:
+    assert tfpar.Pipeline(2, 8, devices=TWO).has_schedule
+    assert not tfpar.Mirrored(TWO).has_schedule
+    with pytest.raises(ValueError, match="Only a pipeline has a schedule to trace, and the strategy is SingleDevice"):
+        tfpar.SingleDevice("CPU:0").trace(small.build_model(), None)
+
+
 def test_mirrored_takes_all_logical_cpus_where_there_is_no_gpu() -> None:
     if tf.config.list_logical_devices("GPU"):
         pytest.skip("it takes the GPUs")

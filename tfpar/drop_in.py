@@ -95,7 +95,7 @@ def _trainer_of(model: keras.Model, method: str) -> Trainer:
     found: Any = getattr(model, "_tfpar_trainer", None)
     trainer: Trainer | None = found() if isinstance(found, weakref.ref) else found
     if trainer is None:
-        trainer = Trainer(model, strategies.of(model), seed=None)
+        trainer = Trainer(model, strategies.strategy_of(model), seed=None)
         model._tfpar_trainer = trainer  # for as long as the model lives
     return trainer
 

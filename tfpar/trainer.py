@@ -62,7 +62,7 @@ class Trainer:
     ) -> None:
         check_arguments(build_model, strategy, seed)
         exists = isinstance(build_model, keras.Model) and strategy is None
-        self.strategy = strategies.of(build_model) if exists else strategies.resolve(strategy)
+        self.strategy = strategies.strategy_of(build_model) if exists else strategies.resolve(strategy)
         self.seed = None if seed is None else int(seed)
         self.model = model_of(build_model, self.strategy, self.seed)
         self.model._tfpar_trainer = weakref.ref(self)  # what tfpar.fit runs on this model, while this trainer is there

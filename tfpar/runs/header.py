@@ -60,10 +60,7 @@ def _cores() -> str:
 
 
 def _note(strategy: strategies.Strategy) -> str:
-    num_devices = strategy.num_replicas // strategy.num_workers
-    if isinstance(strategy, strategies.Pipeline):
-        num_devices = strategy.schedule.num_devices
-    if num_devices < 2:
+    if len(strategy.device_names) < 2:
         return ""
     return (
         "logical CPUs share the cores that one device uses alone: they show that results agree, not how fast several "
@@ -72,10 +69,7 @@ def _note(strategy: strategies.Strategy) -> str:
 
 
 def _batch_line(run: config.Run, strategy: strategies.Strategy, is_read: bool) -> str:
-    if isinstance(strategy, strategies.Pipeline):
-        number, part = strategy.schedule.num_microbatches, "micro-batch"
-    else:
-        number, part = strategy.num_replicas, "replica"
+    number, part = strategy.batch_parts
     parts = f"{number} {part}{'' if number == 1 else 'es' if part.endswith('h') else 's'}"
     if not is_read:
         return f"as {run.trainer} makes it, over {parts}"

@@ -10,46 +10,42 @@ import tensorflow as tf
 
 from tfpar.messages.number_format import line
 from tfpar.pipeline.analysis import timeline_plot
-from tfpar.pipeline.analysis.prediction import Prediction
-from tfpar.pipeline.analysis.stage_table import describe_step, stages_table
+from tfpar.pipeline.analysis.stage_table import describe_step
 from tfpar.pipeline.schedule.simulator import simulate
-from tfpar.strategies import Pipeline
+from tfpar.strategies.preview import Preview
 from tfpar.trainer import Trainer
 
 
-def show_stages(trainer: Trainer, strategy: Pipeline, batch: Any) -> Prediction:
-    """Measure the stages on a batch and print them with the step that follows from them.
+def show_stages(trainer: Trainer, batch: Any) -> Preview:
+    """Measure the stages on a batch and print them with the predicted step.
 
     Args:
-        trainer: Its `build` has been called.
-        strategy: The trainer's.
+        trainer: Its `build` has been called, and its strategy has a schedule.
         batch: A global batch.
     """
-    outlook = strategy.predict_step_time(trainer.model, batch)
-    print(stages_table(outlook.rows, outlook.planned, strategy.schedule_of(trainer.model)))
+    preview = trainer.strategy.preview(trainer.model, batch)
+    print(preview)
     print(line("bubble", "the share of the devices' time in which they wait for others"), end="\n\n", flush=True)
-    return outlook
+    return preview
 
 
-def draw_trace(
-    trainer: Trainer, strategy: Pipeline, outlook: Prediction, batch: Any, picture: Path, tensorboard: Path | None
-) -> None:
+def draw_trace(trainer: Trainer, preview: Preview, batch: Any, picture: Path, tensorboard: Path | None) -> None:
     """Measure when each action of a step really runs, draw it below the plan, and say where the picture is.
 
     Neither has the optimizer in it, which comes when all actions have ended.
 
     Args:
-        trainer: Its `build` has been called.
-        strategy: The trainer's.
-        outlook: What is planned.
+        trainer: Its `build` has been called, and its strategy has a schedule.
+        preview: The predicted step.
         batch: A global batch.
         picture: The PNG file to write.
         tensorboard: The folder of TensorBoard's files; None for none.
     """
-    schedule = strategy.schedule_of(trainer.model)
-    planned = simulate(schedule, dataclasses.replace(outlook.durations, update_seconds=()))
-    measured = strategy.trace(trainer.model, batch)
-    png = timeline_plot.draw(planned, measured, schedule, picture)
+    assert preview.schedule is not None, "the strategy has a schedule"
+    assert preview.durations is not None, "the strategy has a schedule"
+    planned = simulate(preview.schedule, dataclasses.replace(preview.durations, update_seconds=()))
+    measured = trainer.strategy.trace(trainer.model, batch)
+    png = timeline_plot.draw(planned, measured, preview.schedule, picture)
     if tensorboard is not None:
         with tf.summary.create_file_writer(str(tensorboard / "pipeline")).as_default():
             tf.summary.image("schedule, as planned and as run", tf.io.decode_png(png, channels=4)[tf.newaxis], step=0)

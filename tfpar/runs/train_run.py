@@ -91,12 +91,12 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
         directory.reopen()
         directory.record(keys_read.dump_read(run, trainer_reads(run), run.trainer))
         header.print_header(run, directory, trainer)
-    if isinstance(strategy, strategies.Pipeline):
+    if strategy.has_schedule:
         batch = trainer.build(trainer.train_data)
-        outlook = pipeline_report.show_stages(trainer, strategy, batch)
+        preview = pipeline_report.show_stages(trainer, batch)
         if trace:
             tensorboard = directory.tensorboard if run.callbacks.tensorboard else None
-            pipeline_report.draw_trace(trainer, strategy, outlook, batch, directory.trace, tensorboard)
+            pipeline_report.draw_trace(trainer, preview, batch, directory.trace, tensorboard)
     if position is not None:
         print(line("", resume.describe(run, directory, position), 0), end="\n\n", flush=True)
     if broken:
@@ -130,7 +130,7 @@ def _fit_and_save(run: config.Run, directory: RunDirectory, trainer: Any, checkp
             _require_folder(directory, trainer)  # its loss is the reason
         raise
     if trainer.interrupted:
-        _meet(strategy)
+        strategy.barrier()
         if watch.kept_in is not None:
             raise _gone(directory, "its last checkpoint", watch.kept_in)
         if strategy.is_chief:
@@ -144,7 +144,7 @@ def _fit_and_save(run: config.Run, directory: RunDirectory, trainer: Any, checkp
         print(f"\n{summary.summary(directory, results)}")
         if hasattr(trainer, "report"):
             print(f"\n{trainer.report(results)}")
-    _meet(strategy)
+    strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
     return True
 
 
@@ -181,11 +181,6 @@ def audit(run: config.Run, num_workers: int) -> bool:
     found = data.audit(trainer.train_data, num_workers)
     print(f"division  {getattr(trainer, 'division', header.BY_BATCH)}\n\n{found}")
     return found.ok
-
-
-def _meet(strategy: strategies.Strategy) -> None:
-    """Wait until the chief has written everything: a worker that leaves first would be taken for a lost one."""
-    strategy.all_reduce_sum([0.0])
 
 
 def _callbacks(

@@ -6,7 +6,7 @@ from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker import MultiWorker
 from tfpar.strategies.multi_worker.preflight import lost_worker
 from tfpar.strategies.pipeline import Pipeline
-from tfpar.strategies.resolve import of, resolve
+from tfpar.strategies.resolve import resolve, strategy_of
 from tfpar.strategies.single_device import SingleDevice
 
 __all__ = [
@@ -18,6 +18,6 @@ __all__ = [
     "Strategy",
     "from_settings",
     "lost_worker",
-    "of",
     "resolve",
+    "strategy_of",
 ]

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_model, keras_variables
+from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import metric_logs
 from tfpar.strategies.model_checks import check_variables
 from tfpar.strategies.multi_step import SECONDS_PER_CALL
@@ -55,6 +56,8 @@ class Strategy(abc.ABC):
     steps_multiple: int = 1
     seconds_per_call: float = SECONDS_PER_CALL
     compiles_with_xla: bool = True
+    # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.
+    has_schedule: bool = False
 
     @property
     def is_chief(self) -> bool:
@@ -97,6 +100,23 @@ class Strategy(abc.ABC):
         )
         rows = tuple(dataclasses.replace(row, device=name) for name in self.device_names)
         return Preview(replicas_table(self.describe(), rows, self.num_replicas), rows)
+
+    @property
+    def batch_parts(self) -> tuple[int, str]:
+        """The number of parts of a global batch, and the noun for what computes or contains one."""
+        return self.num_replicas, "replica"
+
+    def trace(self, model: keras.Model, batch: Any) -> Timeline:
+        """Measure when each action of a scheduled step runs.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
+
+        Raises:
+            ValueError: If the strategy has no schedule.
+        """
+        raise ValueError(f"Only a pipeline has a schedule to trace, and the strategy is {self.describe()}.")
 
     @abc.abstractmethod
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
@@ -244,6 +264,10 @@ class Strategy(abc.ABC):
     def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
         """Return the sums of some numbers over all workers, who must all ask; outside of a step."""
         return np.asarray(values, "float64")
+
+    def barrier(self) -> None:
+        """Return when all workers have called this method; outside of a step."""
+        self.all_reduce_sum([0.0])
 
     def broadcast(self, message: bytes | None) -> bytes:
         """Return the chief's message on every worker, who must all ask; outside of a step.

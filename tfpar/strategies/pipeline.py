@@ -66,6 +66,7 @@ class Pipeline(SingleReplica):
     """
 
     compiles_with_xla = False
+    has_schedule = True
 
     @keyword_arguments.named
     def __init__(
@@ -114,6 +115,11 @@ class Pipeline(SingleReplica):
             + ", recomputing"
             * self._recompute
         )
+
+    @property
+    def batch_parts(self) -> tuple[int, str]:
+        """The number of micro-batches of a global batch, and their noun."""
+        return self.schedule.num_microbatches, "micro-batch"
 
     def adopt(self, model: keras.Model) -> None:
         """Give the model's weights memory where their stages run, as far as layers and shapes are known.
@@ -273,7 +279,7 @@ class Pipeline(SingleReplica):
         """Return the stages as measured on a batch, the step that follows from them, and the picture of both."""
         outlook, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
         table = stages_table(outlook.rows, outlook.planned, schedule)
-        return Preview(table, outlook.rows, outlook.planned, schedule)
+        return Preview(table, outlook.rows, outlook.planned, schedule, outlook.durations)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
         """Run all actions of a step a few times and note when each really runs; nothing is trained.

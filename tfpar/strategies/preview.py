@@ -13,7 +13,7 @@ from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.analysis import timeline_plot
 from tfpar.pipeline.analysis.stage_table import StageRow
 from tfpar.pipeline.schedule import Schedule
-from tfpar.pipeline.schedule.simulator import Timeline
+from tfpar.pipeline.schedule.simulator import Durations, Timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Preview:
         rows: The same as data: one a stage, or one a device that holds the whole model.
         planned: When each action of a pipeline's step runs, as predicted, the optimizer included; None for other
             strategies, whose step is not predicted.
-        schedule: What a pipeline follows; None for other strategies.
+        schedule: The schedule of a pipeline; None for other strategies.
+        durations: The measured time of each action of a pipeline; None for other strategies.
 
     Example:
         >>> preview = trainer.preview(dataset)
@@ -58,6 +59,7 @@ class Preview:
     rows: tuple[StageRow, ...] | tuple[ReplicaRow, ...]
     planned: Timeline | None = None
     schedule: Schedule | None = None
+    durations: Durations | None = None
 
     def save(self, path: str | Path) -> None:
         """Write the picture of a pipeline's step.

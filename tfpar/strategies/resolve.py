@@ -23,7 +23,7 @@ _WRITTEN = {
 }
 
 
-def of(model: keras.Model) -> Strategy:
+def strategy_of(model: keras.Model) -> Strategy:
     """Return the strategy under whose scope a model was built, or else its layers.
 
     Args:
@@ -36,7 +36,7 @@ def of(model: keras.Model) -> Strategy:
     home = keras_variables.belongs_to(model)
     if home is None:
         return SingleDevice()
-    strategy = around(home)
+    strategy = _wrapping(home)
     if strategy is None:
         raise TypeError(
             f"tfpar.fit takes a model built under tf.distribute.MirroredStrategy, MultiWorkerMirroredStrategy or no "
@@ -46,7 +46,7 @@ def of(model: keras.Model) -> Strategy:
     return strategy
 
 
-def around(strategy: tf.distribute.Strategy) -> Strategy | None:
+def _wrapping(strategy: tf.distribute.Strategy) -> Strategy | None:
     """Return the tfpar strategy for a strategy of `tf.distribute`, the one that created it if one did; else None."""
     known: Strategy | None = getattr(strategy, "tfpar_strategy", None)
     if known is not None:
@@ -79,7 +79,7 @@ def resolve(strategy: Any) -> Strategy:
     if isinstance(strategy, Strategy):
         return strategy
     if isinstance(strategy, tf.distribute.Strategy):
-        found = around(strategy)
+        found = _wrapping(strategy)
         if found is not None:
             return found
         received, way_out = f"a {type(strategy).__name__} of tf.distribute", "tfpar.Mirrored() or tfpar.SingleDevice()"
