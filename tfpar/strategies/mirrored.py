@@ -27,7 +27,7 @@ class Mirrored(DataParallel):
             or `"auto"` for TensorFlow's choice. On CPUs always `"reduction_to_one_device"`: TensorFlow's default
             crashes there when one process trains a second model (the table of `docs/exactness.md`).
         pack_bytes: Gradients are sent in packs of about this many bytes; None leaves it to TensorFlow.
-        batch_dependent_layers: What becomes of a layer that mixes the examples of a batch: `"refuse"` it before the
+        batch_dependent_layers: How a layer is treated in which examples depend on each other: `"refuse"` it before the
             first step, or `"gather"` the batch, so that every replica computes the layer on all of it.
 
     Raises:

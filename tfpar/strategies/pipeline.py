@@ -45,12 +45,12 @@ class Pipeline(SingleReplica):
 
     Args:
         num_stages: How many stages.
-        num_microbatches: How many parts of every global batch; with one, the devices take turns.
+        num_microbatches: How many micro-batches a global batch is cut into; with one, the devices work in turn.
         schedule: "gpipe", "1f1b", "interleaved" (several stages a device) or "zero_bubble".
-        balance: What the slowest stage is measured by: "time" (measured forward and backward), "flops", "parameters"
-            or "memory"; or the number of layers of each stage; or the names of the layers to cut before.
+        balance: What is made as small as possible for the slowest stage: "time" (measured), "flops", "parameters" or
+            "memory"; or the number of layers of each stage; or the names of the layers to cut before.
         devices: Device names such as `["GPU:0", "GPU:1"]`; None takes as many as the schedule needs.
-        recompute: Keep only what enters a stage and run its forward pass again in the backward pass: less memory for
+        recompute: Save only the inputs of a stage, and repeat its forward pass in the backward pass: less memory for
             about a third more time.
         memory_limit_bytes: What a device may hold of weights, gradients, optimizer state and activations; None for no
             limit.

@@ -36,26 +36,28 @@ Compression = Literal["bfloat16"]
 class MultiWorker(DataParallel):
     """Train in several processes with `tf.distribute.MultiWorkerMirroredStrategy`, equal to one device.
 
-    Every worker runs the same program; the variable TF_CONFIG tells each who it is (`python -m tfpar.launch` sets it,
-    as Kubeflow does; under Slurm's `srun` it is made from Slurm's own variables). Without it the job has one worker.
-    The chief, rank 0, decides for all and writes the files; its weights are sent to all before the first step.
+    Every worker runs the same program. The variable TF_CONFIG holds the addresses of all workers and the rank of this
+    one; `python -m tfpar.launch` and Kubeflow set it, and under Slurm's `srun` Slurm's own variables replace it.
+    Without it the job has one worker. The chief, rank 0, decides for all workers and writes the files; its weights are
+    broadcast before the first step.
 
     Args:
         devices: This worker's devices, such as `["GPU:0"]`; None for all GPUs, or else all logical CPUs. Every worker
             has the same number of them.
         all_reduce: How gradients are summed: `"ring"`, on GPUs `"nccl"`, or `"auto"` for TensorFlow's choice.
-        pack_bytes: Small gradients travel together in packs of up to this many bytes, larger ones in pieces of it;
-            None for what was measured to be fast.
-        compression: `"bfloat16"` halves what travels and rounds gradients to 8 bits of precision; None keeps them.
-        sync: `"step"` adds the gradients of every step, with one device's result; `"average"` lets every replica step
-            alone and averages their weights (see `tfpar.strategies.multi_worker.local_sgd`).
+        pack_bytes: Small gradients are sent together in packs of up to this many bytes, larger ones in slices of that
+            size; None for 4 MiB, which was measured to be fast.
+        compression: `"bfloat16"` rounds gradients to 8 bits of precision for the all-reduce, which halves its bytes;
+            None keeps their type.
+        sync: `"step"` sums the gradients of every step, with one device's result; with `"average"` every replica
+            updates its own weights, and their weights are averaged (see `tfpar.strategies.multi_worker.local_sgd`).
         every: With `sync="average"`, the steps from one average to the next.
         average_optimizer: With `sync="average"`, whether the optimizer's moments are averaged too; otherwise each
-            replica keeps its own, and a resumed run goes on with the chief's.
-        batch_dependent_layers: What becomes of a layer that mixes the examples of a batch: `"refuse"` it before the
+            replica keeps its own, and a resumed run begins with the chief's.
+        batch_dependent_layers: How a layer is treated in which examples depend on each other: `"refuse"` it before the
             first step, or `"gather"` the batch, so that every replica computes the layer on all of it.
         form_seconds: How long to wait for all workers to appear.
-        silence_seconds: How long a worker may be silent before the others give it up.
+        silence_seconds: After how long without a sign of life a worker counts as failed.
 
     Raises:
         ValueError: If TF_CONFIG is malformed, or this process is an evaluator, or an option is out of range.
