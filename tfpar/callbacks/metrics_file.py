@@ -1,0 +1,75 @@
+"""The logs of each epoch, in a file with one JSON object per line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfpar.files import json_lines
+
+
+class MetricsFile(keras.callbacks.Callback):
+    """Append each epoch's logs to a file, one JSON object a line.
+
+    A resumed training drops the lines of the epochs that it repeats. Checkpoints contain the lines too, so a lost or
+    damaged file is written again.
+
+    Args:
+        path: The file, by convention `metrics.jsonl`; its folder must exist.
+
+    Example:
+        >>> trainer.fit(dataset, callbacks=[MetricsFile("runs/digits/metrics.jsonl")])
+    """
+
+    chief_only = True
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self.entries: list[dict[str, Any]] = []
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Drop the lines of an earlier training; those of this one come from the checkpoint, or else from the file."""
+        self.entries = []
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the line of the epoch."""
+        step = int(self.model.optimizer.iterations.numpy())
+        line = {
+            "epoch": epoch + 1,
+            "step": step,
+            **{name: np.asarray(value).tolist() for name, value in (logs or {}).items()},
+        }
+        entries = self.entries or self._known()
+        self.entries = [*(entry for entry in entries if entry["epoch"] <= epoch), line]
+        json_lines.write(self.path, self.entries)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Write the file again if it is lost or was changed."""
+        if not self.entries:
+            self.entries = self._known()
+        if self.entries and json_lines.read(self.path) != (self.entries, []):
+            json_lines.write(self.path, self.entries)
+
+    def _known(self) -> list[dict[str, Any]]:
+        """Return the lines of earlier epochs from the file and the history, for runs without a checkpoint of them."""
+        entries = {entry["epoch"]: entry for entry in [*self._of_history(), *json_lines.read_or_warn(self.path)]}
+        return [entries[epoch] for epoch in sorted(entries)]
+
+    def _of_history(self) -> list[dict[str, Any]]:
+        """Return the logs in the model's history as lines: older checkpoints contain only the history."""
+        history = getattr(self.model, "history", None)
+        epochs = getattr(history, "epoch", None) or []
+        logs = {name: values for name, values in getattr(history, "history", {}).items() if len(values) == len(epochs)}
+        return [
+            {"epoch": epoch + 1, **{name: np.asarray(values[index]).tolist() for name, values in logs.items()}}
+            for index, epoch in enumerate(epochs)
+        ]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a `metrics.jsonl`; warn on standard error about the others."""
+    return json_lines.read_or_warn(path)
