@@ -37,7 +37,7 @@ def _forms(outlook: Prediction) -> Iterator[list[Corner]]:
     times = {span.action: (span.begin_seconds, span.end_seconds) for span in outlook.planned.spans}
     for kind, stage, microbatch in times:
         if kind == "F":
-            kept_bytes, again_bytes = durations.activation_bytes[stage], durations.backward_bytes[stage]
+            kept_bytes, again_bytes = durations.activation_bytes[stage], durations.backward_temporary_bytes[stage]
             (begin, _), (again, end) = times[Action("F", stage, microbatch)], times[Action("B", stage, microbatch)]
             turn = min(again + durations.forward_seconds[stage], end)
             yield [(begin, kept_bytes), (again, kept_bytes), (turn, kept_bytes + again_bytes), (end, kept_bytes)]

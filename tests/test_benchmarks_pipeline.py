@@ -263,9 +263,9 @@ def test_a_question_is_answered_with_its_figures(setting: Setting) -> None:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"activation_bytes": (100, 100), "backward_bytes": (0, 0)}, 300),  # two on device 0, one on device 1
+        ({"activation_bytes": (100, 100), "backward_temporary_bytes": (0, 0)}, 300),  # two on device 0, one on device 1
         # Device 1 has made all again when device 0, a second ahead, has let half of its go.
-        ({"activation_bytes": (0, 0), "backward_bytes": (100, 100)}, 150),
+        ({"activation_bytes": (0, 0), "backward_temporary_bytes": (100, 100)}, 150),
     ],
 )
 def test_devices_that_share_a_memory_need_the_most_at_different_times(sizes: Any, expected: float) -> None:

@@ -142,10 +142,10 @@ def test_what_mixes_in_one_mode_is_gathered_and_equals_one_device(build: Callabl
 def test_statistics_of_the_whole_batch_in_inference_equal_one_device() -> None:
     """Synchronized, or gathered."""
     synchronized = with_layer(lambda x: Normalized(synchronized=True)(x))
-    for build, mixing in ((synchronized, "refuse"), (always_normalized, "gather")):
+    for build, handling in ((synchronized, "refuse"), (always_normalized, "gather")):
         keras.utils.set_random_seed(0)
         expected = build().predict(INPUTS, batch_size=8, verbose=0)
-        strategy = tfpar.Mirrored(TWO, mixing=mixing)  # type: ignore[arg-type]
+        strategy = tfpar.Mirrored(TWO, batch_dependent_layers=handling)  # type: ignore[arg-type]
         found = tfpar.Trainer(build, strategy, seed=0).predict(INPUTS, 8, verbose=0)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -170,7 +170,7 @@ def test_numbers_drawn_by_place_in_the_batch_are_refused() -> None:
 
 
 def test_an_unknown_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="mixing must be 'refuse' or 'gather', received 'allow'"):
+    with pytest.raises(ValueError, match="batch_dependent_layers must be 'refuse' or 'gather', received 'allow'"):
         tfpar.Mirrored(TWO, batch_dependent_layers="allow")  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline: the known orders as drawn, their bounds, and every mistake that a schedule can have."""
+"""Schedules: the orders of the built-in schedules, their bounds, and the validation of invalid schedules."""
 
 import itertools
 import subprocess
@@ -23,7 +23,7 @@ ALL = [
 
 
 def drawn(made: Schedule) -> list[str]:
-    """Each device's order; a stage beyond the first of its device in small letters."""
+    """Return the order of each device; stages after the first of a device are in small letters."""
     return [
         " ".join(
             f"{kind if stage < made.num_devices else kind.lower()}{microbatch}" for kind, stage, microbatch in order
@@ -33,11 +33,11 @@ def drawn(made: Schedule) -> list[str]:
 
 
 def text(*devices: str) -> Schedule:
-    """A schedule by the orders of its devices."""
+    """Return the schedule with these orders of its devices."""
     return schedule.parse("\n".join(["drawn", *(f"{device}: {order}" for device, order in enumerate(devices))]))
 
 
-# The known schedules
+# The built-in schedules
 
 
 def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
@@ -47,7 +47,7 @@ def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
     ]
 
 
-def test_1f1b_warms_up_by_the_number_of_stages_behind() -> None:
+def test_1f1b_warms_up_by_the_number_of_later_stages() -> None:
     assert drawn(schedule.make("1f1b", 3, 4)) == [
         "F0 F1 F2 B0 F3 B1 B2 B3",
         "F0 F1 B0 F2 B1 F3 B2 B3",
@@ -62,7 +62,7 @@ def test_interleaved_sends_groups_of_microbatches_through_all_stages_of_a_device
     ]
 
 
-def test_zero_bubble_keeps_the_order_of_1f1b_and_holds_weight_gradients_back() -> None:
+def test_zero_bubble_has_the_order_of_1f1b_and_delays_weight_gradients() -> None:
     assert drawn(schedule.make("zero_bubble", 3, 4)) == [
         "F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3",
         "F0 F1 B0 F2 B1 W0 F3 B2 W1 B3 W2 W3",
@@ -83,13 +83,13 @@ def test_one_device_runs_everything(name: str) -> None:
     assert len(made.in_order()) == num_stages * (3 if name == "zero_bubble" else 2)
 
 
-# Properties of all of them
+# Properties of all schedules
 
 
-def test_every_schedule_can_run_within_its_memory_and_reads_back() -> None:
+def test_every_schedule_is_valid_within_its_memory_and_parses_from_its_text() -> None:
     for name, num_stages, num_microbatches, num_devices in ALL:
         made = schedule.make(name, num_stages, num_microbatches, num_devices)
-        # How many micro-batches a stage keeps at most: the promise of each schedule.
+        # The largest number of micro-batches in flight on each stage.
         bound = {
             "gpipe": [num_microbatches] * num_stages,
             "1f1b": [min(num_stages - stage, num_microbatches) for stage in range(num_stages)],
@@ -109,7 +109,7 @@ def test_the_memory_of_1f1b_does_not_grow_with_the_microbatches() -> None:
         assert schedule.peak_activations(schedule.make("zero_bubble", 3, num_microbatches)) == [3, 3, 3]
 
 
-def test_microbatches_of_a_stage_are_added_up_in_one_order() -> None:
+def test_gradients_of_a_stage_are_summed_in_the_order_of_microbatches() -> None:
     for arguments in ALL:
         made = schedule.make(*arguments)
         last = "W" if made.splits_backward else "B"
@@ -118,56 +118,59 @@ def test_microbatches_of_a_stage_are_added_up_in_one_order() -> None:
             assert order == list(range(made.num_microbatches)), arguments
 
 
-def test_one_order_of_all_actions_respects_devices_and_needs() -> None:
+def test_the_order_of_all_actions_respects_devices_and_dependencies() -> None:
     for arguments in ALL:
         made = schedule.make(*arguments)
         ordered = made.in_order()
         position = {action: index for index, action in enumerate(ordered)}
         assert sorted(ordered) == sorted(itertools.chain(*made.actions))
-        assert all(position[needed] < position[action] for action in ordered for needed in made.needs(action))
+        assert all(position[one] < position[action] for action in ordered for one in made.dependencies(action))
         assert all(list(order) == sorted(order, key=position.__getitem__) for order in made.actions)
 
 
-def test_devices_take_turns_in_the_one_order() -> None:
+def test_devices_alternate_in_the_order_of_all_actions() -> None:
     ordered = schedule.make("1f1b", 2, 3).in_order()
     assert " ".join(map(str, ordered)) == "F0.0 F0.1 F1.0 B1.0 B0.0 F1.1 F0.2 B1.1 B0.1 F1.2 B1.2 B0.2"
 
 
-def test_what_an_action_needs() -> None:
+def test_dependencies_of_an_action() -> None:
     made = schedule.make("zero_bubble", 3, 2)
 
-    def needs(*action: object) -> str:
-        return " ".join(map(str, made.needs(Action(*action))))  # type: ignore[arg-type]
+    def dependencies(*action: object) -> str:
+        return " ".join(map(str, made.dependencies(Action(*action))))  # type: ignore[arg-type]
 
-    assert needs("F", 0, 1) == ""
-    assert needs("F", 2, 1) == "F1.1"
-    assert needs("B", 1, 0) == "F1.0 B2.0"
-    assert needs("B", 2, 0) == "F2.0"
-    assert needs("W", 1, 0) == "B1.0"
+    assert dependencies("F", 0, 1) == ""
+    assert dependencies("F", 2, 1) == "F1.1"
+    assert dependencies("B", 1, 0) == "F1.0 B2.0"
+    assert dependencies("B", 2, 0) == "F2.0"
+    assert dependencies("W", 1, 0) == "B1.0"
 
 
-def test_a_stage_sits_on_the_device_with_its_number_in_turn() -> None:
+def test_stages_are_assigned_to_devices_round_robin() -> None:
     made = schedule.make("interleaved", 6, 4, num_devices=2)
     assert [made.device_of(stage) for stage in range(6)] == [0, 1, 0, 1, 0, 1]
 
 
-# Bad input
+# Invalid schedules
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("pipedream", 2, 4), "one of gpipe, 1f1b, interleaved, zero_bubble, and this one is 'pipedream'"),
-        (("1f1b", 0, 4), "num_stages of at least 1, and it is 0. Set a larger one"),
-        (("1f1b", 2, -1), "num_microbatches of at least 1, and it is -1. Set a larger one"),
-        (("gpipe", 4, 4, 2), "'gpipe' needs a device for each stage, and there are 4 stages and 2 devices. Set num_st"),
-        (("interleaved", 5, 4), "there are 5 stages and 2 devices. Set num_stages to 4 or another multiple of 2"),
-        (("interleaved", 1, 4), "at least 2, and there are 1 stages and 0 devices. Set num_stages to 2"),
-        (("interleaved", 4, 4, 4), "there are 4 stages and 4 devices. Set num_stages to 8 or another multiple of 4"),
-        (("interleaved", 4, 5, 2), "there are 5 micro-batches and 2 devices. Set num_microbatches to 6 or another"),
+        (("pipedream", 2, 4), "schedule must be one of gpipe, 1f1b, interleaved, zero_bubble, received 'pipedream'"),
+        (("1f1b", 0, 4), "num_stages must be at least 1, received 0"),
+        (("1f1b", 2, -1), "num_microbatches must be at least 1, received -1"),
+        (
+            ("gpipe", 4, 4, 2),
+            "'gpipe' needs one device for each stage, received 4 stages and 2 devices; set num_stages",
+        ),
+        (("interleaved", 5, 4), "received 5 stages and 2 devices; set num_stages to 4 or a larger multiple of 2"),
+        (("interleaved", 1, 4), "at least 2, received 1 stages and 0 devices; set num_stages to 2"),
+        (("interleaved", 4, 4, 4), "received 4 stages and 4 devices; set num_stages to 8 or a larger multiple of 4"),
+        (("interleaved", 4, 5, 2), "received 5 micro-batches and 2 devices; set num_microbatches to 6 or another"),
     ],
 )
-def test_what_cannot_be_made_is_refused(arguments: tuple[str, int, int], message: str) -> None:
+def test_numbers_without_a_schedule_are_refused(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         schedule.make(*arguments)
 
@@ -175,14 +178,14 @@ def test_what_cannot_be_made_is_refused(arguments: tuple[str, int, int], message
 @pytest.mark.parametrize(
     ("described", "message"),
     [
-        ("", "must be its name, then a line for each device like '0: F0.0 B0.0', and it is ''"),
-        ("mine\n0:", "must be its name, then a line for each device"),
-        ("mine\n1: F0.0 B0.0", "The line of device 0 must begin with '0:', and it is '1: F0.0 B0.0'"),
-        ("mine\n0: F0.0 C0.0", "like F0.3, and device 0 has 'C0.0'"),
-        ("mine\n0: F0.0\n1: F1,0", "like F0.3, and device 1 has 'F1,0'"),
+        ("", "must be its name, then one line for each device like '0: F0.0 B0.0', received ''"),
+        ("mine\n0:", "must be its name, then one line for each device"),
+        ("mine\n1: F0.0 B0.0", "The line of device 0 must begin with '0:', received '1: F0.0 B0.0'"),
+        ("mine\n0: F0.0 C0.0", "like F0.3, received 'C0.0' on device 0; correct it"),
+        ("mine\n0: F0.0\n1: F1,0", "like F0.3, received 'F1,0' on device 1; correct it"),
     ],
 )
-def test_a_text_that_is_no_schedule_is_refused(described: str, message: str) -> None:
+def test_a_text_of_another_format_is_refused(described: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         schedule.parse(described)
 
@@ -191,27 +194,27 @@ def test_a_text_that_is_no_schedule_is_refused(described: str, message: str) -> 
     ("broken", "message"),
     [
         # on the device of another stage
-        (text("F0.0 F1.0 B0.0", "B1.0"), "Device 0 must run F/B of stages 0 on 1 micro-batches, and it has F1.0"),
+        (text("F0.0 F1.0 B0.0", "B1.0"), "Device 0 must run F/B of stages 0 on 1 micro-batches, received F1.0"),
         # twice
-        (text("F0.0 F0.0 B0.0", "F1.0 B1.0"), "Device 0 must run F0.0 once, and it does 2 times. Remove the others"),
+        (text("F0.0 F0.0 B0.0", "F1.0 B1.0"), "Device 0 must run F0.0 once, received it 2 times; remove the others"),
         # not at all
-        (text("F0.0 B0.0", "F1.0"), "Device 1 must run B1.0 once, and it does 0 times. Add it"),
-        # a weight gradient here, none there
-        (text("F0.0 B0.0 W0.0", "F1.0 B1.0"), "Device 1 must run W1.0 once, and it does 0 times. Add it"),
-        # before what it needs, on the same device
-        (text("F0.0 B0.0", "B1.0 F1.0"), "device 1 has B1.0 before F1.0"),
-        (text("F0.0 W0.0 B0.0"), "device 0 has W0.0 before B0.0"),
-        # stages 0 and 2 sit together, and stage 1 between them waits for the first
+        (text("F0.0 B0.0", "F1.0"), "Device 1 must run B1.0 once, received it 0 times; add it"),
+        # a weight gradient on one device alone
+        (text("F0.0 B0.0 W0.0", "F1.0 B1.0"), "Device 1 must run W1.0 once, received it 0 times; add it"),
+        # before its dependency, on the same device
+        (text("F0.0 B0.0", "B1.0 F1.0"), "received B1.0 before F1.0 on device 1"),
+        (text("F0.0 W0.0 B0.0"), "received W0.0 before B0.0 on device 0"),
+        # stages 0 and 2 are on one device, and stage 1 between them waits for stage 0
         (
             text("F2.0 F0.0 B2.0 B0.0", "F1.0 F3.0 B3.0 B1.0"),
-            "No device .* may wait for ever, and here device 0 waits before F2.0 for F1.0, device 1 waits before F1.0",
+            "deadlock, received 'drawn', where device 0 waits before F2.0 for F1.0, device 1 waits before F1.0",
         ),
         # each device waits for the other: B0.0 needs B1.0, F1.1 needs F0.1
         (text("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"), "device 0 waits before B0.0 for B1.0, device 1 waits be"),
         # three stages on two devices
-        (text("F0.0 F2.0 B2.0 B0.0", "F1.0 B1.0"), "has 2 orders, 2 devices and 3 stages"),
+        (text("F0.0 F2.0 B2.0 B0.0", "F1.0 B1.0"), "received 2 lines, 2 devices and 3 stages"),
         # more devices than stages
-        (text("F0.0 B0.0", ""), "has 2 orders, 2 devices and 1 stages"),
+        (text("F0.0 B0.0", ""), "received 2 lines, 2 devices and 1 stages"),
     ],
 )
 def test_a_schedule_that_cannot_run_is_refused(broken: Schedule, message: str) -> None:
@@ -221,23 +224,25 @@ def test_a_schedule_that_cannot_run_is_refused(broken: Schedule, message: str) -
 
 def test_a_microbatch_beyond_the_last_is_refused() -> None:
     broken = Schedule("mine", 1, 1, 1, text("F0.0 F0.1 B0.0 B0.1").actions)
-    with pytest.raises(ValueError, match=r"on 1 micro-batches, and it has F0\.1\. Move or remove it"):
+    with pytest.raises(ValueError, match=r"on 1 micro-batches, received F0\.1; move or remove it"):
         schedule.check(broken)
 
 
-def test_a_schedule_of_ones_own_that_can_run_is_accepted() -> None:
+def test_a_valid_custom_schedule_is_accepted() -> None:
     schedule.check(text("F0.0 F0.1 B0.1 B0.0", "F1.0 F1.1 B1.1 B1.0"), max_activations=[2, 2])
 
 
 def test_more_activations_than_allowed_are_refused() -> None:
     made = schedule.make("gpipe", 2, 3)
-    with pytest.raises(ValueError, match=r"Stage 1 may keep activations of at most 2 micro-batches, and F1\.2 on"):
+    with pytest.raises(
+        ValueError, match=r"Stage 1 must have at most 2 micro-batches in flight, received 3 at F1\.2 on"
+    ):
         schedule.check(made, max_activations=[3, 2])
-    with pytest.raises(ValueError, match=r"one entry for each of 2 stages, and it has 1: \[3\]"):
+    with pytest.raises(ValueError, match=r"one entry for each of 2 stages, received 1: \[3\]"):
         schedule.check(made, max_activations=[3])
 
 
-def test_planning_needs_no_tensorflow() -> None:
+def test_schedules_and_the_simulator_import_no_tensorflow() -> None:
     program = (
         "import sys, tfpar.pipeline.schedule, tfpar.pipeline.schedule.simulator\n"
         "print({'tensorflow', 'keras', 'numpy'} & sys.modules.keys() or 'none')"

@@ -1,4 +1,4 @@
-"""The simulator: closed forms for equal times, timelines as drawn for others, transfers, memory."""
+"""The simulator: closed forms for equal times, drawn timelines for other times, transfers, memory."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ def equal(
     weight_gradient: float = 1.0,
     transfer: float = 0.0,
 ) -> Durations:
-    """The same times for every stage; a whole backward takes as long as its two halves."""
+    """Return equal durations for all stages; a complete backward pass takes as long as its two parts."""
     return Durations(
         forward_seconds=(forward,) * num_stages,
         backward_seconds=(input_gradient + weight_gradient,) * num_stages,
@@ -28,7 +28,7 @@ def equal(
 
 
 def drawn(timeline: Timeline) -> list[str]:
-    """Two characters a second: an action begins with its letter and micro-batch, goes on with dashes."""
+    """Draw a device as a row of two characters for each second: kind and micro-batch, then dashes."""
     rows = [[".."] * round(timeline.step_seconds) for _ in range(timeline.num_devices)]
     for (kind, stage, microbatch), device, begin_seconds, end_seconds in timeline.spans:
         letter = kind if stage < timeline.num_devices else kind.lower()
@@ -75,10 +75,10 @@ def test_zero_bubble(forward: float, input_gradient: float, weight_gradient: flo
             timeline = simulate(schedule.make("zero_bubble", p, m), equal(p, forward, input_gradient, weight_gradient))
             # Table 1 of arXiv 2401.10241 has (p - 1)(F + B - W), where W is the shortest; otherwise less can be filled.
             filled_seconds = min(forward, input_gradient, weight_gradient)
-            waiting_seconds = (p - 1) * (forward + input_gradient - filled_seconds)
+            idle_seconds = (p - 1) * (forward + input_gradient - filled_seconds)
             busy_seconds = m * (forward + input_gradient + weight_gradient)
-            assert timeline.step_seconds == pytest.approx(busy_seconds + waiting_seconds)
-            assert timeline.bubble == pytest.approx(waiting_seconds / timeline.step_seconds)
+            assert timeline.step_seconds == pytest.approx(busy_seconds + idle_seconds)
+            assert timeline.bubble == pytest.approx(idle_seconds / timeline.step_seconds)
 
 
 def test_zero_bubble_is_as_short_as_any_order_can_be() -> None:
@@ -89,10 +89,10 @@ def test_zero_bubble_is_as_short_as_any_order_can_be() -> None:
         assert run("zero_bubble", p, m).step_seconds == max(last_stage_seconds, first_stage_seconds if p > 1 else 0)
 
 
-# Timelines as drawn
+# Drawn timelines
 
 
-def test_a_whole_backward_of_two_seconds() -> None:
+def test_a_complete_backward_pass_of_two_seconds() -> None:
     assert drawn(run("1f1b", 2, 3)) == [
         "F0 F1 .. .. B0 -- F2 B1 -- .. B2 --",
         ".. F0 B0 -- F1 B1 -- F2 B2 -- .. ..",
@@ -114,7 +114,7 @@ def test_interleaved_devices_begin_their_second_stage_before_the_pipeline_is_ful
     ]
 
 
-def test_a_slow_stage_makes_the_others_wait() -> None:
+def test_a_slow_stage_leaves_the_others_idle() -> None:
     assert drawn(run("gpipe", 2, 2, forward_seconds=(1.0, 3.0), backward_seconds=(1.0, 1.0))) == [
         "F0 F1 .. .. .. .. .. .. B0 B1",
         ".. F0 -- -- F1 -- -- B0 B1 ..",
@@ -122,7 +122,7 @@ def test_a_slow_stage_makes_the_others_wait() -> None:
 
 
 def test_transfers_delay_and_overlap_with_actions() -> None:
-    # Two seconds across the cut, each way: a micro-batch travels while others run, so each device waits only once.
+    # A transfer takes two seconds and overlaps with the actions of other micro-batches.
     assert drawn(run("gpipe", 2, 3, transfer_seconds=(2.0,), backward_seconds=(1.0, 1.0))) == [
         "F0 F1 F2 .. .. .. .. .. .. B0 B1 B2",
         ".. .. .. F0 F1 F2 B0 B1 B2 .. .. ..",
@@ -137,7 +137,7 @@ def test_each_cut_has_its_own_transfer_time() -> None:
     ]
 
 
-def test_no_transfer_within_a_device() -> None:
+def test_stages_of_one_device_have_no_transfer() -> None:
     made = schedule.make("interleaved", 3, 1, num_devices=1)
     assert simulate(made, equal(3, transfer=5.0)) == simulate(made, equal(3, transfer=0.0))
 
@@ -162,7 +162,7 @@ def test_a_device_updates_its_stages_one_after_another() -> None:
     assert timeline.step_seconds == max(span.end_seconds for span in timeline.spans) + 4.0
 
 
-def test_spans_come_in_the_order_of_time() -> None:
+def test_spans_are_sorted_by_start() -> None:
     spans = run("interleaved", 6, 6).spans
     assert [span.begin_seconds for span in spans] == sorted(span.begin_seconds for span in spans)
     assert len(spans) == 72
@@ -181,64 +181,70 @@ def peak_bytes(made: Schedule, **changes: tuple[float, ...]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    # 100 and 10 bytes a micro-batch, kept of 8, or of 2 and 1, or of 2 and 2; weights of 7 and 3 bytes.
+    # 100 and 10 bytes for each micro-batch in flight, 8, or 2 and 1, or 2 and 2; weights of 7 and 3 bytes.
     [("gpipe", (807, 83)), ("1f1b", (207, 13)), ("zero_bubble", (207, 23))],
 )
-def test_memory_follows_from_the_order(name: str, expected: tuple[int, ...]) -> None:
+def test_memory_depends_on_the_order(name: str, expected: tuple[int, ...]) -> None:
     assert peak_bytes(schedule.make(name, 2, 8), activation_bytes=(100, 10), fixed_bytes=(7, 3)) == expected
 
 
-def test_a_device_holds_the_memory_of_all_its_stages() -> None:
+def test_the_memory_of_a_device_is_that_of_all_its_stages() -> None:
     # Device 0 runs F0 F1 f0 f1 b0 b1 B0 B1: two micro-batches of 1 byte and two of 100.
     # Device 1 runs F0 F1 f0 b0 f1 b1 B0 B1: two of 10 and one of 1000.
     made = schedule.make("interleaved", 4, 2)
     assert peak_bytes(made, activation_bytes=(1, 10, 100, 1000), fixed_bytes=(0, 3, 5, 4)) == (202 + 5, 1020 + 7)
 
 
-def test_a_smaller_microbatch_keeps_less() -> None:
+def test_a_smaller_microbatch_saves_less() -> None:
     made = schedule.make("gpipe", 1, 2)
     assert peak_bytes(made, activation_bytes=(101,), microbatch_scale=(1.0, 0.5)) == (152,)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    # Of 8 micro-batches all are kept, or 2 and 1; one of them is made again at a time. With zero bubble device 1 runs
-    # F0 B0 F1 B1 W0 ...: beside a second micro-batch stands what the first one's B has left for its W, 5 bytes.
+    # 8 micro-batches are in flight, or 2 and 1, and one of them is recomputed at a time. With "zero_bubble" device 1
+    # runs F0 B0 F1 B1 W0 ...: during B1 the 5 bytes that B0 saved for W0 are in memory too.
     [("gpipe", (8 + 50, 8 + 60)), ("1f1b", (2 + 50, 1 + 60)), ("zero_bubble", (2 + 50, 2 + 60 + 5))],
 )
-def test_recomputation_keeps_little_and_makes_the_rest_again(name: str, expected: tuple[int, ...]) -> None:
-    sizes = {"activation_bytes": (1, 1), "backward_bytes": (50, 60), "waiting_bytes": (5, 5)}
+def test_recomputation_saves_little_and_recomputes_one_microbatch_at_a_time(
+    name: str, expected: tuple[int, ...]
+) -> None:
+    sizes = {"activation_bytes": (1, 1), "backward_temporary_bytes": (50, 60), "until_weight_gradient_bytes": (5, 5)}
     assert peak_bytes(schedule.make(name, 2, 8), **sizes) == expected
 
 
-def test_what_waits_for_the_weight_gradient_is_kept_until_then() -> None:
-    made = schedule.parse("waits\n0: F0.0 B0.0 F0.1 B0.1 W0.0 W0.1")
-    sizes = {"activation_bytes": (100,), "waiting_bytes": (10,)}
+def test_bytes_saved_for_the_weight_gradient_are_freed_after_it() -> None:
+    made = schedule.parse("delayed\n0: F0.0 B0.0 F0.1 B0.1 W0.0 W0.1")
+    sizes = {"activation_bytes": (100,), "until_weight_gradient_bytes": (10,)}
     assert peak_bytes(made, **sizes) == (220,)
-    assert peak_bytes(made, **sizes, backward_bytes=(1000,)) == (1210,)
-    assert peak_bytes(made, **sizes, weight_gradient_bytes=(1000,)) == (1220,)
+    assert peak_bytes(made, **sizes, backward_temporary_bytes=(1000,)) == (1210,)
+    assert peak_bytes(made, **sizes, weight_gradient_temporary_bytes=(1000,)) == (1220,)
 
 
 def test_without_sizes_no_memory_is_predicted() -> None:
     assert peak_bytes(schedule.make("1f1b", 3, 4)) == (0, 0, 0)
 
 
-# Bad input
+# Invalid durations
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("1f1b", {"forward_seconds": (1.0,)}, r"forward_seconds must have an entry for each of 2 stages, and it has 1"),
-        ("1f1b", {"backward_seconds": ()}, r"backward_seconds must have .* 2 stages, and it has 0: \(\)"),
-        ("zero_bubble", {"input_gradient_seconds": ()}, r"input_gradient_seconds must have .* 2 stages, and it has 0"),
-        ("zero_bubble", {"weight_gradient_seconds": ()}, r"weight_gradient_seconds must have .* 2 stages, and it has"),
-        ("1f1b", {"transfer_seconds": (0.0, 0.0)}, r"transfer_seconds must have an entry for each of 1 cuts, and it h"),
-        ("1f1b", {"update_seconds": (1.0,)}, r"update_seconds must have an entry for each of 2 stages, and it has 1"),
-        ("1f1b", {"fixed_bytes": (1, 2, 3)}, r"fixed_bytes must have an entry for each of 2 stages, and it has 3"),
-        ("1f1b", {"microbatch_scale": (1.0,)}, r"microbatch_scale must have .* 4 micro-batches, and it has 1"),
-        ("1f1b", {"forward_seconds": (1.0, -1.0)}, r"must be finite and not negative, and it is \(1\.0, -1\.0\)"),
-        ("1f1b", {"transfer_seconds": (float("nan"),)}, r"must be finite and not negative, and it is \(nan,\)"),
+        ("1f1b", {"forward_seconds": (1.0,)}, r"forward_seconds must have one entry for each of 2 stages, received 1"),
+        ("1f1b", {"backward_seconds": ()}, r"backward_seconds must have .* 2 stages, received 0: \(\)"),
+        ("zero_bubble", {"input_gradient_seconds": ()}, r"input_gradient_seconds must have .* 2 stages, received 0"),
+        ("zero_bubble", {"weight_gradient_seconds": ()}, r"weight_gradient_seconds must have .* 2 stages, received 0"),
+        (
+            "1f1b",
+            {"transfer_seconds": (0.0, 0.0)},
+            r"transfer_seconds must have one entry for each of 1 cuts, received 2",
+        ),
+        ("1f1b", {"update_seconds": (1.0,)}, r"update_seconds must have one entry for each of 2 stages, received 1"),
+        ("1f1b", {"fixed_bytes": (1, 2, 3)}, r"fixed_bytes must have one entry for each of 2 stages, received 3"),
+        ("1f1b", {"microbatch_scale": (1.0,)}, r"microbatch_scale must have .* 4 micro-batches, received 1"),
+        ("1f1b", {"forward_seconds": (1.0, -1.0)}, r"must be finite and not negative, received \(1\.0, -1\.0\)"),
+        ("1f1b", {"transfer_seconds": (float("nan"),)}, r"must be finite and not negative, received \(nan,\)"),
     ],
 )
 def test_durations_that_do_not_fit_are_refused(name: str, changes: dict[str, tuple[float, ...]], message: str) -> None:
@@ -246,13 +252,15 @@ def test_durations_that_do_not_fit_are_refused(name: str, changes: dict[str, tup
         run(name, 2, 4, **changes)
 
 
-def test_times_that_a_schedule_does_not_read_may_be_absent() -> None:
-    without_halves = run("1f1b", 2, 4, input_gradient_seconds=(), weight_gradient_seconds=())
-    assert without_halves == run("1f1b", 2, 4)
+def test_durations_that_a_schedule_does_not_read_may_be_empty() -> None:
+    without_parts = run("1f1b", 2, 4, input_gradient_seconds=(), weight_gradient_seconds=())
+    assert without_parts == run("1f1b", 2, 4)
     assert run("zero_bubble", 2, 4, backward_seconds=()) == run("zero_bubble", 2, 4)
 
 
-def test_a_schedule_that_waits_for_ever_is_refused() -> None:
-    stuck = schedule.parse("stuck\n0: F0.0 B0.0 F0.1 B0.1\n1: F1.0 F1.1 B1.0 B1.1")
-    with pytest.raises(ValueError, match="No device of a schedule may wait for ever"):
-        simulate(stuck, equal(2))
+def test_a_deadlocked_schedule_is_refused() -> None:
+    deadlocked = schedule.parse("deadlocked\n0: F0.0 B0.0 F0.1 B0.1\n1: F1.0 F1.1 B1.0 B1.1")
+    with pytest.raises(
+        ValueError, match=r"must not deadlock, received 'deadlocked', where device 0 waits before B0\.0"
+    ):
+        simulate(deadlocked, equal(2))

@@ -1,4 +1,8 @@
-"""Pipeline parallelism: a model cut into stages, micro-batches that pass through them in the order of a schedule.
+"""Pipeline parallelism: a model in stages on several devices, which train on micro-batches at the same time.
 
-The modules `schedule`, `simulate` and `balance` are pure Python: planning a pipeline needs no TensorFlow.
+schedule    the order of the forward and backward passes on each device, and its simulation; pure Python
+graph       the model as a graph of layer calls
+partition   the assignment of layer calls to stages, and of weights to devices
+execution   the TensorFlow program of a step
+analysis    predicted and measured times and memory, as a table and a picture
 """

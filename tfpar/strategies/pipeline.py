@@ -226,7 +226,7 @@ class Pipeline(SingleReplica):
         num_calls = len(graph.calls)
         if not isinstance(self._balance, str) or num_calls >= self.schedule.num_stages:
             return self.schedule
-        fitted = schedules.of_fewer_stages(self.schedule, num_calls)
+        fitted = schedules.limit_stages(self.schedule, num_calls)
         if model not in self._schedules:
             warnings.warn(
                 f"{model.name!r} has {num_calls} layer call{'s' * (num_calls > 1)} for {self.schedule.num_stages} "

@@ -56,9 +56,9 @@ def predict_step_time(
         step_timing.measure_durations(schedule, lambda actions: lowering.timed(batch, actions)),
         update_seconds=step_timing.measure_updates(lowering.optimizer, programs),
         activation_bytes=tuple(one.activation for one in kept),
-        backward_bytes=tuple(one.backward for one in kept),
-        weight_gradient_bytes=tuple(one.weight_gradient for one in kept),
-        waiting_bytes=tuple(one.waiting for one in kept),
+        backward_temporary_bytes=tuple(one.backward for one in kept),
+        weight_gradient_temporary_bytes=tuple(one.weight_gradient for one in kept),
+        until_weight_gradient_bytes=tuple(one.waiting for one in kept),
         fixed_bytes=tuple(memory.fixed(costs) for costs in partition.costs_of_stages),
     )
     crossing = partition.crossing

@@ -1,4 +1,4 @@
-"""A schedule as data: actions, the order in which each device runs them, what each needs, and their text form."""
+"""Schedules as data: the actions of each device in order, their dependencies, and a text form."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ACTION = re.compile(r"([FBW])(\d+)\.(\d+)")
 
 
 class Action(NamedTuple):
-    """One piece of work on one micro-batch.
+    """A forward or backward pass of one micro-batch on one stage.
 
     Attributes:
-        kind: "F", forward. "B", backward: the whole of it, or the gradient of the stage's input only where the
-            schedule also has "W", the gradient of the stage's weights.
-        stage: From 0, the stage that reads the input.
-        microbatch: From 0, in the order of the examples in the batch.
+        kind: "F", the forward pass. "B", the backward pass. "W", the gradient of the stage's weights; in schedules
+            with "W", "B" is the gradient of the stage's inputs alone.
+        stage: Index of the stage, from 0 at the model's inputs.
+        microbatch: Index of the micro-batch, from 0 in the order of the examples in the batch.
 
     Example:
         >>> str(Action("F", stage=0, microbatch=3))
@@ -36,16 +36,17 @@ class Action(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Which device runs what, in which order.
+    """The order of the actions on each device in one step.
 
-    `schedule.make` gives the known ones; `parse` reads one of your own, and `schedule.check` says whether it can run.
+    `schedule.make` returns the built-in schedules. `schedule.parse` reads one of your own, and `schedule.check`
+    validates it.
 
     Attributes:
         name: One of `schedule.NAMES`, or a name of your own.
-        num_stages: Stages of the model.
-        num_devices: Devices; stage s sits on device `s % num_devices`.
-        num_microbatches: Micro-batches of a step.
-        actions: For each device, its actions in the order in which it runs them.
+        num_stages: Number of stages of the model.
+        num_devices: Number of devices. Stage s runs on device `s % num_devices`.
+        num_microbatches: Number of micro-batches in a step.
+        actions: The actions of each device, in the order of their execution.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -63,19 +64,23 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weight gradients are actions of their own."""
+        """Whether weight gradients are separate actions."""
         return any(action.kind == "W" for order in self.actions for action in order)
 
     def device_of(self, stage: int) -> int:
-        """Return the device on which a stage sits."""
+        """Return the index of the device that runs a stage."""
         return stage % self.num_devices
 
-    def needs(self, action: Action) -> list[Action]:
-        """Return the actions whose results an action takes: of its own stage first, then of a neighbour.
+    def dependencies(self, action: Action) -> list[Action]:
+        """Return the actions whose results an action reads: first of its own stage, then of a neighbouring stage.
+
+        Args:
+            action: One of the actions of the schedule.
 
         Example:
-            >>> made = parse("mine\\n0: F0.0 B0.0\\n1: F1.0 B1.0")
-            >>> [str(needed) for needed in made.needs(Action("B", stage=0, microbatch=0))]
+            >>> from tfpar.pipeline import schedule
+            >>> gpipe = schedule.make("gpipe", num_stages=2, num_microbatches=1)
+            >>> [str(dependency) for dependency in gpipe.dependencies(Action("B", stage=0, microbatch=0))]
             ['F0.0', 'B1.0']
         """
         kind, stage, microbatch = action
@@ -87,17 +92,22 @@ class Schedule:
         return [Action("F", stage, microbatch), *later]
 
     def in_order(self) -> list[Action]:
-        """Return all actions in one order that respects the devices' orders and what each action needs.
+        """Return the actions of all devices in one topological order.
 
-        It is the order in time when every action takes one unit, so devices take turns as they do when they run.
+        It is the order in time if every action takes one unit of time, so that devices alternate as in a real step.
 
         Raises:
-            ValueError: If a device would wait for ever.
+            ValueError: If the schedule deadlocks.
+
+        Example:
+            >>> from tfpar.pipeline import schedule
+            >>> print(*schedule.make("1f1b", num_stages=2, num_microbatches=2).in_order())
+            F0.0 F0.1 F1.0 B1.0 B0.0 F1.1 B1.1 B0.1
         """
-        done: dict[Action, None] = {}  # as a set that keeps its order
+        done: dict[Action, None] = {}  # an ordered set
         queues = [collections.deque(order) for order in self.actions]
         while any(queues):
-            ready = [queue for queue in queues if queue and all(needed in done for needed in self.needs(queue[0]))]
+            ready = [queue for queue in queues if queue and all(one in done for one in self.dependencies(queue[0]))]
             if not ready:
                 raise ValueError(self._deadlock(queues, done))
             done.update(dict.fromkeys([queue.popleft() for queue in ready]))
@@ -106,45 +116,48 @@ class Schedule:
     def _deadlock(self, queues: Sequence[Sequence[Action]], done: Container[Action]) -> str:
         waits = [
             f"device {device} waits before {queue[0]} for "
-            + " and ".join(str(needed) for needed in self.needs(queue[0]) if needed not in done)
+            + " and ".join(str(dependency) for dependency in self.dependencies(queue[0]) if dependency not in done)
             for device, queue in enumerate(queues)
             if queue
         ]
         return (
-            f"No device of a schedule may wait for ever, and here {', '.join(waits)}. On each device move what another "
-            "one waits for to the front."
+            f"A schedule must not deadlock, received {self.name!r}, where {', '.join(waits)}; move the actions that "
+            "other devices wait for to an earlier place."
         )
 
     def to_text(self) -> str:
-        """Return the name, then a line for each device; `parse` reads it back."""
+        """Return the name and one line of actions for each device, the text that `schedule.parse` reads."""
         lines = (f"{device}: {' '.join(map(str, order))}" for device, order in enumerate(self.actions))
         return "\n".join([self.name, *lines])
 
 
 def parse(text: str) -> Schedule:
-    """Return the schedule that a text describes; whether it can run, `schedule.check` says.
+    r"""Parse the text form of a schedule. `schedule.check` validates the result.
 
     Args:
-        text: A name, then a line for each device, as `Schedule.to_text` gives them. Stages and micro-batches count
-            from 0 to the largest that is named.
+        text: A name, then one line for each device, in the format of `Schedule.to_text`. The largest indices set the
+            numbers of stages and micro-batches.
+
+    Returns:
+        The schedule, not validated.
 
     Raises:
-        ValueError: If it is no such text.
+        ValueError: If the text has another format.
 
     Example:
-        >>> parse("mine\\n0: F0.0 F0.1 B0.1 B0.0").num_microbatches
+        >>> parse("mine\n0: F0.0 F0.1 B0.1 B0.0").num_microbatches
         2
     """
     name, *lines = text.strip().splitlines() or [""]
     actions = tuple(_parse_device(device, line) for device, line in enumerate(lines))
-    found = [action for order in actions for action in order]
-    if not found:
+    all_actions = [action for order in actions for action in order]
+    if not all_actions:
         raise ValueError(
-            "The text of a schedule must be its name, then a line for each device like '0: F0.0 B0.0', and it is "
-            f"{text!r}. Schedule.to_text gives such a text."
+            "The text of a schedule must be its name, then one line for each device like '0: F0.0 B0.0', received "
+            f"{text!r}; see the output of Schedule.to_text."
         )
-    num_stages = 1 + max(action.stage for action in found)
-    num_microbatches = 1 + max(action.microbatch for action in found)
+    num_stages = 1 + max(action.stage for action in all_actions)
+    num_microbatches = 1 + max(action.microbatch for action in all_actions)
     return Schedule(name.strip(), num_stages, len(actions), num_microbatches, actions)
 
 
@@ -152,8 +165,8 @@ def _parse_device(device: int, line: str) -> tuple[Action, ...]:
     first, *words = line.split() or [""]
     if first != f"{device}:":
         raise ValueError(
-            f"The line of device {device} must begin with '{device}:', and it is {line.strip()!r}. "
-            "Write the devices in order, a line each."
+            f"The line of device {device} must begin with '{device}:', received {line.strip()!r}; write one line for "
+            "each device, in order."
         )
     return tuple(_parse_action(device, word) for word in words)
 
@@ -162,7 +175,7 @@ def _parse_action(device: int, word: str) -> Action:
     match = _ACTION.fullmatch(word)
     if match is None:
         raise ValueError(
-            f"An action must be written as F, B or W, stage, dot, micro-batch, like F0.3, and device {device} has "
-            f"{word!r}. Correct it."
+            f"An action must be written as F, B or W, stage, dot, micro-batch, like F0.3, received {word!r} on device "
+            f"{device}; correct it."
         )
     return Action(cast(Kind, match[1]), int(match[2]), int(match[3]))

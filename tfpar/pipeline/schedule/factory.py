@@ -1,7 +1,6 @@
-"""The schedules of a pipeline: make a known one, read or check one of your own.
+"""Construction of the built-in schedules.
 
-One pure function makes the order in which devices run; the executor, the simulator, the pictures and the tests all
-read that one order. No TensorFlow here.
+The executor, the simulator, the pictures and the tests all read the same `Schedule`. Pure Python, no TensorFlow.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 def make(name: str, num_stages: int, num_microbatches: int, num_devices: int | None = None) -> Schedule:
-    """Return one of the known schedules.
+    """Return one of the built-in schedules.
 
     Args:
-        name: "gpipe": all forwards, then all backwards. "1f1b": a backward after each forward; with equal times as fast
-            as "gpipe", with memory that does not grow with the micro-batches. "interleaved": 1F1B with several stages a
-            device; a smaller bubble, more transfers. "zero_bubble": 1F1B with weight gradients as actions of their own,
-            which fill the bubble; on every stage at most as many activations as on 1F1B's first.
-        num_stages: Stages of the model, at least 1. For "interleaved" a multiple of `num_devices`, at least its double.
-        num_microbatches: Micro-batches of a step, at least 1. For "interleaved" a multiple of `num_devices`.
-        num_devices: Devices; None for as many as stages, or half as many with "interleaved".
+        name: "gpipe": all forward passes, then all backward passes. "1f1b": one forward, one backward; as fast as
+            "gpipe" for equal times, and its memory does not grow with the number of micro-batches. "interleaved":
+            1F1B with several stages on each device; a smaller bubble, more transfers. "zero_bubble": 1F1B with weight
+            gradients as separate actions, which fill the bubble; every stage saves the tensors of at most as many
+            micro-batches as the first stage of 1F1B.
+        num_stages: Number of stages, at least 1. For "interleaved" a multiple of `num_devices`, twice it or more.
+        num_microbatches: Number of micro-batches in a step, at least 1. For "interleaved" a multiple of `num_devices`.
+        num_devices: Number of devices. Defaults to `num_stages`, or half of it for "interleaved".
 
     Raises:
-        ValueError: If there is no such schedule, or not with these numbers.
+        ValueError: If there is no schedule of this name, or if it does not exist for these numbers.
 
     Example:
         >>> print(make("zero_bubble", num_stages=2, num_microbatches=3).to_text())
@@ -34,10 +34,10 @@ def make(name: str, num_stages: int, num_microbatches: int, num_devices: int | N
         1: F1.0 B1.0 F1.1 B1.1 W1.0 F1.2 B1.2 W1.1 W1.2
     """
     if name not in NAMES:
-        raise ValueError(f"A schedule must be one of {', '.join(NAMES)}, and this one is {name!r}. Choose one of them.")
-    for what, number in [("num_stages", num_stages), ("num_microbatches", num_microbatches)]:
+        raise ValueError(f"schedule must be one of {', '.join(NAMES)}, received {name!r}.")
+    for argument, number in [("num_stages", num_stages), ("num_microbatches", num_microbatches)]:
         if number < 1:
-            raise ValueError(f"A schedule needs {what} of at least 1, and it is {number}. Set a larger one.")
+            raise ValueError(f"{argument} must be at least 1, received {number}.")
     if name == "interleaved":
         num_devices = num_stages // 2 if num_devices is None else num_devices
         _check_interleaved(num_stages, num_microbatches, num_devices)
@@ -45,48 +45,51 @@ def make(name: str, num_stages: int, num_microbatches: int, num_devices: int | N
         return Schedule(name, num_stages, num_devices, num_microbatches, actions)
     if num_devices not in (None, num_stages):
         raise ValueError(
-            f"Schedule {name!r} needs a device for each stage, and there are {num_stages} stages and {num_devices} "
-            f"devices. Set num_stages to {num_devices}, or choose schedule 'interleaved'."
+            f"Schedule {name!r} needs one device for each stage, received {num_stages} stages and {num_devices} "
+            f"devices; set num_stages to {num_devices}, or choose schedule 'interleaved'."
         )
     order = {"gpipe": orders.gpipe, "1f1b": orders.one_forward_one_backward, "zero_bubble": orders.zero_bubble}[name]
     return Schedule(name, num_stages, num_stages, num_microbatches, order(num_stages, num_microbatches))
 
 
-def of_fewer_stages(schedule: Schedule, most: int) -> Schedule:
-    """Return a schedule of as many stages as a model has operations, where those are fewer.
+def limit_stages(schedule: Schedule, max_stages: int) -> Schedule:
+    """Return a schedule of the same kind with at most some number of stages, for models with few layer calls.
 
-    Where "interleaved" would have one stage a device, what is left is "1f1b".
+    "interleaved" becomes "1f1b" where only one stage for each device is left.
 
     Args:
-        schedule: One of the known ones.
-        most: Stages that there can be.
+        schedule: One of the built-in schedules.
+        max_stages: The largest number of stages.
+
+    Returns:
+        The schedule itself if it has few enough stages, else a smaller one with as many micro-batches.
 
     Example:
-        >>> of_fewer_stages(make("gpipe", num_stages=4, num_microbatches=2), 3).num_stages
+        >>> limit_stages(make("gpipe", num_stages=4, num_microbatches=2), max_stages=3).num_stages
         3
     """
-    if most >= schedule.num_stages:
+    if max_stages >= schedule.num_stages:
         return schedule
     name, devices, microbatches = schedule.name, schedule.num_devices, schedule.num_microbatches
     if name != "interleaved":
-        return make(name, max(most, 1), microbatches)
-    if most >= 2 * devices:
-        return make(name, most - most % devices, microbatches, devices)
-    return make("1f1b", max(min(most, devices), 1), microbatches)
+        return make(name, max(max_stages, 1), microbatches)
+    if max_stages >= 2 * devices:
+        return make(name, max_stages - max_stages % devices, microbatches, devices)
+    return make("1f1b", max(min(max_stages, devices), 1), microbatches)
 
 
 def _check_interleaved(num_stages: int, num_microbatches: int, num_devices: int) -> None:
     devices = max(num_devices, 1)
     if num_devices < 1 or num_stages % num_devices or num_stages < 2 * num_devices:
         raise ValueError(
-            "Schedule 'interleaved' needs equally many stages on every device, at least 2, and there are "
-            f"{num_stages} stages and {num_devices} devices. Set num_stages to {2 * devices} or another multiple of "
+            "Schedule 'interleaved' needs the same number of stages on every device, at least 2, received "
+            f"{num_stages} stages and {num_devices} devices; set num_stages to {2 * devices} or a larger multiple of "
             f"{devices}, or choose schedule '1f1b'."
         )
     if num_microbatches % num_devices:
         next_multiple = num_microbatches + num_devices - num_microbatches % num_devices
         raise ValueError(
-            "Schedule 'interleaved' needs micro-batches in groups of one a device, and there are "
-            f"{num_microbatches} micro-batches and {num_devices} devices. Set num_microbatches to {next_multiple} or "
+            "Schedule 'interleaved' needs a multiple of the number of devices as number of micro-batches, received "
+            f"{num_microbatches} micro-batches and {num_devices} devices; set num_microbatches to {next_multiple} or "
             f"another multiple of {num_devices}, or choose schedule '1f1b'."
         )

@@ -1,7 +1,7 @@
-"""The orders in which the devices of a pipeline run their actions: one pure function a schedule.
+"""The order of the actions on each device, one pure function for each built-in schedule.
 
-Each takes sizes that `tfpar.pipeline.schedule.make` has checked, and returns the actions of every device. In the
-drawings a column is a unit of time, a row a device, `F2` the forward of micro-batch 2.
+The arguments are those of `tfpar.pipeline.schedule.make`, which validates them. In the drawings a row is a device, a
+column a unit of time, and `F2` the forward pass of micro-batch 2.
 """
 
 from __future__ import annotations
@@ -14,43 +14,78 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Orders:
-    """Return all forwards, then all backwards (GPipe, arXiv 1811.06965).
+    """Return the order of GPipe: all forward passes, then all backward passes (arXiv 1811.06965).
 
         F0 F1 F2 F3 .. .. B0 B1 B2 B3
         .. F0 F1 F2 F3 B0 B1 B2 B3
 
-    Backwards begin with micro-batch 0 too, so that gradients add up in the same order as in every other schedule.
+    The backward passes begin with micro-batch 0 too, so that gradients are summed in the same order as in every other
+    schedule.
+
+    Args:
+        num_stages: Number of stages; one device for each.
+        num_microbatches: Number of micro-batches in a step.
+
+    Returns:
+        The actions of each device.
+
+    Example:
+        >>> print(*gpipe(num_stages=2, num_microbatches=2)[1])
+        F1.0 F1.1 B1.0 B1.1
     """
     return tuple(
-        _alternate(*_forwards_and_backwards(stage, num_microbatches), num_ahead=num_microbatches)
+        _alternate(*_forwards_and_backwards(stage, num_microbatches), num_warmup=num_microbatches)
         for stage in range(num_stages)
     )
 
 
 def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Orders:
-    """Return the order that follows each forward by a backward (PipeDream-flush, arXiv 2006.09503).
+    """Return the order of 1F1B: one forward pass, one backward pass (PipeDream-flush, arXiv 2006.09503).
 
         F0 F1 .. B0 F2 B1 F3 B2 .. B3
         .. F0 B0 F1 B1 F2 B2 F3 B3
 
-    Stage s runs `num_stages - s - 1` forwards ahead, so that it keeps the activations of at most `num_stages - s`
-    micro-batches, however many there are.
+    Stage s warms up with `num_stages - s - 1` forward passes, so that at most `num_stages - s` micro-batches are in
+    flight, for any number of micro-batches.
+
+    Args:
+        num_stages: Number of stages; one device for each.
+        num_microbatches: Number of micro-batches in a step.
+
+    Returns:
+        The actions of each device.
+
+    Example:
+        >>> print(*one_forward_one_backward(num_stages=2, num_microbatches=2)[1])
+        F1.0 B1.0 F1.1 B1.1
     """
     return tuple(
-        _alternate(*_forwards_and_backwards(stage, num_microbatches), num_ahead=num_stages - stage - 1)
+        _alternate(*_forwards_and_backwards(stage, num_microbatches), num_warmup=num_stages - stage - 1)
         for stage in range(num_stages)
     )
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_devices: int) -> Orders:
-    """Return 1F1B over devices that hold several stages each (Megatron-LM, arXiv 2104.04473, figure 4).
+    """Return the order of interleaved 1F1B, with several stages on each device (Megatron-LM, arXiv 2104.04473).
 
-    Micro-batches go round in groups of `num_devices`: a group passes through the first stage of a device, then through
-    its second, and so on; backwards come through its last stage first. Here with two stages a device, the second one
-    in small letters:
+    Each device runs micro-batches in groups of `num_devices`: the forward passes of a group on its first stage, then
+    on its second, and so on; the backward passes in the reverse order of the stages (figure 4 of the paper). With two
+    stages on each device, the second in small letters:
 
         F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 .. b2 .. b3 B2 B3
         .. F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3 ..
+
+    Args:
+        num_stages: Number of stages, a multiple of `num_devices`.
+        num_microbatches: Number of micro-batches in a step, a multiple of `num_devices`.
+        num_devices: Number of devices.
+
+    Returns:
+        The actions of each device.
+
+    Example:
+        >>> print(*interleaved(num_stages=4, num_microbatches=2, num_devices=2)[1])
+        F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1
     """
 
     def in_groups(kind: Kind, stages: Sequence[int]) -> list[Action]:
@@ -64,8 +99,8 @@ def interleaved(num_stages: int, num_microbatches: int, num_devices: int) -> Ord
     orders = []
     for device in range(num_devices):
         stages = range(device, num_stages, num_devices)
-        num_ahead = 2 * (num_devices - device - 1) + (len(stages) - 1) * num_devices
-        orders.append(_alternate(in_groups("F", stages), in_groups("B", stages[::-1]), num_ahead))
+        num_warmup = 2 * (num_devices - device - 1) + (len(stages) - 1) * num_devices
+        orders.append(_alternate(in_groups("F", stages), in_groups("B", stages[::-1]), num_warmup))
     return tuple(orders)
 
 
@@ -74,33 +109,44 @@ def _forwards_and_backwards(stage: int, num_microbatches: int) -> tuple[list[Act
     return [Action("F", stage, index) for index in microbatches], [Action("B", stage, index) for index in microbatches]
 
 
-def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], num_ahead: int) -> tuple[Action, ...]:
-    """Return `num_ahead` forwards, then a forward and a backward in turn, then the backwards that are left."""
-    num_ahead = min(num_ahead, len(forwards))
-    order = list(forwards[:num_ahead])
-    for forward, backward in zip(forwards[num_ahead:], backwards, strict=False):
+def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> tuple[Action, ...]:
+    """Return `num_warmup` forward passes, then forward and backward passes in turn, then the rest of the backward."""
+    num_warmup = min(num_warmup, len(forwards))
+    order = list(forwards[:num_warmup])
+    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
         order += [forward, backward]
-    return (*order, *backwards[len(forwards) - num_ahead :])
+    return (*order, *backwards[len(forwards) - num_warmup :])
 
 
 def zero_bubble(num_stages: int, num_microbatches: int) -> Orders:
-    """Return 1F1B with weight gradients as actions of their own, which fill the bubble (ZB-H1, arXiv 2401.10241).
+    """Return the order of ZB-H1: 1F1B with separate weight gradients, which fill the bubble (arXiv 2401.10241).
 
         F0 F1 .. B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
         .. F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
 
-    Forwards and backwards keep 1F1B's order. Stage s runs a weight gradient s micro-batches after its backward, and so
-    is left with s of them for the end, where it would otherwise wait. It keeps the activations of at most `num_stages`
-    micro-batches, 1F1B's maximum. With at least `num_stages` micro-batches and the same times F, B and W on every stage
-    a device waits `(num_stages - 1) * (F + B - min(F, B, W))`; under 1F1B `(num_stages - 1) * (F + B + W)`.
+    F and B have the order of 1F1B. Stage s delays each weight gradient by s micro-batches, so that s of them remain
+    for the end of the step, where the device would be idle under 1F1B. At most `num_stages` micro-batches are in
+    flight, the maximum of 1F1B. With at least `num_stages` micro-batches and equal times F, B and W on all stages, a
+    device is idle for `(num_stages - 1) * (F + B - min(F, B, W))`; under 1F1B for `(num_stages - 1) * (F + B + W)`.
+
+    Args:
+        num_stages: Number of stages; one device for each.
+        num_microbatches: Number of micro-batches in a step.
+
+    Returns:
+        The actions of each device.
+
+    Example:
+        >>> print(*zero_bubble(num_stages=2, num_microbatches=2)[1])
+        F1.0 B1.0 F1.1 B1.1 W1.0 W1.1
     """
     orders = []
-    for stage, halves in enumerate(one_forward_one_backward(num_stages, num_microbatches)):
+    for stage, forwards_and_backwards in enumerate(one_forward_one_backward(num_stages, num_microbatches)):
         order: list[Action] = []
-        for action in halves:
+        for action in forwards_and_backwards:
             order.append(action)
             if action.kind == "B" and action.microbatch >= stage:
                 order.append(Action("W", stage, action.microbatch - stage))
-        held_back = range(max(num_microbatches - stage, 0), num_microbatches)
-        orders.append((*order, *(Action("W", stage, microbatch) for microbatch in held_back)))
+        remaining = range(max(num_microbatches - stage, 0), num_microbatches)
+        orders.append((*order, *(Action("W", stage, microbatch) for microbatch in remaining)))
     return tuple(orders)

@@ -1,6 +1,6 @@
-"""When each action of a schedule runs, given how long actions and transfers take; pure Python.
+"""Simulation of a step: the start and end of each action, the bubble, and the peak memory of each device.
 
-It predicts a step before it runs: its time, the share of it in which devices wait, the memory of each device.
+Input are a schedule and the durations of its actions and transfers. Pure Python, no TensorFlow.
 """
 
 from __future__ import annotations
@@ -15,26 +15,32 @@ from tfpar.pipeline.schedule import Action, Kind, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Durations:
-    """How long the actions of each stage take on one full micro-batch, and what they keep.
+    """Seconds and bytes of the actions of one full micro-batch.
 
-    One entry a stage, if nothing else is said.
+    Tuples have one entry for each stage, unless stated otherwise. An empty tuple of bytes or updates stands for zeros.
 
     Attributes:
-        forward_seconds: Of F.
-        backward_seconds: Of B where it is the whole backward. Not read for a schedule with W.
-        input_gradient_seconds: Of B where the schedule has W. Not read otherwise.
-        weight_gradient_seconds: Of W. Not read otherwise.
-        transfer_seconds: One way across the cut behind each stage but the last: `num_stages - 1` entries.
-        update_seconds: Of the optimizer, which begins when all actions of the step have ended. () for none.
-        activation_bytes: What one micro-batch keeps from the beginning of its F to the end of its W, or of its B where
-            there is no W. () for nothing.
-        backward_bytes: What is there besides while its B runs: activations that recomputation makes again. () for
-            nothing.
-        weight_gradient_bytes: The same while its W runs. () for nothing.
-        waiting_bytes: What it keeps besides from the end of its B to the end of its W. () for nothing.
-        fixed_bytes: Weights, gradients, optimizer state. () for nothing.
-        microbatch_scale: One entry a micro-batch: its size, where 1 is a full one. Times, transfers and activations
-            are in proportion. () for full ones; (1, 1, 1, 0.5) for a smaller last one.
+        forward_seconds: Duration of F.
+        backward_seconds: Duration of B in schedules without W, where it is the complete backward pass.
+        input_gradient_seconds: Duration of B in schedules with W.
+        weight_gradient_seconds: Duration of W, in schedules with W.
+        transfer_seconds: Duration of a transfer in either direction across each cut: `num_stages - 1` entries.
+        update_seconds: Duration of the optimizer's update, which starts after the last action of the step.
+        activation_bytes: Saved tensors of a micro-batch, from the start of its F to the end of its W, or of its B in
+            schedules without W.
+        backward_temporary_bytes: Temporary memory of B: recomputed activations.
+        weight_gradient_temporary_bytes: Temporary memory of W.
+        until_weight_gradient_bytes: Bytes saved between input-gradient and weight-gradient pass, beyond the
+            activations: from the end of B to the end of W.
+        fixed_bytes: Weights, gradients and optimizer state.
+        microbatch_scale: Size of each micro-batch, relative to a full one: one entry for each micro-batch. Durations
+            of actions and transfers, and bytes of activations, are proportional to it. () if all micro-batches are
+            full; (1, 1, 1, 0.5) if the last of four is half as large.
+
+    Example:
+        >>> two_stages = Durations((1.0, 1.0), (2.0, 2.0), (), (), transfer_seconds=(0.1,))
+        >>> two_stages.backward_seconds
+        (2.0, 2.0)
     """
 
     forward_seconds: tuple[float, ...]
@@ -44,15 +50,22 @@ class Durations:
     transfer_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...] = ()
     activation_bytes: tuple[int, ...] = ()
-    backward_bytes: tuple[int, ...] = ()
-    weight_gradient_bytes: tuple[int, ...] = ()
-    waiting_bytes: tuple[int, ...] = ()
+    backward_temporary_bytes: tuple[int, ...] = ()
+    weight_gradient_temporary_bytes: tuple[int, ...] = ()
+    until_weight_gradient_bytes: tuple[int, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
     microbatch_scale: tuple[float, ...] = ()
 
 
 class Span(NamedTuple):
-    """When one action ran, in seconds from the beginning of the step."""
+    """The start and end of one action, in seconds since the start of the step.
+
+    Attributes:
+        action: The action.
+        device: Index of the device that ran it.
+        begin_seconds: Its start.
+        end_seconds: Its end.
+    """
 
     action: Action
     device: int
@@ -62,13 +75,13 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When everything in one step ran, as predicted or as measured.
+    """The predicted or measured times of all actions of one step.
 
     Attributes:
-        num_devices: Devices.
-        spans: Every action, in the order in which they begin.
-        step_seconds: From the beginning of the first action to the end of the step, the optimizer included.
-        peak_bytes: For each device, the most memory at any time.
+        num_devices: Number of devices.
+        spans: The start and end of every action, sorted by start.
+        step_seconds: Time from the start of the first action to the end of the step, including the optimizer's update.
+        peak_bytes: The peak memory of each device; empty if not known.
     """
 
     num_devices: int
@@ -78,23 +91,26 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the devices' time in which no action runs, from 0 to 1."""
+        """The share of the devices' time without an action, from 0 to 1."""
         busy_seconds = sum(span.end_seconds - span.begin_seconds for span in self.spans)
         return 1 - busy_seconds / (self.num_devices * self.step_seconds) if self.step_seconds else 0.0
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
-    """Return when each action runs, exactly: the longest path through the schedule.
+    """Compute the start and end of each action, the longest path through the schedule.
 
-    An action begins when its device has ended the action before and its input has arrived. Transfers take no time of a
-    device, begin when their tensor is ready and do not delay each other; within a device there is none.
+    An action starts as soon as its device is free and its inputs have arrived. Transfers overlap with actions and with
+    each other, and start when their tensor is ready. There are no transfers between stages of one device.
 
     Args:
-        schedule: One that `schedule.check` accepts.
-        durations: Of its stages and cuts.
+        schedule: A valid schedule (`schedule.check`).
+        durations: The durations of its actions and transfers.
+
+    Returns:
+        The predicted step.
 
     Raises:
-        ValueError: If `durations` do not fit the schedule, or a device would wait for ever.
+        ValueError: If `durations` does not have the entries that the schedule needs, or the schedule deadlocks.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -111,10 +127,10 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     for action in schedule.in_order():
         device = schedule.device_of(action.stage)
         begin_seconds = free_seconds[device]
-        for needed in schedule.needs(action):
-            arrival_seconds = spans[needed].end_seconds
-            if schedule.device_of(needed.stage) != device:
-                cut = min(needed.stage, action.stage)
+        for dependency in schedule.dependencies(action):
+            arrival_seconds = spans[dependency].end_seconds
+            if schedule.device_of(dependency.stage) != device:
+                cut = min(dependency.stage, action.stage)
                 arrival_seconds += durations.transfer_seconds[cut] * scale[action.microbatch]
             begin_seconds = max(begin_seconds, arrival_seconds)
         end_seconds = begin_seconds + seconds[action.kind][action.stage] * scale[action.microbatch]
@@ -144,17 +160,20 @@ def _scale(schedule: Schedule, durations: Durations) -> Sequence[float]:
     return durations.microbatch_scale or (1.0,) * schedule.num_microbatches
 
 
-def _sum_per_device(schedule: Schedule, of_stage: Sequence[float]) -> list[float]:
-    return [sum(of_stage[device :: schedule.num_devices]) for device in range(schedule.num_devices)]
+def _sum_per_device(schedule: Schedule, per_stage: Sequence[float]) -> list[float]:
+    return [sum(per_stage[device :: schedule.num_devices]) for device in range(schedule.num_devices)]
 
 
 def peak_bytes(schedule: Schedule, durations: Durations, stages: Collection[int]) -> int:
-    """Return the most memory that some stages of one device hold at once; the order alone decides, no times.
+    """Compute the peak memory of some stages of one device. It depends on the order of the actions, not on times.
 
     Args:
-        schedule: The order of actions.
-        durations: What they keep.
-        stages: Numbers of stages.
+        schedule: The order of the actions.
+        durations: The bytes of the actions.
+        stages: Indices of the stages.
+
+    Returns:
+        The peak, in bytes.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -164,27 +183,31 @@ def peak_bytes(schedule: Schedule, durations: Durations, stages: Collection[int]
     """
     none, scale, splits = (0,) * schedule.num_stages, _scale(schedule, durations), schedule.splits_backward
     activation_bytes = durations.activation_bytes or none
-    waiting_bytes = (splits and durations.waiting_bytes) or none
-    beside_bytes = {"F": none, "B": durations.backward_bytes or none, "W": durations.weight_gradient_bytes or none}
-    peak = kept = float(sum((durations.fixed_bytes or none)[stage] for stage in stages))
+    until_weight_gradient_bytes = (splits and durations.until_weight_gradient_bytes) or none
+    temporary_bytes = {
+        "F": none,
+        "B": durations.backward_temporary_bytes or none,
+        "W": durations.weight_gradient_temporary_bytes or none,
+    }
+    peak = saved = float(sum((durations.fixed_bytes or none)[stage] for stage in stages))
     device = schedule.device_of(next(iter(stages)))
     for kind, stage, microbatch in schedule.actions[device]:
         if stage not in stages:
             continue
         size = scale[microbatch]
-        kept += size * activation_bytes[stage] * (kind == "F")
-        peak = max(peak, kept + size * beside_bytes[kind][stage])
-        kept += size * waiting_bytes[stage] * (kind == "B")
-        peak = max(peak, kept)
+        saved += size * activation_bytes[stage] * (kind == "F")
+        peak = max(peak, saved + size * temporary_bytes[kind][stage])
+        saved += size * until_weight_gradient_bytes[stage] * (kind == "B")
+        peak = max(peak, saved)
         if kind == ("W" if splits else "B"):
-            kept -= size * (activation_bytes[stage] + waiting_bytes[stage])
+            saved -= size * (activation_bytes[stage] + until_weight_gradient_bytes[stage])
     return math.ceil(peak)
 
 
 def _check(schedule: Schedule, durations: Durations) -> None:
     backward = ("input_gradient_seconds", "weight_gradient_seconds")
-    needed = ("forward_seconds", *(backward if schedule.splits_backward else ("backward_seconds",)))
-    _check_entries(durations, needed, schedule.num_stages, "stages")
+    required = ("forward_seconds", *(backward if schedule.splits_backward else ("backward_seconds",)))
+    _check_entries(durations, required, schedule.num_stages, "stages")
     _check_entries(durations, ("transfer_seconds",), schedule.num_stages - 1, "cuts")
     sizes = [field.name for field in dataclasses.fields(durations) if field.name.endswith("_bytes")]
     optional = ("update_seconds", *sizes)
@@ -193,15 +216,12 @@ def _check(schedule: Schedule, durations: Durations) -> None:
         _check_entries(durations, ("microbatch_scale",), schedule.num_microbatches, "micro-batches")
 
 
-def _check_entries(durations: Durations, names: Sequence[str], number: int, of_what: str) -> None:
+def _check_entries(durations: Durations, names: Sequence[str], number: int, noun: str) -> None:
     for name in names:
         entries = getattr(durations, name)
         if len(entries) != number:
             raise ValueError(
-                f"Durations.{name} must have an entry for each of {number} {of_what}, and it has {len(entries)}: "
-                f"{entries}. Give one for each."
+                f"Durations.{name} must have one entry for each of {number} {noun}, received {len(entries)}: {entries}."
             )
         if not all(0 <= entry < math.inf for entry in entries):
-            raise ValueError(
-                f"Durations.{name} must be finite and not negative, and it is {entries}. Measure it again."
-            )
+            raise ValueError(f"Durations.{name} must be finite and not negative, received {entries}; measure again.")

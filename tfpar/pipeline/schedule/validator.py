@@ -1,4 +1,4 @@
-"""Whether a schedule can run, and how many micro-batches' activations it keeps."""
+"""Validation of schedules, and the number of micro-batches in flight."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tfpar.pipeline.schedule.actions import Action, Kind, Schedule
 
 
 def check(schedule: Schedule, max_activations: Sequence[int] | None = None) -> None:
-    """Refuse a schedule that cannot run, before anything does.
+    """Raise an error if a schedule cannot run.
 
-    Each device must run every action of its own stages once and no other, no action may stand before one that it
-    needs, no device may wait for ever, no stage may keep more activations than allowed.
+    Each device must run every action of its own stages once, and no others. Every action must come after its
+    dependencies, the devices must not deadlock, and no stage may exceed its number of micro-batches in flight.
 
     Args:
-        schedule: Any, for example one that `parse` has read.
-        max_activations: For each stage, how many micro-batches may be alive at once, as `peak_activations` counts
-            them; None for any number.
+        schedule: Any schedule, for example the result of `schedule.parse`.
+        max_activations: The largest number of micro-batches in flight on each stage, as counted by
+            `peak_activations`. Defaults to no limit.
 
     Raises:
-        ValueError: With the action and the device.
+        ValueError: If the schedule breaks one of these rules; the message names the action and the device.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -29,9 +29,9 @@ def check(schedule: Schedule, max_activations: Sequence[int] | None = None) -> N
     num_orders = len(schedule.actions)
     if not 0 < num_orders == schedule.num_devices <= schedule.num_stages or schedule.num_stages % num_orders:
         raise ValueError(
-            "A schedule must have one order for each device and equally many stages on each, and this one has "
-            f"{num_orders} orders, {schedule.num_devices} devices and {schedule.num_stages} stages. Write an order for "
-            "each device, and as many stages or a multiple of it."
+            "A schedule must have one line of actions for each device and the same number of stages on each, received "
+            f"{num_orders} lines, {schedule.num_devices} devices and {schedule.num_stages} stages; write one line for "
+            "each device, and as many stages as devices or a multiple of them."
         )
     for device in range(schedule.num_devices):
         _check_complete(schedule, device)
@@ -55,48 +55,54 @@ def _check_complete(schedule: Schedule, device: int) -> None:
         if action not in expected:
             raise ValueError(
                 f"Device {device} must run {'/'.join(kinds)} of stages {', '.join(map(str, stages))} on "
-                f"{schedule.num_microbatches} micro-batches, and it has {action}. Move or remove it."
+                f"{schedule.num_microbatches} micro-batches, received {action}; move or remove it."
             )
     for action in expected:
         if times[action] != 1:
             raise ValueError(
-                f"Device {device} must run {action} once, and it does {times[action]} times. "
-                f"{'Remove the others.' if times[action] else 'Add it.'}"
+                f"Device {device} must run {action} once, received it {times[action]} times; "
+                f"{'remove the others' if times[action] else 'add it'}."
             )
 
 
 def _check_local_order(schedule: Schedule, device: int) -> None:
     position = {action: index for index, action in enumerate(schedule.actions[device])}
     for action in schedule.actions[device]:
-        for needed in schedule.needs(action):
-            if position.get(needed, -1) > position[action]:
+        for dependency in schedule.dependencies(action):
+            if position.get(dependency, -1) > position[action]:
                 raise ValueError(
-                    f"An action must stand behind what it needs, and device {device} has {action} before {needed}. "
-                    "Put them the other way round."
+                    f"An action must come after its dependencies, received {action} before {dependency} on device "
+                    f"{device}; swap them."
                 )
 
 
 def _check_activations(schedule: Schedule, max_activations: Sequence[int]) -> None:
     if len(max_activations) != schedule.num_stages:
         raise ValueError(
-            f"max_activations must have one entry for each of {schedule.num_stages} stages, and it has "
-            f"{len(max_activations)}: {list(max_activations)}. Give a number for every stage."
+            f"max_activations must have one entry for each of {schedule.num_stages} stages, received "
+            f"{len(max_activations)}: {list(max_activations)}."
         )
     for order in schedule.actions:
-        for action, alive in _alive(schedule, order):
-            if alive > max_activations[action.stage]:
+        for action, in_flight in _in_flight(schedule, order):
+            if in_flight > max_activations[action.stage]:
                 raise ValueError(
-                    f"Stage {action.stage} may keep activations of at most {max_activations[action.stage]} "
-                    f"micro-batches, and {action} on device {schedule.device_of(action.stage)} makes it {alive}. "
-                    f"Move it behind {'W' if schedule.splits_backward else 'B'} of an earlier micro-batch."
+                    f"Stage {action.stage} must have at most {max_activations[action.stage]} micro-batches in flight, "
+                    f"received {in_flight} at {action} on device {schedule.device_of(action.stage)}; move it after "
+                    f"{'W' if schedule.splits_backward else 'B'} of an earlier micro-batch."
                 )
 
 
 def peak_activations(schedule: Schedule) -> list[int]:
-    """Return for each stage how many micro-batches' activations are alive at once, at most.
+    """Return the largest number of micro-batches in flight on each stage.
 
-    They live from the beginning of the forward to the end of the last action that reads them: of W where the
-    schedule has it, else of B.
+    A micro-batch is in flight from the start of its forward pass to the end of its backward pass: of W if the schedule
+    has separate weight gradients, else of B. During this time the stage holds its saved tensors.
+
+    Args:
+        schedule: Any schedule.
+
+    Returns:
+        One number for each stage.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -105,18 +111,18 @@ def peak_activations(schedule: Schedule) -> list[int]:
     """
     peak = [0] * schedule.num_stages
     for order in schedule.actions:
-        for action, alive in _alive(schedule, order):
-            peak[action.stage] = max(peak[action.stage], alive)
+        for action, in_flight in _in_flight(schedule, order):
+            peak[action.stage] = max(peak[action.stage], in_flight)
     return peak
 
 
-def _alive(schedule: Schedule, order: Sequence[Action]) -> list[tuple[Action, int]]:
-    """Return each action of a device with the number of micro-batches alive in its stage while it runs."""
+def _in_flight(schedule: Schedule, order: Sequence[Action]) -> list[tuple[Action, int]]:
+    """Return each action of a device with the number of micro-batches in flight on its stage during the action."""
     last = "W" if schedule.splits_backward else "B"
     count: collections.Counter[int] = collections.Counter()
-    alive = []
+    counted = []
     for action in order:
         count[action.stage] += action.kind == "F"
-        alive.append((action, count[action.stage]))
+        counted.append((action, count[action.stage]))
         count[action.stage] -= action.kind == last
-    return alive
+    return counted
