@@ -30,7 +30,7 @@ Callbacks: TypeAlias = keras.callbacks.Callback | Sequence[keras.callbacks.Callb
 
 
 class Trainer:
-    """Train a Keras model under a strategy, with the results of one device and the manners of Keras.
+    """Train a Keras model under a strategy, with the results of one device and the methods of `keras.Model`.
 
     Args:
         build_model: Returns a compiled `keras.Model`; runs inside the strategy's scope. Or a model that exists: it
@@ -192,7 +192,7 @@ class Trainer:
                 batches makes every call run a single step.
             validation_split: Share of the arrays' last rows to validate on instead of training on them.
             validation_data: A dataset, or a tuple of arrays, evaluated after every `validation_freq` epochs.
-            shuffle: Whether arrays are shuffled, anew every epoch.
+            shuffle: Whether arrays are shuffled, in another order every epoch.
             class_weight: Weight of each class's examples in the loss.
             sample_weight: Weights `[examples, ...]` where `x` is arrays.
             initial_epoch: Epoch at which to start.
@@ -318,7 +318,7 @@ class Trainer:
         return predict(self.model, self.strategy, stream, predict_batch, listeners)
 
     def save(self, path: str | Path) -> None:
-        """Save the model as plain Keras, whole or not at all: it is written beside its place and renamed.
+        """Save the model as plain Keras, whole or not at all: it is written under another name and renamed.
 
         Over several workers the chief writes it.
 
