@@ -13,7 +13,8 @@ import tensorflow as tf
 
 import tfpar
 from tests import parity_cases, small
-from tfpar.reduction import replicas
+from tfpar.reduction.gradients import all_reduce_gradients
+from tfpar.reduction.losses import global_mean, global_sum, reduce_loss
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -61,7 +62,7 @@ def test_global_mean_has_the_mean_of_all_as_value_and_its_own_part_as_gradient()
     totals, weights = (3.0, 2.0, 0.0), (4.0, 3.0, 0.0)
     results = on_replicas(
         lambda replica: value_and_gradient(
-            lambda x: replicas.global_mean(totals[replica] * x / 2.0, tf.constant(weights[replica]))
+            lambda x: global_mean(totals[replica] * x / 2.0, tf.constant(weights[replica]))
         )
     )
     np.testing.assert_allclose([result[0] for result in results], 5 / 7, rtol=1e-6)
@@ -69,12 +70,12 @@ def test_global_mean_has_the_mean_of_all_as_value_and_its_own_part_as_gradient()
 
 
 def test_global_mean_without_any_weight_is_zero() -> None:
-    results = on_replicas(lambda replica: value_and_gradient(lambda x: replicas.global_mean(0.0 * x, tf.constant(0.0))))
+    results = on_replicas(lambda replica: value_and_gradient(lambda x: global_mean(0.0 * x, tf.constant(0.0))))
     np.testing.assert_array_equal(results, np.zeros((3, 2)))
 
 
 def test_global_sum_has_the_sum_of_all_as_value_and_its_own_part_as_gradient() -> None:
-    results = on_replicas(lambda replica: value_and_gradient(lambda x: replicas.global_sum((replica + 1.0) * x)))
+    results = on_replicas(lambda replica: value_and_gradient(lambda x: global_sum((replica + 1.0) * x)))
     np.testing.assert_allclose([result[0] for result in results], 12.0)
     np.testing.assert_allclose([result[1] for result in results], [1.0, 2.0, 3.0])
 
@@ -106,7 +107,7 @@ def test_a_loss_equals_that_of_keras_on_all_examples(sizes: tuple[int, ...], sta
         return tf.stack(
             [
                 value_and_gradient(
-                    lambda x, name=name, w=w, m=m: replicas.reduce_loss(
+                    lambda x, name=name, w=w, m=m: reduce_loss(
                         local(losses, replica) * x, local(w, replica), local(m, replica), name, "float32"
                     )
                 )
@@ -135,13 +136,13 @@ def _keras_loss(losses: Any, weights: Any, mask: Any, name: str) -> tf.Tensor:
 
 def test_a_scalar_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="a loss must return one value per example, and this one returned a scalar"):
-        replicas.reduce_loss(tf.constant(1.0), None, None, "sum", "float32")
+        reduce_loss(tf.constant(1.0), None, None, "sum", "float32")
 
 
 @pytest.mark.parametrize("name", [None, "none"])
 def test_a_loss_without_reduction_is_refused(name: str | None) -> None:
     with pytest.raises(ValueError, match="a loss needs a reduction, received reduction=None"):
-        replicas.reduce_loss(tf.ones([3]), None, None, name, "float32")
+        reduce_loss(tf.ones([3]), None, None, name, "float32")
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def test_gradients_are_summed_whatever_the_packs(pack_bytes: int | None) -> None
         ]
 
     def compute(replica: int) -> tf.Tensor:
-        sums = replicas.all_reduce_gradients(gradients(replica), pack_bytes)
+        sums = all_reduce_gradients(gradients(replica), pack_bytes)
         assert sums[1] is None
         assert [sum_.dtype.name for sum_ in (sums[0], sums[4])] == ["float32", "float64"]
         dense = [tf.convert_to_tensor(sum_) for sum_ in sums if sum_ is not None]

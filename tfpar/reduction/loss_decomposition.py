@@ -15,8 +15,9 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_losses, keras_model
 from tfpar.reduction import trial_losses
+from tfpar.reduction.losses import BatchWeights, global_mean, global_sum, reduce_loss
 from tfpar.reduction.losses_in_call import PartTrial, Way, cheapest_ways, other_ways
-from tfpar.reduction.replicas import BatchWeights, global_mean, global_sum, local_replica_id, reduce_loss
+from tfpar.reduction.replicas import local_replica_id
 from tfpar.reduction.sum_or_mean import Kind, kinds_of, parts_of, unchanged
 from tfpar.reduction.whole_batch import Trial, losses_in_call
 

@@ -23,7 +23,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_losses
-from tfpar.reduction.replicas import dense_losses, loss_sums
+from tfpar.reduction.losses import dense_losses, loss_sums
 from tfpar.reduction.whole_batch import reduces
 
 Way = Literal["alone", "sum", "by weight", "whole"]

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_model, keras_objectives, random_state
-from tfpar.reduction.replicas import BatchWeights, mean_of_sums, reduce_loss
+from tfpar.reduction.losses import BatchWeights, mean_of_sums, reduce_loss
 from tfpar.reduction.sum_or_mean import restored, unchanged
 from tfpar.reduction.update_order import after_reads
 from tfpar.reduction.whole_batch import Trial

@@ -1,283 +1,35 @@
-"""Losses and gradients reduced over replicas as (sum, weight) pairs and divided once, globally.
-
-    replica 0   loss sum 3.0, weight 4 ─┐                        ┌─ value 5.0 / 7, gradient of 3.0 / 7
-                                        ├─ 5.0 over 7 examples ──┤
-    replica 1   loss sum 2.0, weight 3 ─┘                        └─ value 5.0 / 7, gradient of 2.0 / 7
-
-The value that a replica sees is the global loss, so everything that Keras does with it (loss weights, the sum over
-outputs, the trackers behind the logs) is what one device would do. The gradient that it sees is its own part, so the
-sum over replicas is the gradient of the global loss: no division by the number of replicas, no local mean, nothing
-that a ragged part could tilt.
-"""
+"""The replicas of a step: sums over all of them, and their numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-
 import tensorflow as tf
 
-from tfpar._compat import keras_model
 
-ONE_VALUE = "Under several replicas or micro-batches a loss must return one value per example"
-WAY_OUT = "Reduce over the last axis only, and let Keras average over the batch."
-
-
-def global_mean(
-    total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None = None, partial_values: bool = False
-) -> tf.Tensor:
-    """Divide the sum over all replicas of `total` by that of `weight`; zero where the weight is zero.
+def sum_over_replicas(term: tf.Tensor) -> tf.Tensor:
+    """Return the sum of a tensor over all replicas; its gradient is summed over all replicas too.
 
     Args:
-        total: Scalar, this replica's weighted sum.
-        weight: Scalar, what this replica adds to the divisor. No gradient flows through it.
-        all_weight: Scalar, the sum of all weights where it is known; None lets the replicas add them up.
-        partial_values: Whether the value is this replica's part too, for the caller to add up.
-
-    Returns:
-        Scalar: the global mean as value, this replica's part of it as gradient.
+        term: The tensor of the calling replica.
     """
-    part = tf.math.divide_no_nan(total, _all_reduce_sum(weight) if all_weight is None else all_weight)
-    return part if partial_values else part + (_all_reduce_sum(part) - tf.stop_gradient(part))
+    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, term)
 
 
-def global_sum(total: tf.Tensor, partial_values: bool = False) -> tf.Tensor:
-    """Sum over all replicas as value, this replica's part as gradient.
+def sum_without_gradient(term: tf.Tensor) -> tf.Tensor:
+    """Return the sum of a tensor over all replicas, without a gradient.
 
     Args:
-        total: Scalar, this replica's sum.
-        partial_values: Whether the value is this replica's part too, for the caller to add up.
+        term: The tensor of the calling replica.
     """
-    return total if partial_values else total + (_all_reduce_sum(total) - tf.stop_gradient(total))
-
-
-def sum_over_replicas(part: tf.Tensor) -> tf.Tensor:
-    """Sum over all replicas, as value and for whatever each replica computes from it as gradient.
-
-    Args:
-        part: This replica's part.
-    """
-    return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, part)
-
-
-class BatchWeights(NamedTuple):
-    """How many examples there are, here and in all.
-
-    Args:
-        example_weight: What each of this replica's examples counts; less than 1 where other replicas have them too.
-        local_size: How many examples this replica has; None where it is not known.
-        global_size: The size of the global batch; None where no replica knows it.
-        partial_values: Whether a loss is this replica's part also in its value, for the caller to add up.
-        sum_divisors: Returns the sum over all parts of a divisor; None lets the replicas add up theirs.
-    """
-
-    example_weight: float | tf.Tensor = 1.0
-    local_size: tf.Tensor | None = None
-    global_size: tf.Tensor | None = None
-    partial_values: bool = False
-    sum_divisors: Callable[[tf.Tensor], tf.Tensor] | None = None
-
-
-ALONE = BatchWeights()
-
-
-def reduce_loss(
-    values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any, counts: BatchWeights = ALONE
-) -> tf.Tensor:
-    """Reduce one loss over the global batch, with the meaning that Keras gives to `reduction` on one device.
-
-    Args:
-        values: Losses `[batch, ...]` of this replica's examples.
-        sample_weight: `[batch, ...]` or None.
-        mask: `[batch, ...]` or None; what it leaves out counts in no divisor.
-        reduction: A reduction of `keras.losses.Loss`.
-        dtype: The dtype in which to compute.
-        counts: How many examples there are.
-
-    Returns:
-        Scalar loss over the global batch.
-
-    Raises:
-        ValueError: If the loss is already a scalar or has no reduction, so that its examples cannot be told apart.
-    """
-    values = tf.convert_to_tensor(dense_losses(values, reduction), dtype=dtype)
-    if values.shape.rank == 0:
-        raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
-    if reduction in (None, "none"):
-        raise ValueError(
-            "Under several replicas or micro-batches a loss needs a reduction, received reduction=None. Use "
-            "'sum_over_batch_size', 'sum', 'mean' or 'mean_with_sample_weight'."
-        )
-    share = tf.cast(counts.example_weight, values.dtype)
-    total, weight = loss_sums(values, sample_weight, mask, reduction, dtype)
-    if weight is None:
-        return global_sum(share * total, counts.partial_values)
-    by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
-    all_weight = None if mask is not None or by_weight else _num_values(values, counts)
-    return _mean(share * total, share * weight, all_weight, counts)
-
-
-def dense_losses(values: Any, reduction: str | None) -> tf.Tensor:
-    """Return losses as a dense tensor: ragged ones as Keras 3.15 takes them, of equal lengths or to be summed.
-
-    Args:
-        values: `[batch, ...]`, or a scalar.
-        reduction: A reduction of `keras.losses.Loss`.
-
-    Raises:
-        ValueError: If they are rows of different lengths that are to be averaged.
-    """
-    if not isinstance(values, tf.RaggedTensor):
-        return tf.convert_to_tensor(values)
-    rows, lengths = values, []
-    while isinstance(rows, tf.RaggedTensor):
-        lengths.append(rows.uniform_row_length)
-        rows = rows.values
-    if any(length is None for length in lengths) and reduction != "sum":
-        raise ValueError(
-            f"A loss that returns rows of different lengths needs reduction='sum', as in Keras, and it has "
-            f"{reduction!r}. Let it return one value per example, such as tf.reduce_mean(values, axis=-1)."
-        )
-    return values.to_tensor()
-
-
-def loss_sums(
-    values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str, dtype: Any
-) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Return the weighted sum of losses and what Keras divides it by on one device, scalars; None for a plain sum.
-
-    Args:
-        values: Losses `[batch, ...]`.
-        sample_weight: `[batch, ...]` or None.
-        mask: `[batch, ...]` or None; what it leaves out counts in no divisor.
-        reduction: A reduction of `keras.losses.Loss`.
-        dtype: The dtype in which to compute.
-    """
-    total = keras_model.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype)
-    if reduction == "sum":
-        return total, None
-    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-        weights = keras_model.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
-        _, weights = keras_model.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
-        return total, tf.reduce_sum(weights)
-    return total, _num_valid(values, mask)
-
-
-def _mean(total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None, counts: BatchWeights) -> tf.Tensor:
-    if all_weight is None and counts.sum_divisors is not None:
-        all_weight = counts.sum_divisors(weight)
-    return global_mean(total, weight, all_weight, counts.partial_values)
-
-
-def mean_of_sums(total: tf.Tensor, weight: tf.Tensor, counts: BatchWeights = ALONE) -> tf.Tensor:
-    """Divide the sum of this replica's examples by a weight, both added up over the whole batch.
-
-    Args:
-        total: Scalar.
-        weight: Scalar.
-        counts: How many examples there are.
-    """
-    share = tf.cast(counts.example_weight, total.dtype)
-    return _mean(share * total, share * weight, None, counts)
-
-
-def _num_values(values: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:
-    """Return how many losses the global batch has, as each example has equally many; None where it is not known."""
-    if counts.local_size is None or counts.global_size is None:
-        return None
-    per_example = tf.cast(tf.size(values), values.dtype) / tf.cast(counts.local_size, values.dtype)
-    return per_example * tf.cast(counts.global_size, values.dtype)
-
-
-def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
-    """Count the losses that count: all of them, or those the mask keeps (times the losses under one mask entry)."""
-    count = tf.cast(tf.size(values), values.dtype)
-    if mask is None:
-        return count
-    mask = tf.cast(mask, values.dtype)
-    values_per_entry = tf.math.divide_no_nan(count, tf.cast(tf.size(mask), values.dtype))
-    return tf.reduce_sum(mask) * values_per_entry
-
-
-def all_reduce_gradients(
-    gradients: Sequence[Any], pack_bytes: int | None = None, compression: str | None = None
-) -> list[Any]:
-    """Sum each gradient over all replicas; a `None` stays one.
-
-    Args:
-        gradients: Tensors or `tf.IndexedSlices` of this replica, one a variable.
-        pack_bytes: Dense gradients are concatenated until a pack holds this many bytes, so that few large messages
-            travel; None sends each by itself.
-        compression: Type to which dense gradients are rounded for the journey, but for scalars; None keeps theirs.
-
-    Returns:
-        The sums, in the order of `gradients`.
-    """
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
-        return list(gradients)
-    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    if compression is not None:  # what is not rounded cannot travel with what is
-        scalars = [index for index in present if gradients[index].shape.rank == 0]
-        packs = [[index] for index in scalars]
-        packs += _packs(gradients, [index for index in present if index not in scalars], pack_bytes)
-    else:
-        packs = _packs(gradients, present, pack_bytes)
-    messages = [
-        gradients[pack[0]] if len(pack) == 1 else tf.concat([tf.reshape(gradients[i], [-1]) for i in pack], 0)
-        for pack in packs
-    ]
-    sums = list(gradients)
-    sent = [_rounded(message, compression) for message in messages]
-    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, sent) if sent else []
-    reduced = [_rounded(total, message.dtype) for total, message in zip(reduced, messages, strict=True)]
-    for pack, message in zip(packs, reduced, strict=True):
-        if len(pack) == 1:
-            sums[pack[0]] = message
-            continue
-        pieces = tf.split(message, [gradients[i].shape.num_elements() for i in pack])
-        for i, piece in zip(pack, pieces, strict=True):
-            sums[i] = tf.reshape(piece, gradients[i].shape)
-    return sums
-
-
-def _rounded(message: Any, dtype: Any) -> Any:
-    stays = dtype is None or isinstance(message, tf.IndexedSlices) or message.shape.rank == 0
-    return message if stays else tf.cast(message, dtype)
-
-
-def _packs(gradients: Sequence[Any], present: Sequence[int], pack_bytes: int | None) -> list[list[int]]:
-    """Group dense gradients of one dtype until a group would exceed `pack_bytes`; what alone exceeds it goes alone."""
-    packs: list[list[int]] = []
-    open_packs: dict[tf.DType, tuple[list[int], int]] = {}
-    for index in present:
-        gradient = gradients[index]
-        is_sparse = isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined()
-        size_bytes = 0 if is_sparse else gradient.shape.num_elements() * gradient.dtype.size
-        if pack_bytes is None or is_sparse or size_bytes > pack_bytes:
-            packs.append([index])
-            continue
-        pack, used_bytes = open_packs.get(gradient.dtype, ([], 0))
-        if not pack or used_bytes + size_bytes > pack_bytes:
-            pack, used_bytes = [], 0
-            packs.append(pack)
-        pack.append(index)
-        open_packs[gradient.dtype] = pack, used_bytes + size_bytes
-    return packs
-
-
-def _all_reduce_sum(value: tf.Tensor) -> tf.Tensor:
-    context = tf.distribute.get_replica_context()
-    return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.stop_gradient(value))
+    return sum_over_replicas(tf.stop_gradient(term))
 
 
 def replica_id() -> int:
-    """Return the number of the replica whose function is being traced, from 0."""
+    """Return the number of the traced replica among those of all workers, from 0."""
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
 def local_replica_id() -> int:
-    """Return the number of that replica among those of this process, from 0; also where there is no strategy."""
+    """Return the number of the traced replica among those of this process, from 0; 0 without a strategy."""
     if not tf.distribute.has_strategy():
         return 0
     return replica_id() % len(tf.distribute.get_strategy().extended.worker_devices)

@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_losses, keras_model
+from tfpar.reduction.losses import ONE_VALUE, WAY_OUT, dense_losses
 from tfpar.reduction.losses_in_call import PartTrial
-from tfpar.reduction.replicas import ONE_VALUE, WAY_OUT, dense_losses
 from tfpar.reduction.sum_or_mean import Kind, kinds_of
 from tfpar.reduction.whole_batch import Trial
 

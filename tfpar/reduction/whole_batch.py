@@ -17,14 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat import keras_losses
-from tfpar.reduction.replicas import (
-    BatchWeights,
-    dense_losses,
-    local_replica_id,
-    loss_sums,
-    replica_id,
-    sum_over_replicas,
-)
+from tfpar.reduction.losses import BatchWeights, dense_losses, loss_sums
+from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 
 
 class Rows(abc.ABC):

@@ -43,7 +43,7 @@ class DataParallel(Strategy):
         global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
                     └──► part 1 ──► replica 1: forward, backward ──┴─ all-reduce ┴─► optimizer on replica 1
 
-    Each replica computes its part of the global loss (see `tfpar.reduction.replicas`), the gradients are summed, and
+    Each replica computes its part of the global loss (see `tfpar.reduction.losses`), the gradients are summed, and
     then every replica runs the optimizer on the same sums, so that clipping, accumulation and moving averages are
     those of one device.
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.reduction import indexed_slices, replicas
+from tfpar.reduction import indexed_slices
+from tfpar.reduction.gradients import all_reduce_gradients
 
 
 def sum_gradients(
@@ -25,8 +26,8 @@ def sum_gradients(
         kinds: Those of the lookups behind each, as `lookups.find_kinds` found them; None if nothing is looked up.
         share: What each of the replica's examples counts, a scalar.
         counted: How many of its examples it counts, an int scalar.
-        pack_bytes: As for `replicas.all_reduce_gradients`.
-        compression: As for `replicas.all_reduce_gradients`.
+        pack_bytes: As for `tfpar.reduction.gradients.all_reduce_gradients`.
+        compression: As for `tfpar.reduction.gradients.all_reduce_gradients`.
 
     Raises:
         ValueError: If there are lookups that were not found before.
@@ -38,7 +39,7 @@ def sum_gradients(
     sent: list[Any] = []
     for gradient, pieces in zip(gradients, lookups, strict=True):
         sent += [indexed_slices.to_send(*one, share, counted) for one in pieces] or [gradient]
-    sums = iter(replicas.all_reduce_gradients(sent, pack_bytes, compression))
+    sums = iter(all_reduce_gradients(sent, pack_bytes, compression))
     return [
         indexed_slices.join([indexed_slices.summed(*one, next(sums)) for one in pieces], gradient.dense_shape)
         if pieces

@@ -20,7 +20,7 @@ from tfpar.pipeline.graph.trial_batch import pairs_of_parts
 from tfpar.reduction import indexed_slices, objective, whole_batch
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.indexed_slices import Kind, Observed
-from tfpar.reduction.replicas import BatchWeights
+from tfpar.reduction.losses import BatchWeights
 from tfpar.strategies.single_device import forward_backward
 
 # Layers of Keras that read rows of a weight, or run a function of the user's; all others multiply their weights.

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_build, keras_model, keras_variables
 from tfpar.reduction import objective
-from tfpar.reduction.replicas import dense_losses
+from tfpar.reduction.losses import dense_losses
 
 _STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict"}
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_model
 from tfpar.reduction import objective
-from tfpar.reduction.replicas import BatchWeights
+from tfpar.reduction.losses import BatchWeights
 
 Run = Callable[..., Any]
 Counting = Callable[[keras.Model, tf.Tensor], AbstractContextManager[None]]

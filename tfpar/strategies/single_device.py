@@ -12,7 +12,7 @@ from tfpar import cluster, data
 from tfpar._compat import keras_model, keras_variables
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import metric_logs, objective
-from tfpar.reduction.replicas import BatchWeights
+from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies.single_replica import SingleReplica
 

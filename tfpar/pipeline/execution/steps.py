@@ -27,8 +27,8 @@ from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.reduction import metric_logs
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.loss_decomposition import LossDecomposition
+from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import Way, counting, needs_pass
-from tfpar.reduction.replicas import BatchWeights
 
 
 class PipelineSteps:

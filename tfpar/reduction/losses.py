@@ -1,0 +1,191 @@
+"""Losses reduced over replicas as (sum, weight) pairs and divided once, by the weight of the whole batch.
+
+    replica 0   loss sum 3.0, weight 4 ─┐                        ┌─ value 5.0 / 7, gradient of 3.0 / 7
+                                        ├─ 5.0 over 7 examples ──┤
+    replica 1   loss sum 2.0, weight 3 ─┘                        └─ value 5.0 / 7, gradient of 2.0 / 7
+
+On every replica the value is the global loss, so loss weights, the sum over outputs and the loss trackers of Keras
+compute what they compute on one device. The gradient on a replica is that of its own term, so the sum over replicas is
+the gradient of the global loss. There is no division by the number of replicas and no local mean, and so per-replica
+batches may differ in size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfpar._compat import keras_model
+from tfpar.reduction.replicas import sum_without_gradient
+
+ONE_VALUE = "Under several replicas or micro-batches a loss must return one value per example"
+WAY_OUT = "Reduce over the last axis only, and let Keras average over the batch."
+
+
+def global_mean(
+    total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None = None, partial_values: bool = False
+) -> tf.Tensor:
+    """Divide the sum over all replicas of `total` by that of `weight`; zero where the weight is zero.
+
+    Args:
+        total: Scalar, this replica's weighted sum.
+        weight: Scalar, what this replica adds to the divisor. No gradient flows through it.
+        all_weight: Scalar, the sum of all weights where it is known; None lets the replicas add them up.
+        partial_values: Whether the value is this replica's part too, for the caller to add up.
+
+    Returns:
+        Scalar: the global mean as value, this replica's part of it as gradient.
+    """
+    part = tf.math.divide_no_nan(total, sum_without_gradient(weight) if all_weight is None else all_weight)
+    return part if partial_values else part + (sum_without_gradient(part) - tf.stop_gradient(part))
+
+
+def global_sum(total: tf.Tensor, partial_values: bool = False) -> tf.Tensor:
+    """Sum over all replicas as value, this replica's part as gradient.
+
+    Args:
+        total: Scalar, this replica's sum.
+        partial_values: Whether the value is this replica's part too, for the caller to add up.
+    """
+    return total if partial_values else total + (sum_without_gradient(total) - tf.stop_gradient(total))
+
+
+class BatchWeights(NamedTuple):
+    """How many examples there are, here and in all.
+
+    Args:
+        example_weight: What each of this replica's examples counts; less than 1 where other replicas have them too.
+        local_size: How many examples this replica has; None where it is not known.
+        global_size: The size of the global batch; None where no replica knows it.
+        partial_values: Whether a loss is this replica's part also in its value, for the caller to add up.
+        sum_divisors: Returns the sum over all parts of a divisor; None lets the replicas add up theirs.
+    """
+
+    example_weight: float | tf.Tensor = 1.0
+    local_size: tf.Tensor | None = None
+    global_size: tf.Tensor | None = None
+    partial_values: bool = False
+    sum_divisors: Callable[[tf.Tensor], tf.Tensor] | None = None
+
+
+ALONE = BatchWeights()
+
+
+def reduce_loss(
+    values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any, counts: BatchWeights = ALONE
+) -> tf.Tensor:
+    """Reduce one loss over the global batch, with the meaning that Keras gives to `reduction` on one device.
+
+    Args:
+        values: Losses `[batch, ...]` of this replica's examples.
+        sample_weight: `[batch, ...]` or None.
+        mask: `[batch, ...]` or None; what it leaves out counts in no divisor.
+        reduction: A reduction of `keras.losses.Loss`.
+        dtype: The dtype in which to compute.
+        counts: How many examples there are.
+
+    Returns:
+        Scalar loss over the global batch.
+
+    Raises:
+        ValueError: If the loss is already a scalar or has no reduction, so that its examples cannot be told apart.
+    """
+    values = tf.convert_to_tensor(dense_losses(values, reduction), dtype=dtype)
+    if values.shape.rank == 0:
+        raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
+    if reduction in (None, "none"):
+        raise ValueError(
+            "Under several replicas or micro-batches a loss needs a reduction, received reduction=None. Use "
+            "'sum_over_batch_size', 'sum', 'mean' or 'mean_with_sample_weight'."
+        )
+    share = tf.cast(counts.example_weight, values.dtype)
+    total, weight = loss_sums(values, sample_weight, mask, reduction, dtype)
+    if weight is None:
+        return global_sum(share * total, counts.partial_values)
+    by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
+    all_weight = None if mask is not None or by_weight else _num_values(values, counts)
+    return _mean(share * total, share * weight, all_weight, counts)
+
+
+def dense_losses(values: Any, reduction: str | None) -> tf.Tensor:
+    """Return losses as a dense tensor: ragged ones as Keras 3.15 takes them, of equal lengths or to be summed.
+
+    Args:
+        values: `[batch, ...]`, or a scalar.
+        reduction: A reduction of `keras.losses.Loss`.
+
+    Raises:
+        ValueError: If they are rows of different lengths that are to be averaged.
+    """
+    if not isinstance(values, tf.RaggedTensor):
+        return tf.convert_to_tensor(values)
+    rows, lengths = values, []
+    while isinstance(rows, tf.RaggedTensor):
+        lengths.append(rows.uniform_row_length)
+        rows = rows.values
+    if any(length is None for length in lengths) and reduction != "sum":
+        raise ValueError(
+            f"A loss that returns rows of different lengths needs reduction='sum', as in Keras, and it has "
+            f"{reduction!r}. Let it return one value per example, such as tf.reduce_mean(values, axis=-1)."
+        )
+    return values.to_tensor()
+
+
+def loss_sums(
+    values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str, dtype: Any
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Return the weighted sum of losses and what Keras divides it by on one device, scalars; None for a plain sum.
+
+    Args:
+        values: Losses `[batch, ...]`.
+        sample_weight: `[batch, ...]` or None.
+        mask: `[batch, ...]` or None; what it leaves out counts in no divisor.
+        reduction: A reduction of `keras.losses.Loss`.
+        dtype: The dtype in which to compute.
+    """
+    total = keras_model.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype)
+    if reduction == "sum":
+        return total, None
+    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
+        weights = keras_model.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
+        _, weights = keras_model.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
+        return total, tf.reduce_sum(weights)
+    return total, _num_valid(values, mask)
+
+
+def _mean(total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None, counts: BatchWeights) -> tf.Tensor:
+    if all_weight is None and counts.sum_divisors is not None:
+        all_weight = counts.sum_divisors(weight)
+    return global_mean(total, weight, all_weight, counts.partial_values)
+
+
+def mean_of_sums(total: tf.Tensor, weight: tf.Tensor, counts: BatchWeights = ALONE) -> tf.Tensor:
+    """Divide the sum of this replica's examples by a weight, both added up over the whole batch.
+
+    Args:
+        total: Scalar.
+        weight: Scalar.
+        counts: How many examples there are.
+    """
+    share = tf.cast(counts.example_weight, total.dtype)
+    return _mean(share * total, share * weight, None, counts)
+
+
+def _num_values(values: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:
+    """Return how many losses the global batch has, as each example has equally many; None where it is not known."""
+    if counts.local_size is None or counts.global_size is None:
+        return None
+    per_example = tf.cast(tf.size(values), values.dtype) / tf.cast(counts.local_size, values.dtype)
+    return per_example * tf.cast(counts.global_size, values.dtype)
+
+
+def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
+    """Count the losses that count: all of them, or those the mask keeps (times the losses under one mask entry)."""
+    count = tf.cast(tf.size(values), values.dtype)
+    if mask is None:
+        return count
+    mask = tf.cast(mask, values.dtype)
+    values_per_entry = tf.math.divide_no_nan(count, tf.cast(tf.size(mask), values.dtype))
+    return tf.reduce_sum(mask) * values_per_entry
