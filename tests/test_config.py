@@ -10,7 +10,19 @@ from pathlib import Path
 import pytest
 
 from tfpar import config
-from tfpar.config import Callbacks, Data, Feature, Model, Optimizer, Run, Strategy, Training, named_files, toml
+from tfpar.config import (
+    Callbacks,
+    Data,
+    Feature,
+    Mirrored,
+    Model,
+    Optimizer,
+    Pipeline,
+    Run,
+    Training,
+    named_files,
+    toml,
+)
 from tfpar.messages import received as received_values
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
@@ -28,7 +40,7 @@ RICH_RUN = Run(
     ),
     training=Training(steps_per_call=5, ema_momentum=0.9, ema_overwrite_frequency=10, checkpoint_seconds=0),
     optimizer=Optimizer(name="sgd", settings={"momentum": 0.9, "nesterov": True, "count": 3, "name": "x", "one": 1.0}),
-    strategy=Strategy(kind="mirrored", devices=("GPU:0", "GPU:1"), all_reduce="nccl", pack_bytes=4 << 20),
+    strategy=Mirrored(devices=("GPU:0", "GPU:1"), all_reduce="nccl", pack_bytes=4 << 20),
     callbacks=Callbacks(monitor="loss", early_stopping_patience=0, tensorboard=False),
 )
 
@@ -65,7 +77,11 @@ def test_every_config_loads_and_its_header_says_command_hardware_time_and_result
     assert any(f"--config configs/{path.name}" in line for line in header), f"{path.name} has another file's command"
 
 
-@pytest.mark.parametrize("run", [Run(), RICH_RUN], ids=["default", "rich"])
+@pytest.mark.parametrize(
+    "run",
+    [Run(), RICH_RUN, Run(strategy=Pipeline(num_stages=2, num_microbatches=8, balance=(3, 2)))],
+    ids=["default", "rich", "pipeline"],
+)
 def test_what_dump_writes_loads_to_the_same_run(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(config.dump(run), encoding="utf-8")
@@ -74,6 +90,15 @@ def test_what_dump_writes_loads_to_the_same_run(run: Run, tmp_path: Path) -> Non
     assert [type(value) for value in loaded.optimizer.settings.values()] == [
         type(value) for value in run.optimizer.settings.values()
     ], "1, 1.0 and true are equal in Python, so their types are compared too"
+
+
+def test_a_strategy_shows_the_settings_of_its_kind_alone() -> None:
+    tables = tomllib.loads(config.dump(config.load(None, PIPELINE)))
+    assert tables["strategy"] == {
+        **{"kind": "pipeline", "num_stages": 2, "num_microbatches": 8, "schedule": "1f1b", "balance": "time"},
+        **{"devices": "none", "num_logical_cpus": 1, "recompute": False, "memory_limit_bytes": "none"},
+        "allow_batch_dependent_layers": False,
+    }
 
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
@@ -210,9 +235,8 @@ def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(override: 
         "optimizer.settings.momentum=nan",
         "optimizer.warmup_steps=-1",
         "optimizer.base_batch_size=0",
-        "strategy.num_logical_cpus=0",
         "strategy.devices=[]",
-        "strategy.pack_bytes=0",
+        "strategy.silence_seconds=0.5",
         "callbacks.early_stopping_patience=-1",
         "callbacks.reduce_learning_rate_patience=-1",
         "callbacks.check_replicas_every_steps=0",
@@ -307,41 +331,59 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             "Only one way of clipping can apply, received training.clipnorm and training.clipvalue",
         ),
         (["training.ema_overwrite_frequency=5"], "training.ema_overwrite_frequency = 5 needs a moving average"),
-        (["strategy.num_logical_cpus=2"], 'strategy.num_logical_cpus = 2 needs strategy.kind = "mirrored"'),
+        (
+            ["strategy.num_logical_cpus=2"],
+            'strategy.num_logical_cpus = 2 is a setting of strategy.kind = "mirrored", "multi_worker" or "pipeline", '
+            'received "auto": leave it out, or set one of these kinds.',
+        ),
+        (
+            ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", 'strategy.devices=["GPU:0"]'],
+            'strategy.num_logical_cpus = 2 splits the CPU, and strategy.devices = ["GPU:0"] names GPUs: leave one',
+        ),
         (
             ["strategy.kind=single_device", 'strategy.devices=["GPU:0", "GPU:1"]'],
-            'strategy.devices = ["GPU:0", "GPU:1"] is more than the one device',
-        ),
-        (['strategy.devices=["GPU:0", "GPU:0"]'], 'strategy.devices = ["GPU:0", "GPU:0"] names a device twice'),
-        (['strategy.devices=["CPU:1"]'], 'strategy.devices = ["CPU:1"] is beyond strategy.num_logical_cpus = 1'),
-        (['strategy.devices=["CPU:0", "GPU:0"]'], 'strategy.devices = ["CPU:0", "GPU:0"] with strategy.num_logical'),
-        (
-            ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.all_reduce=nccl"],
-            'strategy.all_reduce = "nccl" needs GPUs',
-        ),
-        (
-            ["strategy.kind=mirrored", 'strategy.devices=["CPU:0"]', "strategy.all_reduce=hierarchical_copy"],
-            'strategy.all_reduce = "hierarchical_copy" needs GPUs',
+            'strategy.devices = ["GPU:0", "GPU:1"] is a setting of strategy.kind = "auto", "mirrored", "multi_wo',
         ),
         (
             ["strategy.kind=single_device", "strategy.all_reduce=nccl"],
-            'strategy.all_reduce = "nccl" has no use on a single device',
+            'strategy.all_reduce = "nccl" is a setting of strategy.kind = "mirrored" or "multi_worker", received "sin',
         ),
         (
-            ["strategy.kind=pipeline"],
-            'strategy.kind = "pipeline" needs strategy.num_stages and strategy.num_microbatches: set them',
+            ["strategy.kind=mirrored", "strategy.all_reduce=ring"],
+            'strategy.all_reduce = "ring" must be one of "auto", "nccl", "hierarchical_copy", "reduction_to_one_devi',
         ),
         (
             ["strategy.kind=pipeline", "strategy.num_stages=2"],
-            'strategy.kind = "pipeline" needs strategy.num_microbatches: set it, such as 4.',
+            'strategy.num_microbatches is missing, which strategy.kind = "pipeline" needs: set it to an integer of at',
         ),
-        (["strategy.num_stages=2"], 'strategy.num_stages = 2 is only for a pipeline, received strategy.kind = "auto"'),
+        (
+            ["strategy.num_stages=2"],
+            'strategy.num_stages = 2 is a setting of strategy.kind = "pipeline", received "auto": leave it out, or set '
+            "that kind.",
+        ),
         (
             ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.recompute=true"],
-            'strategy.recompute = true is only for a pipeline, received strategy.kind = "mirrored": leave it out.',
+            'strategy.recompute = true is a setting of strategy.kind = "pipeline", received "mirrored": leave it out,',
         ),
-        ([*PIPELINE, "strategy.all_reduce=nccl"], 'strategy.all_reduce = "nccl" is only for replicas'),
-        ([*PIPELINE, "strategy.sync=average"], 'strategy.sync = "average" is only for several workers'),
+        ([*PIPELINE, "strategy.all_reduce=nccl"], 'strategy.all_reduce = "nccl" is a setting of strategy.kind = "mi'),
+        ([*PIPELINE, "strategy.sync=average"], 'strategy.sync = "average" is a setting of strategy.kind = "multi_w'),
+        (
+            [*PIPELINE, "strategy.num_stage=2"],
+            "strategy.num_stage = 2 is not a known key: did you mean strategy.num_stages? Allowed here: kind, num_st",
+        ),
+        (
+            ["strategy.kind=mirrored", "strategy.pack_bytes=0"],
+            'strategy.pack_bytes = 0 must be an integer of at least 1 or "none" (default "none").',
+        ),
+        (
+            ["strategy.kind=mirrored", "strategy.num_logical_cpus=0"],
+            "strategy.num_logical_cpus = 0 must be an integer of at least 1 and of at most 4096 (default 1).",
+        ),
+        (
+            ["strategy.kind=3"],
+            'strategy.kind = 3 must be one of "auto", "single_device", "mirrored", "multi_worker", "pipeline" (default '
+            '"auto").',
+        ),
         (
             [*PIPELINE, "training.global_batch_size=7"],
             "training.global_batch_size = 7 is less than strategy.num_microbatches = 8: use fewer of them.",
@@ -349,10 +391,6 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         (
             [*PIPELINE, "strategy.balance=tim"],
             'strategy.balance = "tim" must be one of "time", "flops", "parameters", "memory"',
-        ),
-        (
-            ["strategy.kind=single_device", "strategy.pack_bytes=4096"],
-            "strategy.pack_bytes = 4096 has no use on a single device",
         ),
         (
             ["data.source=tfrecord", "data.features.image.dtype=float32", "data.features.label.dtype=int64"],
@@ -458,7 +496,7 @@ def test_rules_between_fields_hold_for_runs_made_in_python_too() -> None:
         ["training.global_batch_size=2", "strategy.kind=mirrored", "strategy.num_logical_cpus=2"],
         ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", 'strategy.devices=["CPU:0", "CPU:1"]'],
         ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.all_reduce=reduction_to_one_device"],
-        ["strategy.kind=single_device", 'strategy.devices=["GPU:1"]'],
+        ["strategy.kind=single_device", "strategy.device=GPU:1"],
         PIPELINE,
         [*PIPELINE, "strategy.balance=[3, 2]", "strategy.schedule=zero_bubble"],
         [*PIPELINE, 'strategy.balance=["block_1"]', "strategy.recompute=true"],

@@ -54,6 +54,6 @@ def test_stages_divide_the_cores_that_the_process_may_use(monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     shares: list[tuple[int, int | None]] = []
     monkeypatch.setattr(cluster, "use_logical_cpus", lambda number, share: shares.append((number, share)))
-    settings = config.Strategy(kind="pipeline", num_stages=1, num_microbatches=1, num_logical_cpus=2)
+    settings = config.Pipeline(num_stages=1, num_microbatches=1, num_logical_cpus=2)
     strategies.from_settings(settings)
     assert shares == [(2, 2)]

@@ -93,14 +93,14 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     chief, late = faults.places(2)
     place = json.loads(chief["TF_CONFIG"]) | {"task": {"type": "evaluator", "index": 0}}
     train = [*TRAIN, *WORDS]
-    averages = settings('strategy.sync="average"', "strategy.average_every=4")
+    averages = settings("strategy.kind=multi_worker", 'strategy.sync="average"', "strategy.every=4")
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(faults.started(train, by_hand, chief))
         watching = stack.enter_context(faults.started(train, by_hand, {"TF_CONFIG": json.dumps(place)}))
         averaging = stack.enter_context(faults.started([*launch(2), *WORDS, *averages], average))
         time.sleep(LATE_SECONDS)
         second = stack.enter_context(faults.started(train, by_hand, late))
-        compression = settings('strategy.compression="bfloat16"')
+        compression = settings("strategy.kind=multi_worker", 'strategy.compression="bfloat16"')
         compressing = stack.enter_context(faults.started([*launch(2), *WORDS, *compression], compress))
         ends = [process.finish() for process in (first, second, watching, averaging, compressing)]
     return Together(*ends, folder)

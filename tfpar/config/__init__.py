@@ -2,15 +2,21 @@
 
 from tfpar.config.data_section import Data, Feature
 from tfpar.config.run import Run, changes_weights, closest_key, dump, load, schema
-from tfpar.config.sections import Callbacks, Model, Optimizer, Strategy, Training
+from tfpar.config.sections import Callbacks, Model, Optimizer, Training
+from tfpar.config.strategy_section import Auto, Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy
 
 __all__ = [
+    "Auto",
     "Callbacks",
     "Data",
     "Feature",
+    "Mirrored",
     "Model",
+    "MultiWorker",
     "Optimizer",
+    "Pipeline",
     "Run",
+    "SingleDevice",
     "Strategy",
     "Training",
     "changes_weights",

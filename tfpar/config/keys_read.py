@@ -4,10 +4,11 @@ A trainer class names what it reads in its attribute `reads`: sections, or singl
 nobody reads is refused where it is set, and left out of the recorded configuration.
 """
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 
 from tfpar import config
-from tfpar.config import toml
+from tfpar.config import json_schema, toml
 from tfpar.config.sections import Section
 from tfpar.messages import received
 from tfpar.messages.suggestions import closest
@@ -89,14 +90,15 @@ def dump_read(run: config.Run, reads: Collection[str], trainer: str) -> str:
     for key in _keys():
         if key not in read:
             section, _, inner = key.partition(".")
-            tables[section].pop(inner) if inner else tables.pop(section)
+            tables[section].pop(inner, None) if inner else tables.pop(section)
     unread = [key for key in _keys() if key not in read]
     comment = f"# Left out, as {trainer} does not read them: {', '.join(_short(unread))}.\n\n" if unread else ""
     return comment + toml.write({name: value for name, value in tables.items() if value != {} or name in read})
 
 
-def _keys() -> list[str]:
-    return [key for key, _, _ in _values(config.Run())]
+@functools.cache
+def _keys() -> tuple[str, ...]:
+    return tuple(json_schema.settings(config.schema()))
 
 
 def _values(run: config.Run) -> Iterator[tuple[str, object, object]]:

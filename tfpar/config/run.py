@@ -13,26 +13,30 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
 
-from tfpar.config import data_section, toml
+from tfpar.config import data_section, json_schema, strategy_section, toml, validation_errors
 from tfpar.config.data_section import Data, Feature
 from tfpar.config.sections import (
-    CHANGES_NO_WEIGHT,
     Callbacks,
     ImportPath,
     Model,
     Optimizer,
     Section,
-    Strategy,
     Training,
 )
+from tfpar.config.strategy_section import Auto, Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy
 
 __all__ = [
+    "Auto",
     "Callbacks",
     "Data",
     "Feature",
+    "Mirrored",
     "Model",
+    "MultiWorker",
     "Optimizer",
+    "Pipeline",
     "Run",
+    "SingleDevice",
     "Strategy",
     "Training",
     "changes_weights",
@@ -62,7 +66,7 @@ class Run(Section):
     data: Data = Field(Data(), description="Which examples.")
     training: Training = Field(Training(), description="How the loop runs.")
     optimizer: Optimizer = Field(Optimizer(), description="How gradients become updates.")
-    strategy: Strategy = Field(Strategy(), description="On which devices.")
+    strategy: Strategy = Field(Auto(), description="On which devices.")
     callbacks: Callbacks = Field(Callbacks(), description="What watches.")
     options: dict[str, Any] = Field({}, description="Whatever the trainer class reads there; see `options_as`.")
 
@@ -98,8 +102,10 @@ class Run(Section):
                 {"options": values}, extra=None if "extra" in model.model_config else "forbid"
             )
         except ValidationError as error:
-            section_schema = section.model_json_schema(schema_generator=toml.Schema)
-            raise ValueError("\n".join(toml.sentences(error, {"options": values}, section_schema))) from None
+            section_schema = section.model_json_schema(schema_generator=json_schema.Schema)
+            raise ValueError(
+                "\n".join(validation_errors.sentences(error, {"options": values}, section_schema))
+            ) from None
         options: Options = checked.options
         return options
 
@@ -128,7 +134,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Run:
     try:
         return Run.model_validate(tables)
     except ValidationError as error:
-        raise ValueError("\n".join(toml.sentences(error, tables, schema()))) from None
+        raise ValueError("\n".join(validation_errors.sentences(error, tables, schema()))) from None
 
 
 def dump(run: Run) -> str:
@@ -155,9 +161,7 @@ def changes_weights(key: str) -> bool:
     >>> changes_weights("training.keep_checkpoints"), changes_weights("optimizer.learning_rate")
     (False, True)
     """
-    section, _, name = key.partition(".")
-    found = getattr(Run.model_fields[section].default, "__pydantic_fields__", {}).get(name)
-    return found is None or found.json_schema_extra != CHANGES_NO_WEIGHT
+    return bool(json_schema.settings(schema()).get(key, {}).get("changes_weights", True))
 
 
 def schema() -> dict[str, Any]:
@@ -166,7 +170,7 @@ def schema() -> dict[str, Any]:
     >>> schema()["$defs"]["Training"]["properties"]["epochs"]["minimum"]
     1
     """
-    return Run.model_json_schema(schema_generator=toml.Schema)
+    return Run.model_json_schema(schema_generator=json_schema.Schema)
 
 
 def closest_key(name: str) -> str | None:
@@ -175,7 +179,7 @@ def closest_key(name: str) -> str | None:
     >>> closest_key("lr")
     'optimizer.learning_rate'
     """
-    return toml.closest_key(name, schema())
+    return json_schema.closest_key(name, schema())
 
 
 def cross_field_problems(run: Run) -> list[str]:
@@ -192,20 +196,18 @@ def cross_field_problems(run: Run) -> list[str]:
     """
     return [
         *_training_problems(run),
-        *_strategy_problems(run.strategy),
+        *strategy_section.problems(run.strategy),
         *data_section.problems(run.data),
     ]
 
 
 def _training_problems(run: Run) -> Iterator[str]:
     training, callbacks, strategy = run.training, run.callbacks, run.strategy
-    num_replicas = len(strategy.devices or ()) or strategy.num_logical_cpus
-    if strategy.kind == "pipeline":
-        if training.global_batch_size < (strategy.num_microbatches or 1):
-            size = f"training.global_batch_size = {training.global_batch_size}"
-            yield f"{size} is less than strategy.num_microbatches = {strategy.num_microbatches}: use fewer of them."
-    elif training.global_batch_size < num_replicas:
-        size = f"training.global_batch_size = {training.global_batch_size}"
+    num_replicas = strategy_section.num_replicas(strategy)
+    size = f"training.global_batch_size = {training.global_batch_size}"
+    if isinstance(strategy, Pipeline) and training.global_batch_size < strategy.num_microbatches:
+        yield f"{size} is less than strategy.num_microbatches = {strategy.num_microbatches}: use fewer of them."
+    if training.global_batch_size < num_replicas:
         yield f"{size} does not reach every replica: set it to at least {num_replicas}, or use fewer devices."
     clips = [f"training.{key}" for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(training, key)]
     if len(clips) > 1:
@@ -222,66 +224,3 @@ def _training_problems(run: Run) -> Iterator[str]:
     homes |= {key: f"training.{key}" for key in Training.model_fields}
     for key in sorted(homes.keys() & run.optimizer.settings.keys()):
         yield f"optimizer.settings.{key} = {toml.show(run.optimizer.settings[key])} has its own key: set {homes[key]}."
-
-
-def _strategy_problems(strategy: Strategy) -> Iterator[str]:
-    devices, num_logical_cpus, kind = strategy.devices or (), strategy.num_logical_cpus, strategy.kind
-    named = f"strategy.devices = {toml.show(devices)}"
-    cpus = [device for device in devices if device.startswith("CPU")]
-    if num_logical_cpus > 1 and kind not in ("mirrored", "multi_worker", "pipeline"):
-        logical = f"strategy.num_logical_cpus = {num_logical_cpus}"
-        yield (
-            f'{logical} needs strategy.kind = "mirrored", "multi_worker" or "pipeline", received "{kind}": set the '
-            "kind, or leave it at 1."
-        )
-    if kind == "single_device" and len(devices) > 1:
-        yield f'{named} is more than the one device of strategy.kind = "single_device": name one, or set "mirrored".'
-    if len(set(devices)) < len(devices):
-        yield f"{named} names a device twice: name each once."
-    if any(int(cpu.removeprefix("CPU:")) >= num_logical_cpus for cpu in cpus):
-        yield f"{named} is beyond strategy.num_logical_cpus = {num_logical_cpus}, counted from 0: raise that number."
-    if len(cpus) < len(devices) and (cpus or num_logical_cpus > 1):
-        yield f"{named} with strategy.num_logical_cpus = {num_logical_cpus} mixes CPUs and GPUs: use one kind."
-    on_cpus = num_logical_cpus > 1 or bool(cpus)
-    if on_cpus and strategy.all_reduce in ("nccl", "hierarchical_copy"):
-        reduce = f'strategy.all_reduce = "{strategy.all_reduce}"'
-        yield f'{reduce} needs GPUs, but the replicas are CPU devices: set "auto" or "reduction_to_one_device".'
-    if kind == "single_device" and strategy.all_reduce != "auto":
-        yield f'strategy.all_reduce = "{strategy.all_reduce}" has no use on a single device: leave it out.'
-    if strategy.all_reduce == "ring" and kind == "mirrored":
-        yield 'strategy.all_reduce = "ring" is for several workers, received strategy.kind = "mirrored": leave it out.'
-    if strategy.all_reduce in ("hierarchical_copy", "reduction_to_one_device") and kind == "multi_worker":
-        yield f'strategy.all_reduce = "{strategy.all_reduce}" stays within one worker: set "ring", "nccl" or "auto".'
-    if kind in ("single_device", "mirrored", "pipeline"):
-        keys = ("compression", "sync", "average_every", "average_optimizer", "form_seconds", "silence_seconds")
-        yield from _without_use(strategy, keys, "several workers")
-    if strategy.sync == "step" and (strategy.average_every > 1 or not strategy.average_optimizer):
-        yield 'strategy.average_every and average_optimizer need strategy.sync = "average": set it, or leave them out.'
-    if strategy.sync == "average" and strategy.compression:
-        yield 'strategy.compression rounds gradients, and strategy.sync = "average" sends none: leave one out.'
-    if kind == "pipeline":
-        yield from _pipeline_problems(strategy)
-    else:
-        keys = ("num_stages", "num_microbatches", "schedule", "balance", "recompute", "memory_limit_bytes")
-        yield from _without_use(strategy, (*keys, "allow_batch_dependent_layers"), "a pipeline")
-    if kind in ("single_device", "pipeline"):
-        yield from _without_use(strategy, ("batch_dependent_layers",), "several replicas")
-    if strategy.pack_bytes and kind == "single_device":
-        yield f"strategy.pack_bytes = {strategy.pack_bytes} has no use on a single device: leave it out."
-
-
-def _without_use(strategy: Strategy, keys: Sequence[str], use: str) -> Iterator[str]:
-    for key in keys:
-        if getattr(strategy, key) != Strategy.model_fields[key].default:
-            yield (
-                f"strategy.{key} = {toml.show(getattr(strategy, key))} is only for {use}, received "
-                f'strategy.kind = "{strategy.kind}": leave it out.'
-            )
-
-
-def _pipeline_problems(strategy: Strategy) -> Iterator[str]:
-    missing = [key for key in ("num_stages", "num_microbatches") if getattr(strategy, key) is None]
-    if missing:
-        keys = " and ".join(f"strategy.{key}" for key in missing)
-        yield f'strategy.kind = "pipeline" needs {keys}: set {"them" if len(missing) > 1 else "it"}, such as 4.'
-    yield from _without_use(strategy, ("all_reduce", "pack_bytes"), "replicas")

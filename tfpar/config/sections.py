@@ -10,18 +10,13 @@ Text = Annotated[str, Field(min_length=1)]
 ImportPath = Annotated[
     str, Field(pattern=r"^\w+(\.\w+)+$", max_length=1000, examples=["tfpar.trainers.regression.Regression"])
 ]
-Device = Annotated[str, Field(pattern=r"^(CPU|GPU):(0|[1-9][0-9]{0,3})$", examples=["GPU:0"])]
 Count = Annotated[int, Field(ge=1)]
-# More is no wish but a mistake, and would take the memory or the days to find that out.
-DeviceCount = Annotated[int, Field(ge=1, le=4096)]
-PartCount = Annotated[int, Field(ge=1, le=65536)]
 Patience = Annotated[int, Field(ge=0)]
 Limit = Annotated[float, Field(gt=0)]
-LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
-LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
 Momentum = Annotated[float, Field(gt=0, lt=1)]
-A_WEEK_SECONDS = 7 * 24 * 3600  # a bound for waiting: in milliseconds it fits 32 bits, as TensorFlow takes it
 
+
+A_WEEK_SECONDS = 7 * 24 * 3600  # the longest wait: in milliseconds it fits 32 bits, as TensorFlow takes it
 
 # Marks a field that changes no weight: a run may resume with another value of it, and with no other change.
 # `training.epochs` has it because a longer run begins with the steps of a shorter one.
@@ -114,67 +109,6 @@ class Optimizer(Section):
     settings: dict[str, bool | int | float | str] = Field({}, description="Arguments for the Keras optimizer class.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises to its value.")
     base_batch_size: OrNone[Count] = Field(None, description="Scales learning_rate by global_batch_size over this.")
-
-
-class Strategy(Section):
-    """Where one step runs, and how gradients are reduced.
-
-    >>> Strategy(kind="mirrored", num_logical_cpus=2).all_reduce
-    'auto'
-    """
-
-    kind: Literal["auto", "single_device", "mirrored", "multi_worker", "pipeline"] = Field(
-        "auto",
-        description="auto: multi_worker in a job of several workers, mirrored over GPUs, else single_device.",
-    )
-    num_logical_cpus: DeviceCount = Field(1, description="Without GPUs: devices that a worker's CPU is split into.")
-    devices: OrNone[Annotated[tuple[Device, ...], Field(min_length=1, strict=False)]] = Field(
-        None, description='Only these devices, such as ["GPU:0", "GPU:1"].'
-    )
-    all_reduce: Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device", "ring"] = Field(
-        "auto", description="How replicas add their gradients; ring only over several workers."
-    )
-    pack_bytes: OrNone[Count] = Field(None, description="Gradient bytes reduced in one message.")
-    compression: OrNone[Literal["bfloat16"]] = Field(
-        None, description="multi_worker: round gradients to bfloat16 on their way, for half the bytes."
-    )
-    sync: Literal["step", "average"] = Field(
-        "step", description="multi_worker: add gradients every step, or train apart and average the weights."
-    )
-    average_every: Count = Field(1, description='sync = "average": steps between two averages.')
-    average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
-    form_seconds: float = Field(
-        300.0,
-        gt=0,
-        le=A_WEEK_SECONDS,
-        description="multi_worker: how long to wait for all workers to appear.",
-        json_schema_extra=CHANGES_NO_WEIGHT,
-    )
-    silence_seconds: float = Field(
-        30.0,
-        ge=1,
-        le=A_WEEK_SECONDS,
-        description="multi_worker: how long a worker may be silent before the others give it up.",
-        json_schema_extra=CHANGES_NO_WEIGHT,
-    )
-    num_stages: OrNone[DeviceCount] = Field(None, description="pipeline: parts of the model, one a device.")
-    num_microbatches: OrNone[PartCount] = Field(None, description="pipeline: parts of every global batch.")
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
-        "1f1b", description="pipeline: the order of work; interleaved: several stages a device."
-    )
-    balance: Literal["time", "flops", "parameters", "memory"] | LayerCounts | LayerNames = Field(
-        "time",
-        description="pipeline: what the slowest stage is measured by; or the layers of each stage, such as [3, 2]; or "
-        "the layers to cut before, by name.",
-    )
-    recompute: bool = Field(False, description="pipeline: compute activations again instead of keeping them.")
-    memory_limit_bytes: OrNone[Count] = Field(None, description="pipeline: what a device may hold.")
-    allow_batch_dependent_layers: bool = Field(
-        False, description="pipeline: train layers that mix the examples of a batch, too."
-    )
-    batch_dependent_layers: Literal["refuse", "gather"] = Field(
-        "refuse", description="replicas: what becomes of layers that mix the examples of a batch."
-    )
 
 
 class Callbacks(Section):

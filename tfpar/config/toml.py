@@ -1,53 +1,20 @@
-"""TOML to plain tables and back, overrides, and pydantic's errors as sentences; knows nothing of what a run is.
-
-The words for what is allowed come from the JSON schema, so that no error text repeats a limit that may change.
-"""
+"""TOML to plain tables and back, with overrides; independent of the content of a run."""
 
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
-from pydantic import ValidationError
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import ErrorDetails, core_schema
 
 from tfpar.config.toml_limits import MAX_BYTES, MAX_LEVELS, parse
 from tfpar.messages import received
-from tfpar.messages.received import MAX_PROBLEMS, excerpt
+from tfpar.messages.received import excerpt
 from tfpar.messages.suggestions import closest
 
 Tables = dict[str, Any]
 show = received.toml
-_TYPE_WORDS = {
-    "integer": "an integer",
-    "number": "a finite number",
-    "boolean": "true or false",
-    "string": "a string",
-    "array": "a list",
-    "object": "a table",
-}
-_LIMIT_WORDS = {
-    "minimum": "of at least",
-    "exclusiveMinimum": "above",
-    "maximum": "of at most",
-    "exclusiveMaximum": "below",
-    "multipleOf": "that is a multiple of",
-    "minLength": "of length at least",
-    "minItems": "of length at least",
-    "maxLength": "of length at most",
-    "maxItems": "of length at most",
-}
-
-
-class Schema(GenerateJsonSchema):
-    """JSON schema in which the word "none" stands where Python has None, as TOML has no null."""
-
-    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
-        """Replaces pydantic's `{"type": "null"}`."""
-        return {"anyOf": [self.generate_inner(schema["schema"]), {"const": "none"}]}
 
 
 def read(path: str | Path) -> Tables:
@@ -162,137 +129,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_none(inner) for key, inner in value.items()}
     return "none" if value is None else value
-
-
-def sentences(error: ValidationError, tables: Tables, schema: Mapping[str, Any]) -> list[str]:
-    """One sentence for each problem that pydantic found in `tables`.
-
-    Args:
-        error: what `model_validate(tables)` raised.
-        tables: what was validated.
-        schema: the JSON schema of the model, made with `Schema`.
-
-    Returns:
-        Sentences, each with the path of the key, the value received, what is allowed and the default.
-    """
-    # One problem of a union gives an error for each of its members: the same sentence, kept once.
-    found: dict[str, None] = {}
-    details = error.errors(include_url=False, include_input=False)
-    for index, detail in enumerate(details):
-        found |= dict.fromkeys(_lines(detail, tables, schema))
-        if len(found) >= MAX_PROBLEMS and index + 1 < len(details):
-            return [*list(found)[:MAX_PROBLEMS], "There are more problems: correct these first."]
-    return received.first_problems(list(found))
-
-
-def _lines(detail: ErrorDetails, tables: Tables, schema: Mapping[str, Any]) -> Iterator[str]:
-    if detail["type"] == "value_error" and not detail["loc"]:
-        yield from str(detail["ctx"]["error"]).splitlines()
-        return
-    path, value, node, parent = _locate(detail["loc"], tables, schema)
-    name = excerpt(".".join(path), received.COLUMNS // 2)
-    if detail["type"] == "extra_forbidden":
-        allowed = parent.get("properties", {})
-        near = _closest_key(path, allowed, schema)
-        way_out = f"did you mean {near}?" if near else "rename or remove it."
-        sentence = f"{name} = {show(value)} is not a known key: {way_out} Allowed here: "
-        # A section of many keys does not fit into a sentence; the nearest is there already.
-        yield sentence + received.listed(allowed, received.MAX_SENTENCE - len(sentence) - 1) + "."
-    elif detail["type"] == "missing":
-        yield f"{name} is missing: set it to {_allowed(node, schema)}."
-    elif detail["type"] in ("value_error", "assertion_error"):  # a rule of a user's own model
-        yield f"{name} = {show(value)} is refused: {excerpt(str(detail['ctx']['error']), 2 * received.COLUMNS)}"
-    else:
-        default = f" (default {show(node['default'])})" if not isinstance(node.get("default", {}), dict) else ""
-        near = closest(value, _words(node, schema)) if isinstance(value, str) else None
-        end = f': did you mean "{near}"?' if near else "."
-        yield f"{name} = {show(value)} must be {_allowed(node, schema)}{default}{end}"
-
-
-def keys(schema: Mapping[str, Any]) -> list[str]:
-    """Every key that a TOML file can set, with its section: `seed`, `training.epochs`.
-
-    Args:
-        schema: the JSON schema of the model, made with `Schema`.
-    """
-    found = []
-    for name, node in schema["properties"].items():
-        inner = _resolve(node, schema).get("properties")
-        found += [name] if inner is None else [f"{name}.{key}" for key in inner]
-    return found
-
-
-def closest_key(name: str, schema: Mapping[str, Any]) -> str | None:
-    """The key of any section whose last part is nearest to `name`, with its section; None if none is near.
-
-    Args:
-        name: a word without a section, such as "lr".
-        schema: the JSON schema of the model, made with `Schema`.
-    """
-    by_name: dict[str, str] = {}
-    for key in keys(schema):
-        by_name.setdefault(key.rpartition(".")[2], key)
-    near = closest(name, by_name)
-    return None if near is None else by_name[near]
-
-
-def _closest_key(path: Sequence[str], allowed: Mapping[str, Any], schema: Mapping[str, Any]) -> str | None:
-    """What an unknown key was meant to be: one of its section, or else one of another section."""
-    elsewhere = closest_key(path[-1], schema)
-    if elsewhere is not None and elsewhere.rpartition(".")[2] == path[-1]:
-        return elsewhere
-    near = closest(path[-1], allowed.keys())
-    if near is None and len(path) > 1:  # a table of the section that takes any key, as optimizer.settings
-        tables = (key for key, node in allowed.items() if _takes_any_key(node))
-        near = next((f"{table}.{path[-1]}" for table in tables), None)
-    return elsewhere if near is None else ".".join([*path[:-1], near])
-
-
-def _takes_any_key(node: Mapping[str, Any]) -> bool:
-    values = node.get("additionalProperties")  # false, true for values of any kind, or a schema of them
-    return isinstance(values, Mapping) and "anyOf" in values
-
-
-def _words(node: Mapping[str, Any], schema: Mapping[str, Any]) -> list[str]:
-    """The strings that a part of the schema accepts, where it names them."""
-    node = _resolve(node, schema)
-    return [word for member in node.get("anyOf", [node]) for word in member.get("enum", ()) if isinstance(word, str)]
-
-
-def _locate(
-    loc: Sequence[str | int], tables: Tables, schema: Mapping[str, Any]
-) -> tuple[list[str], Any, Mapping[str, Any], Mapping[str, Any]]:
-    """Follows pydantic's location as far as keys go: behind them it names members of unions and items of lists."""
-    path: list[str] = []
-    value: Any = tables
-    node, parent = schema, schema
-    for part in loc:
-        table = _resolve(node, schema)
-        if "properties" not in table and "additionalProperties" not in table:
-            break
-        path.append(str(part))
-        value = value.get(part) if isinstance(value, dict) else value
-        parent = table
-        inner = table.get("properties", {}).get(part) or table.get("additionalProperties")
-        node = inner if isinstance(inner, dict) else {}
-    return path, value, node, parent
-
-
-def _resolve(node: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
-
-
-def _allowed(node: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
-    """Words for what a part of the schema accepts."""
-    node = _resolve(node, schema)
-    if "anyOf" in node:
-        return " or ".join(_allowed(member, schema) for member in node["anyOf"])
-    if "enum" in node:
-        return f"one of {', '.join(show(value) for value in node['enum'])}"
-    if "const" in node:
-        return show(node["const"])
-    limits = " and ".join(f"{words} {node[key]}" for key, words in _LIMIT_WORDS.items() if key in node)
-    if "examples" in node:
-        limits = f"such as {show(node['examples'][0])}"
-    items = f", each {_allowed(node['items'], schema)}" if "items" in node else ""
-    return f"{_TYPE_WORDS.get(node.get('type', ''), 'a valid value')} {limits}".rstrip() + items

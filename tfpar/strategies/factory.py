@@ -14,6 +14,14 @@ from tfpar.strategies.multi_worker.strategy import MultiWorker
 from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.single_device import SingleDevice
 
+_CLASSES: dict[str, type[Strategy]] = {
+    "single_device": SingleDevice,
+    "mirrored": Mirrored,
+    "multi_worker": MultiWorker,
+    "pipeline": Pipeline,
+}
+_OF_NO_CONSTRUCTOR = ("kind", "num_logical_cpus")
+
 
 def from_settings(settings: config.Strategy) -> Strategy:
     """Build the strategy that a run asks for; splits the CPU into logical devices first, if it asks for that.
@@ -22,65 +30,41 @@ def from_settings(settings: config.Strategy) -> Strategy:
         settings: The `strategy` section of a run.
 
     Raises:
-        ValueError: If a device does not exist.
+        ValueError: If a device does not exist, or the strategy refuses another setting.
         RuntimeError: If TensorFlow runs already with another number of CPU devices.
 
     Example:
-        >>> from_settings(config.Strategy(kind="single_device")).describe()
+        >>> from_settings(config.SingleDevice()).describe()
         'SingleDevice on CPU:0'
     """
-    if settings.num_logical_cpus > 1:
-        # Stages work side by side on different layers: each device gets its share of the cores.
-        share = max(1, cores.num_allowed_cores() // settings.num_logical_cpus) if settings.kind == "pipeline" else None
-        cluster.use_logical_cpus(settings.num_logical_cpus, share)
+    _split_cpu(settings)
     job = tf_config.from_environment(os.environ)
     num_workers = 1 if job is None else job.num_workers
-    if settings.kind == "multi_worker" or (settings.kind == "auto" and num_workers > 1):
-        return _multi_worker(settings)
-    if num_workers > 1:
+    if isinstance(settings, config.Auto):
+        settings = _automatic(settings, num_workers)
+    if num_workers > 1 and not isinstance(settings, config.MultiWorker):
         raise ValueError(
             f'The environment describes a job of {num_workers} workers, and strategy.kind = "{settings.kind}" would '
             'let each train by itself. Set "multi_worker" or "auto", or start one process without TF_CONFIG.'
         )
-    if settings.kind == "pipeline":
-        return _pipeline(settings)
-    num_gpus = len(tf.config.list_logical_devices("GPU"))
-    num_devices = num_gpus if settings.devices is None else len(settings.devices)
-    if settings.kind == "mirrored" or (settings.kind == "auto" and num_devices > 1):
-        assert settings.all_reduce != "ring", "refused by the configuration's checks"
-        return Mirrored(settings.devices, settings.all_reduce, settings.pack_bytes, settings.batch_dependent_layers)
-    return SingleDevice(None if settings.devices is None else settings.devices[0])
+    names = [name for name in type(settings).model_fields if name not in _OF_NO_CONSTRUCTOR]
+    return _CLASSES[settings.kind](**{name: getattr(settings, name) for name in names})
 
 
-def _pipeline(settings: config.Strategy) -> Pipeline:
-    assert settings.num_stages is not None, "refused by the configuration's checks"
-    assert settings.num_microbatches is not None, "refused by the configuration's checks"
-    return Pipeline(
-        settings.num_stages,
-        settings.num_microbatches,
-        settings.schedule,
-        settings.balance,
-        settings.devices,
-        settings.recompute,
-        memory_limit_bytes=settings.memory_limit_bytes,
-        allow_batch_dependent_layers=settings.allow_batch_dependent_layers,
-    )
+def _split_cpu(settings: config.Strategy) -> None:
+    num_cpus = getattr(settings, "num_logical_cpus", 1)
+    if num_cpus > 1:
+        # Stages run different layers at the same time: each device gets its share of the cores.
+        share = max(1, cores.num_allowed_cores() // num_cpus) if isinstance(settings, config.Pipeline) else None
+        cluster.use_logical_cpus(num_cpus, share)
 
 
-def _multi_worker(settings: config.Strategy) -> MultiWorker:
-    if settings.all_reduce not in ("auto", "ring", "nccl"):
-        raise ValueError(
-            f'strategy.all_reduce = "{settings.all_reduce}" stays within one worker: set "ring", "nccl" or "auto".'
-        )
-    return MultiWorker(
-        settings.devices,
-        settings.all_reduce,
-        settings.pack_bytes,
-        compression=settings.compression,
-        sync=settings.sync,
-        every=settings.average_every,
-        average_optimizer=settings.average_optimizer,
-        batch_dependent_layers=settings.batch_dependent_layers,
-        form_seconds=settings.form_seconds,
-        silence_seconds=settings.silence_seconds,
-    )
+def _automatic(settings: config.Auto, num_workers: int) -> config.Strategy:
+    """Return the settings of the kind that fits this process."""
+    chosen = settings.model_dump(exclude={"kind"})
+    if num_workers > 1:
+        return config.MultiWorker(**chosen)
+    devices = settings.devices or tf.config.list_logical_devices("GPU")
+    if len(devices) > 1:
+        return config.Mirrored(devices=settings.devices, batch_dependent_layers=settings.batch_dependent_layers)
+    return config.SingleDevice(device=settings.devices[0] if settings.devices else None)

@@ -1,0 +1,64 @@
+"""The settings of each kind of strategy, and the strategy that they become."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import tfpar
+from tfpar import config, strategies
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+@pytest.mark.parametrize(
+    ("settings", "strategy"),
+    [
+        (config.SingleDevice, tfpar.SingleDevice),
+        (config.Mirrored, tfpar.Mirrored),
+        (config.MultiWorker, tfpar.MultiWorker),
+        (config.Pipeline, tfpar.Pipeline),
+    ],
+)
+def test_a_kind_has_the_settings_that_are_arguments_of_its_strategy(settings: Any, strategy: Any) -> None:
+    arguments = {name: argument.default for name, argument in inspect.signature(strategy).parameters.items()}
+    fields = {
+        name: inspect.Parameter.empty if field.is_required() else field.default
+        for name, field in settings.model_fields.items()
+    }
+    assert arguments == {name: fields[name] for name in fields if name not in ("kind", "num_logical_cpus")}
+
+
+@pytest.mark.parametrize(
+    ("settings", "described"),
+    [
+        (config.Auto(devices=("CPU:1",)), "SingleDevice on CPU:1"),
+        (config.Auto(devices=("CPU:1", "CPU:2")), "Mirrored over 2 replicas on CPU:1, CPU:2"),
+        (config.SingleDevice(device="CPU:1"), "SingleDevice on CPU:1"),
+        (config.Mirrored(devices=("CPU:0", "CPU:1")), "Mirrored over 2 replicas on CPU:0, CPU:1"),
+        (
+            config.Pipeline(num_stages=2, num_microbatches=4, devices=("CPU:2", "CPU:3")),
+            "Pipeline of 2 stages on CPU:2, CPU:3, 4 micro-batches, 1f1b",
+        ),
+    ],
+)
+def test_settings_become_their_strategy(settings: config.Strategy, described: str) -> None:
+    assert strategies.from_settings(settings).describe() == described
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (config.Mirrored(devices=("CPU:0", "CPU:0")), "must name different devices"),
+        (config.Auto(devices=("CPU:9",)), "must name different devices"),
+        (config.Mirrored(all_reduce="nccl"), "all_reduce='nccl' needs GPUs"),
+        (config.MultiWorker(every=2), "every and average_optimizer belong to sync='average'"),
+        (config.MultiWorker(sync="average", compression="bfloat16"), "compression rounds gradients"),
+        (config.Pipeline(num_stages=2, num_microbatches=2, balance=(3,)), "balance"),
+    ],
+)
+def test_settings_are_judged_by_the_constructor_of_their_strategy(settings: config.Strategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        strategies.from_settings(settings)

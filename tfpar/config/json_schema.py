@@ -1,0 +1,77 @@
+"""The JSON schema of a pydantic model: made as TOML needs it, and searched for settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+from tfpar.messages.suggestions import closest
+
+Node = Mapping[str, Any]
+
+
+class Schema(GenerateJsonSchema):
+    """JSON schema in which the word "none" stands where Python has None, as TOML has no null."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        """Replace pydantic's `{"type": "null"}`."""
+        return {"anyOf": [self.generate_inner(schema["schema"]), {"const": "none"}]}
+
+
+def settings(schema: Node) -> dict[str, Node]:
+    """Return every setting of a TOML file with its schema: `seed`, `training.epochs`.
+
+    Where a section has several kinds, the settings of all kinds are returned.
+
+    Args:
+        schema: The schema of the whole file, made with `Schema`.
+    """
+    found: dict[str, Node] = {}
+    for name, node in schema["properties"].items():
+        tables = list(kinds(node, schema).values()) or [resolve(node, schema)]
+        for table in tables:
+            inner = table.get("properties")
+            found |= {name: node} if inner is None else {f"{name}.{key}": one for key, one in inner.items()}
+    return found
+
+
+def closest_key(name: str, schema: Node) -> str | None:
+    """Return the key of any section whose last part is nearest to `name`, with its section; None if none is near.
+
+    Args:
+        name: A word without a section, such as "lr".
+        schema: The schema of the whole file, made with `Schema`.
+    """
+    by_name: dict[str, str] = {}
+    for key in settings(schema):
+        by_name.setdefault(key.rpartition(".")[2], key)
+    near = closest(name, by_name)
+    return None if near is None else by_name[near]
+
+
+def resolve(node: Node, schema: Node) -> Node:
+    """Return the definition that a node refers to, or the node itself.
+
+    Args:
+        node: Any part of the schema.
+        schema: The schema of the whole file.
+    """
+    if "$ref" not in node:
+        return node
+    definition: Node = schema["$defs"][node["$ref"].rpartition("/")[2]]
+    return definition
+
+
+def kinds(node: Node, schema: Node) -> dict[str, Node]:
+    """Return the tables of a discriminated union by their kind, in its order; nothing for any other node.
+
+    Args:
+        node: Any part of the schema.
+        schema: The schema of the whole file.
+    """
+    mapping = node.get("discriminator", {}).get("mapping", {})
+    by_path = {path: kind for kind, path in mapping.items()}  # pydantic sorts it by kind
+    return {by_path[member["$ref"]]: resolve(member, schema) for member in node["oneOf"]} if by_path else {}

@@ -1,0 +1,186 @@
+"""The section `[strategy]` of a run: one model for each kind of strategy, with the settings of that kind alone.
+
+A setting has the name, the type and the default of the argument of the strategy's constructor, which judges the value.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from tfpar.config import toml
+from tfpar.config.sections import A_WEEK_SECONDS, CHANGES_NO_WEIGHT, Count, OrNone, Section, Text
+
+# A larger number is a mistake, and the attempt would take all memory or days.
+_DeviceCount = Annotated[int, Field(ge=1, le=4096)]
+_MicrobatchCount = Annotated[int, Field(ge=1, le=65536)]
+_Device = Annotated[str, Field(pattern=r"^(CPU|GPU):(0|[1-9][0-9]{0,3})$", examples=["GPU:0"])]
+_LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
+_LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
+
+# Settings of several kinds.
+_Devices = Annotated[
+    OrNone[Annotated[tuple[_Device, ...], Field(min_length=1, strict=False)]],
+    Field(description='Only these devices, such as ["GPU:0", "GPU:1"]; none: all GPUs, or else all logical CPUs.'),
+]
+_NumLogicalCPUs = Annotated[
+    _DeviceCount, Field(description="Without GPUs: number of devices into which the CPU of each worker is split.")
+]
+_PackBytes = Annotated[OrNone[Count], Field(description="Bytes of gradients in one message of an all-reduce.")]
+_BatchDependentLayers = Annotated[
+    Literal["refuse", "gather"],
+    Field(description="Layers that mix the examples of a batch: refuse them, or gather the batch for them."),
+]
+_FormSeconds = Annotated[
+    float,
+    Field(
+        gt=0,
+        le=A_WEEK_SECONDS,
+        description="In a job of several workers: longest wait until all workers are connected.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    ),
+]
+_SilenceSeconds = Annotated[
+    float,
+    Field(
+        ge=1,
+        le=A_WEEK_SECONDS,
+        description="In a job of several workers: longest silence of a worker before it counts as lost.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    ),
+]
+
+
+class Auto(Section):
+    """The strategy that fits the process: multi_worker in a job of several workers, mirrored over several GPUs, else
+    single_device.
+
+    >>> Auto().kind
+    'auto'
+    """
+
+    kind: Literal["auto"] = Field("auto", description="How the model is trained.")
+    devices: _Devices = None
+    batch_dependent_layers: _BatchDependentLayers = "refuse"
+    form_seconds: _FormSeconds = 300.0
+    silence_seconds: _SilenceSeconds = 30.0
+
+
+class SingleDevice(Section):
+    """One device.
+
+    >>> SingleDevice(device="GPU:1").device
+    'GPU:1'
+    """
+
+    kind: Literal["single_device"] = Field("single_device", description="How the model is trained.")
+    device: OrNone[_Device] = Field(None, description='The device, such as "GPU:1"; none: the choice of TensorFlow.')
+
+
+class Mirrored(Section):
+    """One replica on each device of this machine.
+
+    >>> Mirrored(num_logical_cpus=2).all_reduce
+    'auto'
+    """
+
+    kind: Literal["mirrored"] = Field("mirrored", description="How the model is trained.")
+    devices: _Devices = None
+    num_logical_cpus: _NumLogicalCPUs = 1
+    all_reduce: Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"] = Field(
+        "auto", description="How gradients are summed; nccl and hierarchical_copy need GPUs."
+    )
+    pack_bytes: _PackBytes = None
+    batch_dependent_layers: _BatchDependentLayers = "refuse"
+
+
+class MultiWorker(Section):
+    """One replica on each device of every worker of a job.
+
+    >>> MultiWorker(sync="average", every=4).average_optimizer
+    True
+    """
+
+    kind: Literal["multi_worker"] = Field("multi_worker", description="How the model is trained.")
+    devices: _Devices = None
+    num_logical_cpus: _NumLogicalCPUs = 1
+    all_reduce: Literal["auto", "ring", "nccl"] = Field(
+        "auto", description="How gradients are summed; nccl needs GPUs."
+    )
+    pack_bytes: _PackBytes = None
+    compression: OrNone[Literal["bfloat16"]] = Field(
+        None, description="Gradients are rounded to bfloat16 for the all-reduce, which halves its bytes."
+    )
+    sync: Literal["step", "average"] = Field(
+        "step", description="Sum the gradients of every step, or average the weights of replicas that train apart."
+    )
+    every: Count = Field(1, description='sync = "average": steps between two averages.')
+    average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
+    batch_dependent_layers: _BatchDependentLayers = "refuse"
+    form_seconds: _FormSeconds = 300.0
+    silence_seconds: _SilenceSeconds = 30.0
+
+
+class Pipeline(Section):
+    """Stages of the model on several devices of this machine.
+
+    >>> Pipeline(num_stages=2, num_microbatches=8).schedule
+    '1f1b'
+    """
+
+    kind: Literal["pipeline"] = Field("pipeline", description="How the model is trained.")
+    num_stages: _DeviceCount = Field(description="Number of stages.")
+    num_microbatches: _MicrobatchCount = Field(description="Number of micro-batches of every global batch.")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = Field(
+        "1f1b", description="Order of the actions; interleaved: several stages on each device."
+    )
+    balance: Literal["time", "flops", "parameters", "memory"] | _LayerCounts | _LayerNames = Field(
+        "time",
+        description="What is made as small as possible for the slowest stage; or the number of layers of each stage, "
+        "such as [3, 2]; or the names of the layers that begin the later stages.",
+    )
+    devices: _Devices = None
+    num_logical_cpus: _NumLogicalCPUs = 1
+    recompute: bool = Field(False, description="Recompute activations in the backward pass instead of saving them.")
+    memory_limit_bytes: OrNone[Count] = Field(None, description="Memory of a device for weights and saved tensors.")
+    allow_batch_dependent_layers: bool = Field(
+        False, description="Also train layers that mix the examples of a batch, on each micro-batch by itself."
+    )
+
+
+def _with_kind(table: Any) -> Any:
+    return {"kind": "auto", **table} if isinstance(table, dict) else table
+
+
+Strategy = Annotated[
+    Auto | SingleDevice | Mirrored | MultiWorker | Pipeline,
+    Field(discriminator="kind"),
+    BeforeValidator(_with_kind),
+]
+
+
+def num_replicas(strategy: Strategy) -> int:
+    """Return the number of replicas that the settings name on one worker, 1 if they leave it open.
+
+    >>> num_replicas(Mirrored(num_logical_cpus=2))
+    2
+    """
+    if isinstance(strategy, SingleDevice | Pipeline):
+        return 1
+    num_logical_cpus = 1 if isinstance(strategy, Auto) else strategy.num_logical_cpus
+    return len(strategy.devices or ()) or num_logical_cpus
+
+
+def problems(strategy: Strategy) -> Iterator[str]:
+    """Yield a sentence if `num_logical_cpus`, which no constructor takes, has no effect.
+
+    >>> list(problems(Mirrored(num_logical_cpus=2)))
+    []
+    """
+    if isinstance(strategy, Auto | SingleDevice) or strategy.num_logical_cpus == 1:
+        return
+    if any(device.startswith("GPU") for device in strategy.devices or ()):
+        yield (
+            f"strategy.num_logical_cpus = {strategy.num_logical_cpus} splits the CPU, and strategy.devices = "
+            f"{toml.show(strategy.devices)} names GPUs: leave one of them out."
+        )

@@ -1,0 +1,203 @@
+"""What pydantic refuses, as sentences: the key, the value received, what is allowed, the way out.
+
+The words for what is allowed come from the JSON schema, so that no sentence repeats a limit that may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from tfpar.config.json_schema import Node, closest_key, kinds, resolve
+from tfpar.config.toml import Tables, show
+from tfpar.messages import received
+from tfpar.messages.received import MAX_PROBLEMS, excerpt
+from tfpar.messages.suggestions import closest
+
+_TYPE_WORDS = {
+    "integer": "an integer",
+    "number": "a finite number",
+    "boolean": "true or false",
+    "string": "a string",
+    "array": "a list",
+    "object": "a table",
+}
+_LIMIT_WORDS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "of at most",
+    "exclusiveMaximum": "below",
+    "multipleOf": "that is a multiple of",
+    "minLength": "of length at least",
+    "minItems": "of length at least",
+    "maxLength": "of length at most",
+    "maxItems": "of length at most",
+}
+
+
+def sentences(error: ValidationError, tables: Tables, schema: Node) -> list[str]:
+    """Return one sentence for each problem that pydantic found in `tables`.
+
+    Args:
+        error: What `model_validate(tables)` raised.
+        tables: What was validated.
+        schema: The JSON schema of the model, made with `Schema`.
+
+    Returns:
+        Sentences, each with the path of the key, the value received, what is allowed and the default.
+    """
+    # One problem of a union gives an error for each of its members: the same sentence, kept once.
+    found: dict[str, None] = {}
+    details = error.errors(include_url=False, include_input=False)
+    for index, detail in enumerate(details):
+        found |= dict.fromkeys(_lines(detail, tables, schema))
+        if len(found) >= MAX_PROBLEMS and index + 1 < len(details):
+            return [*list(found)[:MAX_PROBLEMS], "There are more problems: correct these first."]
+    return received.first_problems(list(found))
+
+
+@dataclasses.dataclass
+class _Place:
+    """A place in the tables, with the schema of it and of the table around it."""
+
+    path: list[str]
+    value: Any
+    node: Node
+    table: Node
+    kind_key: str | None = None  # of a table of several kinds: the key that names its kind, such as "strategy.kind"
+    kind: Any = None
+    kinds: dict[str, Node] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return excerpt(".".join(self.path), received.COLUMNS // 2)
+
+
+def _lines(detail: ErrorDetails, tables: Tables, schema: Node) -> Iterator[str]:
+    problem = detail["type"]
+    if problem == "value_error" and not detail["loc"]:
+        yield from str(detail["ctx"]["error"]).splitlines()
+        return
+    place = _locate(detail["loc"], tables, schema)
+    if problem in ("union_tag_invalid", "union_tag_not_found") and "discriminator" in place.node:
+        place = _place_of_kind(place, schema)
+        problem = "missing" if place.value is None else problem
+    if problem == "extra_forbidden":
+        yield _unknown_key(place, schema)
+    elif problem == "missing":
+        needed = f', which {place.kind_key} = "{place.kind}" needs' if place.kind_key else ""
+        yield f"{place.name} is missing{needed}: set it to {_allowed(place.node, schema)}."
+    elif problem in ("value_error", "assertion_error"):  # a rule of a user's own model
+        reason = excerpt(str(detail["ctx"]["error"]), 2 * received.COLUMNS)
+        yield f"{place.name} = {show(place.value)} is refused: {reason}"
+    else:
+        yield _wrong_value(place, schema)
+
+
+def _wrong_value(place: _Place, schema: Node) -> str:
+    value, node = place.value, place.node
+    default = f" (default {show(node['default'])})" if not isinstance(node.get("default", {}), dict) else ""
+    near = closest(value, _words(node, schema)) if isinstance(value, str) else None
+    end = f': did you mean "{near}"?' if near else "."
+    return f"{place.name} = {show(value)} must be {_allowed(node, schema)}{default}{end}"
+
+
+def _unknown_key(place: _Place, schema: Node) -> str:
+    name = f"{place.name} = {show(place.value)}"
+    owners = [f'"{kind}"' for kind, table in place.kinds.items() if place.path[-1] in table["properties"]]
+    if owners:
+        way_out = "set that kind" if len(owners) == 1 else "set one of these kinds"
+        of_kinds = " or ".join(part for part in (", ".join(owners[:-1]), owners[-1]) if part)
+        return (
+            f"{name} is a setting of {place.kind_key} = {of_kinds}, received {show(place.kind)}: leave it "
+            f"out, or {way_out}."
+        )
+    allowed = place.table.get("properties", {})
+    near = _closest_key(place.path, allowed, schema)
+    way_out = f"did you mean {near}?" if near else "rename or remove it."
+    sentence = f"{name} is not a known key: {way_out} Allowed here: "
+    # A section of many keys does not fit into a sentence; the nearest is there already.
+    return sentence + received.listed(allowed, received.MAX_SENTENCE - len(sentence) - 1) + "."
+
+
+def _closest_key(path: Sequence[str], allowed: Node, schema: Node) -> str | None:
+    """Return what an unknown key was meant to be: a key of its section, or else one of another section."""
+    elsewhere = closest_key(path[-1], schema)
+    if elsewhere is not None and elsewhere.rpartition(".")[2] == path[-1]:
+        return elsewhere
+    near = closest(path[-1], allowed.keys())
+    if near is None and len(path) > 1:  # a table of the section that takes any key, as optimizer.settings
+        tables = (key for key, node in allowed.items() if _takes_any_key(node))
+        near = next((f"{table}.{path[-1]}" for table in tables), None)
+    return elsewhere if near is None else ".".join([*path[:-1], near])
+
+
+def _takes_any_key(node: Node) -> bool:
+    values = node.get("additionalProperties")  # false, true for values of any kind, or a schema of them
+    return isinstance(values, Mapping) and "anyOf" in values
+
+
+def _words(node: Node, schema: Node) -> list[str]:
+    """Return the strings that a part of the schema accepts, where it names them."""
+    node = resolve(node, schema)
+    return [word for member in node.get("anyOf", [node]) for word in member.get("enum", ()) if isinstance(word, str)]
+
+
+def _locate(loc: Sequence[str | int], tables: Tables, schema: Node) -> _Place:
+    """Follow pydantic's location as far as keys go: after them it names members of unions and items of lists."""
+    place = _Place([], tables, schema, schema)
+    for part in loc:
+        if "discriminator" in place.node:
+            _choose_kind(place, str(part), schema)
+            continue
+        table = resolve(place.node, schema)
+        if "properties" not in table and "additionalProperties" not in table:
+            break
+        value = place.value.get(part) if isinstance(place.value, dict) else place.value
+        inner = table.get("properties", {}).get(part) or table.get("additionalProperties")
+        node = inner if isinstance(inner, dict) else {}
+        is_of_union = table in place.kinds.values()
+        place.path.append(str(part))
+        place.value, place.node, place.table = value, node, table
+        if not is_of_union:
+            place.kind_key, place.kind, place.kinds = None, None, {}
+    return place
+
+
+def _choose_kind(place: _Place, kind: str, schema: Node) -> None:
+    """Replace a table of several kinds by the table of one kind."""
+    place.kind_key = f"{place.name}.{place.node['discriminator']['propertyName']}"
+    place.kind, place.kinds = kind, kinds(place.node, schema)
+    place.node = place.kinds.get(kind, {})
+
+
+def _place_of_kind(place: _Place, schema: Node) -> _Place:
+    """Return the place of the key that names the kind of a table."""
+    key, default = place.node["discriminator"]["propertyName"], place.node.get("default", {})
+    node: dict[str, Any] = {"enum": list(kinds(place.node, schema))}
+    if key in default:
+        node["default"] = default[key]
+    value = place.value.get(key) if isinstance(place.value, dict) else place.value
+    return _Place([*place.path, key], value, node, place.table)
+
+
+def _allowed(node: Node, schema: Node) -> str:
+    """Return words for what a part of the schema accepts."""
+    node = resolve(node, schema)
+    if "discriminator" in node:
+        return _TYPE_WORDS["object"]
+    if "anyOf" in node:
+        return " or ".join(_allowed(member, schema) for member in node["anyOf"])
+    if "enum" in node:
+        return f"one of {', '.join(show(value) for value in node['enum'])}"
+    if "const" in node:
+        return show(node["const"])
+    limits = " and ".join(f"{words} {node[key]}" for key, words in _LIMIT_WORDS.items() if key in node)
+    if "examples" in node:
+        limits = f"such as {show(node['examples'][0])}"
+    items = f", each {_allowed(node['items'], schema)}" if "items" in node else ""
+    return f"{_TYPE_WORDS.get(node.get('type', ''), 'a valid value')} {limits}".rstrip() + items
