@@ -19,8 +19,18 @@ COMMANDS = {"tfpar.train": train.COMMAND, "tfpar.launch": launch.COMMAND}
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the comments that name what belongs in their place."""
     markdown = markdown.replace("<!-- every setting -->", settings(config.schema()))
+    markdown = markdown.replace("<!-- every example -->", examples())
     markdown = re.sub(r"<!-- flags of (\S+) -->", lambda found: command_flags(found[1]), markdown)
     return re.sub(r"<!-- file (\S+) -->", lambda found: file_of_repository(found[1]), markdown)
+
+
+def examples() -> str:
+    """Return the scripts of the folder `examples`, each under its docstring."""
+    parts = []
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        docstring, _, code = path.read_text().removeprefix('"""').partition('"""')
+        parts += [f"## `{path.name}`", docstring.strip(), f"```python\n{code.strip()}\n```"]
+    return "\n\n".join(parts)
 
 
 def file_of_repository(name: str) -> str:

@@ -52,6 +52,13 @@ def test_examples_of_docstrings_are_code(site: Path) -> None:
     assert "<blockquote>" not in reference  # what Markdown makes of >>> outside of code
 
 
+def test_every_example_is_shown(site: Path) -> None:
+    shown = text_of(site / "examples" / "index.html")
+    scripts = list((ROOT / "examples").glob("*.py"))
+    assert scripts
+    assert not [script for script in scripts if script.name not in shown]
+
+
 def test_every_setting_and_flag_is_listed(site: Path) -> None:
     listed = text_of(site / "settings" / "index.html").split()
     run = tomllib.loads(config.dump(config.Run()))
