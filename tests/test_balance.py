@@ -1,4 +1,4 @@
-"""Contiguous partitions, against brute force; the user's own; what is refused."""
+"""Balances: optimal partitions compared with brute force, given sizes and names, invalid arguments."""
 
 import itertools
 import random
@@ -11,11 +11,11 @@ import pytest
 
 from tfpar.pipeline.partition.balance import balance_layers, from_names, from_sizes
 
-# --- exact ------------------------------------------------------------------------------------------------------------
+# --- optimal ----------------------------------------------------------------------------------------------------------
 
 
-def splits(num_calls: int, num_stages: int) -> Iterator[list[range]]:
-    """All ways to cut a sequence of calls into stages that are not empty."""
+def partitions(num_calls: int, num_stages: int) -> Iterator[list[range]]:
+    """Yield all partitions of a sequence of calls into stages that are not empty."""
     for inner in itertools.combinations(range(1, num_calls), num_stages - 1):
         cuts = [0, *inner, num_calls]
         yield [range(begin, end) for begin, end in itertools.pairwise(cuts)]
@@ -27,7 +27,7 @@ def stages_of(sizes: list[int]) -> list[range]:
 
 
 class Case:
-    """A random sequence of calls in whole numbers, so that ties abound and sums are exact."""
+    """A random sequence of calls with integer costs, so that ties are frequent and sums are exact."""
 
     def __init__(self, generator: random.Random) -> None:
         self.num_calls = generator.randint(1, 9)
@@ -36,18 +36,18 @@ class Case:
         self.num_devices = generator.choice(divisors)
         largest = generator.choice([1, 3, 10, 1000])
         self.costs = [generator.randint(1, largest) for _ in range(self.num_calls)]
-        self.traffic = [generator.randint(0, generator.choice([2, 100])) for _ in range(self.num_calls - 1)]
+        self.transfer = [generator.randint(0, generator.choice([2, 100])) for _ in range(self.num_calls - 1)]
         self.memory = [generator.randint(0, 9) for _ in range(self.num_calls)]
 
     def score(self, stages: list[range]) -> tuple[int, int]:
-        """The slowest stage, then the traffic."""
+        """Return the cost of the slowest stage, and the transfers."""
         slowest = max(sum(self.costs[call] for call in stage) for stage in stages)
-        return slowest, sum(self.traffic[stage[-1]] for stage in stages[:-1])
+        return slowest, sum(self.transfer[stage[-1]] for stage in stages[:-1])
 
-    def held(self, stages: list[range]) -> int:
-        """What the fullest device holds."""
-        held = [sum(self.memory[call] for call in stage) for stage in stages]
-        return max(sum(held[device :: self.num_devices]) for device in range(self.num_devices))
+    def peak_memory(self, stages: list[range]) -> int:
+        """Return the largest memory of a device."""
+        memory = [sum(self.memory[call] for call in stage) for stage in stages]
+        return max(sum(memory[device :: self.num_devices]) for device in range(self.num_devices))
 
 
 def cases(count: int) -> list[Case]:
@@ -55,23 +55,23 @@ def cases(count: int) -> list[Case]:
     return [Case(generator) for _ in range(count)]
 
 
-def test_the_slowest_stage_and_then_the_traffic_are_those_of_brute_force() -> None:
+def test_the_slowest_stage_and_then_the_transfers_are_those_of_brute_force() -> None:
     for case in cases(1500):
-        sizes = balance_layers(case.costs, case.num_stages, traffic_bytes=case.traffic)
+        sizes = balance_layers(case.costs, case.num_stages, transfer_bytes=case.transfer)
         assert len(sizes) == case.num_stages
         assert min(sizes) >= 1
         assert sum(sizes) == case.num_calls
-        best = min(case.score(stages) for stages in splits(case.num_calls, case.num_stages))
+        best = min(case.score(stages) for stages in partitions(case.num_calls, case.num_stages))
         assert case.score(stages_of(sizes)) == best, vars(case)
 
 
-def test_a_memory_limit_is_obeyed_by_the_best_split_or_refused_with_the_least_that_is_needed() -> None:
+def test_a_memory_limit_gives_the_best_partition_within_it_or_an_error_with_the_minimum() -> None:
     refused, binding = 0, 0
     for index, case in enumerate(cases(1500)):
-        least = min(map(case.held, splits(case.num_calls, case.num_stages)))
+        least = min(map(case.peak_memory, partitions(case.num_calls, case.num_stages)))
         limit = max(1, least + index % 4 - 1)
         arguments: dict[str, Any] = {
-            "traffic_bytes": case.traffic,
+            "transfer_bytes": case.transfer,
             "memory_bytes": case.memory,
             "memory_limit_bytes": limit,
             "num_devices": case.num_devices,
@@ -83,24 +83,23 @@ def test_a_memory_limit_is_obeyed_by_the_best_split_or_refused_with_the_least_th
                 balance_layers(case.costs, case.num_stages, **arguments)
             continue
         sizes = balance_layers(case.costs, case.num_stages, **arguments)
-        within = [stages for stages in splits(case.num_calls, case.num_stages) if case.held(stages) <= limit]
-        assert case.held(stages_of(sizes)) <= limit
+        within = [stages for stages in partitions(case.num_calls, case.num_stages) if case.peak_memory(stages) <= limit]
+        assert case.peak_memory(stages_of(sizes)) <= limit
         assert case.score(stages_of(sizes)) == min(map(case.score, within)), vars(case)
-        binding += case.held(stages_of(balance_layers(case.costs, case.num_stages))) > limit
+        binding += case.peak_memory(stages_of(balance_layers(case.costs, case.num_stages))) > limit
     assert refused > 300, "limits below the least needed must occur"
-    assert binding > 100, "limits that change the split must occur"
+    assert binding > 100, "limits that change the partition must occur"
 
 
-def test_a_limit_over_several_stages_a_device_is_obeyed_where_splits_are_too_many_to_try() -> None:
+def test_local_search_obeys_a_limit_with_several_stages_on_a_device() -> None:
     generator = random.Random(0)
     memory = [6000, *(generator.randint(50, 150) for _ in range(119))]
     limit = 1.05 * sum(memory) / 2
     costs = [generator.random() for _ in memory]
     sizes = balance_layers(costs, 6, memory_bytes=memory, memory_limit_bytes=limit, num_devices=2)
-    held = [sum(memory[call] for call in stage) for stage in stages_of(sizes)]
-    assert max(sum(held[0::2]), sum(held[1::2])) <= limit
-    free = balance_layers(costs, 6)
-    unlimited = [sum(memory[call] for call in stage) for stage in stages_of(free)]
+    limited = [sum(memory[call] for call in stage) for stage in stages_of(sizes)]
+    assert max(sum(limited[0::2]), sum(limited[1::2])) <= limit
+    unlimited = [sum(memory[call] for call in stage) for stage in stages_of(balance_layers(costs, 6))]
     assert max(sum(unlimited[0::2]), sum(unlimited[1::2])) > limit, "the limit must bind"
 
 
@@ -109,7 +108,7 @@ def slowest(costs: list[int], sizes: list[int]) -> int:
 
 
 def filled_up_to_the_mean(costs: list[int], num_stages: int) -> list[int]:
-    """The greedy way: each stage takes calls up to the mean of what is left."""
+    """Return a greedy partition: each stage takes calls up to the mean of the remaining stages."""
     sizes, begin = [], 0
     for stages_left in range(num_stages, 1, -1):
         mean, end = sum(costs[begin:]) / stages_left, begin + 1
@@ -123,20 +122,22 @@ def filled_up_to_the_mean(costs: list[int], num_stages: int) -> list[int]:
 @pytest.mark.parametrize(
     ("costs", "num_stages", "best", "greedy"),
     [
-        # 2 3 | 3 1 | 5 | 5 against 2 | 3 | 3 1 | 5 5, each up to the mean of what is left
+        # optimal 2 3 | 3 1 | 5 | 5, greedy 2 | 3 | 3 1 | 5 5
         ([2, 3, 3, 1, 5, 5], 4, 5, 10),
-        # 2 2 | 3 against 2 | 2 3
+        # optimal 2 2 | 3, greedy 2 | 2 3
         ([2, 2, 3], 2, 4, 5),
-        # 3 3 | 3 3 | 5 against 3 | 3 3 | 3 5
+        # optimal 3 3 | 3 3 | 5, greedy 3 | 3 3 | 3 5
         ([3, 3, 3, 3, 5], 3, 6, 8),
     ],
 )
-def test_the_best_is_found_where_greedy_is_worse(costs: list[int], num_stages: int, best: int, greedy: int) -> None:
+def test_the_optimum_is_better_than_a_greedy_partition(
+    costs: list[int], num_stages: int, best: int, greedy: int
+) -> None:
     assert slowest(costs, balance_layers(costs, num_stages)) == best
     assert slowest(costs, filled_up_to_the_mean(costs, num_stages)) == greedy
 
 
-def test_two_thousand_calls_reach_the_bound_of_an_even_share() -> None:
+def test_two_thousand_calls_reach_the_lower_bound() -> None:
     generator = random.Random(0)
     costs: list[int] = []
     for _ in range(8):
@@ -145,35 +146,35 @@ def test_two_thousand_calls_reach_the_bound_of_an_even_share() -> None:
     assert slowest(costs, balance_layers(costs, 8)) == 200_000
 
 
-def test_floats_that_add_up_to_the_same_in_another_order_tie() -> None:
+def test_equal_sums_of_floats_in_another_order_tie() -> None:
     costs = [0.1, 0.7, 0.2, 0.2, 0.7, 0.1]
     assert sum(costs[:3]) != sum(costs[3:]), "in floating point the halves differ"
-    assert balance_layers([*costs, *costs], 4, traffic_bytes=[9, 9, 1, 9, 9, 1, 9, 9, 1, 9, 9]) == [3, 3, 3, 3]
+    assert balance_layers([*costs, *costs], 4, transfer_bytes=[9, 9, 1, 9, 9, 1, 9, 9, 1, 9, 9]) == [3, 3, 3, 3]
 
 
-def test_traffic_decides_between_equal_splits() -> None:
-    assert balance_layers([2, 2, 2], 2, traffic_bytes=[800, 100]) == [2, 1]
-    assert balance_layers([2, 2, 2], 2, traffic_bytes=[100, 800]) == [1, 2]
-    assert balance_layers([2, 2, 2, 2], 2, traffic_bytes=[0, 900, 0]) == [2, 2], "time comes first"
+def test_transfers_decide_between_partitions_of_equal_cost() -> None:
+    assert balance_layers([2, 2, 2], 2, transfer_bytes=[800, 100]) == [2, 1]
+    assert balance_layers([2, 2, 2], 2, transfer_bytes=[100, 800]) == [1, 2]
+    assert balance_layers([2, 2, 2, 2], 2, transfer_bytes=[0, 900, 0]) == [2, 2], "costs come first"
 
 
-def test_equal_splits_are_about_even() -> None:
+def test_sizes_of_equal_partitions_are_about_even() -> None:
     assert balance_layers([10, 1, 1, 1, 1, 1, 1], 3) == [1, 3, 3]
-    assert balance_layers([5.0, 0, 0, 0, 0, 0, 0], 2) == [3, 4], "calls without cost are shared out"
+    assert balance_layers([5.0, 0, 0, 0, 0, 0, 0], 2) == [3, 4], "calls without cost are spread"
 
 
 @pytest.mark.parametrize(("num_calls", "num_stages", "expected"), [(8, 4, [2, 2, 2, 2]), (5, 5, [1] * 5), (7, 1, [7])])
 def test_calls_without_any_cost_count_as_one_each(num_calls: int, num_stages: int, expected: list[int]) -> None:
     assert balance_layers([0.0] * num_calls, num_stages) == expected
-    assert balance_layers([0.0] * num_calls, num_stages, traffic_bytes=range(num_calls - 1)) == expected
+    assert balance_layers([0.0] * num_calls, num_stages, transfer_bytes=range(num_calls - 1)) == expected
 
 
-# --- the user's own ---------------------------------------------------------------------------------------------------
+# --- sizes and names --------------------------------------------------------------------------------------------------
 
 NAMES = ["embed", "block_1", "block_2", "block_3", "head"]
 
 
-def test_the_users_own_sizes_are_taken() -> None:
+def test_given_sizes_are_used() -> None:
     assert from_sizes((3, 1, 1), num_calls=5, num_stages=3) == [3, 1, 1]
 
 
@@ -194,7 +195,7 @@ def test_sizes_that_do_not_fit_the_model_are_refused(sizes: list[int], message: 
 
 @pytest.mark.parametrize("size", [2.0, True, "2"])
 def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(TypeError, match=r"balance must list whole numbers, received .*; write how many layer calls"):
+    with pytest.raises(TypeError, match=r"balance must list whole numbers, received .*; write the number of layer"):
         from_sizes([3, size], num_calls=5, num_stages=2)
 
 
@@ -209,42 +210,42 @@ def test_stages_begin_with_the_named_layers() -> None:
         (["blok_1", "head"], "must be layers of the model, received 'blok_1'; did you mean 'block_1' or 'block_"),
         (["???", "head"], "received '\\?\\?\\?'; the model has 'embed', 'block_1', 'block_2', 'block_3', 'head'"),
         (["head", "block_1"], r"order of the model, received 'head' before 'block_1'.* write \['block_1', 'head'\]"),
-        (["block_1", "block_1"], "cut before once, received 'block_1' twice"),
+        (["block_1", "block_1"], "must differ, received 'block_1' twice"),
         (["embed", "head"], "leave a layer before it, received 'embed', the first of the model; .* such as 'block_1'"),
         (["block_1"], r"3 stages need 2 layer names to cut before, received 1: \['block_1'\]; .* num_stages=2"),
         (["block_1", "block_2", "head"], "3 stages need 2 layer names to cut before, received 3: .* num_stages=4"),
     ],
 )
-def test_names_that_do_not_cut_the_model_into_stages_are_refused(cut_before: list[str], message: str) -> None:
+def test_invalid_names_are_refused(cut_before: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_names(cut_before, NAMES, num_stages=3)
 
 
-def test_a_layer_that_is_applied_twice_is_no_place_to_cut() -> None:
+def test_a_cut_before_a_layer_that_is_used_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="applied once, received 'embed', which the model applies 2 times; cut before"):
         from_names(["embed"], ["embed", "block", "embed"], num_stages=2)
 
 
-def test_the_names_of_a_large_model_are_not_all_listed() -> None:
+def test_the_message_lists_the_first_names_of_a_large_model() -> None:
     with pytest.raises(ValueError, match="the model has 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h' and 4 more"):
         from_names(["???"], list("abcdefghijkl"), num_stages=2)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- invalid arguments ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_stages": 4}, "needs a layer call, received num_stages=4 for a model of 3; use at most 3 stages"),
+        ({"num_stages": 4}, "needs a layer call, received num_stages=4 for a model with 3; use at most 3 stages"),
         ({"num_stages": 0}, "num_stages must be at least 1, received 0"),
         ({"num_devices": 3}, "multiple of num_devices, received 2 stages on 3 devices"),
         ({"num_devices": 0}, "multiple of num_devices, received 2 stages on 0 devices"),
         ({"costs": [1, float("nan"), 1]}, "costs must be finite and not negative, received nan for 'conv'"),
         ({"costs": [1, 1, -2]}, "costs must be finite and not negative, received -2 for 'head'"),
         ({"costs": [1, float("inf"), 1]}, "costs must be finite and not negative, received inf for 'conv'"),
-        ({"traffic_bytes": [1]}, "traffic_bytes must have 2 entries, received 1"),
-        ({"traffic_bytes": [1, -1]}, "traffic_bytes must be finite and not negative, received -1 for 'conv'"),
+        ({"transfer_bytes": [1]}, "transfer_bytes must have 2 entries, received 1"),
+        ({"transfer_bytes": [1, -1]}, "transfer_bytes must be finite and not negative, received -1 for 'conv'"),
         ({"memory_limit_bytes": 10}, "memory_bytes must have 3 entries, received 0"),
         (
             {"memory_bytes": [1, 1, 1], "memory_limit_bytes": 0},
@@ -256,16 +257,16 @@ def test_the_names_of_a_large_model_are_not_all_listed() -> None:
         ),
         (
             {"memory_bytes": [5000, 5000, 5000], "memory_limit_bytes": 8000},
-            "memory_limit_bytes=8,000, and the lightest split found of 2 stages over 2 devices needs 10,000 on device "
-            "[01]; use more devices, .* raise the limit to 10,000",
+            "memory_limit_bytes=8,000, and the smallest partition found of 2 stages on 2 devices needs 10,000 on "
+            "device [01]; use more devices, .* raise the limit to 10,000",
         ),
         (
             {"memory_bytes": [1.5, 1, 1], "memory_limit_bytes": 2.5, "num_devices": 1},
-            "the lightest split found of 2 stages over 1 devices needs 4 on device 0",
+            "the smallest partition found of 2 stages on 1 devices needs 4 on device 0",
         ),
     ],
 )
-def test_what_cannot_be_split_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     given = {"costs": [1, 1, 1], "num_stages": 2, "names": ["input", "conv", "head"], **arguments}
     with pytest.raises(ValueError, match=message):
         balance_layers(**given)
@@ -276,7 +277,7 @@ def test_calls_without_names_are_numbered_in_messages() -> None:
         balance_layers([1, -1], 1)
 
 
-def test_neither_balance_nor_pictures_need_tensorflow() -> None:
+def test_balances_and_pictures_import_no_tensorflow() -> None:
     modules = "tfpar.pipeline.partition.balance, tfpar.pipeline.analysis.timeline_plot"
     program = f"import sys, {modules}; sys.exit('tensorflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Cutting a model into stages: what crosses the cuts, and that stage after stage gives the model's output."""
+"""Stages: the values that cross each cut, the owners of weights, and the output of stages run in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import architectures
 from tests.architectures import equal_balance, run_stages
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, Value, trace
-from tfpar.pipeline.partition.stages import Stage, bytes_per_example, crossing, owner_of, split_graph, users_of
+from tfpar.pipeline.partition.stages import Stage, bytes_per_example, cut_values, owner_of, split_graph, users_of
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -23,8 +23,8 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype("float32")
 
 
-def crossing_names(graph: Graph) -> list[list[str]]:
-    return [[value.name for value in values] for values in crossing(graph)]
+def cut_names(graph: Graph) -> list[list[str]]:
+    return [[value.name for value in values] for values in cut_values(graph)]
 
 
 def input_names(stages: tuple[Stage, ...]) -> list[list[str]]:
@@ -35,8 +35,8 @@ def output_names(stages: tuple[Stage, ...]) -> list[list[str]]:
     return [[value.name for value in stage.outputs] for stage in stages]
 
 
-def skipping() -> keras.Model:
-    """entry ─ a ─ b ─ c ─ d, where a is also added after b and c, and entry at the end."""
+def skip_connections() -> keras.Model:
+    """Return entry ─ a ─ b ─ c ─ d, with skip connections from a to b and c, and from entry to d."""
     entry = keras.Input((4,), name="entry")
     first = layers.Dense(4, name="a")(entry)
     second = layers.Add(name="b")([layers.Dense(4, name="b0")(first), first])
@@ -44,37 +44,37 @@ def skipping() -> keras.Model:
     return keras.Model(entry, layers.Add(name="d")([third, entry]))
 
 
-# --- what crosses -----------------------------------------------------------------------------------------------------
+# --- values at cuts ---------------------------------------------------------------------------------------------------
 
 
-def test_a_value_crosses_every_cut_between_its_making_and_its_last_use() -> None:
-    graph = trace(skipping())
+def test_a_value_crosses_every_cut_before_its_last_use() -> None:
+    graph = trace(skip_connections())
     assert [call.name for call in graph.calls] == ["a", "b0", "b", "c0", "c", "d"]
-    assert crossing_names(graph) == [["a"], ["a", "b0"], ["a", "b"], ["a", "c0"], ["c"]]
+    assert cut_names(graph) == [["a"], ["a", "b0"], ["a", "b"], ["a", "c0"], ["c"]]
 
 
-def test_outputs_of_the_model_cross_until_the_end() -> None:
+def test_outputs_of_the_model_cross_all_later_cuts() -> None:
     entry = keras.Input((4,))
     early = layers.Dense(4, name="early")(entry)
     model = keras.Model(entry, [early, layers.Dense(4, name="late")(layers.Dense(4, name="middle")(early))])
-    assert crossing_names(trace(model)) == [["early"], ["early", "middle"]]
+    assert cut_names(trace(model)) == [["early"], ["early", "middle"]]
 
 
-def test_a_value_that_nobody_takes_crosses_nothing() -> None:
+def test_an_unused_value_crosses_no_cut() -> None:
     entry = keras.Input((3, 4))
     sequence, _ = layers.GRU(4, return_sequences=True, return_state=True, name="gru")(entry)
     model = keras.Model(entry, layers.Dense(2, name="head")(sequence))
-    assert [len(values) for values in crossing(trace(model))] == [1]
+    assert [len(values) for values in cut_values(trace(model))] == [1]
 
 
-def test_a_value_goes_from_where_it_is_made_to_each_stage_that_takes_it() -> None:
-    stages = split_graph(trace(skipping()), [1, 2, 1, 2])
+def test_a_value_is_transferred_directly_to_each_stage_that_reads_it() -> None:
+    stages = split_graph(trace(skip_connections()), [1, 2, 1, 2])
     assert input_names(stages) == [["entry"], ["a"], ["b"], ["c0", "a", "entry"]]
     assert output_names(stages) == [["a"], ["b"], ["c0"], ["d"]]
-    assert stages[3].passed == ()
+    assert stages[3].passthrough == ()
 
 
-def test_the_last_stage_gets_every_output_of_the_model() -> None:
+def test_the_last_stage_receives_every_output_of_the_model() -> None:
     entry = keras.Input((4,), name="entry")
     early = layers.Dense(4, name="early")(entry)
     late = layers.Dense(4, name="late")(layers.Dense(4, name="middle")(early))
@@ -82,7 +82,7 @@ def test_the_last_stage_gets_every_output_of_the_model() -> None:
     stages = split_graph(trace(model), [1, 1, 1])
     assert input_names(stages) == [["entry"], ["early"], ["middle", "early", "entry"]]
     assert output_names(stages) == [["early"], ["middle"], ["early", "entry", "late"]]
-    assert [value.name for value in stages[2].passed] == ["early", "entry"]
+    assert [value.name for value in stages[2].passthrough] == ["early", "entry"]
 
 
 @pytest.mark.parametrize(
@@ -102,16 +102,16 @@ def test_bytes_of_an_example(value: Value, expected: int) -> None:
 
 
 @pytest.mark.parametrize("balance", [[6, 1], [7, 0], [], [-1, 7], [6, 0]])
-def test_a_balance_that_does_not_fit_is_refused(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"at least one of the model's 6 calls, 6 in all, received .* in all; change"):
-        split_graph(trace(skipping()), balance)
+def test_a_balance_of_another_number_of_calls_is_refused(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"at least 1 layer call, 6 in total, received .* in total"):
+        split_graph(trace(skip_connections()), balance)
 
 
 # --- weights of several stages ----------------------------------------------------------------------------------------
 
 
 class Tied(layers.Layer):
-    """Projects onto the vectors of an embedding."""
+    """A projection onto the vectors of an embedding."""
 
     def __init__(self, embedding: layers.Embedding, **options: Any) -> None:
         super().__init__(**options)
@@ -135,15 +135,15 @@ def test_the_first_stage_that_reads_a_weight_owns_it() -> None:
     assert users_of(stages) == {id(embeddings): (0, 2), **{id(v): (1,) for v in hidden}}
 
 
-def test_a_weight_that_nobody_reads_belongs_to_the_last_stage() -> None:
+def test_the_last_stage_owns_an_unused_weight() -> None:
     model = tied()
-    lonely = keras.Variable(1.0)
-    owners = owner_of(split_graph(trace(model), [2, 1]), [*model.variables, lonely])
-    assert owners[id(lonely)] == 1
+    unused = keras.Variable(1.0)
+    owners = owner_of(split_graph(trace(model), [2, 1]), [*model.variables, unused])
+    assert owners[id(unused)] == 1
     assert owners[id(model.variables[0])] == 0
 
 
-# --- stage after stage is the model -----------------------------------------------------------------------------------
+# --- the output of the stages -----------------------------------------------------------------------------------------
 
 
 def sequential() -> keras.Model:
@@ -187,7 +187,7 @@ class Subclassed(keras.Model):
 WORDS = np.array([[3, 1, 2, 0, 0], [5, 0, 0, 0, 0], [1, 2, 3, 4, 5]], "int32")
 MODELS: dict[Any, Any] = {
     sequential: numbers(3, 4),
-    skipping: numbers(3, 4),
+    skip_connections: numbers(3, 4),
     several_inputs_and_outputs: {"left": numbers(3, 4), "right": numbers(3, 2)},
     nested_and_used_twice: numbers(3, 4),
     tied: WORDS,
@@ -198,13 +198,13 @@ MODELS: dict[Any, Any] = {
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("build", MODELS, ids=lambda build: build.__name__)
-def test_stage_after_stage_gives_the_output_of_the_model(build: Any, training: bool) -> None:
+def test_the_stages_run_in_order_give_the_output_of_the_model(build: Any, training: bool) -> None:
     keras.utils.set_random_seed(0)
     model, inputs = build(), MODELS[build]
     model(inputs)
     start = [variable.numpy() for variable in model.variables]
     expected = model(inputs, training=training)
-    moved = [variable.numpy() for variable in model.variables]
+    updated = [variable.numpy() for variable in model.variables]
     graph = trace(model, inputs)
     tensors = model_graph.standardize(model, inputs)
     for num_stages in range(1, len(graph.calls) + 1):
@@ -213,11 +213,11 @@ def test_stage_after_stage_gives_the_output_of_the_model(build: Any, training: b
         stages = split_graph(graph, equal_balance(len(graph.calls), num_stages))
         found = run_stages(graph, stages, tensors, training)
         keras.tree.map_structure(np.testing.assert_array_equal, found, expected)
-        for variable, value in zip(model.variables, moved, strict=True):
+        for variable, value in zip(model.variables, updated, strict=True):
             np.testing.assert_array_equal(variable, value, variable.path)
 
 
-def test_the_mask_of_an_output_is_there_after_the_last_stage() -> None:
+def test_the_last_stage_gives_the_mask_of_an_output() -> None:
     entry = keras.Input((5,), dtype="int32")
     hidden = layers.Embedding(9, 4, mask_zero=True)(entry)
     model = keras.Model(entry, layers.Dense(2)(layers.LSTM(4, return_sequences=True)(hidden)))

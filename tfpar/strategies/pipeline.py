@@ -22,7 +22,7 @@ from tfpar.pipeline.execution.compiled_stages import StagesOfModel
 from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_synchronized
-from tfpar.pipeline.partition.layer_profile import CallCost, measure, retrained
+from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
 from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, check_balance, partition_model
 from tfpar.pipeline.partition.placement import place_weights
 from tfpar.pipeline.schedule.simulator import Timeline
@@ -161,7 +161,7 @@ class Pipeline(SingleReplica):
             before = self._partitions[model]
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             size = self._microbatch_size(inputs)
-            self._cut(model, before.graph, self._balance, retrained(before.graph, before.costs), size)
+            self._cut(model, before.graph, self._balance, update_trainable_bytes(before.graph, before.costs), size)
         if model not in self._stages:
             self._stages[model] = StagesOfModel(
                 model,

@@ -59,9 +59,9 @@ def predict_step_time(
         backward_temporary_bytes=tuple(one.backward for one in kept),
         weight_gradient_temporary_bytes=tuple(one.weight_gradient for one in kept),
         until_weight_gradient_bytes=tuple(one.waiting for one in kept),
-        fixed_bytes=tuple(memory.fixed(costs) for costs in partition.costs_of_stages),
+        fixed_bytes=tuple(memory.fixed_bytes(costs) for costs in partition.stage_costs),
     )
-    crossing = partition.crossing
+    crossing = partition.cut_values
     rows = [
         StageRow(
             stage=index,
@@ -77,6 +77,6 @@ def predict_step_time(
             if index < len(partition.stages) - 1
             else None,
         )
-        for index, (stage, costs) in enumerate(zip(partition.stages, partition.costs_of_stages, strict=True))
+        for index, (stage, costs) in enumerate(zip(partition.stages, partition.stage_costs, strict=True))
     ]
     return Prediction(tuple(rows), durations, simulate(schedule, durations))

@@ -1,1 +1,1 @@
-"""From the graph of a model to its stages."""
+"""The assignment of a model's layer calls to stages, and of its weights to devices."""

@@ -1,4 +1,4 @@
-"""What each operation of a model costs: seconds forward and backward, floating-point operations, parameters, bytes."""
+"""The profile of a model: seconds, floating-point operations, parameters and bytes of each layer call."""
 
 from __future__ import annotations
 
@@ -23,16 +23,22 @@ _REPEATS = 3
 
 @dataclasses.dataclass(frozen=True)
 class CallCost:
-    """What one operation costs for one micro-batch.
+    """The costs of one layer call for one micro-batch.
+
+    A weight that several layer calls use counts for the first of them.
 
     Args:
-        forward_seconds: Its forward pass; 0 where no time was measured.
-        backward_seconds: Its backward pass.
-        flops: Floating-point operations of its forward pass; 0 where they were not counted.
-        parameters: Weights that it is the first to use.
-        weight_bytes: Their bytes.
-        trainable_bytes: The bytes of those that are trained.
-        activation_bytes: What it makes.
+        forward_seconds: Duration of its forward pass; 0 if not measured.
+        backward_seconds: Duration of its backward pass; 0 if not measured.
+        flops: Floating-point operations of its forward pass; 0 if not counted.
+        parameters: Number of elements of its weights.
+        weight_bytes: Bytes of its weights.
+        trainable_bytes: Bytes of its trainable weights.
+        activation_bytes: Bytes of its outputs.
+
+    Example:
+        >>> CallCost(0.001, 0.002, 0.0, parameters=40, weight_bytes=160, trainable_bytes=160, activation_bytes=256)
+        CallCost(forward_seconds=0.001, backward_seconds=0.002, flops=0.0, parameters=40, ...)
     """
 
     forward_seconds: float
@@ -48,52 +54,64 @@ class CallCost:
 def measure(
     graph: Graph, inputs: Sequence[Any], microbatch_size: int, device: str, *, times: bool, flops: bool
 ) -> list[CallCost]:
-    """Return what each operation of a model costs.
+    """Measure the costs of each layer call of a model.
 
-    Operations alike (same class, settings and shapes) are measured once. Weights are read where they are, or as they
-    will be, so a model without memory yet can be measured, one operation at a time.
+    Layer calls of the same class, settings and shapes are measured once. The function copies the weights of one layer
+    call at a time to the device, also weights without allocated memory, so the model may be larger than the device.
 
     Args:
         graph: The model.
-        inputs: Its flat inputs, `[examples, ...]` each, at least one example.
-        microbatch_size: Examples of a micro-batch.
-        device: On which device to measure.
-        times: Whether to measure seconds, the least of three runs.
+        inputs: The flat inputs of the model, `[examples, ...]` each, with at least one example.
+        microbatch_size: Number of examples of a micro-batch.
+        device: Device of the measurement.
+        times: Whether to measure seconds, as the minimum of three runs.
         flops: Whether to count floating-point operations.
+
+    Returns:
+        One entry for each layer call, in the order of the graph.
+
+    Example:
+        >>> graph = model_graph.trace(keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)]))
+        >>> [cost] = measure(graph, [tf.ones([1, 4])], 2, "CPU:0", times=False, flops=False)
+        >>> cost.parameters, cost.activation_bytes
+        (40, 64)
     """
     costs: list[CallCost] = []
     seen: set[int] = set()
-    known: dict[Any, tuple[float, float, float]] = {}
+    measured: dict[Any, tuple[float, float, float]] = {}
     values: dict[Value, Any] = {}
     if times or flops:
-        values = {value: _of_size(tensor, microbatch_size) for value, tensor in zip(graph.inputs, inputs, strict=True)}
+        values = {
+            value: _repeated_to_size(tensor, microbatch_size)
+            for value, tensor in zip(graph.inputs, inputs, strict=True)
+        }
     last_use = {value: index for index, call in enumerate(graph.calls) for value in call.inputs}
     for index, call in enumerate(graph.calls):
-        found = 0.0, 0.0, 0.0
+        cost = 0.0, 0.0, 0.0
         if values:
             with tf.device(device):
-                found = _measured(call, values, known, times=times, flops=flops)
+                cost = _measure_call(call, values, measured, times=times, flops=flops)
             values = {value: tensor for value, tensor in values.items() if last_use.get(value, -1) > index}
-        costs.append(_cost(call, found, microbatch_size, seen))
+        costs.append(_call_cost(call, cost, microbatch_size, seen))
     return costs
 
 
-def _measured(
-    call: Call, values: dict[Value, Any], known: dict[Any, tuple[float, float, float]], *, times: bool, flops: bool
+def _measure_call(
+    call: Call, values: dict[Value, Any], measured: dict[Any, tuple[float, float, float]], *, times: bool, flops: bool
 ) -> tuple[float, float, float]:
-    """Run a call on real values, add what it makes to them, and return its seconds and operations."""
+    """Run a layer call, add its outputs to `values`, and return its seconds and floating-point operations."""
     variables = [(variable, tf.identity(variable.value)) for variable in call.variables]
-    key = _kind(call, values)
-    if key in known:
+    key = _cost_key(call, values)
+    if key in measured:
         _forward(call, values, variables)
-        return known[key]
-    with tf_function.own_traces():  # traced in the first run, which does not count
+        return measured[key]
+    with tf_function.own_traces():  # the first run traces and is not counted
         seconds = [_timed(call, values, variables) for _ in range(_REPEATS + 1)][1:] if times else [(0.0, 0.0)]
     operations = _count_flops(call, values, variables) if flops else 0.0
     if not times:
         _forward(call, values, variables)
-    known[key] = min(forward for forward, _ in seconds), min(backward for _, backward in seconds), operations
-    return known[key]
+    measured[key] = min(forward for forward, _ in seconds), min(backward for _, backward in seconds), operations
+    return measured[key]
 
 
 def _forward(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, tf.Tensor]]) -> None:
@@ -102,50 +120,50 @@ def _forward(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any
 
 
 def _timed(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, tf.Tensor]]) -> tuple[float, float]:
-    """Run a call forward and backward, add what it makes to the values, and return the seconds of both."""
+    """Run the forward and backward pass of a call, add its outputs to `values`, and return the seconds of both."""
     trainable = [tensor for variable, tensor in variables if variable.trainable]
     sources = [*(values[value] for value in call.inputs), *trainable]
     sources = [dense_part(tensor) for tensor in sources if tensor.dtype.is_floating]
-    made = dict(values)
-    began = time.perf_counter()
+    tensors = dict(values)
+    start = time.perf_counter()
     with tf.GradientTape() as tape:
         tape.watch(sources)
-        _forward(call, made, variables)
-    _wait()
-    forward_ended = time.perf_counter()
-    outputs = [dense_part(made[value]) for value in call.outputs if made[value].dtype.is_floating]
+        _forward(call, tensors, variables)
+    _wait_for_gpus()
+    forward_end = time.perf_counter()
+    outputs = [dense_part(tensors[value]) for value in call.outputs if tensors[value].dtype.is_floating]
     tape.gradient(outputs, sources)
-    _wait()
-    ended = time.perf_counter()
-    values |= {value: made[value] for value in call.outputs}
-    return forward_ended - began, ended - forward_ended
+    _wait_for_gpus()
+    end = time.perf_counter()
+    values |= {value: tensors[value] for value in call.outputs}
+    return forward_end - start, end - forward_end
 
 
-def _wait() -> None:
-    """Wait for GPUs, which run behind Python."""
+def _wait_for_gpus() -> None:
+    """Wait for the operations on GPUs, which run asynchronously."""
     if tf.config.list_logical_devices("GPU"):
         tf.test.experimental.sync_devices()
 
 
 def _count_flops(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, tf.Tensor]]) -> float:
     def forward() -> list[tf.Tensor]:
-        made = dict(values)
-        _forward(call, made, variables)
-        return [made[value] for value in call.outputs]
+        tensors = dict(values)
+        _forward(call, tensors, variables)
+        return [tensors[value] for value in call.outputs]
 
     graph = tf.function(forward, autograph=False).get_concrete_function().graph
     options = tf.compat.v1.profiler.ProfileOptionBuilder(tf.compat.v1.profiler.ProfileOptionBuilder.float_operation())
-    counted = tf.compat.v1.profiler.profile(graph, options=options.with_empty_output().build())
-    return float(counted.total_float_ops)
+    profile = tf.compat.v1.profiler.profile(graph, options=options.with_empty_output().build())
+    return float(profile.total_float_ops)
 
 
-def _kind(call: Call, values: dict[Value, Any]) -> Any:
-    """Return a key that is the same for calls that cost the same."""
+def _cost_key(call: Call, values: dict[Value, Any]) -> Any:
+    """Return a key that is equal for layer calls of equal cost."""
     settings: dict[str, Any] = {}
     if isinstance(call.operation, keras.Layer):
         try:
             settings = call.operation.get_config()
-        except NotImplementedError:  # a layer of the user's own, without settings to compare
+        except NotImplementedError:  # a custom layer without get_config
             return id(call.operation), call
         settings.pop("name", None)
     shapes = [(tuple(values[value].shape), values[value].dtype.name) for value in call.inputs]
@@ -155,30 +173,38 @@ def _kind(call: Call, values: dict[Value, Any]) -> Any:
     return type(call.operation), repr(settings), repr(own) if not settings else "", repr(shapes), repr(constants)
 
 
-def _cost(call: Call, found: tuple[float, float, float], microbatch_size: int, seen: set[int]) -> CallCost:
-    fresh = [variable for variable in call.variables if id(variable) not in seen]
-    seen.update(map(id, fresh))
-    sizes = [(variable, _size(variable.shape) * tf.as_dtype(variable.dtype).size) for variable in fresh]
+def _call_cost(call: Call, measured: tuple[float, float, float], microbatch_size: int, seen: set[int]) -> CallCost:
+    first_used = [variable for variable in call.variables if id(variable) not in seen]
+    seen.update(map(id, first_used))
+    sizes = [(variable, _size(variable.shape) * tf.as_dtype(variable.dtype).size) for variable in first_used]
     return CallCost(
-        *found,
-        parameters=sum(_size(variable.shape) for variable in fresh),
+        *measured,
+        parameters=sum(_size(variable.shape) for variable in first_used),
         weight_bytes=sum(size for _, size in sizes),
         trainable_bytes=sum(size for variable, size in sizes if variable.trainable),
         activation_bytes=microbatch_size * sum(bytes_per_example(value) for value in call.outputs),
     )
 
 
-def retrained(graph: Graph, costs: Sequence[CallCost]) -> list[CallCost]:
-    """Return the costs of a model that trains other weights than when they were measured.
+def update_trainable_bytes(graph: Graph, costs: Sequence[CallCost]) -> list[CallCost]:
+    """Return the costs of a model after a change of its trainable weights, without another measurement.
 
     Args:
         graph: The model.
-        costs: Of its operations, as `measure` returned them.
+        costs: The costs of its layer calls, from `measure`.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+        >>> costs = measure(model_graph.trace(model), [], 1, "CPU:0", times=False, flops=False)
+        >>> model.trainable = False
+        >>> [cost.trainable_bytes for cost in update_trainable_bytes(model_graph.trace(model), costs)]
+        [0]
     """
     seen: set[int] = set()
-    fresh = [_cost(call, (0.0, 0.0, 0.0), 1, seen) for call in graph.calls]
+    unmeasured = [_call_cost(call, (0.0, 0.0, 0.0), 1, seen) for call in graph.calls]
     return [
-        dataclasses.replace(cost, trainable_bytes=now.trainable_bytes) for cost, now in zip(costs, fresh, strict=True)
+        dataclasses.replace(cost, trainable_bytes=current.trainable_bytes)
+        for cost, current in zip(costs, unmeasured, strict=True)
     ]
 
 
@@ -186,8 +212,8 @@ def _size(shape: Sequence[int | None]) -> int:
     return math.prod(size or 1 for size in shape)
 
 
-def _of_size(tensor: Any, num_examples: int) -> Any:
-    """Return as many examples as asked for, the given ones again and again."""
+def _repeated_to_size(tensor: Any, num_examples: int) -> Any:
+    """Return `num_examples` examples, the given ones repeated in their order."""
     if isinstance(tensor, tf.SparseTensor):
         repeated = [tensor] * -(-num_examples // int(data.num_rows(tensor)))
         return data.take_rows(data.join_batches(repeated), 0, num_examples)

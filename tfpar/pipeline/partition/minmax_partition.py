@@ -1,10 +1,10 @@
-"""The search for the best cuts of a sequence of calls, over running sums of whole numbers.
+"""The minimax partition of a sequence of calls: the cuts with the lowest cost of the slowest stage.
 
     position   0   1   2   3   4   5
-               | a | b | c | d | e |        cuts [0, 2, 5]: stage 0 holds a and b, stage 1 the rest
+               | a | b | c | d | e |        cuts [0, 2, 5]: stage 0 is a and b, stage 1 is c, d and e
 
-A stage lies between two positions, so what it costs is a difference of two running sums. Whole numbers, since sums of
-floats depend on their order and would tell apart stages that cost the same.
+A stage lies between two positions, so its cost is the difference of two prefix sums. The sums are integers: sums of
+floats depend on their order, so that stages of equal cost would differ in rounding.
 """
 
 from __future__ import annotations
@@ -17,37 +17,44 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-MAX_TRIED_SPLITS = 20_000
-SEARCHED_CALLS = 10_000
+MAX_ENUMERATED_PARTITIONS = 20_000
+LOCAL_SEARCH_BUDGET = 10_000  # starting points times calls
 
 _Key = tuple[int, int, int, int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
-    """What the calls before each of the positions 0 to `num_calls` add up to, and what crosses a cut there.
+class PrefixSums:
+    """Sums over the calls before each position from 0 to `num_calls`, and the transfer across a cut there.
 
     Args:
-        cost: Of the calls before each position, from 0.
-        memory: Likewise.
-        traffic: Across a cut at each position; 0 at both ends, where none is made.
+        cost: Sum of the costs of the calls before each position.
+        memory: Sum of their memory.
+        transfer: Size of the transfer across a cut at each position; 0 at both ends.
+
+    Example:
+        >>> PrefixSums(cost=prefix_sums([3, 1, 2]), memory=[0, 0, 0, 0], transfer=[0, 5, 5, 0]).num_calls
+        3
     """
 
     cost: list[int]
     memory: list[int]
-    traffic: list[int]
+    transfer: list[int]
 
     @property
     def num_calls(self) -> int:
-        """How many calls lie between the first and the last position."""
+        """The number of calls between the first and the last position."""
         return len(self.cost) - 1
 
 
-def whole(values: Sequence[float]) -> list[int]:
-    """Return whole numbers in exactly the proportions of the values.
+def to_integers(values: Sequence[float]) -> list[int]:
+    """Return integers in the exact proportions of the values.
+
+    Args:
+        values: Finite numbers.
 
     Example:
-        >>> whole([0.5, 2, 0.25])
+        >>> to_integers([0.5, 2, 0.25])
         [2, 8, 1]
     """
     ratios = [(value if isinstance(value, int) else float(value)).as_integer_ratio() for value in values]
@@ -55,61 +62,75 @@ def whole(values: Sequence[float]) -> list[int]:
     return [numerator * (scale // denominator) for numerator, denominator in ratios]
 
 
-def running(values: Sequence[int]) -> list[int]:
-    """Return the sums of the first 0, 1, ... of the values.
+def prefix_sums(values: Sequence[int]) -> list[int]:
+    """Return the sums of the first 0, 1, 2, ... values.
+
+    Args:
+        values: Integers.
 
     Example:
-        >>> running([3, 1, 2])
+        >>> prefix_sums([3, 1, 2])
         [0, 3, 4, 6]
     """
     return list(itertools.accumulate(values, initial=0))
 
 
 def device_memory(memory: list[int], cuts: Sequence[int], num_devices: int) -> list[int]:
-    """Return what each device holds when stage s lies on device `s % num_devices`.
+    """Return the memory of each device.
 
     Args:
-        memory: Running sums.
-        cuts: Positions from 0 to the number of calls.
+        memory: Prefix sums of the memory of the calls.
+        cuts: Positions of the cuts, from 0 to the number of calls.
+        num_devices: Number of devices. Stage s runs on device `s % num_devices`.
+
+    Example:
+        >>> device_memory(prefix_sums([3, 1, 2]), cuts=[0, 1, 3], num_devices=2)
+        [3, 3]
     """
-    held = [memory[end] - memory[begin] for begin, end in itertools.pairwise(cuts)]
-    return [sum(held[device::num_devices]) for device in range(num_devices)]
+    per_stage = [memory[end] - memory[begin] for begin, end in itertools.pairwise(cuts)]
+    return [sum(per_stage[device::num_devices]) for device in range(num_devices)]
 
 
-def solve(sums: Sums, num_stages: int, num_devices: int, limit: int | None) -> list[int]:
-    """Return the positions at which the stages begin and end, the first 0 and the last `num_calls`.
+def solve(sums: PrefixSums, num_stages: int, num_devices: int, limit: int | None) -> list[int]:
+    """Find the cuts with the lowest cost of the slowest stage.
 
     Args:
-        sums: The calls.
-        num_stages: At most the number of calls.
-        num_devices: Divides `num_stages`.
-        limit: Of the memory of a device, in the unit of `sums.memory`; None for none.
+        sums: Prefix sums over the calls.
+        num_stages: Number of stages, at most the number of calls.
+        num_devices: Number of devices, a divisor of `num_stages`.
+        limit: Memory of a device in the unit of `sums.memory`; None for no limit.
 
     Returns:
-        Cuts within the limit; where none are found, those that exceed it least.
+        The positions of the cuts, from 0 to the number of calls. If no cuts within the limit are found, those with the
+        smallest excess.
+
+    Example:
+        >>> costs = prefix_sums([4, 1, 1, 1, 1, 4])
+        >>> solve(PrefixSums(costs, [0] * 7, [0] * 7), num_stages=3, num_devices=3, limit=None)
+        [0, 1, 5, 6]
     """
     limit = sums.memory[-1] if limit is None else limit
 
     def key(cuts: Sequence[int]) -> _Key:
-        excess = [max(0, held - limit) for held in device_memory(sums.memory, cuts, num_devices)]
-        stages = [sums.cost[end] - sums.cost[begin] for begin, end in itertools.pairwise(cuts)]
-        traffic = sum(sums.traffic[cut] for cut in cuts)
+        excess = [max(0, memory - limit) for memory in device_memory(sums.memory, cuts, num_devices)]
+        costs = [sums.cost[end] - sums.cost[begin] for begin, end in itertools.pairwise(cuts)]
+        transfer = sum(sums.transfer[cut] for cut in cuts)
         sizes = [end - begin for begin, end in itertools.pairwise(cuts)]
-        # Squares of excess fall already when a full device passes a part on, which its neighbour then passes on.
-        return max(excess), _squares(excess), max(stages), traffic, _squares(stages), _squares(sizes)
+        # The sum of squares falls with each move from a full device to a neighbour, even if the maximum does not.
+        return max(excess), _squares(excess), max(costs), transfer, _squares(costs), _squares(sizes)
 
-    found = _solve(sums, num_stages, limit)
-    if found is None or key(found)[0] > 0:
-        lightest = _solve(dataclasses.replace(sums, cost=sums.memory), num_stages, sums.memory[-1])
-        assert lightest is not None, "there are at least as many calls as stages"
+    best = _solve_with_stage_limit(sums, num_stages, limit)
+    if best is None or key(best)[0] > 0:
+        smallest = _solve_with_stage_limit(dataclasses.replace(sums, cost=sums.memory), num_stages, sums.memory[-1])
+        assert smallest is not None, "there are at least as many calls as stages"
         if num_devices == num_stages:
-            return lightest
-        if math.comb(sums.num_calls - 1, num_stages - 1) <= MAX_TRIED_SPLITS:
+            return smallest
+        if math.comb(sums.num_calls - 1, num_stages - 1) <= MAX_ENUMERATED_PARTITIONS:
             inner = itertools.combinations(range(1, sums.num_calls), num_stages - 1)
             return min(([0, *cuts, sums.num_calls] for cuts in inner), key=key)
-        starts = [found or lightest, lightest, *_random_cuts(sums.num_calls, num_stages)]
-        found = min((_descend(start, key) for start in starts), key=key)
-    return _descend(found, key)
+        starts = [best or smallest, smallest, *_random_cuts(sums.num_calls, num_stages)]
+        best = min((_local_search(start, key) for start in starts), key=key)
+    return _local_search(best, key)
 
 
 def _squares(values: Sequence[int]) -> int:
@@ -117,14 +138,14 @@ def _squares(values: Sequence[int]) -> int:
 
 
 def _random_cuts(num_calls: int, num_stages: int) -> list[list[int]]:
-    """Always the same ones; fewer where there are many calls, so that the search takes about as long."""
+    """Return random starting points of the local search, always the same; fewer for longer sequences of calls."""
     generator = random.Random(0)
-    count = SEARCHED_CALLS // num_calls
+    count = LOCAL_SEARCH_BUDGET // num_calls
     return [[0, *sorted(generator.sample(range(1, num_calls), num_stages - 1)), num_calls] for _ in range(count)]
 
 
-def _descend(cuts: list[int], key: Callable[[Sequence[int]], _Key]) -> list[int]:
-    """Move one cut at a time to where it is best, until none moves."""
+def _local_search(cuts: list[int], key: Callable[[Sequence[int]], _Key]) -> list[int]:
+    """Move one cut at a time to its best position, until no move improves the key."""
     while True:
         before = key(cuts)
         for index in range(1, len(cuts) - 1):
@@ -134,57 +155,58 @@ def _descend(cuts: list[int], key: Callable[[Sequence[int]], _Key]) -> list[int]
             return cuts
 
 
-# --- each stage with its own memory: exact ----------------------------------------------------------------------------
+# --- exact, with a limit on the memory of each stage ------------------------------------------------------------------
 
 
-def _solve(sums: Sums, num_stages: int, cap: int) -> list[int] | None:
-    """Return the best cuts with at most `cap` of memory a stage, or None if there are none."""
+def _solve_with_stage_limit(sums: PrefixSums, num_stages: int, limit: int) -> list[int] | None:
+    """Return the best cuts with at most `limit` of memory on each stage, or None if there are none."""
     low, high = 0, sums.cost[-1]
-    if not _fits(sums, high, cap, num_stages):
+    if not _fits(sums, high, limit, num_stages):
         return None
     while low < high:
         middle = (low + high) // 2
-        if _fits(sums, middle, cap, num_stages):
+        if _fits(sums, middle, limit, num_stages):
             high = middle
         else:
             low = middle + 1
-    return _least_traffic(sums, low, cap, num_stages)
+    return _least_transfer(sums, low, limit, num_stages)
 
 
-def _fits(sums: Sums, bound: int, cap: int, num_stages: int) -> bool:
-    """Whether stages that each take as many calls as they can reach the end.
+def _fits(sums: PrefixSums, bound: int, limit: int, num_stages: int) -> bool:
+    """Return whether `num_stages` stages within `bound` and `limit` suffice.
 
-    Fewer stages than asked for are enough: any of them can be cut further, which makes no stage larger.
+    Greedy: each stage takes as many calls as it can. If fewer stages suffice, further cuts make no stage larger.
     """
     position = 0
     for _ in range(num_stages):
         by_cost = bisect.bisect_right(sums.cost, sums.cost[position] + bound)
-        by_memory = bisect.bisect_right(sums.memory, sums.memory[position] + cap)
+        by_memory = bisect.bisect_right(sums.memory, sums.memory[position] + limit)
         position = min(by_cost, by_memory) - 1
     return position == sums.num_calls
 
 
-def _least_traffic(sums: Sums, bound: int, cap: int, num_stages: int) -> list[int]:
-    """Return the cuts with the least traffic among those whose stages keep to `bound` and `cap`."""
+def _least_transfer(sums: PrefixSums, bound: int, limit: int, num_stages: int) -> list[int]:
+    """Return the cuts with the smallest transfers, among all with stages within `bound` and `limit`."""
+    # For each end of a stage, the earliest begin within the bound and the limit.
     first_begins = [
-        max(bisect.bisect_left(sums.cost, cost - bound), bisect.bisect_left(sums.memory, memory - cap))
+        max(bisect.bisect_left(sums.cost, cost - bound), bisect.bisect_left(sums.memory, memory - limit))
         for cost, memory in zip(sums.cost, sums.memory, strict=True)
     ]
-    # least[s][end]: the least traffic with which s stages hold the calls before `end`; None where they cannot.
+    # least[s][end]: the smallest transfers of s stages over the calls before `end`; None if there are no such stages.
     least: list[list[int | None]] = [[0, *[None] * sums.num_calls]]
     for _ in range(num_stages):
-        least.append(_one_more_stage(least[-1], sums.traffic, first_begins))
-    return _walk_back(sums, least, first_begins)
+        least.append(_add_stage(least[-1], sums.transfer, first_begins))
+    return _backtrack(sums, least, first_begins)
 
 
-def _one_more_stage(before: list[int | None], traffic: list[int], first_begins: list[int]) -> list[int | None]:
-    """Add a stage behind each split, in time linear in the calls: both ends of the range of begins only move on."""
+def _add_stage(previous: list[int | None], transfer: list[int], first_begins: list[int]) -> list[int | None]:
+    """Return the next row of the table, as sliding-window minima: in time linear in the number of calls."""
     row: list[int | None] = [None]
-    candidates: collections.deque[tuple[int, int]] = collections.deque()  # rising in traffic and in position
-    for end in range(1, len(before)):
-        value = before[end - 1]
+    candidates: collections.deque[tuple[int, int]] = collections.deque()  # ascending in transfer and in position
+    for end in range(1, len(previous)):
+        value = previous[end - 1]
         if value is not None:
-            value += traffic[end - 1]
+            value += transfer[end - 1]
             while candidates and candidates[-1][0] >= value:
                 candidates.pop()
             candidates.append((value, end - 1))
@@ -194,12 +216,12 @@ def _one_more_stage(before: list[int | None], traffic: list[int], first_begins: 
     return row
 
 
-def _walk_back(sums: Sums, least: list[list[int | None]], first_begins: list[int]) -> list[int]:
-    """Read one split from the table; where several are best, its cuts lie in the middle of what is possible."""
+def _backtrack(sums: PrefixSums, least: list[list[int | None]], first_begins: list[int]) -> list[int]:
+    """Read optimal cuts from the table, from the last to the first; each is the middle one of the optimal choices."""
     cuts = [sums.num_calls]
     for stage in range(len(least) - 1, 0, -1):
         end = cuts[-1]
         values = ((begin, least[stage - 1][begin]) for begin in range(first_begins[end], end))
-        begins = [b for b, value in values if value is not None and value + sums.traffic[b] == least[stage][end]]
+        begins = [b for b, value in values if value is not None and value + sums.transfer[b] == least[stage][end]]
         cuts.append(begins[len(begins) // 2])
     return cuts[::-1]

@@ -1,4 +1,4 @@
-"""From a model to its stages: what each layer costs, and where the cuts fall."""
+"""The partition of a model into stages, for a balance and the costs of its layer calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tfpar.pipeline.graph.tracing import Graph, Value
 from tfpar.pipeline.partition import balance as balances
 from tfpar.pipeline.partition.layer_profile import CallCost
-from tfpar.pipeline.partition.stages import Stage, bytes_per_example, crossing, split_graph
+from tfpar.pipeline.partition.stages import Stage, bytes_per_example, cut_values, split_graph
 
 Measure = Literal["time", "flops", "parameters", "memory"]
 MEASURES = ("time", "flops", "parameters", "memory")
@@ -19,12 +19,12 @@ Balance = Measure | Sequence[int] | Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """A model divided into stages.
+    """A model as a sequence of stages.
 
     Args:
-        graph: Its operations.
-        stages: Consecutive operations each.
-        costs: What each operation costs, in the order of the graph.
+        graph: The layer calls of the model.
+        stages: The stages, each of consecutive layer calls.
+        costs: The cost of each layer call, in the order of the graph.
     """
 
     graph: Graph
@@ -32,24 +32,31 @@ class Partition:
     costs: tuple[CallCost, ...]
 
     @property
-    def costs_of_stages(self) -> list[tuple[CallCost, ...]]:
-        """The costs of each stage's operations."""
+    def stage_costs(self) -> list[tuple[CallCost, ...]]:
+        """The costs of the layer calls of each stage."""
         ends = list(itertools.accumulate(len(stage.calls) for stage in self.stages))
         return [self.costs[end - len(stage.calls) : end] for end, stage in zip(ends, self.stages, strict=True)]
 
     @property
-    def crossing(self) -> list[tuple[Value, ...]]:
-        """The values that cross the cut behind each stage but the last."""
+    def cut_values(self) -> list[tuple[Value, ...]]:
+        """The values that cross the cut after each stage except the last."""
         ends = itertools.accumulate(len(stage.calls) for stage in self.stages[:-1])
-        across = crossing(self.graph)
-        return [across[end - 1] for end in ends]
+        of_every_cut = cut_values(self.graph)
+        return [of_every_cut[end - 1] for end in ends]
 
 
 def check_balance(balance: Any, num_stages: int) -> None:
-    """Refuse what is no way to balance.
+    """Raise an error if a balance is invalid for any model.
+
+    Args:
+        balance: The argument of `tfpar.Pipeline`.
+        num_stages: Number of stages.
 
     Raises:
-        ValueError: If it is neither a measure, nor as many numbers as stages, nor one name less.
+        ValueError: If it is not a measure, one number for each stage, or one name for each stage except stage 0.
+
+    Example:
+        >>> check_balance([3, 2], num_stages=2)
     """
     if isinstance(balance, str):
         if balance not in MEASURES:
@@ -64,30 +71,44 @@ def check_balance(balance: Any, num_stages: int) -> None:
             )
     elif len(values) != num_stages or not all(isinstance(value, int) and value > 0 for value in values):
         raise ValueError(
-            f"balance as numbers must give the layers of each stage, {num_stages} numbers above 0, received {values}."
+            f"balance as numbers must be the number of layers of each stage, {num_stages} numbers above 0, received "
+            f"{values}."
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryNeeds:
-    """What training needs of memory, estimated before anything runs.
+    """An estimate of the memory of training, from the costs of the layer calls.
 
     Args:
-        limit_bytes: What a device may hold; None for no limit.
-        slots_per_weight: Variables that the optimizer keeps for a weight, in its size.
-        num_activations: Micro-batches whose activations a stage keeps at once, at most.
+        limit_bytes: Memory of a device; None for no limit.
+        slots_per_weight: Number of optimizer variables of the size of a weight, for each weight.
+        num_activations: Largest number of micro-batches in flight on a stage.
+
+    Example:
+        >>> cost = CallCost(0.0, 0.0, 0.0, parameters=40, weight_bytes=160, trainable_bytes=160, activation_bytes=64)
+        >>> MemoryNeeds(limit_bytes=None, slots_per_weight=2, num_activations=4).call_bytes(cost)
+        896
     """
 
     limit_bytes: int | None
     slots_per_weight: int
     num_activations: int
 
-    def of_call(self, cost: CallCost) -> int:
-        """Return the bytes of an operation: weights, their gradients and optimizer state, and activations."""
-        return self.fixed([cost]) + self.num_activations * cost.activation_bytes
+    def call_bytes(self, cost: CallCost) -> int:
+        """Return the bytes of a layer call: weights, gradients, optimizer state and activations.
 
-    def fixed(self, costs: Sequence[CallCost]) -> int:
-        """Return the bytes of operations' weights, their gradients and optimizer state."""
+        Args:
+            cost: The costs of the layer call.
+        """
+        return self.fixed_bytes([cost]) + self.num_activations * cost.activation_bytes
+
+    def fixed_bytes(self, costs: Sequence[CallCost]) -> int:
+        """Return the bytes of weights, gradients and optimizer state.
+
+        Args:
+            costs: The costs of some layer calls.
+        """
         return sum(cost.weight_bytes + (1 + self.slots_per_weight) * cost.trainable_bytes for cost in costs)
 
 
@@ -100,34 +121,45 @@ def partition_model(
     microbatch_size: int,
     memory: MemoryNeeds,
 ) -> Partition:
-    """Divide a model's operations into stages.
+    """Partition a model into stages.
 
     Args:
-        graph: The operations.
-        balance: A measure, numbers of calls, or names of calls to cut before.
-        num_stages: How many stages.
-        num_devices: Over how many devices; stage s sits on device `s % num_devices`.
-        costs: What each operation costs.
-        microbatch_size: Examples of a micro-batch.
-        memory: What training needs of memory, and how much there is.
+        graph: The model.
+        balance: A measure, the number of layer calls of each stage, or the names of the layer calls to cut before.
+        num_stages: Number of stages.
+        num_devices: Number of devices. Stage s runs on device `s % num_devices`.
+        costs: The cost of each layer call.
+        microbatch_size: Number of examples of a micro-batch.
+        memory: The estimate of the memory, with its limit.
+
+    Returns:
+        The stages with their costs.
 
     Raises:
-        ValueError: If there are more stages than operations, a name does not exist, or the memory does not suffice.
+        ValueError: If there are more stages than layer calls, a name does not exist, or the limit is too small.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> graph = trace(keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(4) for _ in range(3))]))
+        >>> no_limit = MemoryNeeds(limit_bytes=None, slots_per_weight=2, num_activations=2)
+        >>> partition = partition_model(graph, [2, 1], 2, 2, costs=(), microbatch_size=8, memory=no_limit)
+        >>> [len(stage.calls) for stage in partition.stages]
+        [2, 1]
     """
     names = [call.name for call in graph.calls]
-    needs = [memory.of_call(cost) for cost in costs]
+    memory_bytes = [memory.call_bytes(cost) for cost in costs]
     if isinstance(balance, str):
         by_measure: dict[str, Sequence[float]] = {
             "time": [cost.forward_seconds + cost.backward_seconds for cost in costs],
             "flops": [cost.flops for cost in costs],
             "parameters": [cost.parameters for cost in costs],
-            "memory": needs,
+            "memory": memory_bytes,
         }
         sizes = balances.balance_layers(
             by_measure[balance],
             num_stages,
-            traffic_bytes=[microbatch_size * sum(map(bytes_per_example, values)) for values in crossing(graph)],
-            memory_bytes=needs,
+            transfer_bytes=[microbatch_size * sum(map(bytes_per_example, values)) for values in cut_values(graph)],
+            memory_bytes=memory_bytes,
             memory_limit_bytes=memory.limit_bytes,
             num_devices=num_devices,
             names=names,
@@ -136,18 +168,18 @@ def partition_model(
         sizes = balances.from_names([str(name) for name in balance], names, num_stages)
     else:
         sizes = balances.from_sizes([size for size in balance if isinstance(size, int)], len(names), num_stages)
-    _check_memory(sizes, needs, num_devices, memory.limit_bytes)
+    _check_memory(sizes, memory_bytes, num_devices, memory.limit_bytes)
     return Partition(graph, split_graph(graph, sizes), tuple(costs))
 
 
-def _check_memory(sizes: Sequence[int], needs: Sequence[int], num_devices: int, limit_bytes: int | None) -> None:
-    """Refuse a user's own cuts where they exceed the limit."""
+def _check_memory(sizes: Sequence[int], call_bytes: Sequence[int], num_devices: int, limit_bytes: int | None) -> None:
+    """Raise an error if a balance given as sizes or names exceeds the limit."""
     ends = list(itertools.accumulate(sizes))
-    of_stage = [sum(needs[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-    of_device = [sum(of_stage[device::num_devices]) for device in range(num_devices)]
-    if limit_bytes is not None and max(of_device) > limit_bytes:
+    stage_bytes = [sum(call_bytes[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+    device_bytes = [sum(stage_bytes[device::num_devices]) for device in range(num_devices)]
+    if limit_bytes is not None and max(device_bytes) > limit_bytes:
         raise ValueError(
-            f"No device may hold more than memory_limit_bytes = {limit_bytes:,}, and with these cuts the devices need "
-            f"{', '.join(f'{need:,}' for need in of_device)} bytes. Cut elsewhere, leave the cuts to balance='memory', "
-            "use more stages, smaller micro-batches or recompute=True."
+            f"Each device has memory_limit_bytes={limit_bytes:,}, and with this balance the devices need "
+            f"{', '.join(f'{number:,}' for number in device_bytes)} bytes; cut elsewhere, choose balance='memory', use "
+            "more stages, smaller micro-batches or recompute=True."
         )

@@ -1,4 +1,4 @@
-"""Which device holds which weight, and how arithmetic on weights stays with them."""
+"""The devices of weights and optimizer state, and of the operations on them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,24 @@ from tfpar.pipeline.partition.stages import Stage, owner_of
 
 
 def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence[str]) -> None:
-    """Let every weight live where its stage runs; one that several stages use, where the first of them runs.
+    """Place every weight on the device of its stage; a weight of several stages on the device of the first.
 
-    A weight that has no memory yet gets it there, so that a model larger than any one device can be built. Optimizer
-    state that exists already moves with its weight.
+    A weight without allocated memory is allocated there, so that a model larger than any single device can be built.
+    Existing optimizer state moves with its weight.
 
     Args:
-        model: A model whose layers are built.
-        stages: Its stages.
-        devices: One a stage.
+        model: A model with built layers.
+        stages: The stages of the model.
+        devices: The device of each stage.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> from tfpar.pipeline.partition.stages import split_graph
+        >>> layers = [keras.layers.Dense(4), keras.layers.Dense(2)]
+        >>> model = keras.Sequential([keras.Input((4,)), *layers])
+        >>> place_weights(model, split_graph(trace(model), [1, 1]), ["CPU:0", "CPU:1"])
+        >>> layers[1].kernel.value.device[-5:]
+        'CPU:1'
     """
     owners = owner_of(stages, model.variables)
     moved = [keras_pipeline.place(variable, devices[owners[id(variable)]]) for variable in model.variables]
@@ -33,21 +42,29 @@ def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence
 
 @contextlib.contextmanager
 def copied_to(device: str, variables: Iterable[keras.Variable]) -> Iterator[list[tf.Tensor]]:
-    """Run everything inside this context on one device, with copies of the weights that live on others.
+    """Run the operations of a context on one device, with copies of the weights of other devices.
 
-    What XLA compiles, as Keras' grouped convolutions on CPUs, cannot read a weight of another device.
+    An operation compiled with XLA, such as a grouped convolution of Keras on a CPU, can read weights of its own device
+    only.
 
     Args:
         device: Such as `"/device:GPU:0"`.
-        variables: The weights and states that are read; those of other devices do not change.
+        variables: The weights and states that the operations read. Changes to copies are discarded.
 
     Yields:
-        A list that holds, after the context, losses that layers added and that are not in the layers.
+        A list of the losses that layers added in the context and did not store. It is filled at the end.
+
+    Example:
+        >>> weight = keras.Variable([1.0, 2.0])
+        >>> with copied_to("/device:CPU:0", [weight]):
+        ...     total = float(tf.reduce_sum(weight.value))
+        >>> total
+        3.0
     """
     losses: list[tf.Tensor] = []
     with tf.device(device):
-        foreign = [variable for variable in variables if not keras_variables.is_on(variable, device)]
-        copies = [(variable, tf.identity(variable.value)) for variable in foreign]
+        remote = [variable for variable in variables if not keras_variables.is_on(variable, device)]
+        copies = [(variable, tf.identity(variable.value)) for variable in remote]
         if not copies:
             yield losses
             return
@@ -58,10 +75,20 @@ def copied_to(device: str, variables: Iterable[keras.Variable]) -> Iterator[list
 
 @contextlib.contextmanager
 def follow_data() -> Iterator[None]:
-    """Let every operation inside this context run where the largest of its inputs is.
+    """Place every operation of a context on the device of its largest input.
 
-    An optimizer, written for one device, would otherwise pull all gradients and weights to the first one: clipping,
-    moving averages and updates now stay on each weight's own device, and only norms travel.
+    Keras' optimizers do not place their operations, so all gradients and weights would be copied to the first device.
+    In this context the clipping, moving averages and update of a weight run on its device, and only norms are
+    transferred.
+
+    Example:
+        >>> with tf.device("CPU:0"):
+        ...     weight = tf.Variable(tf.ones([4]))
+        >>> def update():
+        ...     with follow_data():
+        ...         return weight.assign_add(tf.ones([4]))
+        >>> tf.function(update)().numpy()
+        array([2., 2., 2., 2.], dtype=float32)
     """
     if tf.executing_eagerly():
         yield
@@ -69,24 +96,24 @@ def follow_data() -> Iterator[None]:
     captured: dict[int, Any] = {}
 
     def device_of(tensor: Any) -> str:
-        """Return where a tensor is; that of a captured one is known outside of its graph."""
+        """Return the device of a tensor; for a captured tensor that of the tensor outside of the function."""
         while not tensor.device and hasattr(tensor, "op") and tensor.op.type == "Placeholder":
             if id(tensor) not in captured:
                 captured.update((id(inner), outer) for outer, inner in tensor.graph.captures)
-            if captured.setdefault(id(tensor), None) is None:  # an argument, not captured
+            if captured.setdefault(id(tensor), None) is None:  # an argument of the function
                 return ""
             tensor = captured[id(tensor)]
         return str(tensor.device)
 
     def device_of_largest_input(op: tf.Operation) -> str:
-        largest, where = -1.0, ""
+        largest, device_of_largest = -1.0, ""
         for tensor in op.inputs:
             device = device_of(tensor)
-            # A handle stands for all of its variable.
+            # A resource handle counts as its variable.
             size = float("inf") if tensor.dtype == tf.resource else tensor.shape.num_elements() or 0
             if device and size > largest:
-                largest, where = size, device
-        return op.device or where
+                largest, device_of_largest = size, device
+        return op.device or device_of_largest
 
     with tf.compat.v1.get_default_graph().device(device_of_largest_input):
         yield

@@ -1,7 +1,7 @@
-"""Cut a graph into stages, and say which values cross each cut.
+"""Stages: sequences of consecutive layer calls, with the values that each receives and sends.
 
 calls    a  b  c │ d  e │ f  g        balance (3, 2, 2)
-            └────┼──────┼──┘          b's value is used two stages later: it goes there directly
+            └────┼──────┼──┘          a skip connection: b is transferred directly from stage 0 to stage 2
                └─┼┘   └─┼┘
 """
 
@@ -20,15 +20,15 @@ from tfpar.pipeline.graph.ir import Call, Graph, Value
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-    """Consecutive calls of a graph that run on one device.
+    """Consecutive layer calls of a graph, which run on one device.
 
     Args:
-        index: From 0.
-        calls: In the order of the graph.
-        inputs: What its calls take and do not make, in the order in which they take it: inputs of the model, and
-            values of earlier stages. For the last stage also the outputs of the model that others make.
-        outputs: What its calls make and later stages have among their inputs, in the order in which they make it;
-            for the last stage the outputs of the model, each once, in the model's order, whoever makes them.
+        index: Index of the stage, from 0 at the inputs of the model.
+        calls: Its layer calls, in the order of the graph.
+        inputs: Inputs of the model and values of earlier stages that its calls read, in the order of use. For the last
+            stage also the outputs of the model that earlier stages compute.
+        outputs: Values of its calls that later stages read, in the order of computation. For the last stage all
+            outputs of the model, each once, in the order of the model.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
@@ -44,76 +44,91 @@ class Stage:
     outputs: tuple[Value, ...]
 
     @property
-    def passed(self) -> tuple[Value, ...]:
-        """Those inputs that are outputs as well: outputs of the model that the last stage does not make."""
+    def passthrough(self) -> tuple[Value, ...]:
+        """The inputs that are outputs too: outputs of the model that earlier stages compute."""
         return tuple(value for value in self.outputs if value in self.inputs)
 
     @property
     def variables(self) -> tuple[keras.Variable, ...]:
-        """The weights and states that its calls read, each once, in the order of the calls."""
+        """The weights and states of its calls, each once, in the order of the calls."""
         return tuple({id(variable): variable for call in self.calls for variable in call.variables}.values())
 
 
 def split_graph(graph: Graph, balance: Sequence[int]) -> tuple[Stage, ...]:
-    """Cut a graph into consecutive stages.
+    """Split a graph into stages of given sizes.
 
-    Every value goes from the stage that makes it to each stage that takes it; the last stage gets all outputs of the
-    model, since the loss is computed there.
+    A value is transferred directly from the stage that computes it to each stage that reads it. The last stage receives
+    all outputs of the model, because it computes the loss.
 
     Args:
         graph: The model.
-        balance: How many calls each stage gets.
+        balance: Number of layer calls of each stage.
 
     Returns:
         The stages, one for each entry of `balance`.
 
     Raises:
-        ValueError: If an entry is below 1, or they do not add up to the calls of the graph.
+        ValueError: If an entry is below 1, or the sum is not the number of layer calls.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(4) for _ in range(3))])
+        >>> [len(stage.calls) for stage in split_graph(trace(model), [2, 1])]
+        [2, 1]
     """
     if min(balance, default=0) < 1 or sum(balance) != len(graph.calls):
         raise ValueError(
-            f"The balance must give each stage at least one of the model's {len(graph.calls)} calls, {len(graph.calls)}"
-            f" in all, received {list(balance)}, {sum(balance)} in all; change the entries."
+            f"The balance must give each stage at least 1 layer call, {len(graph.calls)} in total, received "
+            f"{list(balance)}, {sum(balance)} in total."
         )
     ends = [sum(balance[: index + 1]) for index in range(len(balance))]
     parts = [graph.calls[end - size : end] for end, size in zip(ends, balance, strict=True)]
-    returned = _returned(graph)
-    inputs = [_taken(part) for part in parts]
-    inputs[-1] = _unique([*inputs[-1], *(value for value in returned if value not in _made(parts[-1]))])
+    model_outputs = _model_outputs(graph)
+    inputs = [_read(part) for part in parts]
+    inputs[-1] = _unique([*inputs[-1], *(value for value in model_outputs if value not in _computed(parts[-1]))])
     stages = []
     for index, part in enumerate(parts):
-        later = {value for others in inputs[index + 1 :] for value in others}
-        made = tuple(value for value in _made(part) if value in later)
-        stages.append(Stage(index, part, inputs[index], returned if index == len(parts) - 1 else made))
+        read_later = {value for others in inputs[index + 1 :] for value in others}
+        sent = tuple(value for value in _computed(part) if value in read_later)
+        stages.append(Stage(index, part, inputs[index], model_outputs if index == len(parts) - 1 else sent))
     return tuple(stages)
 
 
-def crossing(graph: Graph) -> list[tuple[Value, ...]]:
-    """Return what crosses each place where a graph can be cut.
+def cut_values(graph: Graph) -> list[tuple[Value, ...]]:
+    """Return the values that cross each possible cut of a graph.
 
-    Inputs of the model are not among it: they go to the stages that take them directly, wherever it is cut.
+    Inputs of the model are not among them: every stage receives the inputs that it reads directly.
 
     Args:
         graph: The model.
 
     Returns:
-        For the cut before call 1, 2, ...: the values that calls before it make and calls after it take. Outputs of
-        the model count as taken at the end.
+        For a cut before layer call 1, 2, ...: the values that earlier layer calls compute and later ones read. Outputs
+        of the model count as read after the last layer call.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> model = keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(4, name=name) for name in "abc")])
+        >>> [[value.name for value in values] for values in cut_values(trace(model))]
+        [['a'], ['b']]
     """
     last_use = {value: index for index, call in enumerate(graph.calls) for value in call.inputs}
-    last_use |= dict.fromkeys(_returned(graph), len(graph.calls))
-    alive: list[Value] = []
-    crossed = []
+    last_use |= dict.fromkeys(_model_outputs(graph), len(graph.calls))
+    live: list[Value] = []
+    crossing = []
     for index, call in enumerate(graph.calls):
         if index:
-            alive = [value for value in alive if last_use[value] >= index]
-            crossed.append(tuple(alive))
-        alive = [*alive, *(value for value in call.outputs if value in last_use)]
-    return crossed
+            live = [value for value in live if last_use[value] >= index]
+            crossing.append(tuple(live))
+        live = [*live, *(value for value in call.outputs if value in last_use)]
+    return crossing
 
 
 def bytes_per_example(value: Value) -> int:
-    """Return the bytes of a value for one example; a size not known counts as 1.
+    """Return the bytes of a value for one example. Unknown dimensions count as 1.
+
+    Args:
+        value: A value, the examples first.
 
     Example:
         >>> bytes_per_example(Value("image", (None, 28, 28, 1), "float32"))
@@ -124,16 +139,24 @@ def bytes_per_example(value: Value) -> int:
 
 
 def owner_of(stages: Sequence[Stage], variables: Iterable[keras.Variable] = ()) -> dict[int, int]:
-    """Return the stage that owns each variable: the first that uses it, or the last for one that no call uses.
+    """Return the stage that owns each variable: the first stage that reads it, or the last if no layer call reads it.
 
-    Tied weights and layers used twice may be read by several stages; one of them keeps and updates them.
+    Several stages may read a variable, with tied weights or a layer that is used twice. Its owner stores and updates
+    it.
 
     Args:
         stages: All stages of a model.
-        variables: Those of the model, for the ones that no stage uses.
+        variables: The variables of the model, with those that no layer call reads.
 
     Returns:
         The index of a stage for the `id` of each variable.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> layers = [keras.layers.Dense(4), keras.layers.Dense(4)]
+        >>> stages = split_graph(trace(keras.Sequential([keras.Input((4,)), *layers])), [1, 1])
+        >>> owner_of(stages)[id(layers[1].kernel)]
+        1
     """
     owners = {id(variable): stages[-1].index for variable in variables}
     for stage in reversed(stages):
@@ -142,7 +165,21 @@ def owner_of(stages: Sequence[Stage], variables: Iterable[keras.Variable] = ()) 
 
 
 def users_of(stages: Sequence[Stage]) -> dict[int, tuple[int, ...]]:
-    """Return the indices of all stages that read a variable, by its `id`: more than one where weights are tied."""
+    """Return the indices of all stages that read a variable: more than one for tied weights.
+
+    Args:
+        stages: All stages of a model.
+
+    Returns:
+        The indices for the `id` of each variable.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> layer = keras.layers.Dense(4)
+        >>> stages = split_graph(trace(keras.Sequential([keras.Input((4,)), layer, layer])), [1, 1])
+        >>> users_of(stages)[id(layer.kernel)]
+        (0, 1)
+    """
     users: dict[int, tuple[int, ...]] = collections.defaultdict(tuple)
     for stage in stages:
         for variable in stage.variables:
@@ -150,17 +187,17 @@ def users_of(stages: Sequence[Stage]) -> dict[int, tuple[int, ...]]:
     return dict(users)
 
 
-def _returned(graph: Graph) -> tuple[Value, ...]:
+def _model_outputs(graph: Graph) -> tuple[Value, ...]:
     return _unique(leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value))
 
 
-def _made(calls: Iterable[Call]) -> dict[Value, None]:
+def _computed(calls: Iterable[Call]) -> dict[Value, None]:
     return dict.fromkeys(value for call in calls for value in call.outputs)
 
 
-def _taken(calls: Sequence[Call]) -> tuple[Value, ...]:
-    made = _made(calls)
-    return _unique(value for call in calls for value in call.inputs if value not in made)
+def _read(calls: Sequence[Call]) -> tuple[Value, ...]:
+    computed = _computed(calls)
+    return _unique(value for call in calls for value in call.inputs if value not in computed)
 
 
 def _unique(values: Iterable[Value]) -> tuple[Value, ...]:
