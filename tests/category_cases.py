@@ -30,7 +30,7 @@ def columns() -> dict[str, list[Any]]:
     }
 
 
-def loaded(source: str, division: Any, folder: Path) -> data.Loaded:
+def loaded(source: str, shard_by: Any, folder: Path) -> data.Loaded:
     """Load the training rows of four files, written into a folder."""
     for shard in range(SHARDS):
         rows = {name: cells[11 * shard :][:11] for name, cells in columns().items()}
@@ -42,15 +42,15 @@ def loaded(source: str, division: Any, folder: Path) -> data.Loaded:
             (folder / f"train-{shard}.csv").write_text(text, encoding="utf-8")
     settings = config.Data(
         source=source, directory=str(folder), validation_split=None, category_columns=("color", "size"), num_classes=3,
-        division=division, num_shards=2, shuffle_buffer=20, normalization="standard",
+        shard_by=shard_by, num_shards=2, shuffle_buffer=20, normalization="standard",
     )  # fmt: skip
     return data.load(settings, global_batch_size=8, seed=1)
 
 
-def train(strategy: tfpar.Strategy, source: str, division: str, checkpoints: Path | None = None) -> Any:
+def train(strategy: tfpar.Strategy, source: str, shard_by: str, checkpoints: Path | None = None) -> Any:
     """Train three epochs; with a folder for checkpoints, stop after step 8 and resume. Return history and weights."""
     with tempfile.TemporaryDirectory() as folder:
-        found = loaded(source, division, Path(folder))
+        found = loaded(source, shard_by, Path(folder))
 
         def build() -> keras.Model:
             model = keras.Sequential([keras.Input(found.input_shape), keras.layers.Dense(3)])

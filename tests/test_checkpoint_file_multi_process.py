@@ -19,11 +19,11 @@ WRITER = """
     import sys
     from pathlib import Path
     import numpy as np
-    from tfpar import checkpoint_file
+    from tfpar.checkpoint import file_format
     first = int(sys.argv[2])
     for step in range(first, first + 1000):
         arrays = {f"weights/{layer}": np.full(250_000, step, "float32") for layer in range(5)}
-        checkpoint_file.write(Path(sys.argv[1], f"step-{step:08d}.npz"), arrays.items(), keep=3)
+        file_format.write(Path(sys.argv[1], f"step-{step:08d}.npz"), arrays.items(), keep=3)
 """
 
 

@@ -120,3 +120,9 @@ def test_an_installed_wheel_trains_from_an_empty_folder(wheels: dict[bool, Path]
     found = completed.stdout.splitlines()[0].split()
     assert found == [str(site_packages / "tfpar" / path) for path in ("__init__.py", "trainers/__init__.py")]
     assert (folder / "run" / "model.keras").is_file()
+
+
+def test_packages_that_the_documentation_names_need_no_import_of_their_own() -> None:
+    code = "import tfpar; print(tfpar.config.load, tfpar.pipeline.schedule.make, tfpar.checkpoint.Position)"
+    completed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr

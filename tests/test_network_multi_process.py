@@ -20,7 +20,7 @@ from tfpar.cluster.tf_config import Job
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
 
-TRIES_NAMESPACE = "from tfpar.launcher import network; network.enter_private()"
+TRIES_NAMESPACE = "from tfpar.launcher import network_namespace; network_namespace.enter_private()"
 _CLONE_NEWNET = 0x40000000
 INSIDE, OUTSIDE = "10.203.0.1", "10.203.0.2"
 
@@ -81,7 +81,7 @@ print([name for _, name in socket.if_nameindex()], os.getuid())
 def test_a_system_without_namespaces_refuses_a_private_network_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "script.py").touch()
     program = (
-        "import sys\nfrom tfpar.launcher import network\n"
+        "import sys\nfrom tfpar.launcher import network_namespace as network\n"
         "def unshare(flags): raise PermissionError(1, 'Operation not permitted')\nnetwork._unshare = unshare\n"
         "from tfpar import launch\nlaunch.run()"
     )

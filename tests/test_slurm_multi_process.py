@@ -60,7 +60,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 KNOWN_VERSION = "22.05"  # Debian 12's
 NODES = ["node01", "node02", "localhost"]
-PRINT_JOB = "import os; from tfpar import tf_config; print(repr(tf_config.from_environment(os.environ)))"
+PRINT_JOB = "import os; from tfpar.cluster import tf_config; print(repr(tf_config.from_environment(os.environ)))"
 # A worker as tfpar.train: asked to stop, it saves and exits with 130, and the next time it goes on.
 WORKER = """
 import os, pathlib, signal, sys, time

@@ -136,9 +136,9 @@ def of_other_data(strategy: tfpar.Strategy, kind: str) -> None:
     raise ValueError("\n".join(messages))
 
 
-def words_resumed(strategy: tfpar.Strategy, source: str, division: str) -> Any:
-    checkpoints = workers.place()[0] / f"words in {source} by {division}"
-    return category_cases.train(strategy, source, division, checkpoints)
+def words_resumed(strategy: tfpar.Strategy, source: str, shard_by: str) -> Any:
+    checkpoints = workers.place()[0] / f"words in {source} by {shard_by}"
+    return category_cases.train(strategy, source, shard_by, checkpoints)
 
 
 OTHER_DATA = ("lengths", "empty", "inputs", "targets", "widths")
@@ -148,7 +148,11 @@ def main() -> None:
     strategy = tfpar.MultiWorker()
     gathering = tfpar.MultiWorker(batch_dependent_layers="gather")
     questions = {name: functools.partial(train, gathering, *given) for name, given in TRAINED.items()}
-    others = {"predict": functools.partial(predict, gathering), "refused": functools.partial(refused, strategy)}
+    others = {
+        "mirrored": tfpar.Mirrored,
+        "predict": functools.partial(predict, gathering),
+        "refused": functools.partial(refused, strategy),
+    }
     alone = {
         f"refused alone: {kind}": functools.partial(train, strategy, refused_alone(kind), only_of_worker_1)
         for kind in REFUSED_ALONE
@@ -159,8 +163,8 @@ def main() -> None:
         for name, function in (("refused in inference", evaluated), ("gathered in inference", evaluated))
     }
     categories = {
-        f"words: {source} by {division}": functools.partial(words_resumed, strategy, source, division)
-        for source, division in category_cases.CASES
+        f"words: {source} by {shard_by}": functools.partial(words_resumed, strategy, source, shard_by)
+        for source, shard_by in category_cases.CASES
     }
     workers.answer_all({**questions, **others, **inference, **categories, **alone, **data})
 

@@ -48,6 +48,8 @@ _HOMES = {
     "predict": "drop_in",
     "use_logical_cpus": "cluster",
 }
+# `tfpar.data.by_file` needs no import of its own.
+_PACKAGES = ("callbacks", "checkpoint", "config", "data", "pipeline", "strategies")
 
 __all__ = [
     "Checkpoints",
@@ -81,6 +83,8 @@ keras_lazy_imports.install()
 if not TYPE_CHECKING:  # a type checker would take any misspelt name for one of `Any`
 
     def __getattr__(name: str) -> Any:
+        if name in _PACKAGES:
+            return importlib.import_module(f"tfpar.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'tfpar' has no attribute {name!r}. It has: {', '.join(__all__)}.")
         return getattr(importlib.import_module(f"tfpar.{_HOMES[name]}"), name)

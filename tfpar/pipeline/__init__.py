@@ -6,3 +6,7 @@ partition   the assignment of layer calls to stages, and of weights to devices
 execution   the TensorFlow program of a step
 analysis    predicted and measured times and memory, as a table and a picture
 """
+
+from tfpar.pipeline import schedule
+
+__all__ = ["schedule"]

@@ -50,6 +50,11 @@ class Mirrored(DataParallel):
     ) -> None:
         check_choice(batch_dependent_layers)
         self.devices = cluster.resolve_devices(devices)
+        if not self.devices:  # in a job TensorFlow lists no device by a local name
+            raise ValueError(
+                "Mirrored trains in one process, and this process has joined a job of several workers, whose devices "
+                "it sees too: use MultiWorker here, or Mirrored in a process of its own."
+            )
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
         cross_device_ops = _cross_device_ops(all_reduce, self.devices, packs_itself=pack_bytes is not None)
