@@ -1,9 +1,8 @@
-"""Documentation that is run: every command, example and configuration of the README, of docs/ and of CONTRIBUTING."""
+"""Documentation that is run: every example, diff and configuration of the README and of docs/."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
 import subprocess
@@ -14,50 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.documents import (
+    DEFAULT,
+    DOCUMENTS,
+    INSTALL,
+    LANGUAGES,
+    NOT_RUN,
+    ROOT,
+    blocks,
+    commands,
+    files,
+    run_commands,
+)
 from tfpar import config
-
-ROOT = Path(__file__).parent.parent
-INSTALL = "sh install.sh"
-DEFAULT = ".venv/bin/python -m tfpar.train"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Commands that no test runs, by a word of theirs, and why.
-NOT_RUN = {
-    INSTALL: "installs; CI begins with it",
-    "srun": "needs an allocation of Slurm; tests/test_slurm_multi_process.py runs it where Slurm is installed",
-    "sbatch": "needs a cluster; tests/test_batch_systems.py checks the script",
-    "kubectl": "needs a cluster; tests/test_batch_systems.py checks the manifest",
-    "mkdocs": "tests/test_docs_site.py builds the site",
-    "-m benchmarks": "takes minutes; tests/test_benchmarks.py runs each experiment in small",
-    "-m pytest": "is what runs these tests",
-}
-LANGUAGES = {"", "diff", "python", "sh", "text", "toml"}
-
-
-def blocks(document: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def commands(*documents: Path) -> list[str]:
-    found = [block.replace("\\\n", "") for document in documents for block in blocks(document, "sh")]
-    lines = [line.split("  #")[0].strip() for block in found for line in block.splitlines()]
-    return list(dict.fromkeys(line for line in lines if line))
-
-
-def run_commands() -> list[str]:
-    """The commands that are run, each once, without the installation in front of them."""
-    parts = [part.strip() for command in commands(*DOCUMENTS) for part in command.split("&&")]
-    return list(dict.fromkeys(part for part in parts if not any(word in part for word in NOT_RUN)))
-
-
-def files() -> dict[str, str]:
-    """The blocks that begin with the name of the file that they are."""
-    found = {}
-    for document in DOCUMENTS:
-        for block in blocks(document, "python"):
-            name = re.search(r"# (\w+\.py)", block.splitlines()[0])
-            if name:
-                assert found.setdefault(name[1], block) == block, f"{name[1]} differs between documents"
-    return found
 
 
 def test_ci_runs_exactly_the_second_command() -> None:
@@ -86,35 +54,13 @@ def test_every_block_of_the_documents_is_of_a_language_that_is_tested() -> None:
         assert set(fences[::2]) <= LANGUAGES, document
 
 
+def test_each_reason_not_to_run_a_command_is_needed() -> None:
+    for word in NOT_RUN:
+        assert any(word in command for command in commands(*DOCUMENTS)), word
+
+
 def test_the_shortest_command_is_the_one_that_test_train_runs_in_an_empty_folder() -> None:
     assert DEFAULT in run_commands()
-
-
-@pytest.mark.slow_start
-@pytest.mark.parametrize("command", [command for command in run_commands() if command != DEFAULT])
-def test_the_commands_of_the_documents_end_well(command: str, tmp_path: Path) -> None:
-    # The command as it is, but in a folder of its own and with the Python that runs the tests.
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    for name, text in files().items():
-        (tmp_path / name).write_text(text)
-    arguments = [sys.executable if part == ".venv/bin/python" else part for part in shlex.split(command)]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_CPP")}
-    environment["PYTHONPATH"] = str(ROOT)
-    completed = subprocess.run(
-        arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stderr == ""
-    if not any(words in command for words in ("--print", "--audit", ".py")):
-        assert list(tmp_path.glob("runs/*/model.keras")), completed.stdout
-    if "--trace" in command:
-        assert "predicted  step" in completed.stdout
-        assert "64 examples = 8 micro-batches x 8" in completed.stdout
-        assert max(map(len, completed.stdout.splitlines())) <= 80, completed.stdout
-        assert (tmp_path / "runs/pipeline/pipeline.png").stat().st_size > 10_000
-        assert list(tmp_path.glob("runs/pipeline/tensorboard/pipeline/*")), "no image for TensorBoard"
-    if "script.py" in command:
-        assert list(tmp_path.glob("checkpoints/*.npz")), completed.stdout
 
 
 def adapted(block: str) -> str:
