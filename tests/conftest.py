@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import once
-from tests.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
+from tests.support import once
+from tests.support.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; processes of tests would inherit it.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests import command, faults, leaks
+from tests.support import command, faults, leaks
 
 NUM_WORKERS = 2
 SECONDS_OF_A_START = 12.0  # on two idle cores 6

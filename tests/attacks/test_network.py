@@ -5,7 +5,7 @@ import collections
 import pytest
 
 from tests.attacks import network
-from tests.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
+from tests.support.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
 from tfpar.cluster import job_secret
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing_behind")

@@ -13,7 +13,7 @@ from tfpar import config
 from tfpar.data import Sharded, audit, load, seek
 
 SOURCES = list(stored.MAKERS)
-NO_FILES = ("python", "file")  # refused, as tests/test_config.py holds
+NO_FILES = ("python", "file")  # refused, as tests/config/test_config.py holds
 
 
 def settings(source: str, path: Path, **changes: Any) -> config.Data:

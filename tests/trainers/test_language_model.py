@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests import command
-from tests.command import ROOT
+from tests.support import command
+from tests.support.command import ROOT
 from tfpar import config
 from tfpar.trainers import recipe
 from tfpar.trainers.language_model import LanguageModel, build_model

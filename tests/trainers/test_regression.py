@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests.command import ROOT
+from tests.support.command import ROOT
 from tfpar import config
 from tfpar.data.sources import synthetic
 from tfpar.trainers.regression import Regression, build_model

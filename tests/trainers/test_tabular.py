@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests import command
-from tests.command import ROOT, settings
+from tests.support import command
+from tests.support.command import ROOT, settings
 from tfpar import config
 from tfpar.trainers import recipe, samples
 from tfpar.trainers.image_classification import ImageClassification

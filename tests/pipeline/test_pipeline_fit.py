@@ -1,0 +1,108 @@
+"""Precision, eager steps, callbacks and resumed runs: the arguments of `fit` do in pipelines what they do in Keras."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import tfpar
+from tests.properties.test_parity import computing_in
+from tests.support.parity_cases import inputs, labels
+from tests.support.pipeline_models import NUM_EXAMPLES, TOLERANCE, crossentropy, deep, labelled
+from tests.support.small import assert_same_history, assert_same_state, state
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+def test_mixed_float16_scales_the_loss_and_skips_a_step_that_overflows() -> None:
+    def build() -> keras.Model:
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            model = deep()
+        finally:
+            keras.config.set_dtype_policy("float32")
+        inner = keras.optimizers.SGD(0.1)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**30), crossentropy())
+        return model
+
+    one, other = (
+        tfpar.Trainer(build, strategy, seed=0)
+        for strategy in (tfpar.SingleDevice(), tfpar.Pipeline(3, 1, balance="parameters", recompute=True))
+    )
+    before = one.model.get_weights()
+    batch = labelled().take(1)
+    for trainer in (one, other):
+        trainer.fit(batch, verbose=0)
+        assert_same_state(trainer.model.get_weights(), before)
+        assert float(trainer.model.optimizer.dynamic_scale) == 2.0**29
+        trainer.fit(batch, epochs=20, verbose=0)
+    assert_same_state(state(other.model), state(one.model), 1e-5)
+    assert np.max(np.abs(one.model.get_weights()[0] - before[0])) > 0
+
+
+def test_run_eagerly_and_several_steps_a_call_change_nothing() -> None:
+    def eager() -> keras.Model:
+        model = deep()
+        model.compile("adam", crossentropy(), run_eagerly=True)
+        return model
+
+    states = []
+    for build, more in ((deep, {"steps_per_call": 3}), (eager, {})):
+        trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
+        trainer.fit(labelled(), verbose=0, **more)
+        states.append(state(trainer.model))
+    assert_same_state(states[1], states[0], 1e-6)
+
+
+def test_the_arguments_and_callbacks_of_fit_do_what_they_do_in_keras(tmp_path: Path) -> None:
+    histories, models = [], []
+    with computing_in("float64"):
+        for folder in ("keras", "pipeline"):
+            if folder == "keras":
+                keras.utils.set_random_seed(0)
+                model = deep()
+                fit = model.fit
+            else:
+                trainer = tfpar.Trainer(deep, tfpar.Pipeline(2, 3, balance="parameters"), seed=0)
+                model, fit = trainer.model, trainer.fit
+            callbacks = [
+                keras.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.05, restore_best_weights=True),
+                keras.callbacks.ModelCheckpoint(tmp_path / folder / "{epoch}.keras"),
+                keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=1.0),
+                keras.callbacks.TensorBoard(tmp_path / folder / "logs", histogram_freq=1),
+            ]
+            more = {"validation_split": 0.2, "sample_weight": np.linspace(0, 2, NUM_EXAMPLES), "callbacks": callbacks}
+            features, targets = inputs(NUM_EXAMPLES), labels(NUM_EXAMPLES)
+            found = fit(features, targets, batch_size=7, epochs=6, shuffle=False, verbose=0, **more)
+            histories.append(found.history)
+            models.append(model)
+        assert_same_history(histories[1], histories[0], TOLERANCE)
+        assert_same_state(models[1].get_weights(), models[0].get_weights(), TOLERANCE)
+        saved = [keras.models.load_model(tmp_path / name / "2.keras").get_weights() for name in ("keras", "pipeline")]
+        assert_same_state(saved[1], saved[0], TOLERANCE)
+    assert len(histories[0]["loss"]) < 6
+
+
+def test_a_run_is_resumed_by_one_device_and_by_pipelines_of_other_stages(tmp_path: Path) -> None:
+    strategies = [
+        tfpar.Pipeline(3, 4, "zero_bubble", [1, 1, 2]),
+        tfpar.SingleDevice(),
+        tfpar.Pipeline(2, 3, balance=[3, 1], recompute=True),
+    ]
+    with computing_in("float64"):
+        keras.utils.set_random_seed(0)
+        model = deep()
+        model.fit(labelled(), epochs=len(strategies), verbose=0)
+        for number, strategy in enumerate(strategies):
+            trainer = tfpar.Trainer(deep, strategy, seed=0)
+            stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs, trainer=trainer: trainer.interrupt())
+            last = number == len(strategies) - 1
+            checkpoints = tfpar.Checkpoints(tmp_path)
+            history = trainer.fit(
+                labelled(), epochs=3, verbose=0, checkpoints=checkpoints, callbacks=None if last else [stop]
+            )
+            assert history.epoch[-1] == number
+    assert_same_state(state(trainer.model), state(model), TOLERANCE)

@@ -1,0 +1,97 @@
+"""What is known of a step before it runs: memory, saved tensors, the order of actions; and what a trace shows."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+import tfpar
+from tests.support.parity_cases import classifier, inputs, labels
+from tests.support.pipeline_models import deep
+from tests.support.small import shuffled
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+@pytest.mark.parametrize("steps_per_epoch", [None, 3])
+def test_looking_ahead_leaves_the_order_of_a_shuffled_dataset_as_it_is(steps_per_epoch: int | None) -> None:
+    def fitted(*, looks: bool) -> dict[str, list[float]]:
+        trainer, dataset = tfpar.Trainer(classifier(), tfpar.Pipeline(2, 2, balance="parameters"), seed=0), shuffled()
+        if looks:
+            trainer.strategy.predict_step_time(trainer.model, trainer.build(dataset))
+        return trainer.fit(dataset, epochs=2, steps_per_epoch=steps_per_epoch, verbose=0).history
+
+    assert fitted(looks=True) == fitted(looks=False)
+
+
+def test_recomputation_lowers_what_a_device_must_hold_where_nothing_waits_for_weight_gradients() -> None:
+    def most_bytes(schedule: str, recompute: bool) -> int:
+        strategy = tfpar.Pipeline(2, 4, schedule, [2, 2], recompute=recompute, memory_limit_bytes=1)
+        with pytest.raises(ValueError, match="with these cuts the devices need") as error:
+            tfpar.Trainer(deep, strategy, seed=0).fit(inputs(8), labels(8), batch_size=8, verbose=0)
+        _, _, needs = str(error.value).partition("the devices need ")
+        return max(int(need.replace(",", "")) for need in needs.partition(" bytes")[0].split(", "))
+
+    assert most_bytes("1f1b", recompute=True) < most_bytes("1f1b", recompute=False)
+    # A W runs after the next micro-batch's B, and what that made again is there until its own W.
+    assert most_bytes("zero_bubble", recompute=True) == most_bytes("zero_bubble", recompute=False)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "expected"),
+    [
+        ("1f1b", False, [(160 + 640, 0, 0, 0), (320, 0, 0, 0)]),
+        ("1f1b", True, [(160, 640, 0, 0), (320, 0, 0, 0)]),
+        # Nothing comes before stage 0 that needs a gradient: all that its B has to do is left to W.
+        ("zero_bubble", False, [(160 + 640, 0, 0, 320), (320, 0, 0, 80)]),
+        ("zero_bubble", True, [(160, 0, 640, 320), (320, 0, 0, 80)]),
+    ],
+)
+def test_what_a_micro_batch_keeps_is_known(schedule: str, recompute: bool, expected: list[tuple[int, ...]]) -> None:
+    """Of 5 examples in float32: 160 bytes into stage 0, 320 from each of its two layers, 80 out of stage 1."""
+
+    def build() -> keras.Model:
+        hidden = [layers.Dense(16, "relu"), layers.Dense(16, "relu")]
+        model = keras.Sequential([keras.Input((8,)), *hidden, layers.Dense(4)])
+        model.compile("adam", "mse")
+        return model
+
+    pipeline = tfpar.Pipeline(2, 4, schedule, [2, 1], recompute=recompute)
+    trainer = tfpar.Trainer(build, pipeline, seed=0)
+    arrays = np.ones((20, 8), "float32"), np.ones((20, 4), "float32")
+    batch = trainer.build(tf.data.Dataset.from_tensor_slices(arrays).batch(20))
+    outlook = pipeline.predict_step_time(trainer.model, batch)
+    sizes = outlook.durations
+    saved = (
+        *(sizes.activation_bytes, sizes.backward_temporary_bytes),
+        *(sizes.weight_gradient_temporary_bytes, sizes.until_weight_gradient_bytes),
+    )
+    assert list(zip(*saved, strict=True)) == expected
+    assert tuple(row.memory_bytes for row in outlook.rows) == outlook.planned.peak_bytes
+
+
+def test_a_traced_step_shows_devices_that_work_at_the_same_time() -> None:
+    """stage 0  F0 F1 F2 F3 …
+    stage 1     F0 F1 F2 …      in TensorFlow's own order, all clocks were read one after the other, and so ran this."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((256,)), layers.Dense(2048, "gelu"), layers.Dense(2048, "gelu")])
+        model.compile("sgd", "mse")
+        return model
+
+    pipeline = tfpar.Pipeline(2, 4, "gpipe", balance=[1, 1])
+    trainer = tfpar.Trainer(build, pipeline, seed=0)
+    arrays = np.ones((256, 256), "float32"), np.ones((256, 2048), "float32")
+    batch = trainer.build(tf.data.Dataset.from_tensor_slices(arrays).batch(256))
+    spans = pipeline.trace(trainer.model, batch).spans
+    stages = [[span for span in spans if span.device == device] for device in range(2)]
+    together = [
+        (one.action, other.action)
+        for one in stages[0]
+        for other in stages[1]
+        if one.begin_seconds < other.end_seconds and other.begin_seconds < one.end_seconds
+    ]
+    assert together, f"no two actions of different devices overlap in {spans}"

@@ -1,0 +1,154 @@
+"""What pipelines cannot do is refused in one sentence, before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfpar
+from tests.support.parity_cases import NUM_CLASSES, NUM_FEATURES
+from tests.support.pipeline_models import NUM_EXAMPLES, Build, crossentropy, labelled, sequential
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+class Centred(layers.Layer):
+    """Subtracts the mean of the batch."""
+
+    def call(self, features: Any) -> Any:
+        return features - ops.mean(features, axis=0, keepdims=True)
+
+
+class DependsOnTraining(keras.Model):
+    """Applies other operations in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.last = layers.Dense(4), layers.Dense(NUM_CLASSES)
+
+    def call(self, features: Any, training: bool = False) -> Any:
+        return self.last(2 * self.dense(features) if training else self.dense(features))
+
+
+class ScalesLoss(keras.Model):
+    """Makes something of its own out of all losses, penalties included."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().compute_loss(*args, **kwargs)
+
+
+def own_loss(kind: type[keras.Model], **dense: Any) -> Build:
+    def build() -> keras.Model:
+        features = keras.Input((NUM_FEATURES,))
+        model = kind(features, layers.Dense(NUM_CLASSES)(layers.Dense(4, **dense)(features)))
+        model.compile("sgd", crossentropy())
+        return model
+
+    return build
+
+
+def depends_on_training() -> keras.Model:
+    model = DependsOnTraining()
+    model.compile("sgd", crossentropy())
+    return model
+
+
+def named() -> keras.Model:
+    names = [layers.Dense(3, name=name) for name in ("a", "b", "c")]
+    model = keras.Sequential([keras.Input((NUM_FEATURES,)), *names])
+    model.compile("sgd", crossentropy())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_stages": 0}, "num_stages must be a whole number of at least 1, received 0"),
+        ({"num_microbatches": 2.5}, r"num_microbatches must be a whole number of at least 1, received 2\.5"),
+        ({"schedule": "1F1B"}, "must be one of gpipe, 1f1b, interleaved, zero_bubble, received '1F1B'"),
+        ({"num_stages": 4, "num_microbatches": 3, "schedule": "interleaved"}, "set num_microbatches to 4"),
+        ({"num_stages": 4, "schedule": "interleaved", "devices": ["CPU:0", "CPU:1", "CPU:2"]}, "set num_stages to 6"),
+        ({"num_stages": 5}, r"5 stages under '1f1b' need 5 devices, and there are 4.* Use fewer stages"),
+        ({"devices": ["GPU:0", "GPU:1"]}, r"different devices of this machine, received \['GPU:0', 'GPU:1'\]"),
+        ({"devices": ["CPU:0", "CPU:0"]}, "must name different devices"),
+        ({"num_stages": 3, "devices": ["CPU:0", "CPU:1"]}, "needs one device for each stage.* set num_stages to 2"),
+        ({"balance": "speed"}, "must be one of time, flops, parameters, memory, received 'speed'"),
+        ({"balance": [0, 3]}, r"2 numbers above 0, received \[0, 3\]"),
+        ({"balance": ["a", "b"]}, r"1 for 2 stages, received 2: \['a', 'b'\]"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_when_the_strategy_is_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tfpar.Pipeline(**{"num_stages": 2, "num_microbatches": 2, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"balance": [1, 1]}, r"add up to the 3 layer calls of the model, received \[1, 1\], which adds up to 2"),
+        ({"balance": ["nope"]}, "received 'nope'; the model has 'a', 'b', 'c'"),
+        ({"balance": ["a"]}, "must leave a layer before it, received 'a'.* such as 'b'"),
+        ({"num_stages": 3, "balance": ["c", "b"]}, r"received 'c' before 'b', which comes first; write \['b', 'c'\]"),
+        ({"memory_limit_bytes": 100}, "memory_limit_bytes=100, and 'a' alone needs .* raise the limit to"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused_when_the_trainer_is_made(
+    settings: dict[str, Any], message: str
+) -> None:
+    strategy = tfpar.Pipeline(**{"num_stages": 2, "num_microbatches": 2, "balance": "parameters", **settings})
+    with pytest.raises(ValueError, match=message):
+        tfpar.Trainer(named, strategy)
+
+
+@pytest.mark.parametrize(
+    ("build", "num_microbatches", "message"),
+    [
+        (
+            sequential(lambda: Centred(name="centred")),
+            2,
+            "received 'centred', .*num_microbatches=1, or allow_batch_dependent_layers=True",
+        ),
+        (depends_on_training, 2, "received DependsOnTraining, where they differ at 'multiply"),
+        (own_loss(ScalesLoss, kernel_regularizer="l2"), 2, "ScalesLoss has a penalty on .* train on SingleDevice"),
+        (sequential(lambda: layers.SpectralNormalization(layers.Dense(4))), 2, "as SpectralNormalization does"),
+    ],
+    ids=["mixing", "training", "own loss of penalties", "assigned weight"],
+)
+def test_a_model_that_micro_batches_would_change_is_refused_before_the_first_step(
+    build: Build, num_microbatches: int, message: str
+) -> None:
+    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, num_microbatches, balance="parameters"), seed=0)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(labelled(), verbose=0)
+    assert int(trainer.model.optimizer.iterations) == 0
+
+
+def test_a_layer_that_pads_ragged_rows_to_the_longest_is_refused() -> None:
+    def build() -> keras.Model:
+        rows = keras.Input((None,), ragged=True)
+        mean = layers.Lambda(lambda x: ops.mean(x.to_tensor(), axis=1, keepdims=True), output_shape=(1,), name="padded")
+        padded = mean(rows)
+        model = keras.Model(rows, layers.Dense(1)(padded))
+        model.compile("sgd", "mse")
+        return model
+
+    rows = tf.ragged.constant([[1.0], [2.0], [3.0], [4.0]])  # of one length, which pads nothing
+    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
+    with pytest.raises(ValueError, match="received 'padded', where an example depends on the others"):
+        trainer.fit(tf.data.Dataset.from_tensors((rows, tf.zeros([4, 1]))), verbose=0)
+
+
+def test_a_layer_that_mixes_examples_is_refused_in_evaluation_and_prediction_too() -> None:
+    build = sequential(lambda: Centred(name="centred"))
+    for verb in ("evaluate", "predict"):
+        trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters"), seed=0)
+        with pytest.raises(ValueError, match="received 'centred'"):
+            getattr(trainer, verb)(labelled(), verbose=0)
+    insisted = tfpar.Trainer(
+        build, tfpar.Pipeline(2, 2, balance="parameters", allow_batch_dependent_layers=True), seed=0
+    )
+    assert insisted.predict(labelled(), verbose=0).shape == (NUM_EXAMPLES, NUM_CLASSES)

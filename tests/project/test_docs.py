@@ -1,0 +1,185 @@
+"""Documentation that is run: every example, diff and configuration of the README and of docs/."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.documents import (
+    DEFAULT,
+    DOCUMENTS,
+    INSTALL,
+    LANGUAGES,
+    NOT_RUN,
+    ROOT,
+    blocks,
+    commands,
+    files,
+    run_commands,
+)
+from tfpar import config
+
+
+def test_ci_runs_exactly_the_second_command() -> None:
+    assert commands(ROOT / "README.md")[1] in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_first_command_installs_as_the_second_does() -> None:
+    first, second = commands(ROOT / "README.md")[:2]
+    assert first.split(" && ")[0] == INSTALL
+    assert second.split(" && ")[0] == f"{INSTALL} test"
+
+
+def test_the_readme_is_short_and_its_figures_are_those_of_the_benchmarks() -> None:
+    readme, benchmarks = ((ROOT / name).read_text() for name in ("README.md", "docs/benchmarks.md"))
+    assert len(readme.splitlines()) <= 150
+    figures = readme.partition("## Figures")[2].partition("\n## ")[0]
+    rows = [row.strip("|").split(" | ") for row in figures.splitlines() if row.startswith("| `")]
+    assert len(rows) == 7, "a header and six rows"
+    for _, value, *_ in rows[1:]:
+        assert f"| {value} |" in benchmarks
+
+
+def test_every_block_of_the_documents_is_of_a_language_that_is_tested() -> None:
+    for document in DOCUMENTS:
+        fences = re.findall(r"^```(.*)", document.read_text(), re.MULTILINE)
+        assert set(fences[::2]) <= LANGUAGES, document
+
+
+def test_each_reason_not_to_run_a_command_is_needed() -> None:
+    for word in NOT_RUN:
+        assert any(word in command for command in commands(*DOCUMENTS)), word
+
+
+def test_the_shortest_command_is_the_one_that_test_train_runs_in_an_empty_folder() -> None:
+    assert DEFAULT in run_commands()
+
+
+def adapted(block: str) -> str:
+    """Return an example for this process, whose CPU is split in four already, on the two devices that it speaks of."""
+    block = block.replace("tfpar.use_logical_cpus(2)", "tfpar.use_logical_cpus(4)")
+    return block.replace("tfpar.Mirrored()", 'tfpar.Mirrored(["CPU:0", "CPU:1"])')
+
+
+@pytest.mark.parametrize(
+    "document",
+    [document for document in DOCUMENTS if set(blocks(document, "python")) - set(files().values())],
+    ids=lambda document: document.stem,
+)
+def test_the_examples_of_a_document_run(
+    document: Path,
+    logical_cpus: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import tensorflow as tf
+
+    names: dict[str, object] = {}
+    # The model and the data of the tutorial, as the guides say.
+    exec(adapted(blocks(ROOT / "docs" / "tutorial.md", "python")[0]), names)
+    names["dataset"] = tf.data.Dataset.from_tensor_slices((names["images"], names["labels"])).take(256).batch(30)
+    monkeypatch.chdir(tmp_path)
+    for block in blocks(document, "python"):
+        if block not in files().values():  # a program of its own, which a command starts
+            exec(adapted(block), names)
+    if document.name == "README.md":
+        assert (tmp_path / "model.keras").exists()
+    if any("check_parity" in block for block in blocks(document, "python")):
+        assert "equal to one device" in " ".join(capsys.readouterr().out.split())
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """Return the program before a diff and the one after it."""
+    before = [line[1:] for line in diff.splitlines() if not line.startswith("+")]
+    return "\n".join(before), "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+
+
+def test_both_sides_of_the_diff_from_keras_train_the_same_weights(
+    logical_cpus: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (diff,) = blocks(ROOT / "docs" / "migration" / "keras_fit.md", "diff")
+    weights, names = [], [dict[str, Any](), dict[str, Any]()]
+    for program, names_of_program in zip(sides(diff), names, strict=True):
+        exec(adapted(program), names_of_program)
+        weights.append(names_of_program["keras"].models.load_model("model.keras").get_weights())
+    for one_device, two_devices in zip(*weights, strict=True):
+        np.testing.assert_allclose(two_devices, one_device, rtol=1e-5, atol=1e-6)
+    one_device, two_devices = (names_of_program["history"].history for names_of_program in names)
+    assert {key: pytest.approx(values, rel=1e-5) for key, values in one_device.items()} == two_devices
+
+
+@pytest.mark.parametrize(
+    ("document", "diff"),
+    [
+        pytest.param(document, diff, id=f"{document.stem}-{number}")
+        for document in DOCUMENTS
+        for number, diff in enumerate(blocks(document, "diff"))
+        if document.stem != "keras_fit"
+    ],
+)
+def test_what_a_diff_leads_to_runs(
+    document: Path, diff: str, logical_cpus: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before, after = sides(diff)
+    ast.parse(before)  # its libraries are not installed, as the pages say
+    # A process forms a cluster before TensorFlow starts, or not at all; a command runs a program with MultiWorker.
+    exec(adapted(after).replace("tfpar.MultiWorker()", 'tfpar.Mirrored(["CPU:0", "CPU:1"])'), {})
+    assert list(tmp_path.iterdir()) or "save" not in after
+
+
+@pytest.mark.parametrize("name", sorted(files()))
+def test_each_program_of_the_documents_is_started_by_a_command(name: str) -> None:
+    assert any(name in command or f"{Path(name).stem}." in command for command in run_commands())
+
+
+def test_the_configurations_in_the_documents_load(tmp_path: Path) -> None:
+    for document in DOCUMENTS:
+        for block in blocks(document, "toml"):
+            (tmp_path / "run.toml").write_text(block)
+            assert config.load(tmp_path / "run.toml"), document
+
+
+def test_every_name_of_tfpar_in_the_documents_exists() -> None:
+    import tfpar
+
+    for document in DOCUMENTS:
+        for name in re.findall(r"`tfpar\.([A-Za-z_]+)", document.read_text()):
+            modules = list((ROOT / "tfpar").glob(f"{name}*"))
+            assert name in tfpar.__all__ or modules, f"{document.name} names tfpar.{name}"
+
+
+def test_every_file_in_the_documents_exists() -> None:
+    pattern = r"`((?:tests|configs|examples|tfpar|benchmarks|docs)/[\w./]*)`"
+    for document in [*DOCUMENTS, ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(pattern, document.read_text()):
+            assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+def test_the_pytest_commands_of_contributing_select_tests() -> None:
+    selecting = [command for command in commands(ROOT / "CONTRIBUTING.md") if "pytest" in command]
+    assert len(selecting) >= 3
+    asked = [[*shlex.split(command)[3:], "--collect-only", "-q"] for command in selecting]
+    # One process for all: each would import TensorFlow anew.
+    program = f"import pytest, sys; sys.exit(max(pytest.main(arguments) for arguments in {asked!r}))"
+    completed = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert completed.stdout.count("tests collected") == len(selecting), completed.stdout
+
+
+def test_the_configurations_named_in_the_documents_load() -> None:
+    for document in DOCUMENTS:
+        for name in re.findall(r"configs/\w+\.toml", document.read_text()):
+            assert config.load(ROOT / name)

@@ -1,0 +1,41 @@
+"""Every train and launch command of the README and of docs/, each in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.documents import DEFAULT, ROOT, files, run_commands
+
+
+@pytest.mark.multi_process
+@pytest.mark.slow_start
+@pytest.mark.parametrize("command", [command for command in run_commands() if command != DEFAULT])
+def test_the_commands_of_the_documents_end_well(command: str, tmp_path: Path) -> None:
+    # The command as it is, but in a folder of its own and with the Python that runs the tests.
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name, text in files().items():
+        (tmp_path / name).write_text(text)
+    arguments = [sys.executable if part == ".venv/bin/python" else part for part in shlex.split(command)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_CPP")}
+    environment["PYTHONPATH"] = str(ROOT)
+    completed = subprocess.run(
+        arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stderr == ""
+    if not any(words in command for words in ("--print", "--audit", ".py")):
+        assert list(tmp_path.glob("runs/*/model.keras")), completed.stdout
+    if "--trace" in command:
+        assert "predicted  step" in completed.stdout
+        assert "64 examples = 8 micro-batches x 8" in completed.stdout
+        assert max(map(len, completed.stdout.splitlines())) <= 80, completed.stdout
+        assert (tmp_path / "runs/pipeline/pipeline.png").stat().st_size > 10_000
+        assert list(tmp_path.glob("runs/pipeline/tensorboard/pipeline/*")), "no image for TensorBoard"
+    if "script.py" in command:
+        assert list(tmp_path.glob("checkpoints/*.npz")), completed.stdout

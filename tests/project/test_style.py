@@ -1,0 +1,160 @@
+"""The house rules that a machine can check: style, types, the ladder of imports, the length of files."""
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+
+MAX_LINES = 350
+# A module imports from the packages on its own rung or on those above it. A package inside of one counts by itself.
+LADDER = [
+    ["_compat", "files", "messages", "per_model", "pipeline.schedule"],
+    ["callbacks", "commands", "config", "data.batching"],
+    ["__main__", "cluster", "data.sharding"],
+    ["cluster.rendezvous", "data.sources", "launcher"],
+    ["data", "launch"],
+    ["pipeline.graph", "reduction"],
+    ["checkpoint", "pipeline.partition"],
+    ["pipeline.execution"],
+    ["pipeline.analysis"],
+    ["strategies"],
+    ["strategies.multi_worker"],
+    ["strategies.factory", "strategies.resolve"],
+    ["loops"],
+    ["trainer"],
+    ["drop_in", "interruption", "parity"],
+    ["runs"],
+    ["train"],
+]
+RUNG = {module: rung for rung, modules in enumerate(LADDER) for module in modules}
+
+
+def python_files(*packages: str) -> list[Path]:
+    return [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def package_of(name: str) -> str:
+    """The longest beginning of a dotted name below tfpar that has a rung; a name of `tfpar` itself gives `__init__`."""
+    parts = name.split(".")
+    beginnings = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((beginning for beginning in beginnings if beginning in RUNG), "__init__")
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file below tfpar: `data.sources.digits`; a package gives the name of its folder."""
+    parts = path.relative_to(ROOT / "tfpar").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports, anywhere in it, as absolute names; `from a import b` gives `a.b`."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1]] if node.level else []
+            base += [node.module] if node.module else []
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def imported_packages(path: Path) -> set[str]:
+    """Packages and modules of the ladder that a file imports."""
+    return {package_of(name.removeprefix("tfpar.")) for name in imports(path) if name.startswith("tfpar.")}
+
+
+# They hand on names of packages inside of them.
+FACES = ["tfpar/__init__.py", "tfpar/strategies/__init__.py", "tfpar/pipeline/__init__.py"]
+MODULES = [path for path in python_files("tfpar") if str(path.relative_to(ROOT)) not in FACES]
+
+
+@pytest.mark.parametrize("command", [["ruff", "check"], ["mypy"]], ids=lambda command: command[0])
+def test_no_tool_complains(command: list[str]) -> None:
+    completed = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, f"{' '.join(command)}:\n{completed.stdout}{completed.stderr}"
+
+
+def test_every_module_has_a_rung_on_the_ladder() -> None:
+    unknown = {module_of(path) for path in MODULES if package_of(module_of(path)) == "__init__"}
+    assert not unknown, f"give {sorted(unknown)} a rung in LADDER"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_from_those_above_it(path: Path) -> None:
+    package = package_of(module_of(path))
+    lower = {name for name in imported_packages(path) if RUNG.get(name, -1) > RUNG[package]}
+    assert not lower, f"{path.relative_to(ROOT)} imports {sorted(lower)}, below {package}"
+
+
+def test_packages_do_not_import_each_other_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        package = package_of(module_of(path))
+        graph.setdefault(package, set()).update(imported_packages(path) - {package, "__init__"})
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"imports go in a circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("path", python_files("tfpar"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_library_never_imports_trainers(path: Path) -> None:
+    named = [name for name in imports(path) if f"{name}.".startswith(("trainers.", "tfpar.trainers."))]
+    assert not named, f"{path.relative_to(ROOT)} imports {named}; trainers import the library, never the reverse"
+
+
+@pytest.mark.parametrize("path", python_files("tfpar", "trainers"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_is_longer_than_the_hard_look(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{path.relative_to(ROOT)} has {lines} lines, at most {MAX_LINES}: split it by idea"
+
+
+def public_names() -> tuple[set[str], set[str], set[str]]:
+    """The names of `tfpar.__all__`, of the table of lazy imports, and of the imports that a type checker reads."""
+    tree = ast.parse((ROOT / "tfpar" / "__init__.py").read_text(encoding="utf-8"))
+    assigned = {
+        target.id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    typed = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for line in node.body
+        if isinstance(line, ast.ImportFrom)
+        for alias in line.names
+    }
+    assert len(assigned["__all__"]) == len(set(assigned["__all__"]))
+    return set(assigned["__all__"]), set(assigned["_HOMES"]), typed
+
+
+def test_every_public_name_is_imported_lazily_and_for_type_checkers() -> None:
+    names, lazy, typed = public_names()
+    assert lazy == names
+    assert typed == names
+
+
+def test_a_type_checker_knows_every_public_name(tmp_path: Path) -> None:
+    names = sorted(public_names()[0])
+    script = tmp_path / "user_script.py"
+    script.write_text("import tfpar\n" + "".join(f"reveal_type(tfpar.{name})\n" for name in [*names, "Miror"]))
+    # With the settings and the cache of the test of types.
+    completed = subprocess.run(
+        [sys.executable, "-m", "mypy", str(script)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    *revealed, misspelt = re.findall(r'Revealed type is "(.*)"', completed.stdout)
+    assert len(revealed) == len(names), completed.stdout + completed.stderr
+    unknown = [name for name, type_ in zip(names, revealed, strict=True) if type_ == "Any"]
+    assert not unknown, f"{unknown} are Any to a type checker"
+    assert misspelt == "Any"
+    assert 'Module has no attribute "Miror"' in completed.stdout

@@ -1,0 +1,148 @@
+"""Parity over processes: two and three workers give the losses, metrics and weights of Keras' own `fit`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tfpar
+from tests.properties.test_parity import CASES, computing_in, differences, reference
+from tests.support import multi_worker_cases as cases
+from tests.support import small, workers
+from tests.support.multi_worker_cases import Trained
+from tfpar.parity import TOLERANCES, relative_difference
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+
+PACK_BYTES = {2: 4 << 20, 3: 256}  # everything in one pack, and the gradients of one model in several
+JOBS = tuple(PACK_BYTES)
+# Where the number of workers is part of what is tested.
+IN_EVERY_JOB = (
+    "global batch odd",
+    "last batch of 1",
+    "fewer examples than replicas",
+    "masked sequence",
+    "accumulation 4, ragged end, clipped",
+    "BatchNormalization, synchronized",
+    "embedding, sparse gradients",
+    "GAN, clipped and accumulated",
+)
+Job = Callable[[int], workers.Workers]
+Row = tuple[int, str, str]  # workers, dtype, case
+
+
+def table(whole: bool) -> list[Row]:
+    """Every case, by two workers or by three in turn in float64, and every fifth by the others in float32.
+
+    How a batch divides by two and by three is a matter of one process too: test_parity.py trains every case so.
+    """
+    if whole:
+        return list(itertools.product(JOBS, TOLERANCES, CASES))
+    turns = zip(CASES, itertools.cycle((JOBS, JOBS[::-1])), strict=False)
+    rows: list[Row] = []
+    for number, (case, (job, other)) in enumerate(turns):
+        rows.append((job, "float64", case))
+        rows += [(other, "float64", case)] * (case in IN_EVERY_JOB)
+        rows += [(other, "float32", case)] * (number % 5 == 0)
+    return sorted(rows, key=lambda row: row[0])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_equals_one_device_after_20_steps:
+        rows = table(metafunc.config.getoption("whole_tables"))
+        metafunc.parametrize(("num_workers", "dtype", "name"), rows, ids=lambda value: str(value).replace(" ", "_"))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that two workers begin, and that others end."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, checkpoints: Path) -> Iterator[Job]:
+    """A job of some number of workers, started once, that trains its cases while the tests compute what they expect."""
+    rows = table(request.config.getoption("whole_tables"))
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(num_workers: int) -> workers.Workers:
+            if num_workers > 2:
+                start(2).answers("checkpoints")
+                shutil.copytree(checkpoints, checkpoints / "copy")
+            folder = tmp_path_factory.mktemp(f"workers-{num_workers}")
+            of_this_job = [f"{dtype} {name}" for number, dtype, name in rows if number == num_workers]
+            arguments = (str(checkpoints), str(PACK_BYTES[num_workers]), *of_this_job)
+            return stack.enter_context(workers.started("worker_program_parity.py", folder, num_workers, *arguments))
+
+        yield start
+
+
+def test_the_rows_hold_every_case_and_both_types_in_every_job() -> None:
+    rows = table(whole=False)
+    assert {name for _, dtype, name in rows if dtype == "float64"} == {*CASES}
+    assert {(number, dtype) for number, dtype, _ in rows} == {*itertools.product(JOBS, TOLERANCES)}
+    assert {*IN_EVERY_JOB} <= {*CASES}
+
+
+def test_equals_one_device_after_20_steps(job: Job, num_workers: int, dtype: str, name: str) -> None:
+    answers_of = job(num_workers).answers
+    with computing_in(dtype):
+        expected = reference(name, dtype)
+    for rank, answer in enumerate(answers_of(f"{dtype} {name}")):
+        assert not isinstance(answer, workers.Raised), f"worker {rank}: {answer.trace}"
+        assert not list(differences(answer, expected, dtype)), f"worker {rank}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(logical_cpus: list[str]) -> Trained:
+    """The run of the checkpoints on one device, to its end at once."""
+    trainer = tfpar.Trainer(small.build_model, tfpar.SingleDevice(), seed=0)
+    history = trainer.fit(small.shuffled(), epochs=3, verbose=0).history
+    return Trained(history, cases.state(trainer.model))
+
+
+def assert_ended_as(undisturbed: Trained, history: dict[str, list[float]], state: list[np.ndarray]) -> None:
+    small.assert_same_history(history, undisturbed.history)
+    for actual, expected in zip(state, undisturbed.state, strict=True):
+        assert relative_difference(actual, expected) <= 1e-5
+
+
+def test_three_workers_end_what_two_began(job: Job, undisturbed: Trained) -> None:
+    for _, state in job(2).answers("checkpoints"):
+        assert int(state[4]) == 13, "interrupted in the second epoch"
+    for history, state in job(3).answers("checkpoints"):
+        assert_ended_as(undisturbed, history, state)
+
+
+@pytest.mark.parametrize(
+    "strategy", [tfpar.SingleDevice, lambda: tfpar.MultiWorker(["CPU:0"])], ids=["device", "worker"]
+)
+def test_one_ends_what_two_began(
+    strategy: Callable[[], tfpar.Strategy],
+    job: Job,
+    checkpoints: Path,
+    tmp_path: Path,
+    undisturbed: Trained,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    job(3)  # a copy was made before it began
+    shutil.copytree(checkpoints / "copy", tmp_path / "checkpoints")
+    trainer = tfpar.Trainer(small.build_model, strategy(), seed=0)
+    resume = tfpar.Checkpoints(tmp_path / "checkpoints")
+    assert resume.position() is not None
+    history = trainer.fit(small.shuffled(), epochs=3, verbose=0, checkpoints=resume).history
+    assert_ended_as(undisturbed, history, cases.state(trainer.model))
+
+
+@pytest.mark.parametrize("num_workers", JOBS)
+def test_the_workers_end_well(job: Job, num_workers: int) -> None:
+    assert job(num_workers).finish() == [0] * num_workers

@@ -1,0 +1,103 @@
+"""Parity, the heart: every strategy gives the losses, metrics and weights of Keras' own `fit` on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfpar
+from tests.support import objective_cases, once, parity_cases
+from tests.support.parity_cases import Case
+from tfpar.parity import TOLERANCES, relative_difference
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+STRATEGIES = {
+    "single device": lambda: tfpar.SingleDevice(),
+    "mirrored over 2": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
+    "mirrored over 3, packed": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], pack_bytes=256),
+}
+CASES = parity_cases.CASES | objective_cases.CASES
+Row = tuple[str, str, str]  # dtype, strategy, case
+
+
+def table(whole: bool) -> list[Row]:
+    """Every case under every strategy: in both types, or in float32 under one of them in turn and else in float64."""
+    if whole:
+        return list(itertools.product(TOLERANCES, STRATEGIES, CASES))
+    turns = dict(zip(CASES, itertools.cycle(STRATEGIES), strict=False))
+    return [
+        ("float32" if turns[case] == strategy else "float64", strategy, case)
+        for case, strategy in itertools.product(CASES, STRATEGIES)
+    ]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_equals_one_device_after_20_steps:
+        rows = table(metafunc.config.getoption("whole_tables"))
+        metafunc.parametrize(("dtype", "strategy", "name"), rows, ids=lambda value: str(value).replace(" ", "_"))
+
+
+@contextlib.contextmanager
+def computing_in(dtype: str) -> Iterator[None]:
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    yield
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+Result = tuple[dict[str, list[float]], list[np.ndarray]]  # the history, and the weights of model and optimizer
+
+
+def train(case: Case, fit: Any, model: keras.Model, **more: Any) -> Result:
+    data = case.data()
+    validation = {"validation_data": data} if case.validates else {}
+    history = fit(data, epochs=case.epochs, verbose=0, **case.fit, **validation, **more).history
+    return history, [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
+
+
+@once.in_a_run
+def reference(name: str, dtype: str) -> Result:
+    """Keras' own `fit`, without any strategy; the same for all strategies."""
+    keras.utils.set_random_seed(0)
+    model = CASES[name].build()
+    return train(CASES[name], model.fit, model)
+
+
+def differences(found: Result, expected: Result, dtype: str) -> Iterator[str]:
+    """Say what of a result is not as expected."""
+    (logs, weights), (expected_logs, expected_weights) = found, expected
+    if logs.keys() != expected_logs.keys():
+        yield f"the logs hold {list(logs)} instead of {list(expected_logs)}"
+        return
+    for name, values in expected_logs.items():
+        if not relative_difference(np.array(logs[name]), np.array(values)) <= TOLERANCES[dtype]:
+            yield f"{name}: {logs[name]} instead of {values}"
+    for index, (actual, wanted) in enumerate(zip(weights, expected_weights, strict=True)):
+        difference = relative_difference(actual, wanted)
+        if not difference <= TOLERANCES[dtype]:
+            yield f"weight {index} of shape {actual.shape} differs by {difference:.2g}"
+
+
+def test_the_rows_pair_every_case_with_every_strategy_and_type() -> None:
+    rows = table(whole=False)
+    assert {(strategy, case) for _, strategy, case in rows} == {*itertools.product(STRATEGIES, CASES)}
+    assert {(dtype, case) for dtype, _, case in rows} == {*itertools.product(TOLERANCES, CASES)}
+    assert {(dtype, strategy) for dtype, strategy, _ in rows} == {*itertools.product(TOLERANCES, STRATEGIES)}
+    assert {*rows} < {*table(whole=True)}
+
+
+def test_equals_one_device_after_20_steps(dtype: str, strategy: str, name: str) -> None:
+    case = CASES[name]
+    with computing_in(dtype):
+        expected = reference(name, dtype)
+        trainer = tfpar.Trainer(case.build, STRATEGIES[strategy](), seed=0)
+        found = train(case, trainer.fit, trainer.model, steps_per_call=case.steps_per_call)
+    assert not list(differences(found, expected, dtype))

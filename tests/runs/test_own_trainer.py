@@ -1,0 +1,213 @@
+"""A trainer class of one's own under the train command: its options, what it reads, and what is said and recorded."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from tests.support import command
+from tests.support.command import settings
+from tfpar import config
+from tfpar.config import keys_read
+
+OWN = """
+import keras, pydantic, tensorflow as tf, tfpar
+
+class Free(tfpar.Trainer):
+    reads = ("options",)
+
+    def __init__(self, run, strategy):
+        self.asked = run.options
+        rows = tf.data.Dataset.from_tensor_slices((tf.ones([8, 3]), tf.ones([8, 1])))
+        self.train_data, self.validation_data, self.num_train_examples = rows.batch(4), None, 8
+        super().__init__(self.build, strategy)
+
+    def build(self):
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(self.asked.get("units", 1), dtype="float64")])
+        model.compile(keras.optimizers.SGD(0.25, clipvalue=2.0), "mse")
+        return model
+
+    def report(self, results):
+        return f"options {self.asked}"
+
+class Checked(Free):
+    reads = ()
+
+    class Options(pydantic.BaseModel):
+        units: int = pydantic.Field(1, ge=1)
+        rate: float | None = 0.5
+        words: list[str] = []
+
+        @pydantic.field_validator("units")
+        @classmethod
+        def prime(cls, units):
+            if units == 4:
+                raise ValueError("4 is not prime.")
+            return units
+
+class Silent(Free):
+    reads = ()
+
+class Scaled(Free):
+    reads = ("training.global_batch_size",)
+
+class Misspelt(Free):
+    reads = ("optimiser",)
+
+class OneName(Free):
+    reads = "data"
+
+class NoModel(Free):
+    Options = dict
+"""
+
+
+@pytest.fixture
+def call(
+    logical_cpus: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> command.InProcess:
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    (tmp_path / "own.py").write_text(OWN)
+    return command.InProcess(capfd, monkeypatch, tmp_path)
+
+
+def flags(name: str, *overrides: str) -> list[str]:
+    return ["--directory", "run", *settings(f"trainer=own.{name}", "training.epochs=1", *overrides)]
+
+
+def test_free_options_reach_the_trainer_and_are_printed_and_recorded(call: command.InProcess, tmp_path: Path) -> None:
+    overrides = ["options.units=2", "options.deep.names=['a', 'b']", "options.word=none"]
+    outcome = call(*flags("Free", *overrides))
+    assert outcome.code == 0, outcome
+    options = {"units": 2, "deep": {"names": ["a", "b"]}, "word": "none"}
+    assert f"options {options}" in outcome.out, "as the trainer got them"
+    assert "options    units = 2, deep = " in outcome.out
+    assert config.load(tmp_path / "run" / "config.toml").options == options
+
+
+def test_the_header_says_what_was_built_and_the_record_leaves_out_what_is_not_read(
+    call: command.InProcess, tmp_path: Path
+) -> None:
+    outcome = call(*flags("Free", "optimizer.warmup_steps=2"))
+    assert outcome.code == 0, outcome
+    lines = {line.split()[0]: line for line in outcome.out.split("\n\n")[0].splitlines()}
+    assert lines["model"].endswith("4 parameters, float64"), lines["model"]
+    assert lines["optimizer"] == "optimizer  SGD, learning_rate 0.25, clipvalue 2"
+    assert lines["data"] == "data       of own.Free, 8 examples to train"
+    assert lines["batch"] == "batch      as own.Free makes it, over 1 replica"
+    assert "options" not in lines
+    recorded = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert not {"seed", "model", "data"} & recorded.keys()
+    assert recorded["optimizer"] == {"warmup_steps": 2}
+    assert "precision" not in recorded["training"]
+    text = (tmp_path / "run" / "config.toml").read_text()
+    assert text.startswith("# Left out, as own.Free does not read them: seed, model, data, training.global_batch_size,")
+    again = call(*flags("Free", "optimizer.warmup_steps=2"))
+    assert again.code == 0, "the directory holds the same run"
+    assert "trained to its end already" in again.out
+
+
+def test_the_header_names_the_optimizer_of_a_bundled_trainer(call: command.InProcess) -> None:
+    regression = ["--config", str(command.ROOT / "configs" / "regression_small.toml"), "--directory", "run"]
+    overrides = ["data.num_examples=512", "training.epochs=1", "training.global_clipnorm=0.5"]
+    mirrored = ["strategy.kind=mirrored", "strategy.num_logical_cpus=4", "training.gradient_accumulation_steps=2"]
+    outcome = call(*regression, *settings(*overrides, *mirrored, "training.global_batch_size=64"))
+    assert outcome.code == 0, outcome
+    expected = "optimizer SGD, learning_rate 0.1, global_clipnorm 0.5, gradient_accumulation_steps 2"
+    assert expected in " ".join(outcome.out.split()), outcome.out
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "model.l2=0.1",
+        "data.name=mnist",
+        "optimizer.learning_rate=0.1",
+        "optimizer.base_batch_size=32",
+        "training.precision=float64",
+        "training.jit_compile=true",
+        "training.global_clipnorm=1.0",
+        "training.global_batch_size=32",
+    ],
+)
+def test_what_a_trainer_does_not_read_is_refused(call: command.InProcess, override: str) -> None:
+    outcome = call(*flags("Free", override))
+    key = override.partition("=")[0]
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"error: {key} = ")
+    assert "is not read by the trainer own.Free: leave it out, or use a trainer whose `reads` names it." in outcome.err
+
+
+def test_scaling_by_the_batch_needs_a_trainer_that_reads_the_batch(call: command.InProcess) -> None:
+    outcome = call(*flags("Scaled", "training.global_batch_size=4", "optimizer.base_batch_size=2"))
+    assert "[options]" not in outcome.err
+    assert outcome.code == 0, outcome
+
+
+def test_bundled_trainers_refuse_keys_of_other_networks(call: command.InProcess) -> None:
+    for trainer, overrides in (
+        ("tfpar.trainers.image_classification.ImageClassification", ["model.name=MobileNetV2"]),
+        ("tfpar.trainers.regression.Regression", ["model.name=linear", "data.source=generated"]),
+    ):
+        outcome = call("--directory", "run", *settings(f"trainer={trainer}", "model.num_blocks=2", *overrides))
+        assert outcome.code == 1
+        assert f"model.num_blocks = 2 is not read by the trainer {trainer}: leave it out" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("Silent", "options.units=2", 'options = {"units": 2} is not read by the trainer own.Silent: leave it out'),
+        (
+            "Checked",
+            "options.unit=2",
+            "options.unit = 2 is not a known key: did you mean options.units? Allowed here: ",
+        ),
+        ("Checked", "options.units=0", "options.units = 0 must be an integer of at least 1 (default 1)."),
+        ("Checked", "options.units=4", "options.units = 4 is refused: 4 is not prime."),
+        ("Checked", "options.rate=fast", 'options.rate = "fast" must be a finite number or "none" (default 0.5).'),
+        ("Checked", "options.words=[1]", "options.words = [1] must be a list, each a string (default [])."),
+        ("Misspelt", "options.x=2", 'must name sections or keys of a run, received "optimiser": did you mean "optimi'),
+        ("OneName", "options.x=2", "must be a tuple of names of sections or keys, received 'data': write reads = ("),
+        ("NoModel", "options.x=2", "The `Options` of own.NoModel must be a subclass of pydantic.BaseModel"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_sentence(
+    call: command.InProcess, name: str, override: str, message: str
+) -> None:
+    outcome = call(*flags(name, override))
+    assert outcome.code == 1
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_options_as_gives_the_model_with_its_defaults_and_unset_values() -> None:
+    class Inner(pydantic.BaseModel):
+        depth: int = 2
+
+    class Options(pydantic.BaseModel):
+        units: int = 1
+        rate: float | None = 0.5
+        inner: Inner = Inner()
+
+    options = config.load(None, ["options.rate=none", "options.inner.depth=3"]).options_as(Options)
+    assert (options.units, options.rate, options.inner.depth) == (1, None, 3)
+    with pytest.raises(ValueError, match=r"options\.inner\.deep = 3 is not a known key: did you mean options\.inner\."):
+        config.load(None, ["options.inner.deep=3"]).options_as(Options)
+
+    class Open(pydantic.BaseModel, extra="allow"):
+        pass
+
+    assert config.load(None, ["options.any=3"]).options_as(Open).model_extra == {"any": 3}
+
+
+def test_what_is_recorded_of_any_trainer_loads_to_the_same_run(tmp_path: Path) -> None:
+    run = config.load(None, ["training.precision=float64", "optimizer.settings.beta_1=0.8", "model.l2=0.1"])
+    path = tmp_path / "run.toml"
+    path.write_text(keys_read.dump_read(run, ["model.l2", "training", "optimizer"], "own.Trainer"))
+    assert config.load(path) == run
+    assert "[data]" not in path.read_text()
+    assert "num_blocks" not in path.read_text().partition("\n")[2]

@@ -1,0 +1,200 @@
+"""Layers that mix the examples of a batch: replicas refuse them, or compute them on the whole batch exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+import tfpar
+from tests.support import parity_cases, small
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+TWO, THREE = ["CPU:0", "CPU:1"], ["CPU:0", "CPU:1", "CPU:2"]
+REFUSED = (
+    r"received .*{name}.*, where an example depends on the others of its batch; set batch_dependent_layers='gather'"
+)
+
+
+class Centred(layers.Layer):
+    """Subtracts the mean of the batch, and adds a loss of the whole batch that is no mean over its parts."""
+
+    def call(self, inputs: Any) -> Any:
+        mean = ops.mean(inputs, axis=0)
+        self.add_loss(0.1 * ops.sqrt(ops.sum(ops.square(mean))))
+        return inputs - mean
+
+
+class Similar(layers.Layer):
+    """Attends over the examples of a batch, with a weight of its own."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
+
+    def call(self, inputs: Any) -> Any:
+        return ops.tensordot(ops.softmax(ops.matmul(inputs, ops.transpose(inputs))), inputs, axes=1) @ self.kernel
+
+
+class Gathers(layers.Layer):
+    """Asks for the whole batch by itself."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs - ops.mean(tfpar.gather(inputs), axis=0)
+
+
+def with_layer(apply: Callable[[Any], Any]) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        features = keras.Input((parity_cases.NUM_FEATURES,))
+        hidden = apply(layers.Dense(4, "tanh")(features))
+        model = keras.Model(features, layers.Dense(3)(hidden))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(0.05), loss, metrics=["accuracy"])
+        return model
+
+    return build
+
+
+class OwnCall(keras.Model):
+    """Mixes in the model's own `call`."""
+
+    def __init__(self, reads_values: bool) -> None:
+        super().__init__(name="own")
+        self.hidden, self.head, self.reads_values = layers.Dense(4, "tanh"), layers.Dense(3), reads_values
+
+    def call(self, inputs: Any) -> Any:
+        hidden = self.hidden(inputs)
+        if self.reads_values and not isinstance(hidden, keras.KerasTensor) and tf.executing_eagerly():
+            assert np.isfinite(hidden.numpy()).all()
+        return self.head(hidden - ops.mean(hidden, axis=0))
+
+
+def own_call(reads_values: bool = False) -> keras.Model:
+    model = OwnCall(reads_values)
+    model.compile(keras.optimizers.Adam(0.05), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+MIXING: dict[str, Callable[[], keras.Model]] = {
+    "centred": with_layer(lambda x: Centred(name="centred")(x)),
+    "similar": with_layer(lambda x: Similar(name="similar")(x)),
+    "mean": with_layer(lambda x: x - ops.mean(x, axis=0)),
+    "softmax": with_layer(lambda x: layers.Softmax(axis=0, name="softmax")(x)),
+    "own": lambda: own_call(reads_values=True),
+}
+
+
+def gathering(devices: Any = TWO) -> tfpar.Strategy:
+    return tfpar.Mirrored(devices, batch_dependent_layers="gather")
+
+
+@pytest.mark.parametrize(("model", "name"), [("centred", "centred"), ("mean", "mean"), ("own", "mean")])
+def test_replicas_refuse_what_mixes_before_the_first_step(model: str, name: str) -> None:
+    trainer = tfpar.Trainer(MIXING[model], tfpar.Mirrored(TWO))
+    with pytest.raises(ValueError, match=REFUSED.format(name=name)):
+        trainer.fit(small.data(), verbose=0)
+    assert int(trainer.model.optimizer.iterations.numpy()) == 0
+    with pytest.raises(ValueError, match=REFUSED.format(name=name)):
+        trainer.predict(parity_cases.inputs(9), verbose=0)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_what_mixes_is_gathered_and_equals_one_device(name: str) -> None:
+    small.assert_trains_as_one_device(MIXING[name], small.data, gathering)
+
+
+def test_gathering_equals_one_device_where_replicas_have_the_same_examples() -> None:
+    def batches() -> tf.data.Dataset:
+        return parity_cases.batches(11, 2)
+
+    small.assert_trains_as_one_device(MIXING["centred"], batches, lambda: gathering(THREE), epochs=1)
+
+
+def test_predictions_of_what_is_gathered_are_those_of_one_device() -> None:
+    keras.utils.set_random_seed(0)
+    expected = MIXING["similar"]().predict(parity_cases.inputs(19), batch_size=9, verbose=0)
+    found = tfpar.Trainer(MIXING["similar"], gathering(), seed=0).predict(parity_cases.inputs(19), 9, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_that_gathers_by_itself_needs_no_option() -> None:
+    small.assert_trains_as_one_device(with_layer(lambda x: Gathers()(x)), small.data)
+
+
+def test_masks_chance_and_normalization_are_not_mixing() -> None:
+    def build() -> keras.Model:
+        tokens = keras.Input((6,), dtype="int32")
+        hidden = layers.Embedding(11, 4, mask_zero=True)(tokens)
+        hidden = layers.Dropout(0.5)(layers.LSTM(4, return_sequences=True)(hidden))
+        hidden = layers.MultiHeadAttention(2, 2, dropout=0.3)(hidden, hidden)
+        hidden = layers.BatchNormalization()(layers.GaussianNoise(0.1)(hidden))
+        model = keras.Model(tokens, layers.Dense(2)(hidden))
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO))
+    assert np.isfinite(trainer.fit(parity_cases.sequence_data(), verbose=0).history["loss"]).all()
+
+
+def test_the_check_draws_nothing_and_changes_nothing() -> None:
+    trainer = tfpar.Trainer(with_layer(lambda x: layers.Dropout(0.5)(layers.ReLU()(x))), tfpar.Mirrored(TWO))
+    before = [variable.numpy() for variable in trainer.model.variables]
+    drawn = np.random.get_state()[1].copy()
+    trainer.build(small.data())
+    small.assert_same_state([variable.numpy() for variable in trainer.model.variables], before)
+    np.testing.assert_array_equal(np.random.get_state()[1], drawn)
+
+
+def test_a_layer_of_a_fixed_batch_size_is_refused() -> None:
+    def build() -> keras.Model:
+        features = keras.Input(batch_shape=(8, 3, 2))
+        model = keras.Model(features, layers.Dense(1)(layers.LSTM(2, stateful=True, name="remembers")(features)))
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO))
+    with pytest.raises(ValueError, match=r"must run on any number of examples, and 'remembers' .* SingleDevice\(\)"):
+        trainer.fit(np.zeros((16, 3, 2), "float32"), np.zeros((16, 1), "float32"), batch_size=8, verbose=0)
+
+
+def test_numbers_drawn_by_place_in_the_batch_are_refused() -> None:
+    noise = layers.Lambda(lambda x: x * keras.random.uniform(ops.shape(x), seed=3), name="noise")
+    trainer = tfpar.Trainer(with_layer(noise), tfpar.Mirrored(TWO))
+    with pytest.raises(ValueError, match=REFUSED.format(name="noise")):
+        trainer.fit(small.data(), verbose=0)
+
+
+def test_an_unknown_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_dependent_layers must be 'refuse' or 'gather', received 'allow'"):
+        tfpar.Mirrored(TWO, batch_dependent_layers="allow")  # type: ignore[arg-type]
+
+
+def test_ragged_outputs_of_rows_of_different_lengths_are_not_taken_for_mixed() -> None:
+    """Padded to the longest example, the outputs for a part are narrower than those for the whole batch."""
+    tokens = keras.Input((None,), ragged=True)
+    model = keras.Model(tokens, layers.Activation(lambda values: values * 2)(tokens))
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]])
+    outputs = tfpar.Trainer(lambda: model, tfpar.Mirrored(TWO)).predict(ragged, verbose=0)
+    assert outputs.to_list() == [[2.0], [4.0, 6.0], [8.0]]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tfpar.Mirrored(TWO), lambda: tfpar.Pipeline(2, 2, devices=TWO)], ids=["m", "p"]
+)
+def test_tokens_given_as_floats_stay_within_the_vocabulary_when_a_model_is_tried(make: Callable[[], Any]) -> None:
+    """Keras' inputs are float32 where nothing else is said; an Embedding takes the whole part."""
+
+    def build() -> keras.Model:
+        dense = layers.TimeDistributed(layers.Dense(2))  # not known to leave the examples apart, and so tried
+        model = keras.Sequential([keras.Input((6,)), layers.Embedding(10, 3), dense])
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    tokens, targets = np.full((8, 6), 9.0, "float32"), np.ones((8, 6, 2))
+    expected = tfpar.Trainer(build).fit(tokens, targets, verbose=0).history
+    small.assert_same_history(tfpar.Trainer(build, make()).fit(tokens, targets, verbose=0).history, expected)

@@ -1,0 +1,95 @@
+"""Models that need more than a sum of dense gradients, over two workers: one device's results, or a clear refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import tfpar
+from tests.support import category_cases, small, workers
+from tests.support.worker_program_replicas import OTHER_DATA, REFUSED_ALONE, TRAINED, evaluated, predict, train
+from tfpar.parity import relative_difference
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
+    with workers.started("worker_program_replicas.py", tmp_path_factory.mktemp("replicas"), 2) as started:
+        yield started
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_two_workers_equal_one_device(job: workers.Workers, name: str) -> None:
+    history, state = train(tfpar.SingleDevice(), *TRAINED[name])
+    for answer in job.answers(name):
+        assert not isinstance(answer, workers.Raised), answer.trace
+        small.assert_same_history(answer[0], history)
+        for actual, expected in zip(answer[1], state, strict=True):
+            assert relative_difference(actual, expected) <= 1e-5
+
+
+def test_predictions_of_the_whole_batch_equal_one_device(job: workers.Workers) -> None:
+    expected = predict(tfpar.SingleDevice())
+    for answer in job.answers("predict"):
+        assert not isinstance(answer, workers.Raised), answer.trace
+        np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_every_worker_refuses_what_mixes(job: workers.Workers) -> None:
+    for answer in job.answers("refused"):
+        assert isinstance(answer, workers.Raised)
+        assert (
+            "where an example depends on the others of its batch; set batch_dependent_layers='gather'" in answer.message
+        )
+
+
+@pytest.mark.parametrize(("source", "shard_by"), category_cases.CASES)
+def test_columns_of_words_over_two_workers_and_a_resumption_equal_one_device(
+    job: workers.Workers, source: str, shard_by: str
+) -> None:
+    history, state = category_cases.train(tfpar.SingleDevice(), source, shard_by)
+    for answer in job.answers(f"words: {source} by {shard_by}"):
+        assert not isinstance(answer, workers.Raised), answer.trace
+        assert answer[0]["loss"][-1] == pytest.approx(history["loss"][-1], rel=1e-5)
+        for actual, expected in zip(answer[1], state, strict=True):
+            assert relative_difference(actual, expected) <= 1e-5
+
+
+def test_what_mixes_in_inference_is_gathered_there_or_refused_on_every_worker(job: workers.Workers) -> None:
+    history, outputs = evaluated(tfpar.SingleDevice())
+    for answer in job.answers("gathered in inference"):
+        assert not isinstance(answer, workers.Raised), answer.trace
+        small.assert_same_history(answer[0], history)
+        np.testing.assert_allclose(answer[1], outputs, rtol=1e-5, atol=1e-6)
+    for answer in job.answers("refused in inference"):
+        assert isinstance(answer, workers.Raised)
+        assert "'centred' in inference, where an example depends on the others" in answer.message
+
+
+def test_mirrored_in_a_worker_of_a_job_is_refused(job: workers.Workers) -> None:
+    """TensorFlow 2.21 ends the process by SIGSEGV: it lists no device by a local name there."""
+    for answer in job.answers("mirrored"):
+        assert isinstance(answer, workers.Raised)
+        assert "use MultiWorker here" in answer.message
+
+
+@pytest.mark.parametrize("kind", OTHER_DATA)
+def test_all_workers_raise_one_sentence_for_data_that_one_of_them_refuses(job: workers.Workers, kind: str) -> None:
+    answers = job.answers(f"other data: {kind}")
+    messages = [answer.message.split("\n") for answer in answers if isinstance(answer, workers.Raised)]
+    assert len(messages) == 2
+    assert messages[0] == messages[1]
+    assert len(messages[0]) == 2, "neither fit nor evaluate takes them"
+
+
+@pytest.mark.parametrize("kind", REFUSED_ALONE)
+def test_all_workers_refuse_what_the_examples_of_one_tell(job: workers.Workers, kind: str) -> None:
+    """The others waited for its next message until their time limit."""
+    answers = job.answers(f"refused alone: {kind}")
+    messages = [answer.message for answer in answers if isinstance(answer, workers.Raised)]
+    assert len(messages) == 2
+    assert messages[0] == messages[1]
+    assert "over the batch" in messages[0] or "must not depend on which other examples" in messages[0]

@@ -1,0 +1,46 @@
+"""The README and the pages of docs/: their blocks by language, their commands, and the programs among them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests import ROOT
+
+INSTALL = "sh install.sh"
+DEFAULT = ".venv/bin/python -m tfpar.train"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Commands that no test runs, by a word of theirs, and why.
+NOT_RUN = {
+    INSTALL: "installs; CI begins with it",
+    "srun": "needs an allocation of Slurm; tests/cluster/test_slurm_multi_process.py runs it where Slurm is installed",
+    "-m pytest": "is what runs these tests",
+}
+LANGUAGES = {"diff", "python", "sh", "toml", "text"}  # the last is for drawings, formulas and output
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(*documents: Path) -> list[str]:
+    found = [block.replace("\\\n", "") for document in documents for block in blocks(document, "sh")]
+    lines = [line.split("  #")[0].strip() for block in found for line in block.splitlines()]
+    return list(dict.fromkeys(line for line in lines if line))
+
+
+def run_commands() -> list[str]:
+    """The commands that are run, each once, without the installation in front of them."""
+    parts = [part.strip() for command in commands(*DOCUMENTS) for part in command.split("&&")]
+    return list(dict.fromkeys(part for part in parts if not any(word in part for word in NOT_RUN)))
+
+
+def files() -> dict[str, str]:
+    """The blocks that begin with the name of the file that they are."""
+    found = {}
+    for document in DOCUMENTS:
+        for block in blocks(document, "python"):
+            name = re.search(r"# (\w+\.py)", block.splitlines()[0])
+            if name:
+                assert found.setdefault(name[1], block) == block, f"{name[1]} differs between documents"
+    return found

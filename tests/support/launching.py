@@ -1,0 +1,129 @@
+"""The launch command under test, as a process of its own, with small scripts in place of training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests import ROOT
+
+TIMEOUT_SECONDS = 30.0
+# What every script starts with. A file is the sign that a worker has come so far.
+PRELUDE = """
+import json, os, resource, signal, subprocess, sys, time
+from pathlib import Path
+place = json.loads(os.environ["TF_CONFIG"])
+rank = place["task"]["index"]
+def sign(name, text=""):
+    unfinished = Path(f".{name}-{rank}-{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.rename(f"{name}-{rank}")
+def wait(*names):
+    while not all(Path(name).exists() for name in names):
+        time.sleep(0.01)
+"""
+
+
+class Ended(NamedTuple):
+    """How the launcher ended and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Launcher:
+    """A launcher that runs.
+
+    Args:
+        process: Its process.
+        folder: Its current folder, with the signs of its workers.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.process = process
+        self._folder = folder
+
+    def wait_for(self, *names: str) -> None:
+        """Wait until workers have given these signs, such as `ready-0`."""
+        wait_until(lambda: all((self._folder / name).exists() for name in names), f"{names} in {self._folder}")
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher alone."""
+        self.process.send_signal(number)
+
+    def finish(self) -> Ended:
+        """Wait for the end."""
+        out, err = self.process.communicate(timeout=TIMEOUT_SECONDS)
+        return Ended(self.process.returncode, (out or b"").decode(), (err or b"").decode())
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait until something is so."""
+    deadline_seconds = time.monotonic() + TIMEOUT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline_seconds, f"it did not come to this: {what}"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def started(
+    folder: Path,
+    script: str,
+    *options: str,
+    num_workers: int = 2,
+    variables: Mapping[str, str] | None = None,
+    out: int = subprocess.PIPE,
+    err: int = subprocess.PIPE,
+) -> Iterator[Launcher]:
+    """Start the launcher in a folder; it is gone in the end.
+
+    Args:
+        folder: Its current folder; the script is written there.
+        script: What every worker runs, behind the prelude.
+        options: More flags of the launcher.
+        num_workers: How many workers.
+        variables: More environment variables.
+        out: Where its standard output goes.
+        err: Where its standard error goes.
+    """
+    (folder / "script.py").write_text(PRELUDE + script)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_"))}
+    arguments = ["--num_workers", str(num_workers), *options, "--", "script.py"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tfpar.launch", *arguments],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT), **(variables or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        start_new_session=True,
+    )
+    try:
+        yield Launcher(process, folder)
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def run(
+    folder: Path, script: str, *options: str, num_workers: int = 2, variables: Mapping[str, str] | None = None
+) -> Ended:
+    """Run the launcher to its end."""
+    with started(folder, script, *options, num_workers=num_workers, variables=variables) as launcher:
+        return launcher.finish()
+
+
+def ranked(lines: str, rank: int) -> Sequence[str]:
+    """The lines of one worker, without the prefix."""
+    return [line.removeprefix(f"[{rank}] ") for line in lines.splitlines() if line.startswith(f"[{rank}] ")]

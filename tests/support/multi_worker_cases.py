@@ -1,0 +1,293 @@
+"""What the workers of test_multi_worker_multi_process.py do, and the tests on one device."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpar
+from tests.reduction import test_indexed_slices as slices
+from tests.support import input_cases, parity_cases, small
+from tfpar.parity import relative_difference
+
+EXACT = 1e-9  # in float64
+ON_TWO_DEVICES = (
+    "fewer examples than replicas",
+    "accumulation 4, ragged end, clipped",
+    "BatchNormalization, synchronized",
+    "embedding, sparse gradients",
+)
+
+
+class Trained(NamedTuple):
+    """What a training leaves: its history, then weights and optimizer."""
+
+    history: dict[str, list[float]]
+    state: list[np.ndarray]
+
+
+def state(model: keras.Model) -> list[np.ndarray]:
+    """Weights and the optimizer's variables; not the metrics, of which each worker counts its own."""
+    return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
+
+
+def rows_of_all() -> keras.Model:
+    """A model that reads rows by what all examples of a part have together."""
+    model = slices.of_positions(slices.EveryOtherOfAll)
+    model.compile("sgd", model.loss)
+    return model
+
+
+def keras_fit(dataset: Any, build: Any = small.build_model, **fit: Any) -> Trained:
+    """What Keras' own `fit` gives on one device."""
+    keras.utils.set_random_seed(0)
+    model = build()
+    history = model.fit(dataset, **{"epochs": 2, "verbose": 0, **fit}).history
+    return Trained(history, state(model))
+
+
+@functools.cache
+def plain_fit() -> Trained:
+    """What Keras gives for the small model and its data, in float64."""
+    return keras_fit(small.data())
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float = EXACT, name: str = "") -> None:
+    """Both must have the same structure, and arrays that are as near as the tolerance, relative to the largest."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), name
+        for key in expected:
+            assert_same(actual[key], expected[key], tolerance, f"{name} {key}")
+    elif isinstance(expected, list | tuple) and not all(isinstance(value, float) for value in expected):
+        assert len(actual) == len(expected), name
+        for index, values in enumerate(zip(actual, expected, strict=True)):
+            assert_same(*values, tolerance, f"{name} {index}")
+    else:
+        assert np.shape(actual) == np.shape(expected), f"{name}: {actual} instead of {expected}"
+        difference = relative_difference(np.array(actual), np.array(expected))
+        assert difference <= tolerance, f"{name} differs by {difference:.2g}: {actual} instead of {expected}"
+
+
+plain_sgd = parity_cases.classifier(lambda: keras.optimizers.SGD(0.1))
+compiled_by_xla = parity_cases.classifier(jit_compile=True)
+eager = parity_cases.classifier(run_eagerly=True)
+
+
+def mixed_precision() -> keras.Model:
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        return small.build_model()
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+def of_width(units: int) -> Callable[[], keras.Model]:
+    return parity_cases.classifier(layers=lambda: [keras.layers.Dense(units)])
+
+
+def equal_parts() -> tf.data.Dataset:
+    """Ten batches of 8."""
+    return parity_cases.batches(80, 8)
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    return parity_cases.inputs(61), parity_cases.labels(61)
+
+
+INPUTS = ("PyDataset, two threads", "generator, too many steps", "ragged", "sparse dataset", "None in a list")
+
+
+def with_input(name: str, strategy: tfpar.Strategy, seed: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
+    """Train one of the cases of what fit takes; `seed` is what this worker's Python would shuffle with.
+
+    Keras 3.15 counts an update too many where it runs into the end of the data, so only the weights are compared.
+    """
+    case = input_cases.CASES[name]
+    trainer = tfpar.Trainer(case.model, strategy, seed=0)
+    random.seed(seed)
+    history = trainer.fit(**case.arguments(), verbose=0).history
+    return history, trainer.model.get_weights()
+
+
+def fine_tuned(model: keras.Model, fit: Callable[..., keras.callbacks.History]) -> Trained:
+    """A trained model goes on, and then once more after it is compiled again outside of any scope."""
+    model.compile(optimizer := keras.optimizers.Adam(0.01), model.loss, metrics=["accuracy"])
+    history = fit(small.data(), verbose=0).history
+    optimizer.learning_rate = 0.1
+    return Trained({**history, "again": fit(small.data(), verbose=0).history["loss"]}, state(model))
+
+
+def not_finite() -> tf.data.Dataset:
+    """The third batch holds an infinity, in a row of the first worker only."""
+    features = parity_cases.inputs(40)
+    features[17] = np.inf
+    return tf.data.Dataset.from_tensor_slices((features, parity_cases.labels(40))).batch(8)
+
+
+def deciding() -> list[keras.callbacks.Callback]:
+    """They lower the rate and end the training before its last epoch."""
+    return [
+        keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.02),
+        keras.callbacks.EarlyStopping(patience=3, min_delta=0.02, restore_best_weights=True),
+    ]
+
+
+class Stop(keras.callbacks.Callback):
+    """Stop the training at a step of the first epoch, or after an epoch."""
+
+    def __init__(self, is_mine: bool, at_step: int | None = None, at_epoch: int | None = None) -> None:
+        super().__init__()
+        self.single_batches = at_step is not None
+        self._is_mine, self._at_step, self._at_epoch = is_mine, at_step, at_epoch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._is_mine and batch + 1 == self._at_step:
+            self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if self._is_mine and epoch == self._at_epoch:
+            self.model.stop_training = True
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Interrupt a trainer at a step of the whole training."""
+
+    single_batches = True
+
+    def __init__(self, trainer: tfpar.Trainer | None, at_step: int) -> None:
+        super().__init__()
+        self._trainer, self._at_step = trainer, at_step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self._trainer is not None and int(self.model.optimizer.iterations.numpy()) == self._at_step:
+            self._trainer.interrupt()
+
+
+# --- parameter averaging
+
+
+def averaged_by_hand(average_optimizer: bool) -> list[np.ndarray]:
+    """Two models, each trained by Keras on its half of every batch, averaged every four steps and after an epoch."""
+    models = []
+    for _ in range(2):
+        keras.utils.set_random_seed(0)
+        models.append(small.build_model())
+        models[-1].optimizer.build(models[-1].trainable_variables)
+    for _ in range(2):
+        for step, (features, labels) in enumerate(equal_parts()):
+            for model, half in zip(models, (slice(0, 4), slice(4, 8)), strict=True):
+                model.train_on_batch(features[half], labels[half])
+            if step in (3, 7, 9):
+                _average([model.trainable_variables for model in models])
+            if step in (3, 7, 9) and average_optimizer:
+                _average([model.optimizer.variables[2:] for model in models])
+    return state(models[0])
+
+
+def _average(copies: list[list[keras.Variable]]) -> None:
+    for variables in zip(*copies, strict=True):
+        mean = sum(variable.numpy() for variable in variables) / len(variables)
+        for variable in variables:
+            variable.assign(mean)
+
+
+# --- evaluate and predict
+
+
+class Outputs(keras.layers.Layer):
+    """Several outputs, of several types."""
+
+    def call(self, features: Any) -> dict[str, Any]:
+        return {
+            "scores": features,
+            "kind": keras.ops.argmax(features, axis=-1),
+            "is_large": keras.ops.max(features, axis=-1) > 0.5,
+            "table": keras.ops.stack([features, -features], axis=1),
+        }
+
+
+def many_outputs() -> keras.Model:
+    features = keras.Input((parity_cases.NUM_FEATURES,))
+    model = keras.Model(features, Outputs()(keras.layers.Dense(3)(features)))
+    model.compile(loss={"scores": "mse"})
+    return model
+
+
+def evaluate_and_predict(strategy: tfpar.Strategy | None) -> dict[str, Any]:
+    """What evaluating and predicting gives under a strategy; without one, by Keras itself."""
+    if strategy is None:
+        keras.utils.set_random_seed(0)
+        trainer: Any = small.build_model()
+        keras.utils.set_random_seed(0)
+        outputs = many_outputs()
+    else:
+        trainer = tfpar.Trainer(small.build_model, strategy, seed=0)
+        outputs = tfpar.Trainer(many_outputs, strategy, seed=0)
+    features, labels = arrays()
+    weighted = parity_cases.weighted(29, 8)
+    return {
+        "evaluate": trainer.evaluate(small.data(), verbose=0, return_dict=True),
+        "evaluate again": trainer.evaluate(small.data(), verbose=0),
+        "evaluate with weights": trainer.evaluate(weighted, verbose=0),
+        "evaluate arrays": trainer.evaluate(features, labels, batch_size=16, verbose=0),
+        "evaluate 1 row": trainer.evaluate(features[:1], labels[:1], verbose=0),
+        "predict": trainer.predict(small.data(), verbose=0),
+        "predict 2 steps": trainer.predict(small.data(), steps=2, verbose=0),
+        "predict arrays": trainer.predict(features, batch_size=7, verbose=0),
+        "predict 1 row": trainer.predict(features[:1], verbose=0),
+        "predict 3 rows": trainer.predict(features[:3], verbose=0),
+        "predict many outputs": outputs.predict(features[:21], batch_size=5, verbose=0),
+    }
+
+
+# --- shards
+
+
+def _rows(start: int, stop: int) -> tf.data.Dataset:
+    features, labels = parity_cases.inputs(80), parity_cases.labels(80)
+    return tf.data.Dataset.from_tensor_slices((features[start:stop], labels[start:stop]))
+
+
+def _files(*sizes: int) -> tfpar.data.Sharded:
+    """One file a shard; its name is the range of rows that it stands for."""
+    ends = np.cumsum(sizes)
+    names = [f"{end - size},{end}" for size, end in zip(sizes, ends, strict=True)]
+    features, labels = parity_cases.inputs(80), parity_cases.labels(80)
+
+    def read_file(name: tf.Tensor) -> tf.data.Dataset:
+        start, stop = tf.unstack(tf.strings.to_number(tf.strings.split(name, ","), tf.int64), num=2)
+        rows = tf.data.Dataset.range(start, stop)
+        return rows.map(lambda row: (tf.constant(features)[row], tf.constant(labels)[row]))
+
+    return tfpar.data.by_file(names, read_file, global_batch_size=8, num_shards=len(sizes))
+
+
+SHARDED: dict[str, Callable[[], Any]] = {
+    "by example, uneven": lambda: tfpar.data.by_example(
+        _rows(0, 73), global_batch_size=8, num_shards=4, shuffle_buffer=40, seed=5
+    ),
+    "by file, uneven": lambda: _files(17, 9, 12, 15),
+    "by file, worker 1 ends first": lambda: _files(20, 12, 3, 0),
+    "by file, worker 0 has nothing": lambda: _files(0, 0, 11, 6),
+}
+
+# Two devices a worker take long to trace: where they matter most.
+SHARDED_ON = {kind: ("one device", "two devices") if kind.endswith("first") else ("one device",) for kind in SHARDED}
+
+
+def with_shards(kind: str, strategy: tfpar.Strategy) -> tuple[Trained, Any, Any]:
+    """Train, evaluate and predict with data in shards."""
+    # Where the chief has examples of others only, it still finds out how the losses divide.
+    adds_loss = parity_cases.classifier(layers=lambda: [parity_cases.AddsLoss()])
+    trainer = tfpar.Trainer(adds_loss if kind.endswith("nothing") else small.build_model, strategy, seed=0)
+    history = trainer.fit(SHARDED[kind](), epochs=2, verbose=0, validation_data=SHARDED[kind]()).history
+    trained = Trained(history, state(trainer.model))
+    evaluated = trainer.evaluate(SHARDED[kind](), verbose=0)
+    return trained, evaluated, trainer.predict(SHARDED[kind](), verbose=0)

@@ -1,0 +1,133 @@
+"""The rows of the parity table as models of enough layers for four stages, and how each is cut and scheduled.
+
+By hand, a part of the whole table (rows x stages x schedules x micro-batches x recomputation), so many rows from a
+random order: `python -m tests.support.pipeline_cases 100`, or of other hundreds of that order
+`python -m tests.support.pipeline_cases 100 300`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+import sys
+from typing import Any
+from unittest import mock
+
+import keras
+
+import tfpar
+from tests.properties.test_parity import Result, computing_in, differences, train
+from tests.support.parity_cases import CASES, Case
+from tfpar.pipeline import schedule as schedules
+
+SCHEDULES = schedules.NAMES
+NUM_STAGES = (2, 3, 4)
+# Statistics of a micro-batch are not those of the batch: tests/pipeline/test_randomness.py has their arithmetic.
+ONE_MICROBATCH_ONLY = ("BatchNormalization, synchronized", "fewer examples than replicas")
+BATCHES_OF_7 = (
+    "global batch odd", "static batch shape", "class weights", "masked sequence", "outputs as dict", "outputs as list",
+    "Adam", "AdamW", "RMSprop, learning rate schedule", "1 step a call", "3 steps a call",
+    "more steps a call than the epoch holds", "AUC, precision, recall", "embedding, sparse gradients",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of the table under one pipeline."""
+
+    case: str
+    schedule: str
+    num_stages: int
+    num_microbatches: int
+    recompute: bool
+    dtype: str = "float64"
+
+    def __str__(self) -> str:
+        """Return a name for a test."""
+        words = [self.case, self.schedule, f"{self.num_stages}x{self.num_microbatches}"]
+        return "-".join([*words, *["recompute"] * self.recompute, *["float32"] * (self.dtype == "float32")])
+
+    @property
+    def devices(self) -> list[str] | None:
+        """Three stages in turn on one device; else as many devices as the schedule wants."""
+        return ["CPU:0"] if self.schedule == "interleaved" and self.num_stages == 3 else None
+
+    def strategy(self) -> tfpar.Pipeline:
+        balance = "parameters"  # not time: the same cuts in every run
+        return tfpar.Pipeline(
+            self.num_stages, self.num_microbatches, self.schedule, balance, self.devices, recompute=self.recompute
+        )
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the batches are large enough and the schedule takes so many micro-batches."""
+        most = 1 if self.case in ONE_MICROBATCH_ONLY else 7 if self.case in BATCHES_OF_7 else 8
+        if self.num_microbatches > most:
+            return False
+        in_groups = self.schedule == "interleaved" and self.num_stages == 4
+        return not (in_groups and self.num_microbatches % 2)
+
+
+def deepened(case: Case) -> Case:
+    """Return a case with further layers, where it has fewer than one for each of four stages."""
+
+    def build() -> keras.Model:
+        compiled: dict[str, Any] = {}
+        with mock.patch.object(keras.Model, "compile", lambda model, *args, **more: compiled.update(args=args, **more)):
+            model = case.build()
+        model.name = "inner"  # logs are named after it, and not by how many models there were before
+        missing = max(NUM_STAGES) - sum(not isinstance(layer, keras.layers.InputLayer) for layer in model.layers)
+        inputs = keras.Input(model.inputs[0].shape[1:], dtype=model.inputs[0].dtype)
+        grows_before = keras.backend.is_float_dtype(inputs.dtype)
+        outputs = model(_more_layers(inputs, missing) if grows_before else inputs)
+        deep = keras.Model(inputs, outputs if grows_before else _more_layers(outputs, missing))
+        deep.compile(*compiled.pop("args"), **compiled)
+        return deep
+
+    return dataclasses.replace(case, build=build)
+
+
+def _more_layers(features: Any, number: int) -> Any:
+    for _ in range(number):
+        features = keras.layers.Dense(features.shape[-1], "tanh")(features)
+    return features
+
+
+def everything() -> list[Row]:
+    """Return the whole table."""
+    rows = itertools.product(CASES, SCHEDULES, NUM_STAGES, range(1, 9), (False, True))
+    return [row for row in itertools.starmap(Row, rows) if row.is_possible]
+
+
+@functools.cache
+def expected(case: str, dtype: str) -> Result:
+    """Return history and weights of Keras' own `fit`, without any strategy; the same for all pipelines."""
+    keras.utils.set_random_seed(0)
+    deep = deepened(CASES[case])
+    model = deep.build()
+    return train(deep, model.fit, model)
+
+
+def differences_of(row: Row) -> list[str]:
+    """Train a row and say what is not as on one device."""
+    case = deepened(CASES[row.case])
+    with computing_in(row.dtype):
+        trainer = tfpar.Trainer(case.build, row.strategy(), seed=0)
+        found = train(case, trainer.fit, trainer.model, steps_per_call=case.steps_per_call)
+        return list(differences(found, expected(row.case, row.dtype), row.dtype))
+
+
+def main(number: int, first: int = 0) -> None:
+    """Train rows of a random order of the whole table and print those that differ."""
+    tfpar.use_logical_cpus(4)
+    rows = everything()
+    random.Random(0).shuffle(rows)
+    for row in rows[first : first + number]:
+        found = differences_of(row)
+        print(f"{row}: {'; '.join(found) or 'equal'}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

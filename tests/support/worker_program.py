@@ -1,0 +1,291 @@
+"""What a worker runs for test_multi_worker_multi_process.py: one question after another, in float64.
+
+The same questions run on both of two workers, each with two logical CPUs. What differs by rank says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import tfpar
+from tests.loops import test_hooks as hooks
+from tests.support import docstrings, parity_cases, small, workers
+from tests.support import multi_worker_cases as cases
+from tests.support.parity_cases import CASES
+from tests.trainer import test_compute_loss as compute_loss
+from tests.trainer import test_metric_entries as metric_entries
+from tfpar.strategies.multi_worker import preflight
+
+FOLDER, RANK = workers.place()
+ONE = ["CPU:0"]
+
+
+def trained(trainer: tfpar.Trainer, dataset: Any, **fit: Any) -> cases.Trained:
+    history = trainer.fit(dataset, **{"epochs": 2, "verbose": 0, **fit}).history
+    return cases.Trained(history, cases.state(trainer.model))
+
+
+class Questions:
+    """Every method that does not begin with an underscore is a question; they are asked in this order."""
+
+    @functools.cached_property
+    def _plain(self) -> tfpar.MultiWorker:
+        return tfpar.MultiWorker(ONE)
+
+    @functools.cached_property
+    def _two_devices(self) -> tfpar.MultiWorker:
+        return tfpar.MultiWorker()
+
+    # --- parity beyond the table
+
+    def drop_in(self) -> Any:
+        """A model that somebody built under TensorFlow's own strategy, which reads TF_CONFIG by itself.
+
+        It comes first: one that is made later takes the collectives of those before it away.
+        """
+        with tf.distribute.MultiWorkerMirroredStrategy().scope():
+            keras.utils.set_random_seed(RANK)  # the chief's weights count
+            model = small.build_model()
+        twice = [tfpar.fit(model, small.data(), epochs=1, verbose=0).history for _ in range(2)]
+        return twice, cases.state(model)
+
+    def two_devices_a_worker(self) -> Any:
+        answers = {}
+        for name in cases.ON_TWO_DEVICES:
+            case = CASES[name]
+            trainer = tfpar.Trainer(case.build, self._two_devices, seed=0)
+            answers[name] = trained(trainer, case.data(), epochs=case.epochs, **case.fit)
+        return answers
+
+    def compression(self) -> Any:
+        strategy = tfpar.MultiWorker(ONE, compression="bfloat16")
+        return trained(tfpar.Trainer(small.build_model, strategy, seed=0), small.data())
+
+    def compiled_by_xla(self) -> Any:
+        return trained(tfpar.Trainer(cases.compiled_by_xla, self._plain, seed=0), small.data())
+
+    def fine_tuned_from_keras(self) -> Any:
+        keras.utils.set_random_seed(0)
+        model = small.build_model()
+        model.fit(small.data(), verbose=0)
+        trainer = tfpar.Trainer(model, self._plain)
+        first = trained(trainer, small.data())
+        return first, cases.fine_tuned(model, trainer.fit), tfpar.evaluate(model, small.data(), verbose=0)
+
+    def eagerly(self) -> Any:
+        return trained(tfpar.Trainer(cases.eager, self._plain, seed=0), small.data(), epochs=1)
+
+    def mixed_precision(self) -> Any:
+        return trained(tfpar.Trainer(cases.mixed_precision, self._plain, seed=0), small.data())
+
+    def steps_of_an_endless_dataset(self) -> Any:
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        return trained(trainer, small.data().repeat(), steps_per_epoch=7, epochs=3)
+
+    def arrays_and_a_split(self) -> Any:
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        arrays = cases.arrays()
+        return trained(trainer, arrays[0], y=arrays[1], batch_size=8, shuffle=False, validation_split=0.2)
+
+    def inputs(self) -> Any:
+        """Each worker's Python would shuffle in another order: the chief's counts."""
+        return {name: cases.with_input(name, self._plain, seed=RANK) for name in cases.INPUTS}
+
+    def examples_in_docstrings(self) -> Any:
+        return {f"{one.module}.{one.name}": docstrings.run(one) for one in docstrings.called(*docstrings.IN_A_JOB)}
+
+    # --- parameter averaging
+
+    def averaged_every_step(self) -> Any:
+        trainer = tfpar.Trainer(cases.plain_sgd, tfpar.MultiWorker(ONE, sync="average"), seed=0)
+        return trained(trainer, cases.equal_parts())
+
+    def averaged_every_step_on_two_devices(self) -> Any:
+        trainer = tfpar.Trainer(cases.plain_sgd, tfpar.MultiWorker(sync="average"), seed=0)
+        return trained(trainer, cases.equal_parts())
+
+    def averaged_rows(self) -> Any:
+        trainer = tfpar.Trainer(cases.rows_of_all, tfpar.MultiWorker(ONE, sync="average"), seed=0)
+        return trained(trainer, parity_cases._tokens(8).take(2))
+
+    def averaged_every_4(self) -> Any:
+        return self._averaged([None, 1, 4, 1000], average_optimizer=True)
+
+    def averaged_every_4_but_the_optimizer(self) -> Any:
+        return self._averaged([None, 4], average_optimizer=False)
+
+    def _averaged(self, steps_per_call: list[int | None], average_optimizer: bool) -> Any:
+        strategy = tfpar.MultiWorker(ONE, sync="average", every=4, average_optimizer=average_optimizer)
+        return [
+            trained(tfpar.Trainer(small.build_model, strategy, seed=0), cases.equal_parts(), steps_per_call=steps)
+            for steps in steps_per_call
+        ]
+
+    # --- methods of the model's class
+
+    def overridden_methods(self) -> Any:
+        """What `compute_metrics` and `compute_loss` of the user's own give."""
+        entries = tfpar.Trainer(metric_entries.build(metric_entries.Derived), self._plain, seed=0)
+        loss = tfpar.Trainer(lambda: compute_loss.build(compute_loss.SumsInTraining), self._plain, seed=0)
+        return metric_entries.values_of(entries), trained(loss, small.data(), validation_data=small.data())
+
+    # --- decisions
+
+    def decisions(self) -> Any:
+        trainer = tfpar.Trainer(cases.plain_sgd, self._plain, seed=0)
+        return trained(trainer, small.data(), epochs=12, validation_data=small.data(), callbacks=cases.deciding())
+
+    def stopped_on_worker_1_in_a_batch(self) -> Any:
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        return trained(trainer, small.data(), callbacks=[cases.Stop(RANK == 1, at_step=4)])
+
+    def stopped_on_worker_1_after_an_epoch(self) -> Any:
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        return trained(trainer, small.data(), epochs=5, callbacks=[cases.Stop(RANK == 1, at_epoch=1)])
+
+    def ended_by_worker_1(self) -> Any:
+        trainer = tfpar.Trainer(hooks.build(3), self._plain, seed=0)
+        return hooks.of_endless_data(trainer, RANK == 1)
+
+    def interrupted_on_worker_1(self) -> Any:
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        callback = cases.Interrupt(trainer if RANK == 1 else None, at_step=13)
+        # The worker has no disk: below a file there can be no folder.
+        checkpoints = tfpar.Checkpoints(self._chiefs_only("interrupted"), every_seconds=1000)
+        answer = trained(trainer, small.shuffled(), epochs=3, callbacks=[callback], checkpoints=checkpoints)
+        return answer, trainer.interrupted
+
+    def with_few_and_many_checkpoints(self) -> Any:
+        """The same training: undisturbed, with a checkpoint after each call, and interrupted and resumed."""
+        histories = []
+        for name, every_seconds, stops in (("few", 1000.0, ()), ("many", 0.0, ()), ("resumed", 1000.0, (20, 33))):
+            folder = self._chiefs_only(name)
+            for step in (*stops, 0):
+                trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+                history = trainer.fit(
+                    small.parity_cases.batches(400, 7),
+                    verbose=0,
+                    callbacks=[cases.Interrupt(trainer if step else None, at_step=step)],
+                    checkpoints=tfpar.Checkpoints(folder, every_seconds),
+                ).history
+            histories.append(history)
+        return histories
+
+    def not_finite(self) -> Any:
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        try:
+            trainer.fit(cases.not_finite(), verbose=0, steps_per_call=1)
+        except FloatingPointError as error:
+            return str(error)
+
+    def continued_after_not_finite(self) -> Any:
+        trainer = tfpar.Trainer(cases.plain_sgd, self._plain, seed=0)
+        return trained(trainer, cases.not_finite(), epochs=1, nonfinite_loss="continue", steps_per_call=5)
+
+    # --- files
+
+    def _chiefs_only(self, name: str) -> Path:
+        """A folder of the chief's; elsewhere one that cannot be made, for its parent is a file."""
+        if RANK == 0:
+            (FOLDER / name).mkdir(exist_ok=True)
+            return FOLDER / name
+        no_disk = FOLDER / "no disk"
+        no_disk.touch()
+        return no_disk / name
+
+    def writing(self) -> Any:
+        folder = self._chiefs_only("written")
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        callbacks = [
+            keras.callbacks.ModelCheckpoint(folder / "epoch-{epoch}.keras"),
+            keras.callbacks.ModelCheckpoint(folder / "step.weights.h5", save_weights_only=True, save_freq=3),
+            keras.callbacks.CSVLogger(folder / "log.csv"),
+            keras.callbacks.TensorBoard(folder / "board", histogram_freq=1, update_freq=2),
+            keras.callbacks.BackupAndRestore(folder / "backup", delete_checkpoint=False),
+            tfpar.MetricsFile(folder / "metrics.jsonl"),
+            tfpar.ReplicaCheck(),
+        ]
+        answer = trained(trainer, small.data(), validation_data=small.data(), callbacks=callbacks)
+        return answer, sorted(os.listdir())
+
+    def restored(self) -> Any:
+        """The backup that `writing` left stands at the end of epoch 2 of 4."""
+        backup = keras.callbacks.BackupAndRestore(self._chiefs_only("written") / "backup", delete_checkpoint=False)
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=1)
+        return trained(trainer, small.data(), epochs=4, callbacks=[backup])
+
+    def saved(self) -> Any:
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        trainer.fit(small.data(), verbose=0)
+        trainer.save(self._chiefs_only("saved") / "model.keras")
+        return trainer.model.get_weights()
+
+    # --- evaluate and predict
+
+    def evaluated_and_predicted(self) -> Any:
+        return {name: cases.evaluate_and_predict(strategy) for name, strategy in self._strategies().items()}
+
+    def _strategies(self) -> dict[str, tfpar.Strategy]:
+        return {"one device": self._plain, "two devices": self._two_devices}
+
+    # --- shards
+
+    def sharded(self, kind: str) -> Any:
+        return {name: cases.with_shards(kind, self._strategies()[name]) for name in cases.SHARDED_ON[kind]}
+
+    # --- workers that are not alike
+
+    def other_weights(self) -> Any:
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=RANK)
+        return trained(trainer, small.data(), callbacks=[tfpar.ReplicaCheck(every_steps=3)])
+
+    def other_versions(self) -> Any:
+        original = preflight.versions
+        if RANK == 1:
+            preflight.versions = lambda: {**original(), "Keras' version": "2.0"}
+        try:
+            tfpar.MultiWorker(ONE)
+        except ValueError as error:
+            return str(error)
+        finally:
+            preflight.versions = original
+
+    def other_models(self) -> Any:
+        trainer = tfpar.Trainer(cases.of_width(8 + RANK), self._plain, seed=0)
+        try:
+            trainer.fit(small.data(), verbose=0)
+        except ValueError as error:
+            return str(error)
+
+    def after_other_models(self) -> Any:
+        """The error above left all workers able to go on together."""
+        return trained(tfpar.Trainer(small.build_model, self._plain, seed=0), small.data())
+
+    def many_strategies(self) -> Any:
+        """Each meets the other worker's at once."""
+        return [tfpar.MultiWorker(devices).describe() for devices in [None, ONE] * 10]
+
+
+def main() -> None:
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    tfpar.use_logical_cpus(2)
+    questions = Questions()
+    asked: dict[str, Callable[[], Any]] = {}
+    for name, member in vars(Questions).items():
+        if name == "sharded":  # a question for each kind, as all together take long
+            asked |= {f"{name} {kind}": functools.partial(questions.sharded, kind) for kind in cases.SHARDED}
+        elif callable(member) and not name.startswith("_"):
+            asked[name] = getattr(questions, name)
+    workers.answer_all(asked)
+
+
+if __name__ == "__main__":
+    main()

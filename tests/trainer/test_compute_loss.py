@@ -1,0 +1,143 @@
+"""An overridden `compute_loss` is told whether it trains, and divided as what it returns then, under every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfpar
+from tests.loops.test_hooks import STRATEGIES
+from tests.support import parity_cases, small
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+class OwnLoss(keras.Model):
+    """Notes whether it is asked to train."""
+
+    def __init__(self) -> None:
+        inputs = keras.Input((parity_cases.NUM_FEATURES,))
+        super().__init__(inputs, keras.layers.Dense(parity_cases.NUM_CLASSES)(keras.layers.Dense(4, "tanh")(inputs)))
+        self.asked: set[bool] = set()
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        self.asked.add(training)
+        losses = keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True)
+        return self.reduced(losses, y_pred, training)
+
+    def reduced(self, losses: Any, outputs: Any, training: bool) -> Any:
+        return keras.ops.mean(losses)
+
+
+class SumsInTraining(OwnLoss):
+    def reduced(self, losses: Any, outputs: Any, training: bool) -> Any:
+        return keras.ops.sum(losses) if training else keras.ops.mean(losses)
+
+
+class AveragesInTraining(OwnLoss):
+    def reduced(self, losses: Any, outputs: Any, training: bool) -> Any:
+        return keras.ops.mean(losses) if training else keras.ops.sum(losses)
+
+
+class DrawsInTraining(OwnLoss):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(0)
+
+    def reduced(self, losses: Any, outputs: Any, training: bool) -> Any:
+        noise = keras.random.uniform(keras.ops.shape(losses), seed=self.seeds) if training else 1.0
+        return keras.ops.mean(losses * noise)
+
+
+class ComparesInTraining(OwnLoss):
+    def reduced(self, losses: Any, outputs: Any, training: bool) -> Any:
+        return keras.ops.max(losses) if training else keras.ops.mean(losses)
+
+
+def build(kind: type[OwnLoss]) -> OwnLoss:
+    model = kind()
+    model.compile(keras.optimizers.SGD(0.05), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def trainer_of(kind: type[OwnLoss], strategy: str) -> tfpar.Trainer:
+    return tfpar.Trainer(lambda: build(kind), STRATEGIES[strategy](), seed=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_is_told_that_it_trains_in_training_and_evaluates_in_evaluation(strategy: str) -> None:
+    trainer = trainer_of(OwnLoss, strategy)
+    trainer.fit(small.data(), verbose=0)
+    assert trainer.model.asked == {True}
+    trainer.model.asked.clear()
+    trainer.evaluate(small.data(), verbose=0)
+    assert trainer.model.asked == {False}
+    other = trainer_of(OwnLoss, strategy)
+    other.evaluate(small.data(), verbose=0)
+    assert other.model.asked == {False}
+    other.fit(small.data(), validation_data=small.data(), verbose=0)
+    assert other.model.asked == {True, False}
+
+
+@pytest.mark.parametrize("kind", [SumsInTraining, AveragesInTraining], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_that_differs_in_training_equals_one_device(strategy: str, kind: type[OwnLoss]) -> None:
+    keras.utils.set_random_seed(0)
+    model = build(kind)
+    fit = {"epochs": 2, "validation_data": small.data(), "verbose": 0}
+    expected = model.fit(small.data(), **fit).history
+    trainer = trainer_of(kind, strategy)
+    small.assert_same_history(trainer.fit(small.data(), **fit).history, expected)
+    small.assert_same_state(trainer.model.get_weights(), model.get_weights(), 1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_that_draws_random_numbers_in_training_trains(strategy: str) -> None:
+    history = trainer_of(DrawsInTraining, strategy).fit(small.data(), epochs=3, verbose=0).history
+    assert history["loss"][-1] < history["loss"][0]
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
+def test_a_loss_that_compares_examples_in_training_is_refused_there(strategy: str) -> None:
+    trainer = trainer_of(ComparesInTraining, strategy)
+    trainer.evaluate(small.data(), verbose=0)
+    with pytest.raises(ValueError, match=r"What ComparesInTraining\.compute_loss returns must be a sum or a mean"):
+        trainer.fit(small.data(), verbose=0)
+
+
+class HalvesLoss(keras.Model):
+    """Makes something of its own of the loss of compile."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return 0.5 * super().compute_loss(*args, **kwargs)
+
+
+def masked() -> keras.Model:
+    tokens = keras.Input((6,), dtype="int32")
+    embedded = keras.layers.Embedding(11, 4, mask_zero=True)(tokens)
+    model = HalvesLoss(tokens, keras.layers.Dense(2)(embedded))
+    model.compile("sgd", "mse")
+    return model
+
+
+def by_weight() -> keras.Model:
+    inputs = keras.Input((6,))
+    model = HalvesLoss(inputs, keras.layers.Dense(2)(keras.layers.Dense(3)(inputs)))
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+    return model
+
+
+@pytest.mark.parametrize(("build", "received"), [(masked, "a mask"), (by_weight, "the weights of reduction")])
+@pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
+def test_masks_and_weights_to_divide_by_are_refused_also_where_the_first_batch_masks_nothing(
+    strategy: str, build: Any, received: str
+) -> None:
+    trainer = tfpar.Trainer(build, STRATEGIES[strategy](), seed=0)
+    targets, weights = (np.ones((8, 6, 2)), None) if build is masked else (np.ones((8, 2)), np.ones(8))
+    with pytest.raises(ValueError, match=f"divide losses by the number of examples, received {received}"):
+        trainer.fit(np.ones((8, 6)), targets, sample_weight=weights, verbose=0)

@@ -1,0 +1,179 @@
+"""Fine-tuning in phases: what is frozen, compiled again and trained on equals Keras under every strategy."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import pytest
+from keras import layers
+
+import tfpar
+from tests.properties.test_parity import computing_in
+from tests.support import parity_cases, small
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+TOLERANCE = 1e-9
+STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
+    **small.STRATEGIES,
+    "pipeline": lambda: tfpar.Pipeline(2, 2, balance="parameters"),
+}
+by_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+Answer = tuple[list[Any], list[Any]]
+Train = Callable[[Any, keras.Model], list[Any]]
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    with computing_in("float64"):
+        yield
+
+
+def build_model() -> keras.Model:
+    """A base that does not train, normalized and penalized, and a head that does."""
+    features = keras.Input((parity_cases.NUM_FEATURES,))
+    base = keras.Sequential([layers.Dense(6, "tanh", kernel_regularizer="l2"), layers.Dense(5, "tanh")], name="base")
+    base.build((None, parity_cases.NUM_FEATURES))
+    base.trainable = False
+    model = keras.Model(features, layers.Dense(parity_cases.NUM_CLASSES, name="head")(base(features)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss(), metrics=["accuracy"])
+    return model
+
+
+def loss() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def arrays() -> dict[str, Any]:
+    return {"x": parity_cases.inputs(19), "y": parity_cases.labels(19), "batch_size": 8, "verbose": 0}
+
+
+def fit(verbs: Any) -> dict[str, Any]:
+    history: dict[str, Any] = verbs.fit(**arrays(), shuffle=False, epochs=2).history
+    return history
+
+
+@functools.cache
+def _by_keras(train: Train) -> Answer:
+    keras.utils.set_random_seed(0)
+    model = build_model()
+    return train(model, model), small.state(model)
+
+
+def assert_equal_to_keras(strategy: str, train: Train) -> None:
+    """What `train` does with a trainer equals what it does with Keras' own model, and so does all state."""
+    expected, expected_state = _by_keras(train)
+    trainer = tfpar.Trainer(build_model, STRATEGIES[strategy](), seed=0)
+    found = train(trainer, trainer.model)
+    keras.tree.assert_same_structure(found, expected)
+    for path, one in keras.tree.flatten_with_path(found):
+        other = functools.reduce(lambda part, key: part[key], path, expected)
+        assert one == pytest.approx(other, rel=TOLERANCE), f"answer {path}"
+    small.assert_same_state(small.state(trainer.model), expected_state, TOLERANCE)
+
+
+def in_three_phases(verbs: Any, model: keras.Model) -> list[Any]:
+    found: list[Any] = [fit(verbs)]
+    model.get_layer("base").trainable = True
+    optimizer = keras.optimizers.Adam(0.01, clipnorm=0.5, use_ema=True, ema_overwrite_frequency=2)
+    entropy = keras.metrics.SparseCategoricalCrossentropy(from_logits=True, name="entropy")
+    model.compile(optimizer, loss(), metrics=[entropy], weighted_metrics=["accuracy"])
+    found += [fit(verbs), float(entropy.result())]
+    optimizer.learning_rate = 0.1  # what a user holds stays what trains
+    found += [fit(verbs), float(entropy.result()), int(optimizer.iterations.numpy())]
+    verbs.compile("adam", loss=loss(), metrics=["accuracy"])
+    return [*found, fit(verbs), verbs.evaluate(**arrays(), return_dict=True)]
+
+
+@by_strategy
+def test_a_model_compiled_again_outside_of_the_scope_trains_on(strategy: str) -> None:
+    assert_equal_to_keras(strategy, in_three_phases)
+
+
+def with_a_built_optimizer(verbs: Any, model: keras.Model) -> list[Any]:
+    inner = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=3)
+    model.compile(optimizer, loss())
+    optimizer.build(model.trainable_variables)
+    for slot in inner.variables:
+        if slot.name.endswith("_velocity"):
+            slot.assign(slot + 0.25)
+    found = [fit(verbs), float(optimizer.dynamic_scale.numpy())]
+    model.get_layer("head").trainable = False
+    model.get_layer("base").trainable = True
+    model.compile(inner := keras.optimizers.Adam(0.01), loss())
+    found.append(fit(verbs))
+    model.get_layer("base").layers[0].trainable = False
+    model.compile(inner, loss())  # the same one, for fewer layers
+    return [*found, fit(verbs)]
+
+
+@by_strategy
+def test_an_optimizer_that_is_built_already_keeps_its_slots(strategy: str) -> None:
+    assert_equal_to_keras(strategy, with_a_built_optimizer)
+
+
+def freezing_without_compile(verbs: Any, model: keras.Model) -> list[Any]:
+    base = model.get_layer("base")
+    found = [verbs.evaluate(**arrays(), return_dict=True)]
+    base.trainable = True  # before the first fit it counts
+    found += [fit(verbs), _moved(verbs, base)]
+    base.trainable = False
+    found += [fit(verbs), _moved(verbs, base), verbs.evaluate(**arrays(), return_dict=True)]
+    verbs.compile("sgd", loss())
+    found.append(_moved(verbs, base))
+    base.trainable = True
+    return [*found, fit(verbs), _moved(verbs, base)]
+
+
+@by_strategy
+def test_a_change_of_trainable_waits_for_compile(strategy: str) -> None:
+    """Keras traces a step once per compilation, with the weights that train then."""
+    assert_equal_to_keras(strategy, freezing_without_compile)
+    assert [answer for answer in _by_keras(freezing_without_compile)[0] if isinstance(answer, bool)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def _moved(verbs: Any, layer: keras.Layer) -> bool:
+    """Whether a fit changes the weights of a layer."""
+    before = layer.get_weights()
+    fit(verbs)
+    return any((one != other).any() for one, other in zip(before, layer.get_weights(), strict=True))
+
+
+@by_strategy
+def test_a_frozen_normalization_waits_for_compile(strategy: str) -> None:
+    def normalized() -> keras.Model:
+        model = keras.Sequential(
+            [keras.Input((parity_cases.NUM_FEATURES,)), layers.BatchNormalization(), layers.Dense(3), layers.Dense(3)]
+        )
+        model.compile("sgd", loss())
+        return model
+
+    trainer = tfpar.Trainer(normalized, STRATEGIES[strategy](), seed=0)
+    normalization = trainer.model.layers[0]
+    moved = []
+    for change in (
+        lambda: None,
+        lambda: setattr(normalization, "trainable", False),
+        lambda: trainer.compile("sgd", loss()),
+    ):
+        change()
+        moved.append(_moved(trainer, normalization))
+    assert moved == [True, True, False], "as Keras does"
+
+
+def test_an_optimizer_of_other_weights_is_refused_as_in_keras() -> None:
+    trainer = tfpar.Trainer(build_model, tfpar.Mirrored(["CPU:0", "CPU:1"]), seed=0)
+    fit(trainer)
+    trainer.model.get_layer("base").trainable = True
+    trainer.compile(trainer.model.optimizer, loss())
+    with pytest.raises(ValueError, match="This optimizer can only be called for the variables it was originally built"):
+        fit(trainer)
