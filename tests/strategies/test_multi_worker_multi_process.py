@@ -309,14 +309,14 @@ def test_the_chiefs_weights_count(job: workers.Workers) -> None:
 def test_other_versions_are_an_error_on_all(job: workers.Workers) -> None:
     for answer in asked(job, "other_versions"):
         assert answer is not None
-        assert answer.startswith("All workers must be alike, and worker 1 (127.0.0.1:")
+        assert answer.startswith("All workers must be equal, and worker 1 (127.0.0.1:")
         assert f"Keras' version ('2.0' instead of '{keras.__version__}')" in answer
 
 
 def test_other_models_are_an_error_on_all_and_nobody_waits_for_ever(job: workers.Workers) -> None:
     for answer in asked(job, "other_models"):
         assert answer is not None
-        assert answer.startswith("All workers must be alike, and worker 1 (127.0.0.1:")
+        assert answer.startswith("All workers must be equal, and worker 1 (127.0.0.1:")
         assert "the model ('weights/sequential/dense/kernel" in answer
     for answer in asked(job, "after_other_models"):
         assert_same(answer, plain_fit())

@@ -192,7 +192,7 @@ class LossDecomposition:
         """Return what was found out, for other workers."""
         return json.dumps([self._scalar_losses, *([found[True], found[False]] for found in self._found)])
 
-    def take_over(self, text: str) -> None:
+    def load_json(self, text: str) -> None:
         """Believe what another worker found out, from examples of its own."""
         self._scalar_losses, *others = json.loads(text)
         for found, (training, evaluating) in zip(self._found, others, strict=True):

@@ -1,10 +1,10 @@
-"""Data parallelism: every replica holds the model, takes its part of each global batch, and applies the same sums."""
+"""Data parallelism: every replica holds the model, computes a part of each global batch, and applies the same sums."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -15,16 +15,14 @@ from tfpar import data
 from tfpar._compat import keras_losses, keras_model, keras_variables, random_state
 from tfpar.data import Sharded
 from tfpar.per_model import PerModel
-from tfpar.reduction import indexed_slices, objective, replicas
+from tfpar.reduction import objective
 from tfpar.reduction.loss_decomposition import LossDecomposition
-from tfpar.reduction.replicas import local_replica_id, replica_id
-from tfpar.reduction.whole_batch import RowsOfReplicas, knowing
-from tfpar.strategies import batch_dependence as mixings
-from tfpar.strategies import objective_steps
+from tfpar.strategies import batch_dependence, objective_steps
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.gradient_sums import sum_gradients
 from tfpar.strategies.lookup_trials import find_kinds, may_look_up
+from tfpar.strategies.replica_runs import ReplicaRuns
 from tfpar.strategies.replica_states import (
     assign_local_parts,
     average_statistics,
@@ -38,19 +36,19 @@ from tfpar.strategies.single_device import forward, forward_backward
 
 
 class DataParallel(Strategy):
-    """What `Mirrored` and `MultiWorker` have in common: the steps on the replicas of a `tf.distribute` strategy.
+    """The steps of `Mirrored` and `MultiWorker`, on the replicas of a `tf.distribute` strategy.
 
         global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
                     └──► part 1 ──► replica 1: forward, backward ──┴─ all-reduce ┴─► optimizer on replica 1
 
-    Each replica computes its part of the global loss (see `tfpar.reduction.losses`), the gradients are summed, and
-    then every replica runs the optimizer on the same sums, so that clipping, accumulation and moving averages are
-    those of one device.
+    Each replica computes its term of the global loss (see `tfpar.reduction.losses`). The gradients are all-reduced, and
+    every replica runs the optimizer on the same sums, so that clipping, accumulation and moving averages equal those
+    of one device.
 
     Args:
         strategy: The `tf.distribute` strategy that holds variables and runs functions on the local replicas.
-        pack_bytes: Gradients are sent in packs of about this many bytes; None leaves it to TensorFlow.
-        batch_dependent_layers: "refuse" layers that mix the examples of a batch, or "gather" the batch for them.
+        pack_bytes: Bytes of a pack of gradients in an all-reduce; None for TensorFlow's default.
+        batch_dependent_layers: "refuse" batch-dependent layers, or "gather" the whole batch for them.
     """
 
     _compression: str | None = None
@@ -59,17 +57,14 @@ class DataParallel(Strategy):
         self,
         strategy: tf.distribute.Strategy,
         pack_bytes: int | None,
-        batch_dependent_layers: mixings.BatchDependentLayers = "refuse",
+        batch_dependent_layers: batch_dependence.BatchDependentLayers = "refuse",
     ) -> None:
         keras_variables.convert_replicated_variables()
         self.home = self._strategy = strategy
-        strategy.tfpar_strategy = self  # found again by the variables of a model, with its options
+        strategy.tfpar_strategy = self  # so that `strategy_of` finds this object from a model's variables
         self._batch_dependent_layers = batch_dependent_layers
-        self._mixed: PerModel[dict[bool, list[mixings.Mixed]]] = PerModel()  # by whether the model trains
         self._pack_bytes = pack_bytes
-        self._divisions: PerModel[LossDecomposition] = PerModel()
-        self._generators: PerModel[random_state.GeneratorOnReplicas] = PerModel()
-        self._kinds: PerModel[list[list[list[indexed_slices.Kind]]]] = PerModel()
+        self._runs: PerModel[ReplicaRuns] = PerModel()
         self.num_replicas = strategy.num_replicas_in_sync
         self._num_local_replicas = len(strategy.extended.worker_devices)
 
@@ -81,18 +76,18 @@ class DataParallel(Strategy):
         return scope
 
     def distribute(self, dataset: tf.data.Dataset | Sharded) -> Distributed:
-        """Split every global batch into one part a replica, in TensorFlow's input threads, ahead of the step.
+        """Split every global batch into per-replica batches, in TensorFlow's input threads, ahead of the step.
 
-        A batch with fewer examples than replicas is not split: every replica gets all of it, and counts a share of
-        it. So no replica ever runs on nothing, which layers, and TensorFlow's fused convolutions, do not expect.
+        A batch with fewer examples than replicas is not split: every replica computes all of it, with a smaller weight.
+        So no replica runs on an empty batch, which layers and TensorFlow's fused convolutions do not support.
 
         Args:
             dataset: Global batches, or examples in shards.
 
         Returns:
-            Elements `(parts, sizes, share, num_examples)`: a tuple of one part for each replica of this process, how
-            many of its examples each counts, what an example counts, and the size of the global batch, None where no
-            worker knows it.
+            Elements `(parts, sizes, share, num_examples)`: a tuple of one per-replica batch for each local replica, the
+            number of examples that each counts in metrics, the weight of an example in losses, and the size of the
+            global batch, None where no worker has it.
         """
         if isinstance(dataset, Sharded):
             return self._distribute_shards(dataset)
@@ -111,7 +106,7 @@ class DataParallel(Strategy):
         return self.distribute(sharded.whole())
 
     def local_batch(self, element: Any) -> Any:
-        """Return the examples of the element's parts, each once."""
+        """Return the examples of all local replicas, each example once."""
         parts, _, share, _ = element
         return parts[0] if share < 1 else data.join_batches(parts)
 
@@ -120,70 +115,64 @@ class DataParallel(Strategy):
         return tf.cast(element[3], tf.int64)
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Refuse what replicas would silently compute differently; find out how added losses divide.
+        """Find the reduction of the model's losses over replicas, or refuse the model.
 
         Raises:
-            ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
+            ValueError: If a loss, or a loss added by a layer, is neither a sum nor a mean over the examples.
         """
-        self._generators[model] = random_state.GeneratorOnReplicas(self._strategy)
+        runs = self._runs_of(model)
+        runs.renew_generator()
         if self.num_replicas > 1:
             if objective.objectives_of(model):
                 with self.together():
                     objective.check(model, batch)
                 return
-            with self.together(), random_state.preserved_random_state(), self._gathered(model):
-                self._divisions[model] = LossDecomposition(model, batch)
+            with self.together(), random_state.preserved_random_state(), runs.gathering():
+                runs.losses = LossDecomposition(model, batch)
+
+    def _runs_of(self, model: keras.Model) -> ReplicaRuns:
+        return self._runs.get(model) or self._runs.setdefault(model, ReplicaRuns(self._strategy, self.num_replicas))
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Find out how rows that are looked up add up, and how what an overridden `compute_loss` returns divides.
+        """Find the reduction of gradients of embedding lookups, and of the value of an overridden `compute_loss`.
 
         Raises:
-            ValueError: If they do not.
+            ValueError: If replicas cannot reduce them exactly.
         """
+        runs = self._runs_of(model)
         if training and self.num_replicas > 1 and may_look_up(model, batch):
             self._find_kinds(model, batch)
-        if model in self._divisions:
-            with self.together(), self._gathered(model):
-                self._divisions[model].find_own_loss(model, batch, training)
+        if runs.losses is not None:
+            with self.together(), runs.gathering():
+                runs.losses.find_own_loss(model, batch, training)
 
     def _find_kinds(self, model: keras.Model, batch: Any) -> None:
-        with self.together(), self._gathered(model):
+        runs = self._runs_of(model)
+        with self.together(), runs.gathering():
             found = find_kinds(model, batch, self._strategy.run)
-        self._kinds[model] = json.loads(self.broadcast(json.dumps(found).encode()))
+        runs.lookup_kinds = json.loads(self.broadcast(json.dumps(found).encode()))
 
     def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Refuse a model whose outputs for an example depend on the others of its batch, or gather the batch for it."""
-        if model not in self._generators:
-            self._generators[model] = random_state.GeneratorOnReplicas(self._strategy)
+        """Refuse batch-dependent layers, or gather the whole batch for them."""
+        self._runs_of(model)
         if self.num_replicas > 1:
-            self._check_mixing(model, batch, training)
-            if self._batch_dependent_layers == "gather":  # losses are tried in both modes, whichever follows
+            self._check_batch_dependence(model, batch, training)
+            if self._batch_dependent_layers == "gather":  # the trial of losses runs in training and in inference
                 with contextlib.suppress(Exception):
-                    self._check_mixing(model, batch, not training)
+                    self._check_batch_dependence(model, batch, not training)
 
-    @contextlib.contextmanager
-    def _draws(self, model: keras.Model) -> Iterator[None]:
-        """Let every replica draw random numbers of its own inside this context, with and without a seed."""
-        with self._generators[model].in_place(), keras_model.replica_seeds(replica_id):
-            yield
-
-    def _check_mixing(self, model: keras.Model, batch: Any, training: bool) -> None:
+    def _check_batch_dependence(self, model: keras.Model, batch: Any, training: bool) -> None:
         with self.together():
-            names = mixings.find(model, batch, training)
-        names = self._agree_on(names)
+            names = batch_dependence.find(model, batch, training)
+        names = self._first_found(names)
         if names and self._batch_dependent_layers == "refuse":
-            raise mixings.refusal(names, gathers=False, training=training)
+            raise batch_dependence.refusal(names, gathers=False, training=training)
         with self.together():
-            mixed = mixings.resolve(model, batch, names, training) if names else []
-        self._mixed.setdefault(model, {})[training] = mixed
+            gathered = batch_dependence.resolve(model, batch, names, training) if names else []
+        self._runs_of(model).gathered[training] = gathered
 
-    def _gathered(self, model: keras.Model, *modes: bool) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which what mixes in training (True) or in inference (False) has the whole batch."""
-        found = self._mixed.get(model) or {}
-        return mixings.on_whole_batch([mixed for mode in modes or (True, False) for mixed in found.get(mode, ())])
-
-    def _agree_on(self, names: list[str]) -> list[str]:
-        """Return the names that the first worker with any found."""
+    def _first_found(self, names: list[str]) -> list[str]:
+        """Return the names of the first worker that found any."""
         return names
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
@@ -191,12 +180,13 @@ class DataParallel(Strategy):
         if objective.objectives_of(model):
             return objective_steps.train(model, batch, self._run, self._sum_gradients, self._apply, own_metrics_counted)
         _, _, share, _ = batch
+        losses = self._runs_of(model).losses
 
         def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with own_metrics_counted(model, counted):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
-            if model in self._divisions and self._divisions[model].partial_values:
+            if losses is not None and losses.partial_values:
                 *gradients, loss = self._sum_gradients(model, [*gradients, loss], share, counted)
             else:
                 gradients = self._sum_gradients(model, gradients, share, counted)
@@ -210,20 +200,21 @@ class DataParallel(Strategy):
     def _sum_gradients(
         self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor, number: int = 0
     ) -> list[Any]:
-        """Sum the gradients over all replicas, and the loss, a scalar, behind them; called in replica context.
+        """Sum gradients, and a loss after them, over all replicas; called in replica context.
 
         Args:
             model: The model.
-            gradients: This replica's.
-            share: What each of its examples counts.
-            counted: How many of its examples it counts.
-            number: Of the objective, where the model has several.
+            gradients: The gradients of the calling replica, and possibly its loss, a scalar.
+            share: The weight of an example in losses.
+            counted: The number of its examples to count in metrics.
+            number: The number of the objective, where the model has several.
         """
-        kinds = self._kinds[model][number] if model in self._kinds else None
+        all_kinds = self._runs_of(model).lookup_kinds
+        kinds = None if all_kinds is None else all_kinds[number]
         return sum_gradients(gradients, kinds, share, counted, self._pack_bytes, self._compression)
 
     def _apply(self, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
-        """Run an optimizer on every replica, where every variable stands for its local copy."""
+        """Run an optimizer on every replica, on the local copies of the variables."""
         if variables:
             with keras_model.one_device_optimizer():
                 self._strategy.extended.update(
@@ -232,24 +223,6 @@ class DataParallel(Strategy):
                     args=(gradients,),
                     group=False,
                 )
-
-    def _train_apart(self, model: keras.Model, batch: Any) -> None:
-        """Do one optimizer update on every replica with the gradient of its own part's loss."""
-        parts, counted, share, _ = batch
-
-        def on_replica(parts: Sequence[Any]) -> list[Any]:
-            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
-            counts = counted[local_replica_id()]
-            with own_metrics_counted(model, counts):
-                loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
-            update_counted_metrics(model, loss, counts, inputs, targets, outputs, weights)
-            # A stand-in for examples that are not there moves nothing.
-            is_some = tf.cast(share > 0, tf.float32)
-            return [None if gradient is None else gradient * tf.cast(is_some, gradient.dtype) for gradient in gradients]
-
-        with self._draws(model), keras_model.local_losses():
-            gradients = self._strategy.run(on_replica, args=(parts,))
-            self._apply(model.optimizer, model.trainable_variables, gradients)
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
@@ -267,7 +240,7 @@ class DataParallel(Strategy):
         return loss
 
     def end_call(self, model: keras.Model) -> None:
-        """Average the moving statistics that each replica kept by itself."""
+        """Average the moving statistics of the replicas."""
         if self.num_replicas > 1:
             average_statistics(self._strategy, own_statistics(model))
 
@@ -283,68 +256,18 @@ class DataParallel(Strategy):
                     )
 
     def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
-        """Return what each replica of all workers has counted, `[replicas, ...]`, by variable; all workers must ask."""
+        """Return the metric states of all replicas, `[replicas, ...]`, by variable; all workers must call this."""
         variables = summed_variables(model) if self.num_replicas > 1 else []
         return list(zip(variables, self._gather([local_parts(self._strategy, one) for one in variables]), strict=True))
 
+    def _run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any, training: bool) -> Any:
+        return self._runs_of(model).run(model, on_replica, batch, training)
+
     def _gather(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the parts of all workers' replicas, from those of this one's."""
+        """Return the states of the replicas of all workers, from those of this worker."""
         return parts
 
     def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
-        """Give each replica its part back, `[replicas, ...]`, if there are as many; the sum is assigned already."""
+        """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
         if len(parts) == self.num_replicas and keras_model.is_summed_on_read(variable):
             assign_local_parts(self._strategy, variable, parts[self.rank * self._num_local_replicas :])
-
-    def _predict(self, model: keras.Model, batch: Any, then: Callable[[Any], Any]) -> list[Any]:
-        """Run the model on each part and a function on each replica's outputs; return what it gives, by replica."""
-
-        def on_replica(parts: Sequence[Any]) -> Any:
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
-            return then(keras_model.call_model(model, inputs, training=False))
-
-        parts, counted, share, num_examples = batch
-        rows = RowsOfReplicas(counted, share, self.num_replicas, num_examples)
-        with self._draws(model), knowing(rows), self._gathered(model, False):
-            outputs = self._strategy.run(on_replica, args=(parts,))
-        copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
-        return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
-
-    def _run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any, training: bool) -> Any:
-        """Run a function on every replica with all losses reduced globally.
-
-        Args:
-            model: The model.
-            on_replica: Takes the replica's part and how many of its examples count in metrics; returns a tuple that
-                begins with the loss.
-            batch: An element of the distributed dataset.
-            training: Whether the model trains.
-
-        Returns:
-            What the function returned, the loss as this process's first replica has it.
-        """
-        parts, counted, share, num_examples = batch
-        sizes = [data.num_rows(part) for part in parts]
-        shares: dict[int, tf.Tensor] = {}
-
-        def on_own_part(parts: Sequence[Any]) -> Any:
-            replica, everywhere = local_replica_id(), num_examples
-            counts_scalars = model in self._divisions and self._divisions[model].counts_scalars
-            if everywhere is None and (counts_scalars or keras_model.own_metrics(model)):
-                everywhere = replicas.sum_over_replicas(counted[replica])
-            if everywhere is not None:
-                shares[replica] = tf.cast(counted[replica] / everywhere, keras.config.floatx())
-            return on_replica(parts[replica], counted[replica])
-
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._draws(model))
-            stack.enter_context(keras_losses.scalars_weighted(lambda _: shares.get(local_replica_id())))
-            stack.enter_context(knowing(RowsOfReplicas(counted, share, self.num_replicas, num_examples)))
-            stack.enter_context(self._gathered(model, training))
-            if model in self._divisions:
-                stack.enter_context(self._divisions[model].reduce_globally(training, sizes, share, num_examples))
-            if model.jit_compile:
-                # Compiles clusters of operations: XLA has no way through the communication between them.
-                stack.enter_context(tf.xla.experimental.jit_scope())
-            loss, *others = self._strategy.run(on_own_part, args=(parts,))
-        return self._strategy.experimental_local_results(loss)[0], *others

@@ -81,8 +81,8 @@ class Mirrored(DataParallel):
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
         _, _, _, num_examples = batch
-        outputs = self._predict(model, batch, lambda outputs: outputs)
-        # Where every part is the whole batch, the first is enough.
+        outputs = self._runs_of(model).predict(model, batch, lambda outputs: outputs)
+        # If every replica computed the whole batch, the outputs of the first are enough.
         return data.take_rows(data.join_batches(outputs), 0, num_examples)
 
 

@@ -1,4 +1,4 @@
-"""What all workers of a job ask each other outside of a step, so that they decide alike.
+"""Messages between the workers of a job outside of a step, so that all workers take the same decision.
 
 worker 0   fine ────┐            ┌─ raises the sentence of worker 1
 worker 1   refuses ─┴─ all-reduce ┴─ raises its own
@@ -15,40 +15,44 @@ import tensorflow as tf
 from tfpar.strategies.multi_worker.collectives import Group
 
 
-class Agreement:
+class Consensus:
     """Messages between workers, all of whom must call the same methods in the same order.
 
     Args:
         hosts: One device of each worker.
-        rank: Of this worker.
-        num_workers: How many there are.
+        rank: The rank of this worker.
+        num_workers: The number of workers.
     """
 
     def __init__(self, hosts: Group, rank: int, num_workers: int) -> None:
         self._hosts, self._rank, self._num_workers = hosts, rank, num_workers
 
     def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
-        """Return the sums of some numbers over all workers."""
+        """Return the sums of numbers over all workers."""
         sums: np.ndarray = self._hosts.all_reduce(tf.constant(values, tf.float64)).numpy()
         return sums
 
-    def message_of(self, rank: int, message: bytes | None) -> bytes:
-        """Return a worker's message on every worker.
+    def broadcast_from(self, rank: int, message: bytes | None) -> bytes:
+        """Return the message of one worker on every worker.
 
         Args:
-            rank: Of the worker.
-            message: This worker's; not used on the others.
+            rank: The rank of the sender.
+            message: The message; ignored on the other workers.
         """
         mine = message if rank == self._rank and message is not None else b""
         (size,) = self.all_reduce_sum([len(mine)])
-        # Numbers are summed, not bytes: whole 32-bit words, to which the others add nothing.
+        # An all-reduce of 32-bit words, which are zero on the other workers.
         words = np.zeros(-(-int(size) // 4), "int32")
         words.view("uint8")[: len(mine)] = np.frombuffer(mine, "uint8")
         words = self._hosts.all_reduce(tf.constant(words)).numpy() if len(words) else words
         return words.tobytes()[: int(size)]
 
     def first(self, holds_here: bool) -> int | None:
-        """Return the rank of the first worker for which something holds, None for none."""
+        """Return the lowest rank with a true value, None if there is none.
+
+        Args:
+            holds_here: The value of this worker.
+        """
         flags = np.zeros(self._num_workers)
         flags[self._rank] = holds_here
         found = np.flatnonzero(self.all_reduce_sum(flags.tolist()))
@@ -56,9 +60,10 @@ class Agreement:
 
     @contextlib.contextmanager
     def raising_together(self) -> Iterator[None]:
-        """Raise on every worker, at the end of this context, what the first of them raised inside.
+        """Raise on every worker, at the end of this context, the error of the first worker that raised inside.
 
-        For what depends on a worker's own examples: the others would wait for its next message.
+        It surrounds checks of a worker's own examples. Without it, the other workers would wait for the next message of
+        a worker that has raised.
 
         Raises:
             ValueError: With the message of the first worker that raised; that worker raises its own error.
@@ -71,7 +76,7 @@ class Agreement:
         rank = self.first(own is not None)
         if rank is None:
             return
-        message = self.message_of(rank, None if own is None else str(own).encode()).decode()
+        message = self.broadcast_from(rank, None if own is None else str(own).encode()).decode()
         if rank == self._rank and own is not None:
             raise own
         raise ValueError(message) from own

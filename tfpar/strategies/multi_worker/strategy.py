@@ -18,17 +18,18 @@ from tfpar.cluster import tf_config
 from tfpar.data import Sharded
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
-from tfpar.reduction import metric_logs, objective
+from tfpar.reduction import objective
 from tfpar.reduction.replicas import local_replica_id
-from tfpar.strategies import batch_dependence as mixings
+from tfpar.strategies import batch_dependence
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.multi_worker import preflight, sufficient_factors
 from tfpar.strategies.multi_worker.collectives import PIECE_BYTES, AllReduce, Group
-from tfpar.strategies.multi_worker.consensus import Agreement
+from tfpar.strategies.multi_worker.consensus import Consensus
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
-from tfpar.strategies.replica_states import summed_variables
+from tfpar.strategies.multi_worker.metric_sums import MetricSums
+from tfpar.strategies.multi_worker.outputs import all_gather_outputs
 
 Compression = Literal["bfloat16"]
 
@@ -70,7 +71,7 @@ class MultiWorker(DataParallel):
         >>> trainer.fit(dataset, epochs=5)
     """
 
-    # Between two calls the workers add up metrics and agree on what comes next, which takes milliseconds.
+    # Between two calls the workers reduce metrics and vote on the next call, which takes milliseconds.
     seconds_per_call = 0.5
 
     @keyword_arguments.named
@@ -83,11 +84,11 @@ class MultiWorker(DataParallel):
         sync: Literal["step", "average"] = "step",
         every: int = 1,
         average_optimizer: bool = True,
-        batch_dependent_layers: mixings.BatchDependentLayers = "refuse",
+        batch_dependent_layers: batch_dependence.BatchDependentLayers = "refuse",
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
-        mixings.check_choice(batch_dependent_layers)
+        batch_dependence.check_choice(batch_dependent_layers)
         preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
         preflight.check_sync(sync, every, average_optimizer, compression)
         job = tf_config.from_environment(os.environ)
@@ -120,7 +121,7 @@ class MultiWorker(DataParallel):
         self,
         strategy: tf.distribute.MultiWorkerMirroredStrategy,
         pack_bytes: int,
-        batch_dependent_layers: mixings.BatchDependentLayers = "refuse",
+        batch_dependent_layers: batch_dependence.BatchDependentLayers = "refuse",
     ) -> None:
         """Set up the communication between the workers."""
         super().__init__(strategy, pack_bytes, batch_dependent_layers)
@@ -128,33 +129,35 @@ class MultiWorker(DataParallel):
         self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, self._all_reduce, pack_bytes)
         host = self.devices[0].replace(device_type="CPU", device_index=0).to_string()
         self._hosts = Group([host], self.num_workers)
-        self._agreement = Agreement(self._hosts, self.rank, self.num_workers)
+        self._consensus = Consensus(self._hosts, self.rank, self.num_workers)
+        self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         keras_model.communicate_through(strategy, self._reduce)
         self.require_equal(preflight.versions())
         self._num_rows: PerModel[float] = PerModel()
-        # Unlike processors round products differently: there all must receive one sum instead of computing it.
+        # CPUs of different models round matmuls differently: then sufficient factors, from which every worker computes
+        # the sum itself, are off, and every worker receives the reduced sum.
         processor = sufficient_factors.processor()
-        self._alike = self.all_reduce_sum([processor != self.broadcast(processor.encode()).decode()])[0] == 0
+        self._equal_processors = self.all_reduce_sum([processor != self.broadcast(processor.encode()).decode()])[0] == 0
 
     def require_equal(self, facts: dict[str, str]) -> None:
-        """Refuse to train with workers that differ in a fact, such as a version; all workers must ask.
+        """Refuse workers that differ in a property, such as a version; all workers must call this.
 
         Raises:
-            ValueError: If a worker's text is not the chief's; on every worker, with the first line that differs.
+            ValueError: If a worker's text differs from the chief's; on every worker, with the first different line.
         """
         chiefs = json.loads(self.broadcast(json.dumps(facts).encode()))
-        rank = self._agreement.first(facts != chiefs)
+        rank = self._consensus.first(facts != chiefs)
         if rank is None:
             return
-        theirs = json.loads(self._agreement.message_of(rank, json.dumps(facts).encode()))
+        theirs = json.loads(self._consensus.broadcast_from(rank, json.dumps(facts).encode()))
         raise ValueError(
-            f"All workers must be alike, and worker {rank} ({self.addresses[rank]}) differs from the chief in "
+            f"All workers must be equal, and worker {rank} ({self.addresses[rank]}) differs from the chief in "
             f"{'; '.join(preflight.differences(chiefs, theirs))}. Start all of them with the same command, the same "
             "files and the same packages."
         )
 
     def _reduce(self, gradient: Any, replica: int) -> Any:
-        """Sum over all replicas; rows of an embedding are put together instead, as few of them are there."""
+        """Sum a gradient over all replicas; concatenate the rows of indexed slices, of which there are few."""
         if not isinstance(gradient, tf.IndexedSlices):
             return self._replicas.all_reduce(gradient, replica)
         values = self._replicas.all_gather(gradient.values, replica)
@@ -172,11 +175,11 @@ class MultiWorker(DataParallel):
         return f"MultiWorker over {workers}, {self.num_replicas} replicas; this is worker {self.rank} on {names}"
 
     def _distribute_shards(self, sharded: Sharded) -> Distributed:
-        """Let every worker read its own shards only."""
+        """Return the batches of this worker's shards, split into per-replica batches."""
 
         @tf.autograph.experimental.do_not_convert
         def split(rows: Any, num_rows: tf.Tensor) -> Any:
-            """Cut this worker's rows; a stand-in for none counts nothing."""
+            """Split the local batch; a padding batch has the weight 0."""
             parts, sizes, share, _ = split_into_parts(rows, data.num_rows(rows), self._num_local_replicas, slice(None))
             is_some = num_rows > 0
             return parts, tf.where(is_some, sizes, 0), tf.where(is_some, share, 0.0), None
@@ -192,16 +195,16 @@ class MultiWorker(DataParallel):
         return self._hosts.all_reduce(tf.reduce_sum(tf.cast(counted, tf.int64)))
 
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
-        """Say whether any worker has examples in the upcoming element, a boolean scalar."""
+        """Return whether any worker has examples in the upcoming element, a boolean scalar."""
         if not distributed.uneven_end:
             return super().has_more(upcoming, distributed)
         return self.num_examples(upcoming.get_value(), distributed) > 0
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Refuse what replicas would silently compute differently; the chief finds out how added losses divide.
+        """Find the reduction of the model's losses on the chief and broadcast it, or refuse the model.
 
         Raises:
-            ValueError: If a loss, or a loss added by a layer, cannot be divided over replicas.
+            ValueError: If a loss, or a loss added by a layer, is neither a sum nor a mean over the examples.
         """
         if self._averaging is not None and objective.objectives_of(model):
             raise ValueError(
@@ -210,53 +213,53 @@ class MultiWorker(DataParallel):
             )
         super().prepare(model, batch)
         (self._num_rows[model],) = self.all_reduce_sum([float(data.num_rows(batch))])
-        self._take_over_from_chief(model)
+        self._broadcast_losses(model)
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Let the chief find out how what an overridden `compute_loss` returns divides over replicas."""
+        """Find the reduction of an overridden `compute_loss` on the chief and broadcast it."""
         super().prepare_loss(model, batch, training)
         if keras_model.overridden(model, "compute_loss"):
-            self._take_over_from_chief(model)
+            self._broadcast_losses(model)
 
     def _find_kinds(self, model: keras.Model, batch: Any) -> None:
-        if self._averaging is None:  # else each replica applies its own gradients
+        if self._averaging is None:  # local SGD reduces no gradients
             super()._find_kinds(model, batch)
 
-    def _take_over_from_chief(self, model: keras.Model) -> None:
-        if model in self._divisions:
-            division = self._divisions[model]
-            division.take_over(self.broadcast(division.to_json().encode()).decode())
+    def _broadcast_losses(self, model: keras.Model) -> None:
+        losses = self._runs_of(model).losses
+        if losses is not None:
+            losses.load_json(self.broadcast(losses.to_json().encode()).decode())
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all workers judge their own data; where one raises, all raise its sentence."""
-        return self._agreement.raising_together()
+        """Return a context in which workers check their own data; an error of one is raised on all."""
+        return self._consensus.raising_together()
 
-    def _agree_on(self, names: list[str]) -> list[str]:
-        """Return the names that the first worker with any found."""
-        rank = self._agreement.first(bool(names))
+    def _first_found(self, names: list[str]) -> list[str]:
+        """Return the names of the first worker that found any."""
+        rank = self._consensus.first(bool(names))
         if rank is None:
             return names
-        agreed: list[str] = json.loads(self._agreement.message_of(rank, json.dumps(names).encode()))
-        return agreed
+        found: list[str] = json.loads(self._consensus.broadcast_from(rank, json.dumps(names).encode()))
+        return found
 
-    def _check_mixing(self, model: keras.Model, batch: Any, training: bool) -> None:
-        # Replicas that step alone see their own examples only.
+    def _check_batch_dependence(self, model: keras.Model, batch: Any, training: bool) -> None:
+        # With local SGD a replica trains on its own examples, also in batch-dependent layers.
         if self._averaging is None or not training:
-            super()._check_mixing(model, batch, training)
+            super()._check_batch_dependence(model, batch, training)
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on the parts of a global batch; return the global loss, a scalar.
 
-        Where replicas step alone there is no global loss: 0 is returned, and the logs tell whether it is finite.
+        Local SGD has no global loss: it returns 0, and the logs show whether the loss is finite.
         """
         if self._averaging is None:
             return super().train_step(model, batch)
-        self._train_apart(model, batch)
+        self._runs_of(model).train_locally(model, batch, self._apply)
         self._averaging.after_step(model, self._strategy, self._replicas)
         return tf.constant(0.0)
 
     def end_call(self, model: keras.Model) -> None:
-        """Average what each replica kept by itself."""
+        """Average the replicas' moving statistics, or with local SGD their weights."""
         if self._averaging is None:
             super().end_call(model)
         else:
@@ -265,11 +268,11 @@ class MultiWorker(DataParallel):
     def _sum_gradients(
         self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor, number: int = 0
     ) -> list[Any]:
-        """Sum the gradients over all replicas, large ones of dense kernels by their factors."""
+        """Sum gradients over all replicas, those of large Dense kernels by all-gather of their sufficient factors."""
         member = local_replica_id()
         found = (
             [sufficient_factors.sufficient_factors_of(gradient, int(self._num_rows[model])) for gradient in gradients]
-            if self._alike
+            if self._equal_processors
             else []
         )
         by_factors = {index: pair for index, pair in enumerate(found) if pair is not None}
@@ -284,67 +287,32 @@ class MultiWorker(DataParallel):
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch, on every worker."""
         _, _, share, num_examples = batch
 
-        def spread(output: Any) -> tf.Tensor:
-            """Put this replica's rows at their place among those of all; elsewhere zeros, which add nothing."""
-            if not isinstance(output, tf.Tensor):
-                raise TypeError(
-                    f"Over several workers a model must predict dense tensors, and it returned "
-                    f"{type(output).__name__}. End it with a layer that makes them dense, or predict on SingleDevice()."
-                )
-            context = tf.distribute.get_replica_context()
-            index = tf.cast(tf.get_static_value(context.replica_id_in_sync_group), tf.int64)
-            counts = (share >= 1) | (index == 0)
-            start = tf.where(share < 1, tf.zeros_like(index), -(-index * num_examples // self.num_replicas))
-            rows = tf.where(counts, data.num_rows(output), 0)
-            shape = tf.concat([[num_examples], tf.shape(output, tf.int64)[1:]], 0)
-            whole = tf.tensor_scatter_nd_update(
-                tf.zeros(shape, output.dtype), (start + tf.range(rows))[:, None], output[:rows]
-            )
-            return context.all_reduce("SUM", whole)
+        def gather(outputs: Any) -> Any:
+            return all_gather_outputs(outputs, share, num_examples, self.num_replicas)
 
-        return self._predict(model, batch, lambda outputs: tf.nest.map_structure(spread, outputs))[0]
+        return self._runs_of(model).predict(model, batch, gather)[0]
 
     def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        """Return the model's metrics over the examples of all workers; each worker's own counts stay as they are."""
-        variables = summed_variables(model)
-        copies = [copy for variable in variables for copy in self._strategy.experimental_local_results(variable.value)]
-        before = [copy.read_value() for copy in copies]
-        for variable, total in zip(variables, self._totals(variables), strict=True):
-            self._hold(variable, total)
-        results: dict[str, tf.Tensor] = tf.nest.map_structure(tf.identity, metric_logs.results(model))
-        for copy, value in zip(copies, before, strict=True):
-            copy.assign(value)
-        return results
+        """Return the logs over the examples of all workers."""
+        return self._metrics.results(model)
 
     def _gather(self, parts: list[np.ndarray]) -> list[np.ndarray]:
-        """Return the parts of all workers' replicas, from those of this one's: zeros elsewhere add nothing."""
-        rows = [np.zeros((self.num_replicas, *one.shape[1:]), one.dtype) for one in parts]
-        for row, one in zip(rows, parts, strict=True):
-            row[self.rank * len(one) : (self.rank + 1) * len(one)] = one
-        return [total.numpy() for total in self._hosts.all_reduce_many(list(map(tf.constant, rows)))]
+        """Return the metric states of the replicas of all workers."""
+        return self._metrics.all_gather(parts)
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
-        """Set a variable so that it reads as `value`; of what replicas add up, the chief's first holds all."""
+        """Set a variable so that it reads as `value`; the chief's first replica holds all of a sum over replicas."""
         if keras_model.is_summed_on_read(variable):
-            self._hold(variable, value if self.is_chief else np.zeros(variable.shape, variable.dtype))
+            self._metrics.assign_local_sum(
+                variable, value if self.is_chief else np.zeros(variable.shape, variable.dtype)
+            )
         else:
             variable.assign(value)
 
-    def _hold(self, variable: keras.Variable, value: Any) -> None:
-        """Let this worker's replicas add up to a value."""
-        first, *others = self._strategy.experimental_local_results(variable.value)
-        first.assign(value)
-        for other in others:
-            other.assign(tf.zeros_like(other))
-
-    def _totals(self, variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
-        here = [tf.convert_to_tensor(variable.value) for variable in variables]
-        return self._hosts.all_reduce_many(here)
-
     def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
-        """Return the sums of some numbers over all workers, who must all ask; outside of a step."""
-        return self._agreement.all_reduce_sum(values)
+        """Return the sums of numbers over all workers, which must all call this; outside of a step."""
+        return self._consensus.all_reduce_sum(values)
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Return the chief's message on every worker, who must all ask; outside of a step."""
-        return self._agreement.message_of(0, message)
+        """Return the chief's message on every worker; all workers must call this, outside of a step."""
+        return self._consensus.broadcast_from(0, message)

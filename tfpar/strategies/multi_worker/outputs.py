@@ -1,0 +1,43 @@
+"""Outputs of the replicas of all workers, combined into those of the global batch on every worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar import data
+
+
+def all_gather_outputs(outputs: Any, share: tf.Tensor, num_examples: tf.Tensor, num_replicas: int) -> Any:
+    """Return the outputs for the global batch from those of every replica; called in replica context.
+
+    Args:
+        outputs: The outputs of the calling replica, `[examples, ...]` in any structure.
+        share: The weight of an example; less than 1 if every replica computed the whole batch.
+        num_examples: The size of the global batch.
+        num_replicas: Replicas of all workers together.
+
+    Raises:
+        TypeError: If an output is no dense tensor.
+    """
+    context = tf.distribute.get_replica_context()
+    index = tf.cast(tf.get_static_value(context.replica_id_in_sync_group), tf.int64)
+
+    def gather(output: Any) -> tf.Tensor:
+        """Sum tensors of the size of the global batch; each replica fills its own rows and leaves zeros elsewhere."""
+        if not isinstance(output, tf.Tensor):
+            raise TypeError(
+                f"Over several workers a model must predict dense tensors, and it returned "
+                f"{type(output).__name__}. End it with a layer that makes them dense, or predict on SingleDevice()."
+            )
+        is_first_copy = (share >= 1) | (index == 0)
+        start = tf.where(share < 1, tf.zeros_like(index), -(-index * num_examples // num_replicas))
+        rows = tf.where(is_first_copy, data.num_rows(output), 0)
+        shape = tf.concat([[num_examples], tf.shape(output, tf.int64)[1:]], 0)
+        whole = tf.tensor_scatter_nd_update(
+            tf.zeros(shape, output.dtype), (start + tf.range(rows))[:, None], output[:rows]
+        )
+        return context.all_reduce("SUM", whole)
+
+    return tf.nest.map_structure(gather, outputs)

@@ -1,0 +1,148 @@
+"""Runs of one model's functions on all replicas, with losses and layers that are computed on the whole batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_losses, keras_model, random_state
+from tfpar.reduction import indexed_slices
+from tfpar.reduction.loss_decomposition import LossDecomposition
+from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
+from tfpar.reduction.whole_batch import RowsOfReplicas, knowing
+from tfpar.strategies import batch_dependence
+from tfpar.strategies.replica_states import own_metrics_counted, update_counted_metrics
+from tfpar.strategies.single_device import forward_backward
+
+
+class ReplicaRuns:
+    """Run functions of one model on all replicas.
+
+    Args:
+        strategy: The `tf.distribute` strategy of the replicas.
+        num_replicas: Replicas of all workers together.
+
+    Attributes:
+        losses: The reduction of the model's losses over replicas; None for one replica and for objectives.
+        gathered: The calls that take the whole batch, by whether the model trains.
+        lookup_kinds: The kinds of embedding lookups, by objective, weight and lookup; None without lookups.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, num_replicas: int) -> None:
+        self._strategy, self._num_replicas = strategy, num_replicas
+        self._generator = random_state.GeneratorOnReplicas(strategy)
+        self.losses: LossDecomposition | None = None
+        self.gathered: dict[bool, list[batch_dependence.Mixed]] = {}
+        self.lookup_kinds: list[list[list[indexed_slices.Kind]]] | None = None
+
+    def renew_generator(self) -> None:
+        """Create the random generator of the replicas again, for a model that was compiled again."""
+        self._generator = random_state.GeneratorOnReplicas(self._strategy)
+
+    def gathering(self, *modes: bool) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which batch-dependent layers take the whole batch.
+
+        Args:
+            *modes: True for the layers that depend on the batch in training, False for those in inference; none for
+                both.
+        """
+        return batch_dependence.on_whole_batch(
+            [call for mode in modes or (True, False) for call in self.gathered.get(mode, ())]
+        )
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Draw different random numbers on every replica inside this context, with and without a seed."""
+        with self._generator.in_place(), keras_model.replica_seeds(replica_id):
+            yield
+
+    def run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any, training: bool) -> Any:
+        """Run a function on every replica, and reduce all losses in it over the replicas.
+
+        Args:
+            model: The model.
+            on_replica: Takes the per-replica batch and the number of its examples to count in metrics; returns a tuple
+                whose first item is the loss.
+            batch: An element of the distributed dataset.
+            training: Whether the model trains.
+
+        Returns:
+            The tuple of the function; its loss is that of the first local replica.
+        """
+        parts, counted, share, num_examples = batch
+        sizes = [data.num_rows(part) for part in parts]
+        fractions: dict[int, tf.Tensor] = {}
+
+        def on_own_part(parts: Sequence[Any]) -> Any:
+            replica, global_size = local_replica_id(), num_examples
+            counts_scalars = self.losses is not None and self.losses.counts_scalars
+            if global_size is None and (counts_scalars or keras_model.own_metrics(model)):
+                global_size = sum_over_replicas(counted[replica])
+            if global_size is not None:
+                fractions[replica] = tf.cast(counted[replica] / global_size, keras.config.floatx())
+            return on_replica(parts[replica], counted[replica])
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._drawing())
+            stack.enter_context(keras_losses.scalars_weighted(lambda _: fractions.get(local_replica_id())))
+            stack.enter_context(knowing(RowsOfReplicas(counted, share, self._num_replicas, num_examples)))
+            stack.enter_context(self.gathering(training))
+            if self.losses is not None:
+                stack.enter_context(self.losses.reduce_globally(training, sizes, share, num_examples))
+            if model.jit_compile:
+                # XLA compiles clusters of operations: it cannot compile the collectives between them.
+                stack.enter_context(tf.xla.experimental.jit_scope())
+            loss, *others = self._strategy.run(on_own_part, args=(parts,))
+        return self._strategy.experimental_local_results(loss)[0], *others
+
+    def train_locally(self, model: keras.Model, batch: Any, apply: Callable[..., None]) -> None:
+        """Do one optimizer update on every replica with the gradients of its own loss.
+
+        Args:
+            model: The model.
+            batch: An element of the distributed dataset.
+            apply: Runs an optimizer on every replica with weights and their gradients.
+        """
+        parts, counted, share, _ = batch
+
+        def on_replica(parts: Sequence[Any]) -> list[Any]:
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
+            counts = counted[local_replica_id()]
+            with own_metrics_counted(model, counts):
+                loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+            update_counted_metrics(model, loss, counts, inputs, targets, outputs, weights)
+            # A padding batch contributes zero gradient.
+            is_some = tf.cast(share > 0, tf.float32)
+            return [None if gradient is None else gradient * tf.cast(is_some, gradient.dtype) for gradient in gradients]
+
+        with self._drawing(), keras_model.local_losses():
+            gradients = self._strategy.run(on_replica, args=(parts,))
+            apply(model.optimizer, model.trainable_variables, gradients)
+
+    def predict(self, model: keras.Model, batch: Any, then: Callable[[Any], Any]) -> list[Any]:
+        """Run the model on every replica, and a function on its outputs there.
+
+        Args:
+            model: The model.
+            batch: An element of the distributed dataset.
+            then: Takes the outputs of a replica.
+
+        Returns:
+            What the function returned on each local replica.
+        """
+
+        def on_replica(parts: Sequence[Any]) -> Any:
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
+            return then(keras_model.call_model(model, inputs, training=False))
+
+        parts, counted, share, num_examples = batch
+        rows = RowsOfReplicas(counted, share, self._num_replicas, num_examples)
+        with self._drawing(), knowing(rows), self.gathering(False):
+            outputs = self._strategy.run(on_replica, args=(parts,))
+        copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
+        return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
