@@ -1,9 +1,8 @@
-"""Model parallelism: consecutive layers on different devices, and every batch through them in micro-batches."""
+"""Pipeline parallelism: consecutive layers on different devices, which process every batch in micro-batches."""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,24 +10,20 @@ import keras
 import tensorflow as tf
 
 from tfpar import cluster, data
-from tfpar._compat import keras_model, keras_pipeline, keras_tracing, keras_variables, random_state
+from tfpar._compat import keras_model, keras_pipeline
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
 from tfpar.pipeline.analysis.stage_table import stages_table
 from tfpar.pipeline.analysis.step_timing import measure_step
-from tfpar.pipeline.execution.compiled_stages import StagesOfModel
 from tfpar.pipeline.execution.steps import PipelineSteps
-from tfpar.pipeline.graph import tracing as model_graph
-from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_synchronized
-from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
-from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, check_balance, partition_model
-from tfpar.pipeline.partition.placement import place_weights
+from tfpar.pipeline.partition.partitioner import Balance, check_balance
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import objective
 from tfpar.strategies.preview import Preview
 from tfpar.strategies.single_replica import SingleReplica
+from tfpar.strategies.stage_planner import StagePlanner
 
 
 class Pipeline(SingleReplica):
@@ -91,19 +86,16 @@ class Pipeline(SingleReplica):
         chosen = None if devices is None else cluster.resolve_devices(devices)
         self.schedule = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
         self.devices = _devices(self.schedule) if chosen is None else chosen
-        self._balance, self._recompute = balance, recompute
-        self._memory_limit_bytes, self._allow_mixing = memory_limit_bytes, allow_batch_dependent_layers
-        self._schedules: PerModel[schedules.Schedule] = PerModel()
-        self._partitions: PerModel[Partition] = PerModel()
-        self._num_moves: PerModel[int] = PerModel()
-        self._stages: PerModel[StagesOfModel] = PerModel()
+        self._recompute, self._allow_batch_dependence = recompute, allow_batch_dependent_layers
+        self._planner = StagePlanner(
+            self.schedule, self.devices, balance, recompute, memory_limit_bytes, allow_batch_dependent_layers
+        )
         self._adds_losses: PerModel[bool] = PerModel()
         self._lowerings: PerModel[PipelineSteps] = PerModel()
         self._present: PerModel[list[bool]] = PerModel()
-        self._checked: PerModel[dict[bool, Any]] = PerModel()  # the compilation, by whether the model trains
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the model is created: weights get memory when it is known where they live."""
+        """Return the context in which the model is created; its weights are allocated with the stages."""
         return keras_pipeline.deferred_weights()
 
     def describe(self) -> str:
@@ -122,10 +114,10 @@ class Pipeline(SingleReplica):
         return self.schedule.num_microbatches, "micro-batch"
 
     def adopt(self, model: keras.Model) -> None:
-        """Give the model's weights memory where their stages run, as far as layers and shapes are known.
+        """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
 
         Raises:
-            ValueError: If it cannot be divided, or holds variables that are no Keras variables.
+            ValueError: If the model cannot be divided, or has variables that are no Keras variables.
         """
         super().adopt(model)
         if objective.objectives_of(model):
@@ -133,129 +125,48 @@ class Pipeline(SingleReplica):
                 f"A pipeline trains by the loss of compile, computed after the last stage, and {type(model).__name__} "
                 "has objectives of its own. Train it with SingleDevice, Mirrored or MultiWorker."
             )
-        if (self._num_moves.get(model) or 0) != keras_variables.num_moves(model.variables):
-            for known in (self._partitions, self._stages, self._lowerings):  # another strategy had it meanwhile
-                known.pop(model)
-        if model not in self._partitions and model.built and getattr(model, "inputs", None):
-            with random_state.stand_in_generator():
-                graph = model_graph.trace(model)
-            self._divide(model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1)
+        if self._planner.forget_moved(model):
+            self._lowerings.pop(model)
+        self._planner.place_early(model)
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Divide the model into stages with the first batch, and give its weights memory there.
+        """Divide the model into stages with the first batch, and place its weights on their devices.
 
-        A model that was compiled again keeps its stages; what depends on losses, metrics and the optimizer is new.
+        A model that was compiled again keeps its stages; its loss, metrics and optimizer programs are created again.
 
         Raises:
-            ValueError: If it cannot be divided, or a layer mixes the examples of a batch.
+            ValueError: If the model cannot be divided, or a layer is batch-dependent.
         """
         data.check_same_inputs(self._present, model, batch)
-        if model in self._stages:
-            self._check_mixing(model, self._partitions[model].graph, batch, training)
+        self._planner.check_again(model, batch, training)
         if model in self._lowerings and self._lowerings[model].compilation is keras_model.compilation(model):
             self._lowerings[model].examples.keep(batch)
             return
-        if model not in self._stages:
-            self._adds_losses[model] = self._read(model, batch, training)
-        elif self._memory_limit_bytes is not None:  # the new optimizer may keep more for each weight
-            before = self._partitions[model]
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            size = self._microbatch_size(inputs)
-            self._cut(model, before.graph, self._balance, update_trainable_bytes(before.graph, before.costs), size)
-        if model not in self._stages:
-            self._stages[model] = StagesOfModel(
-                model,
-                self._partitions[model].graph,
-                self._partitions[model].stages,
-                self._stage_devices(model),
-                recompute=self._recompute,
-                splits_backward=self.schedule.splits_backward,
-            )
-        schedule = self.schedule_of(model)
+        adds_losses = self._planner.divide(model, batch, training)
+        if adds_losses is not None:
+            self._adds_losses[model] = adds_losses
         self._lowerings[model] = PipelineSteps(
-            model, self._stages[model], schedule, self._adds_losses[model], self._allow_mixing
+            model,
+            self._planner.stages_of(model),
+            self.schedule_of(model),
+            self._adds_losses[model],
+            self._allow_batch_dependence,
         )
         self._lowerings[model].examples.keep(batch)
 
-    def _read(self, model: keras.Model, batch: Any, training: bool) -> bool:
-        """Read a model's operations, check and divide them; return whether a layer adds a loss."""
-        given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        model_graph.build(model, given)
-        with random_state.stand_in_generator():
-            added: list[Any] = []
-            with keras_model.collect_added_losses(lambda: added):
-                graph = model_graph.trace(model, given)
-            self._check_mixing(model, graph, batch, training)
-            inputs = model_graph.standardize(model, given)
-            self._divide(model, graph, self._balance, inputs, self._microbatch_size(given))
-        # A layer tells while it runs on symbols; a model whose own `call` adds one is read.
-        tells = added or any(isinstance(call.operation, keras_tracing.AddedLoss) for call in graph.calls)
-        return bool(tells) or any(layer.activity_regularizer for layer in keras_model.all_layers(model))
-
-    def _check_mixing(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:
-        """Refuse what micro-batches change in training, or in inference; once for as long as nothing is compiled."""
-        compilation, checked = keras_model.compilation(model), self._checked.setdefault(model, {})
-        if self.schedule.num_microbatches == 1 or self._allow_mixing or checked.get(training, self) is compilation:
-            return
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        if training:
-            check_synchronized(graph)
-        with tf.device(self.devices[0]):
-            check_batch_independence(graph, model_graph.standardize(model, inputs), training)
-        checked[training] = compilation
-
-    def _divide(
-        self, model: keras.Model, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
-    ) -> None:
-        costs = measure(graph, inputs, size, self.devices[0], times=balance == "time", flops=balance == "flops")
-        self._cut(model, graph, balance, costs, size)
-
-    def _cut(
-        self, model: keras.Model, graph: model_graph.Graph, balance: Balance, costs: Sequence[CallCost], size: int
-    ) -> None:
-        self._schedules[model] = schedule = self._fitted(model, graph)
-        memory = self._memory(model)
-        partition = partition_model(graph, balance, schedule.num_stages, schedule.num_devices, costs, size, memory)
-        place_weights(model, partition.stages, self._stage_devices(model))
-        self._partitions[model] = partition
-        self._num_moves[model] = keras_variables.num_moves(model.variables)
-        self._stages.pop(model)
-
-    def _fitted(self, model: keras.Model, graph: model_graph.Graph) -> schedules.Schedule:
-        """Return the schedule of as many stages as a model has operations; with a warning where they are too few."""
-        num_calls = len(graph.calls)
-        if not isinstance(self._balance, str) or num_calls >= self.schedule.num_stages:
-            return self.schedule
-        fitted = schedules.limit_stages(self.schedule, num_calls)
-        if model not in self._schedules:
-            warnings.warn(
-                f"{model.name!r} has {num_calls} layer call{'s' * (num_calls > 1)} for {self.schedule.num_stages} "
-                f"stages: it runs in {fitted.num_stages} on {', '.join(self.devices[: fitted.num_devices])}. Set "
-                "num_stages to no more, or use Mirrored, which needs no layers to divide.",
-                stacklevel=2,
-            )
-        return fitted
-
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
-        """Return the order in which the stages of a model run: with fewer stages where it has fewer layer calls."""
-        return self._schedules.get(model) or self.schedule
-
-    def _memory(self, model: keras.Model) -> MemoryNeeds:
-        # Where the gradient of the weights waits, what recomputation made again for it waits too.
-        one_at_a_time = self._recompute and not self.schedule.splits_backward
-        num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
-        num_slots = keras_pipeline.slots_per_weight(keras_variables.optimizer_of(model))
-        return MemoryNeeds(self._memory_limit_bytes, num_slots, num_activations)
+        """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""
+        return self._planner.schedule_of(model)
 
     def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
-        """Measure the stages on a batch and predict a step; nothing is trained.
+        """Measure the stages on a batch and predict a step; no weight changes.
 
         Args:
             model: A model that `Trainer.build` or a call of `fit` has prepared.
             batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
 
         Raises:
-            ValueError: If nothing has prepared the model, or not since it was compiled again.
+            ValueError: If the model was not prepared since it was last compiled.
 
         Example:
             >>> batch = trainer.build(dataset)
@@ -266,30 +177,30 @@ class Pipeline(SingleReplica):
         lowering = self._prepared(model)
         with self.step_context():
             return predict_step_time(
-                self._partitions[model],
+                self._planner.partition_of(model),
                 lowering,
                 self.schedule_of(model),
-                self._stage_devices(model),
-                self._memory(model),
+                self._planner.stage_devices(model),
+                self._planner.memory_of(model),
                 batch,
-                self._microbatch_size(inputs),
+                self._planner.microbatch_size(inputs),
             )
 
     def preview(self, model: keras.Model, batch: Any) -> Preview:
-        """Return the stages as measured on a batch, the step that follows from them, and the picture of both."""
-        outlook, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
-        table = stages_table(outlook.rows, outlook.planned, schedule)
-        return Preview(table, outlook.rows, outlook.planned, schedule, outlook.durations)
+        """Return the measured stages, the predicted step and the picture of its schedule."""
+        prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
+        table = stages_table(prediction.rows, prediction.planned, schedule)
+        return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:
-        """Run all actions of a step a few times and note when each really runs; nothing is trained.
+        """Run all actions of a step a few times and measure when each runs; no weight changes.
 
         Args:
             model: A model that `Trainer.build` or a call of `fit` has prepared.
             batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
 
         Raises:
-            ValueError: If nothing has prepared the model, or not since it was compiled again.
+            ValueError: If the model was not prepared since it was last compiled.
         """
         lowering = self._prepared(model)
         with self.step_context():
@@ -304,24 +215,16 @@ class Pipeline(SingleReplica):
             )
         return lowering
 
-    def _microbatch_size(self, inputs: Any) -> int:
-        return -(-int(data.num_rows(inputs)) // self.schedule.num_microbatches)
-
-    def _stage_devices(self, model: keras.Model) -> list[str]:
-        """Return the device of each stage."""
-        schedule = self.schedule_of(model)
-        return [f"/device:{self.devices[schedule.device_of(stage)]}" for stage in range(schedule.num_stages)]
-
     def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Find out how losses divide over micro-batches; one that does not raises ValueError."""
+        """Find the reduction of the losses over micro-batches; raise ValueError if a loss has none."""
         self._lowerings[model].prepare(batch)
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Find out how what an overridden `compute_loss` returns divides over micro-batches, or refuse it."""
+        """Find the reduction of an overridden `compute_loss` over micro-batches, or refuse it."""
         self._lowerings[model].prepare_loss(batch, training)
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which TensorFlow takes less time over the graph of a step, which is a large one."""
+        """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""
         return keras_pipeline.short_graph_optimization()
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:

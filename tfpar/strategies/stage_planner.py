@@ -1,0 +1,195 @@
+"""The stages of each model in a pipeline: cost measurement, partition, placement of weights, compiled programs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_model, keras_pipeline, keras_tracing, keras_variables, random_state
+from tfpar.per_model import PerModel
+from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.execution.compiled_stages import StagesOfModel
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_synchronized
+from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
+from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
+from tfpar.pipeline.partition.placement import place_weights
+
+
+class StagePlanner:
+    """Divide models into stages and place the weights of each stage on its device.
+
+    Args:
+        schedule: The schedule for a model with enough layer calls.
+        devices: The devices of the schedule.
+        balance: As for `Pipeline`.
+        recompute: As for `Pipeline`.
+        memory_limit_bytes: As for `Pipeline`.
+        allow_batch_dependence: Whether batch-dependent layers are allowed.
+    """
+
+    def __init__(
+        self,
+        schedule: schedules.Schedule,
+        devices: Sequence[str],
+        balance: Balance | Sequence[int] | Sequence[str],
+        recompute: bool,
+        memory_limit_bytes: int | None,
+        allow_batch_dependence: bool,
+    ) -> None:
+        self._schedule, self._devices = schedule, devices
+        self._balance, self._recompute = balance, recompute
+        self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
+        self._schedules: PerModel[schedules.Schedule] = PerModel()
+        self._partitions: PerModel[Partition] = PerModel()
+        self._num_moves: PerModel[int] = PerModel()
+        self._stages: PerModel[StagesOfModel] = PerModel()
+        self._checked: PerModel[dict[bool, Any]] = PerModel()  # the checked compilation, by whether the model trains
+
+    def forget_moved(self, model: keras.Model) -> bool:
+        """Drop the stages of a model whose weights another strategy has moved; return whether there were any moves."""
+        if (self._num_moves.get(model) or 0) == keras_variables.num_moves(model.variables):
+            return False
+        self._partitions.pop(model)
+        self._stages.pop(model)
+        return True
+
+    def place_early(self, model: keras.Model) -> None:
+        """Place the weights of a functional model before its first batch, without measured times."""
+        if model not in self._partitions and model.built and getattr(model, "inputs", None):
+            with random_state.stand_in_generator():
+                graph = model_graph.trace(model)
+            self._measure_and_cut(
+                model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1
+            )
+
+    def check_again(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Check the stages that a model has for batch-dependent layers, in training or in inference."""
+        if model in self._stages:
+            self._check_batch_dependence(model, self._partitions[model].graph, batch, training)
+
+    def divide(self, model: keras.Model, batch: Any, training: bool) -> bool | None:
+        """Divide a model into stages with its first batch, or again where a new optimizer needs more memory.
+
+        Args:
+            model: A compiled model.
+            batch: The first global batch.
+            training: Whether train steps follow.
+
+        Returns:
+            Whether a layer adds a loss; None if the model had stages already.
+
+        Raises:
+            ValueError: If the model cannot be divided, or a layer is batch-dependent.
+        """
+        adds_losses = None
+        if model not in self._stages:
+            adds_losses = self._trace_and_cut(model, batch, training)
+        elif self._memory_limit_bytes is not None:  # a new optimizer may have more slots per weight
+            before = self._partitions[model]
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            size = self.microbatch_size(inputs)
+            self._cut(model, before.graph, self._balance, update_trainable_bytes(before.graph, before.costs), size)
+        if model not in self._stages:
+            self._stages[model] = StagesOfModel(
+                model,
+                self._partitions[model].graph,
+                self._partitions[model].stages,
+                self.stage_devices(model),
+                recompute=self._recompute,
+                splits_backward=self._schedule.splits_backward,
+            )
+        return adds_losses
+
+    def stages_of(self, model: keras.Model) -> StagesOfModel:
+        """Return the compiled stages of a divided model."""
+        return self._stages[model]
+
+    def partition_of(self, model: keras.Model) -> Partition:
+        """Return the partition of a divided model."""
+        return self._partitions[model]
+
+    def schedule_of(self, model: keras.Model) -> schedules.Schedule:
+        """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""
+        return self._schedules.get(model) or self._schedule
+
+    def memory_of(self, model: keras.Model) -> MemoryNeeds:
+        """Return the memory that the stages of a model need besides weights and gradients."""
+        # With a split backward pass, recomputed activations are saved until the weight gradient.
+        one_at_a_time = self._recompute and not self._schedule.splits_backward
+        num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
+        num_slots = keras_pipeline.slots_per_weight(keras_variables.optimizer_of(model))
+        return MemoryNeeds(self._memory_limit_bytes, num_slots, num_activations)
+
+    def microbatch_size(self, inputs: Any) -> int:
+        """Return the examples of the largest micro-batch of a batch."""
+        return -(-int(data.num_rows(inputs)) // self._schedule.num_microbatches)
+
+    def stage_devices(self, model: keras.Model) -> list[str]:
+        """Return the device of each stage."""
+        schedule = self.schedule_of(model)
+        return [f"/device:{self._devices[schedule.device_of(stage)]}" for stage in range(schedule.num_stages)]
+
+    def _trace_and_cut(self, model: keras.Model, batch: Any, training: bool) -> bool:
+        given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        model_graph.build(model, given)
+        with random_state.stand_in_generator():
+            added: list[Any] = []
+            with keras_model.collect_added_losses(lambda: added):
+                graph = model_graph.trace(model, given)
+            self._check_batch_dependence(model, graph, batch, training)
+            inputs = model_graph.standardize(model, given)
+            self._measure_and_cut(model, graph, self._balance, inputs, self.microbatch_size(given))
+        # A layer adds its loss in the symbolic run; the trace of a subclassed model contains the call of add_loss.
+        adds = added or any(isinstance(call.operation, keras_tracing.AddedLoss) for call in graph.calls)
+        return bool(adds) or any(layer.activity_regularizer for layer in keras_model.all_layers(model))
+
+    def _check_batch_dependence(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:
+        """Refuse batch-dependent layers in training, or in inference; once for each compilation."""
+        compilation, checked = keras_model.compilation(model), self._checked.setdefault(model, {})
+        allowed = self._schedule.num_microbatches == 1 or self._allow_batch_dependence
+        if allowed or checked.get(training, self) is compilation:
+            return
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if training:
+            check_synchronized(graph)
+        with tf.device(self._devices[0]):
+            check_batch_independence(graph, model_graph.standardize(model, inputs), training)
+        checked[training] = compilation
+
+    def _measure_and_cut(
+        self, model: keras.Model, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
+    ) -> None:
+        costs = measure(graph, inputs, size, self._devices[0], times=balance == "time", flops=balance == "flops")
+        self._cut(model, graph, balance, costs, size)
+
+    def _cut(
+        self, model: keras.Model, graph: model_graph.Graph, balance: Balance, costs: Sequence[CallCost], size: int
+    ) -> None:
+        self._schedules[model] = schedule = self._fitted_schedule(model, graph)
+        memory = self.memory_of(model)
+        partition = partition_model(graph, balance, schedule.num_stages, schedule.num_devices, costs, size, memory)
+        place_weights(model, partition.stages, self.stage_devices(model))
+        self._partitions[model] = partition
+        self._num_moves[model] = keras_variables.num_moves(model.variables)
+        self._stages.pop(model)
+
+    def _fitted_schedule(self, model: keras.Model, graph: model_graph.Graph) -> schedules.Schedule:
+        """Return a schedule with at most as many stages as the model has layer calls; warn if that is fewer."""
+        num_calls = len(graph.calls)
+        if not isinstance(self._balance, str) or num_calls >= self._schedule.num_stages:
+            return self._schedule
+        fitted = schedules.limit_stages(self._schedule, num_calls)
+        if model not in self._schedules:
+            warnings.warn(
+                f"{model.name!r} has {num_calls} layer call{'s' * (num_calls > 1)} for {self._schedule.num_stages} "
+                f"stages: it runs in {fitted.num_stages} on {', '.join(self._devices[: fitted.num_devices])}. Set "
+                "num_stages to no more, or use Mirrored, which needs no layers to divide.",
+                stacklevel=2,
+            )
+        return fitted
