@@ -1,4 +1,4 @@
-"""All workers begin alike: the chief's state is sent to all of them, and compared before the first step."""
+"""Broadcast of the chief's state to all workers, and its comparison before the first step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tfpar.strategies import Strategy
 def broadcast_initial_state(
     model: keras.Model, strategy: Strategy, checkpoints: Checkpoints | None, position: Position
 ) -> tuple[Position, dict[str, Any]]:
-    """Give every worker the chief's newest checkpoint, or else its fresh weights.
+    """Broadcast the chief's newest checkpoint, or its initial weights if there is none.
 
-    Only the chief needs the disk that holds the checkpoints.
+    Only the chief needs access to the checkpoints.
 
     Args:
         model: A built and compiled model.
-        strategy: Connects the workers.
-        checkpoints: Where the chief looks for checkpoints; None for nowhere.
-        position: Where a run without a checkpoint begins; the chief's counts.
+        strategy: The strategy of the workers.
+        checkpoints: The checkpoints of the chief; None for none.
+        position: The first position of a run without a checkpoint; the chief's counts.
 
     Returns:
-        The position of the run, and what its callbacks remember.
+        The position of the run, and the state of its callbacks.
 
     Raises:
         ValueError: If a worker has built another model than the chief, or the checkpoint is of another model.
-        RuntimeError: If the workers' weights differ all the same.
+        RuntimeError: If the workers' weights differ after the broadcast.
     """
     if strategy.num_workers == 1:
         restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign, strategy.assign_parts)

@@ -1,4 +1,4 @@
-"""What every strategy supplies: where the model is built, how data reaches the devices, how one step runs."""
+"""The interface of a strategy: the scope of a model, the distribution of data, and one step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
 
 
 class Distributed(NamedTuple):
-    """A dataset whose elements the steps of a strategy take.
+    """A dataset of elements for the steps of a strategy.
 
     Args:
         dataset: The elements.
-        uneven_end: Whether workers may run out of examples at different times; then its elements never end, and the
-            workers agree on when to stop.
+        uneven_end: Whether workers may have different numbers of elements; then each pads its dataset with empty
+            batches, and the workers vote on the end.
     """
 
     dataset: tf.data.Dataset
@@ -35,11 +35,11 @@ class Distributed(NamedTuple):
 
 
 class Strategy(abc.ABC):
-    """Where and how one step runs.
+    """Decide where a model is built and how one step runs.
 
-    A strategy owns the scope in which the model is built, the way a dataset reaches its devices, and one train,
-    evaluate and predict step. The loops around the steps are the trainer's, the same for every strategy. The three
-    steps are called while a `tf.function` is traced, on one element of the dataset that `distribute` returned.
+    A strategy supplies the scope of the model, the distribution of datasets, and the train, evaluate and predict steps.
+    The trainer supplies the loops around them. The steps are traced in a `tf.function`, with an element of the dataset
+    of `distribute` as their argument.
 
     Example:
         >>> strategy: tfpar.Strategy = tfpar.Mirrored(["CPU:0", "CPU:1"])
@@ -47,7 +47,7 @@ class Strategy(abc.ABC):
         (2, 1, True)
     """
 
-    # The tf.distribute strategy that weights belong to; None for those of one device, and of pipelines.
+    # The tf.distribute strategy of the weights; None for one device and for pipelines.
     home: tf.distribute.Strategy | None = None
     devices: Sequence[Any]
     num_replicas: int
@@ -70,10 +70,10 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """Say in one line which devices run what."""
+        """Return one line with the devices and their roles."""
 
     def __repr__(self) -> str:
-        """Return the description in a line: a notebook shows which devices there are."""
+        """Return the description, which a notebook shows."""
         return f"<{self.describe()}>"
 
     @property
@@ -82,11 +82,11 @@ class Strategy(abc.ABC):
         return [str(device) for device in self.devices]
 
     def preview(self, model: keras.Model, batch: Any) -> Preview:
-        """Say what a step will be like: the devices, each with the whole model; all workers must ask.
+        """Return a preview of a step: a row for each device of this worker.
 
         Args:
             model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: This process's part of a global batch, `(inputs, targets, sample_weight)` as far as given.
+            batch: The local batch of this worker, `(inputs, targets, sample_weight)` as far as given.
         """
         num_local_replicas = max(1, self.num_replicas // self.num_workers)
         weights, trained = list(model.variables), list(model.trainable_variables)
@@ -120,36 +120,35 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
-        """Turn global batches into elements that the steps take."""
+        """Return a dataset of elements for the steps from global batches or shards."""
 
     @abc.abstractmethod
     def local_batch(self, element: Any) -> Any:
-        """Return the batch of examples behind one element of the dataset that `distribute` returned."""
+        """Return the local batch of an element of the distributed dataset."""
 
     @abc.abstractmethod
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
-        """Return the size of the global batch behind an element, an int64 scalar; may communicate."""
+        """Return the size of the global batch of an element, an int64 scalar; may communicate."""
 
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
-        """Say whether any worker has examples in the upcoming element, a boolean scalar; may communicate."""
+        """Return whether any worker has examples in the upcoming element, a boolean scalar; may communicate."""
         return upcoming.has_value()
 
     def holds(self, variable: keras.Variable) -> bool:
-        """Say whether the memory of a variable is where this strategy's steps expect it."""
+        """Return whether a variable is allocated on the devices of this strategy."""
         return keras_variables.home_of(variable) is self.home
 
     def adopt(self, model: keras.Model) -> None:
-        """Move what was created outside of this strategy's scope into it: weights, optimizer, metrics, random state.
+        """Move the variables of a model to this strategy: weights, optimizer, metrics, random state.
 
-        So a model that was built, or compiled again, anywhere trains here from the state that it has. The Keras
-        objects stay the same, only their memory is allocated again; where nothing is to be moved this costs a look at
-        each variable.
+        A model that was built or compiled elsewhere then trains here with its current state. The Keras objects stay
+        the same; only their memory is allocated again.
 
         Args:
             model: Any model, built and compiled as far as it may be.
 
         Raises:
-            ValueError: If the model holds variables that are no Keras variables.
+            ValueError: If the model has variables that are no Keras variables.
         """
         away = [variable for variable in keras_variables.state(model) if not self.holds(variable)]
         if {id(variable) for variable in away} & {id(weight) for weight in model.variables}:
@@ -160,58 +159,58 @@ class Strategy(abc.ABC):
             keras_variables.move_trainer(model, self.home)
 
     def _move(self, variable: keras.Variable) -> None:
-        # It is read where it was: within a scope TensorFlow refuses the variables of another strategy.
+        # Read before the scope begins: in a scope, TensorFlow refuses to read variables of another strategy.
         value = tf.convert_to_tensor(variable.value) if keras_variables.is_allocated(variable) else None
         with self.scope():
             keras_variables.re_create(variable, value)
-        if keras_model.is_summed_on_read(variable) and value is not None:  # each replica begins with all of it
+        if keras_model.is_summed_on_read(variable) and value is not None:  # the new value has all of it on each replica
             self.assign(variable, value)
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Let the weights of a model live where they belong, before the optimizer makes its state beside them.
+        """Place the weights of a model on devices, before the optimizer creates its slots there.
 
         Args:
             model: A compiled model.
             batch: The first global batch, `(inputs, targets, sample_weight)` as far as given.
-            training: Whether train steps follow, or those that evaluate or predict.
+            training: Whether train steps follow; otherwise evaluate or predict steps.
 
         Raises:
-            ValueError: If there is no place for them.
+            ValueError: If the weights do not fit.
         """
-        return  # a scope has placed them
+        return  # the scope places them
 
     @abc.abstractmethod
     def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Check, before the first step, that this model can be trained here exactly.
+        """Check before the first step that the strategy trains this model exactly.
 
         Args:
             model: A built and compiled model.
             batch: The first global batch, `(inputs, targets, sample_weight)` as far as given.
 
         Raises:
-            ValueError: If it cannot; the message names what stands in the way.
+            ValueError: If it cannot; the message names the reason.
         """
 
     def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Check, before the first step of a kind, that the model's outputs are those of one device.
+        """Check before the first step of a kind that the model's outputs equal those of one device.
 
         Args:
             model: A built model.
             batch: The first batch, `(inputs,)` or with more.
-            training: Whether train steps follow, or those that evaluate or predict.
+            training: Whether train steps follow; otherwise evaluate or predict steps.
 
         Raises:
             ValueError: If they are not.
         """
-        return  # one copy of the model computes what one device does
+        return  # with one copy of the model nothing can differ
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Check, before the first step of a kind, that what an overridden `compute_loss` returns is exact here.
+        """Check before the first step of a kind that the value of an overridden `compute_loss` can be reduced exactly.
 
         Args:
-            model: A model that `prepare` has seen.
+            model: A model after `prepare`.
             batch: The first global batch.
-            training: Whether train steps follow, or evaluate steps; `compute_loss` is told the same.
+            training: Whether train steps follow; the argument `training` of `compute_loss`.
 
         Raises:
             ValueError: If it is not.
@@ -219,7 +218,7 @@ class Strategy(abc.ABC):
         return  # one device needs no check
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the compiled loop over train or evaluate steps is called."""
+        """Return the context for calls of the compiled loop of train or evaluate steps."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
@@ -236,33 +235,33 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def end_call(self, model: keras.Model) -> None:
-        """Do what may wait until several train steps have run; traced behind them, before the metrics are read."""
+        """Complete a call of several train steps; traced after them, before the metrics are read."""
 
     @abc.abstractmethod
     def finalize_weights(self, model: keras.Model) -> None:
-        """Do what the optimizer leaves for the end of training: overwrite the weights with their moving average."""
+        """Overwrite the weights with their moving average, if the optimizer has one, after training."""
 
     def metric_results(self, model: keras.Model) -> dict[str, tf.Tensor]:
-        """Return the logs over the examples of all workers: the metrics' results, and what `compute_metrics` adds."""
+        """Return the logs over the examples of all workers: metric results and the entries of `compute_metrics`."""
         return metric_logs.results(model)
 
     def metric_parts(self, model: keras.Model) -> list[tuple[keras.Variable, np.ndarray]]:
-        """Return what each replica of all workers has counted, `[replicas, ...]`, by variable; all workers must ask.
+        """Return the metric states of all replicas, `[replicas, ...]`, by variable; all workers must call this.
 
-        A checkpoint holds it beside the sums, so that a resumed run adds up in the same order as an undisturbed one.
+        A checkpoint contains them next to their sums, so that a resumed run adds in the order of an uninterrupted one.
         """
-        return []  # one copy holds all
+        return []  # one copy has all of the state
 
     def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
-        """Give each replica its part back, `[replicas, ...]`, if there are as many; the sum is assigned already."""
-        return  # one copy holds the sum
+        """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
+        return  # one copy has the sum, which is restored already
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Set a variable so that it reads as `value`."""
         variable.assign(value)
 
     def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
-        """Return the sums of some numbers over all workers, who must all ask; outside of a step."""
+        """Return the sums of numbers over all workers, which must all call this; outside of a step."""
         return np.asarray(values, "float64")
 
     def barrier(self) -> None:
@@ -270,31 +269,31 @@ class Strategy(abc.ABC):
         self.all_reduce_sum([0.0])
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Return the chief's message on every worker, who must all ask; outside of a step.
+        """Return the chief's message on every worker; all workers must call this, outside of a step.
 
         Args:
-            message: What the chief sends; the others' is not looked at.
+            message: The message of the chief; ignored on the other workers.
         """
         assert message is not None
         return message
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all workers judge their own data and settings; where one raises, all raise.
+        """Return a context in which workers check their own data and settings; an error of one is raised on all.
 
-        Nothing that communicates between the workers may be called in it after what may raise.
+        Inside it no communication between workers may follow a statement that can raise.
         """
         return contextlib.nullcontext()
 
     def require_equal(self, facts: dict[str, str]) -> None:
-        """Refuse to train with workers that differ in a fact, such as a version; all workers must ask.
+        """Refuse workers that differ in a property, such as a version; all workers must call this.
 
         Args:
-            facts: Texts by what they are.
+            facts: The properties as texts, by name.
 
         Raises:
-            ValueError: If a worker's text is not the chief's; on every worker.
+            ValueError: If a worker's text differs from the chief's; on every worker.
         """
-        return  # one worker is equal to itself
+        return  # there is one worker
 
 
 def _num_bytes(variables: Sequence[keras.Variable]) -> int:

@@ -1,4 +1,4 @@
-"""A global batch in one part a replica, also where there are fewer examples than replicas."""
+"""Split of a global batch into per-replica batches, also with fewer examples than replicas."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tfpar import data
 
 
 def split_into_parts(batch: Any, num_examples: tf.Tensor, num_parts: int, own: slice) -> Any:
-    """Cut a batch into parts; return some of them, with what they count.
+    """Split a batch into per-replica batches; return those of this process, with their sizes and weights.
 
     Args:
         batch: Examples, `[examples, ...]` in any structure.
-        num_examples: How many, a scalar.
-        num_parts: How many parts there are in all.
-        own: Which of them are returned.
+        num_examples: The size of the batch, a scalar.
+        num_parts: The number of per-replica batches.
+        own: The per-replica batches to return.
 
     Returns:
         `(parts, sizes, share, num_examples)`, as `DataParallel.distribute` describes them.
@@ -37,7 +37,7 @@ def split_into_parts(batch: Any, num_examples: tf.Tensor, num_parts: int, own: s
 
 
 def _of_any_size(part: Any) -> Any:
-    """Drop the static number of rows: workers must trace the same functions, and their parts may differ by a row."""
+    """Drop the static number of rows: workers must trace the same function, and their sizes may differ by a row."""
     if not isinstance(part, tf.Tensor):
         return part
     return tf.compat.v1.placeholder_with_default(part, [None, *part.shape[1:]])

@@ -1,4 +1,4 @@
-"""Gradients of all replicas added up, dense ones and rows of lookups, as one device adds them up."""
+"""Sums over all replicas of dense gradients and of embedding rows, with the result of one device."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def sum_gradients(
     """Sum gradients over all replicas; called in replica context.
 
     Args:
-        gradients: This replica's: tensors, `tf.IndexedSlices` or None.
-        kinds: Those of the lookups behind each, as `lookups.find_kinds` found them; None if nothing is looked up.
-        share: What each of the replica's examples counts, a scalar.
-        counted: How many of its examples it counts, an int scalar.
+        gradients: The gradients of the calling replica: tensors, `tf.IndexedSlices` or None.
+        kinds: The kinds of the lookups of each gradient, from `lookup_trials.find_kinds`; None without lookups.
+        share: The weight of an example in losses, a scalar.
+        counted: The number of its examples to count in metrics, an int scalar.
         pack_bytes: As for `tfpar.reduction.gradients.all_reduce_gradients`.
         compression: As for `tfpar.reduction.gradients.all_reduce_gradients`.
 
     Raises:
-        ValueError: If there are lookups that were not found before.
+        ValueError: If a gradient has lookups that the trial did not find.
     """
     lookups = [
         _lookups(gradient, [] if kinds is None or index >= len(kinds) else kinds[index])
@@ -51,7 +51,7 @@ def sum_gradients(
 def _lookups(
     gradient: Any, kinds: Sequence[indexed_slices.Kind]
 ) -> list[tuple[indexed_slices.RowSlices, indexed_slices.Kind]]:
-    """Return the lookups behind a gradient of rows with their kinds; none for another gradient."""
+    """Return the lookups of indexed slices with their kinds; none for another gradient."""
     if not isinstance(gradient, tf.IndexedSlices):
         return []
     pieces = indexed_slices.pieces(gradient)

@@ -1,10 +1,10 @@
-"""The inner loop: many steps in one call of one compiled function, and how many.
+"""The inner loop: many steps in one call of a compiled function, and the number of steps.
 
     outer loop (Python)   │ call, 240 steps          │ callbacks │ call, 251 steps          │ callbacks │ …
     inner loop (compiled) │ step, step, step, … step │           │ step, step, step, … step │           │
 
-Python costs a fraction of a millisecond a call, TensorFlow's own loop a few microseconds a step. So the outer loop
-asks for as many steps as fit into about a tenth of a second, which keeps progress bars and Ctrl-C prompt.
+A call from Python takes a fraction of a millisecond, an iteration of TensorFlow's own loop a few microseconds. So a
+call has as many steps as run in about a tenth of a second, which keeps progress bars and Ctrl-C prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SECONDS_PER_CALL = 0.1
 
 
 class CallResult(NamedTuple):
-    """What one call of a compiled loop gives back."""
+    """The result of one call of a compiled loop."""
 
     upcoming: tf.experimental.Optional
     num_steps: tf.Tensor
@@ -42,15 +42,15 @@ def compile_loop(
 ) -> Callable[..., CallResult]:
     """Compile a loop of steps over an iterator.
 
-    The next batch travels through the loop as an optional value, so the end of the data is a plain loop condition:
-    no exception leaves the loop, no step runs under a conditional, and the caller sees whether anything is left.
-    Unless told otherwise, the loop also stops after a step whose loss is not finite, so that the step can be named.
+    The next batch is an optional value in the loop state, so the end of the data is a plain loop condition: the loop
+    raises no exception, no step runs under a conditional, and the caller receives the next batch, if any. By default
+    the loop also stops after a step with a loss that is not finite, so that an error can name the step.
 
     Args:
-        step: Runs on one batch and returns the loss, a scalar.
-        logs: Reads the metrics; called once, after the last step.
+        step: Takes one batch and returns the loss, a scalar.
+        logs: Returns the metrics; called once, after the last step.
         num_examples: Returns the number of examples of a batch.
-        has_more: Says whether there is an upcoming batch to train on.
+        has_more: Returns whether there is an upcoming batch.
         jit_compile: Compile the step with XLA.
         run_eagerly: Run Python step by step, for debugging.
 
@@ -64,7 +64,7 @@ def compile_loop(
             return going & (done < num_steps)
 
         def one(going: Any, done: Any, finite: Any, examples: Any, waited: Any, upcoming: Any) -> tuple[Any, ...]:
-            # The next batch is fetched while the step runs; what is left to wait for after it is the data's share.
+            # The next batch is fetched while the step runs; only the time after the step counts as waiting for data.
             batch = upcoming.get_value()
             loss = step(batch)
             following = iterator.get_next_as_optional()
@@ -74,8 +74,15 @@ def compile_loop(
                 data_arrived = tf.timestamp()
             waited += tf.maximum(data_arrived - step_ended, 0.0)
             finite = tf.math.is_finite(loss)
-            goes_on = finite | ~stops
-            return has_more(following) & goes_on, done + 1, finite, examples + num_examples(batch), waited, following
+            continues = finite | ~stops
+            return (
+                has_more(following) & continues,
+                done + 1,
+                finite,
+                examples + num_examples(batch),
+                waited,
+                following,
+            )
 
         zero = tf.constant(0, tf.int64)
         begin = (has_more(upcoming), tf.constant(0), tf.constant(True), zero, tf.constant(0.0, tf.float64), upcoming)
@@ -83,7 +90,7 @@ def compile_loop(
         return CallResult(upcoming, done, finite, examples, waited, logs())
 
     tf_custom_gradient.release_with_graphs()
-    # The step is a function of its own, so that its end is the end of every update in it.
+    # As a separate function, the step ends with the last of its updates.
     if not run_eagerly:
         step = tf.function(alone(step), autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
     run = loop if run_eagerly else tf.function(alone(loop), autograph=False, reduce_retracing=True)
@@ -96,10 +103,10 @@ def compile_loop(
 
 
 def alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that TensorFlow counts by itself.
+    """Return a function whose traces TensorFlow counts separately.
 
-    TensorFlow 2.21 warns of a function that is traced often, and takes all functions with the same code for one: those
-    of every model that is trained in a process (`_get_key_for_call_stats` in `polymorphic_function.py`).
+    TensorFlow 2.21 warns of a function that is traced often, and counts the traces of all functions with the same code
+    together, so those of all models in a process (`_get_key_for_call_stats` in `polymorphic_function.py`).
     """
     return functools.partial(function)
 
@@ -108,12 +115,12 @@ class StepsPerCall:
     """Choose how many steps the next call runs, so that a call takes about a given time.
 
     The first call compiles and is not counted. The number grows at most tenfold from call to call, since a first
-    short measurement can be far off. It changes how often Python looks up, never the result; only moving statistics,
-    which replicas average after every call, may differ in their last bits.
+    short measurement can be far off. It changes how often control returns to Python, never the result; only moving
+    statistics, which are averaged over the replicas after every call, may differ in their last bits.
 
     Args:
-        fixed: A number of steps to keep to; None to choose by time.
-        seconds: How long a call should take.
+        fixed: A fixed number of steps; None to choose by time.
+        seconds: The duration of a call.
 
     Example:
         >>> steps = StepsPerCall()
@@ -136,7 +143,7 @@ class StepsPerCall:
         return self._fixed or self._num_steps
 
     def record(self, num_steps: int, seconds: float) -> None:
-        """Take in how long a call of `num_steps` steps took."""
+        """Record the duration of a call of `num_steps` steps."""
         if not self._compiled:
             self._compiled = True
             return

@@ -1,4 +1,4 @@
-"""What a step will be like before anything trains: a table, and for a pipeline its schedule as a picture."""
+"""A preview of a step before training: a table, and for a pipeline a picture of its schedule."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tfpar.pipeline.schedule.simulator import Durations, Timeline
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaRow:
-    """What the table says of one device that holds the whole model.
+    """A row of the table, for one device with the whole model.
 
     Attributes:
-        device: What it is called.
-        num_examples: The most examples that it has of a global batch.
-        num_parameters: In its weights, the untrained ones included.
-        state_bytes: Of its weights, gradients and optimizer state; activations are not known.
-        gradient_bytes: Of the gradients, which all replicas add up in every step.
+        device: The name of the device.
+        num_examples: The examples of its largest per-replica batch.
+        num_parameters: The parameters of its weights, untrained weights included.
+        state_bytes: Bytes of weights, gradients and optimizer state; activations are not included.
+        gradient_bytes: Bytes of the gradients, which are all-reduced in every step.
     """
 
     device: str
@@ -37,13 +37,13 @@ class ReplicaRow:
 
 @dataclasses.dataclass(frozen=True)
 class Preview:
-    """What `Trainer.preview` returns; a notebook shows it as text and picture, `print` as text.
+    """The result of `Trainer.preview`; a notebook shows text and picture, `print` shows text.
 
     Attributes:
         table: The devices or stages, as lines of text.
-        rows: The same as data: one a stage, or one a device that holds the whole model.
-        planned: When each action of a pipeline's step runs, as predicted, the optimizer included; None for other
-            strategies, whose step is not predicted.
+        rows: The same as data, one row a stage, or one a device with the whole model.
+        planned: The predicted times of the actions of a pipeline's step, the optimizer included; None for other
+            strategies.
         schedule: The schedule of a pipeline; None for other strategies.
         durations: The measured time of each action of a pipeline; None for other strategies.
 
@@ -84,7 +84,7 @@ class Preview:
         return timeline_plot.draw(self.planned, None, self.schedule, None)
 
     def __repr__(self) -> str:
-        """Return the table: what an interactive session shows."""
+        """Return the table, which an interactive session shows."""
         return self.table
 
     def _repr_html_(self) -> str:
@@ -99,12 +99,12 @@ class Preview:
 
 
 def replicas_table(title: str, rows: tuple[ReplicaRow, ...], num_replicas: int) -> str:
-    """Return the devices that hold a whole model as lines of text.
+    """Return the table of devices that have the whole model.
 
     Args:
         title: The first line.
-        rows: One a device of this process.
-        num_replicas: How many there are in all.
+        rows: One row a device of this process.
+        num_replicas: Replicas of all workers together.
     """
     width = max(len(name) for name in ("device", *(row.device for row in rows)))
     lines = [title, f"{'device':<{width}}  examples  parameters  state MB"]

@@ -1,4 +1,4 @@
-"""What the replicas of a step count in the states of metrics and layers, each example once."""
+"""Metric and layer states on the replicas of a step: each example counts once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfpar.strategies.single_device import update_metrics
 
 @contextlib.contextmanager
 def own_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None]:
-    """Take back what layers add to metrics of theirs where another replica counts the examples."""
+    """Restore the metrics of layers after this context if another replica counts the examples."""
     states = [variable for metric in keras_model.own_metrics(model) for variable in metric.variables]
     before = [tf.identity(variable.value) for variable in states]
     yield
@@ -26,7 +26,7 @@ def own_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None
 
 
 def update_counted_metrics(model: keras.Model, loss: tf.Tensor, counted: tf.Tensor, *batch: Any) -> None:
-    """Update the metrics with a replica's examples, unless another replica counts them."""
+    """Update the metrics with the per-replica batch, unless another replica counts its examples."""
 
     def update() -> tf.Tensor:
         update_metrics(model, loss, counted, *batch)
@@ -36,7 +36,7 @@ def update_counted_metrics(model: keras.Model, loss: tf.Tensor, counted: tf.Tens
 
 
 def own_statistics(model: keras.Model) -> list[keras.Variable]:
-    """Return the moving statistics that each replica keeps from its own examples."""
+    """Return the moving statistics that a replica computes from its own examples."""
     return [
         variable
         for layer in keras_model.all_layers(model)
@@ -46,18 +46,18 @@ def own_statistics(model: keras.Model) -> list[keras.Variable]:
 
 
 def summed_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables of metrics of which each replica holds a part."""
+    """Return the metric variables that are sums over the replicas."""
     found = {id(variable): variable for metric in metric_logs.all_metrics(model) for variable in metric.variables}
     return [variable for variable in found.values() if keras_model.is_summed_on_read(variable)]
 
 
 def local_parts(strategy: tf.distribute.Strategy, variable: keras.Variable) -> np.ndarray:
-    """Return the parts of this process's replicas, `[replicas, ...]`."""
+    """Return the values of a variable on the local replicas, `[replicas, ...]`."""
     return np.stack([copy.read_value().numpy() for copy in strategy.experimental_local_results(variable.value)])
 
 
 def assign_local_parts(strategy: tf.distribute.Strategy, variable: keras.Variable, parts: np.ndarray) -> None:
-    """Give this process's replicas their parts back: the first of `parts`."""
+    """Assign the values of a variable on the local replicas: the first of `parts`."""
     for copy, part in zip(strategy.experimental_local_results(variable.value), parts, strict=False):
         copy.assign(part)
 
@@ -66,8 +66,8 @@ def average_statistics(strategy: tf.distribute.Strategy, statistics: Sequence[ke
     """Set moving statistics to their mean over all replicas.
 
     Args:
-        strategy: Of their replicas.
-        statistics: The variables, of which each replica has its own.
+        strategy: The strategy of the replicas.
+        statistics: Variables with a separate value on each replica.
     """
 
     def average() -> None:

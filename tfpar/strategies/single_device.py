@@ -42,24 +42,24 @@ class SingleDevice(SingleReplica):
         return contextlib.nullcontext() if self.device is None else tf.device(self.device)
 
     def describe(self) -> str:
-        """Say in one line which device runs the model."""
+        """Return one line with the device."""
         return f"SingleDevice on {self.device_names[0]}"
 
     @property
     def device_names(self) -> list[str]:
-        """The device, as TensorFlow places a model where none is named."""
+        """The device; without a name, the default of TensorFlow."""
         gpus = tf.config.list_logical_devices("GPU")
         return [self.device or ("GPU:0" if gpus else "CPU:0")]
 
     def holds(self, variable: keras.Variable) -> bool:
-        """Say whether a variable has plain memory, and that of a weight is on the device if one is named."""
-        # Whole numbers stay where they are: TensorFlow keeps most of them on the host.
+        """Return whether a variable is plain, and a weight on the named device, if any."""
+        # Integers are not moved: TensorFlow places most of them on the host.
         if self.device is None or not tf.as_dtype(variable.dtype).is_floating:
             return super().holds(variable)
         return super().holds(variable) and keras_variables.is_on(variable, self.device)
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Accept every model: one device is what the others are measured by."""
+        """Accept every model: one device is the reference for other strategies."""
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch, or one for each objective; return the loss, a scalar."""
@@ -114,12 +114,12 @@ def _evaluate_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
 
 
 def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any, list[Any]]:
-    """Compute the loss, the outputs and the gradient of each trainable variable (scaled as the optimizer asks).
+    """Compute the loss, the outputs and the gradient of each trainable variable (scaled by the optimizer).
 
     Args:
         model: A built and compiled model.
-        inputs: What the model takes, `[batch, ...]` each.
-        targets: What its losses take, `[batch, ...]` each, or None.
+        inputs: The inputs of the model, `[batch, ...]` each.
+        targets: The targets of its losses, `[batch, ...]` each, or None.
         weights: Sample weights `[batch, ...]` or None.
 
     Returns:

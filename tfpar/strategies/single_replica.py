@@ -1,4 +1,4 @@
-"""What strategies with one copy of the model have in common: their steps take whole global batches."""
+"""The base of strategies with one copy of the model, whose steps take whole global batches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tfpar.strategies.base import Distributed, Strategy
 
 
 class SingleReplica(Strategy):
-    """A strategy under which each weight exists once, and whose steps take every global batch whole."""
+    """A strategy with one copy of each weight; a step takes a whole global batch."""
 
     num_replicas = 1
 
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
-        """Return the global batches as they are."""
+        """Return the dataset of whole global batches."""
         return Distributed(dataset.whole() if isinstance(dataset, data.Sharded) else dataset)
 
     def local_batch(self, element: Any) -> Any:
-        """Return the element: it is the global batch."""
+        """Return the element, which is the global batch."""
         return element
 
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
@@ -34,7 +34,7 @@ class SingleReplica(Strategy):
         """Do nothing: every step is complete by itself."""
 
     def finalize_weights(self, model: keras.Model) -> None:
-        """Overwrite the weights with their moving average where the optimizer keeps one."""
+        """Overwrite the weights with their moving average, if the optimizer has one."""
         with keras_model.one_device_optimizer():
             for optimizer, variables in objective.updates_of(model):
                 optimizer.finalize_variable_values(variables)

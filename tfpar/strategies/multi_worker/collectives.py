@@ -1,11 +1,11 @@
-"""All-reduce over the replicas of all workers, in pieces that travel while the backward pass goes on.
+"""All-reduce over the replicas of all workers, in packs that overlap with the backward pass.
 
     backward pass   │ layer 3 │ layer 2 │ layer 1 │
-    stream 0                  │ piece │ piece │ piece
-    stream 1                  │ piece │ piece │ piece
+    stream 0                  │ pack  │ pack  │ pack
+    stream 1                  │ pack  │ pack  │ pack
 
-TensorFlow's collectives do the work (RING between CPUs, NCCL between GPUs). What stands here is which pieces there
-are, under which keys they meet, and how many of them travel at a time.
+TensorFlow's collectives send the packs (RING between CPUs, NCCL between GPUs). This module chooses the packs, their
+instance keys and the number of concurrent packs.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import tensorflow as tf
 
 AllReduce = Literal["auto", "ring", "nccl"]
 
-PIECE_BYTES = 4 << 20
+PACK_BYTES = 4 << 20
 GATHER_BYTES = 1 << 20
 NUM_STREAMS = 4
-# Group keys of TensorFlow's own strategies count up from 1; these stay clear of them.
+# TensorFlow's own strategies number their group keys from 1.
 _GROUP_KEYS = itertools.count(1_000_000)
 _NUM_VARIANTS = 32
 _GATHERABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
@@ -31,15 +31,15 @@ _REDUCIBLE = (*_GATHERABLE, tf.bfloat16)
 
 
 class Group:
-    """Members, on one device each, that add up tensors together.
+    """A group of members, one device each, for collective operations.
 
-    All members must ask for the same sums in the same order.
+    All members must call the same operations in the same order.
 
     Args:
-        devices: The devices of this process's members, in order.
-        num_members: How many members there are in all processes together.
+        devices: The devices of the members in this process, in order.
+        num_members: The number of members in all processes together.
         implementation: `"ring"`, `"nccl"`, or `"auto"` for TensorFlow's choice.
-        piece_bytes: A larger tensor travels in pieces of about this many bytes.
+        pack_bytes: A larger tensor is sent in packs of about this many bytes.
 
     Example:
         >>> group = Group(["CPU:0"], num_members=2)
@@ -52,16 +52,16 @@ class Group:
         devices: Sequence[str],
         num_members: int,
         implementation: AllReduce = "auto",
-        piece_bytes: int = PIECE_BYTES,
+        pack_bytes: int = PACK_BYTES,
     ) -> None:
         self.num_members = num_members
         self._devices = devices
         self._implementation = implementation
-        self._piece_bytes = piece_bytes
+        self._pack_bytes = pack_bytes
         self._key = next(_GROUP_KEYS)
         self._counts = [itertools.count(1) for _ in devices]
-        # A tf.function runs collectives of one token one after another, and those of different tokens side by side.
-        # NCCL, which "auto" may choose between GPUs, needs one order on all devices.
+        # A tf.function runs collectives with the same ordering token sequentially, others concurrently. NCCL, which
+        # "auto" may choose between GPUs, needs the same order on all devices.
         may_be_nccl = implementation == "nccl" or (implementation == "auto" and any("GPU" in name for name in devices))
         num_streams = 1 if may_be_nccl else NUM_STREAMS
         self._tokens = [
@@ -70,11 +70,11 @@ class Group:
         ]
 
     def all_reduce(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
-        """Return the sum of all members' tensors, the same bits on each.
+        """Return the sum of the tensors of all members, with the same bits on each.
 
         Args:
-            tensor: A dense tensor of numbers or truth values; of the same shape on every member.
-            member: The number of the member among those of this process.
+            tensor: A dense tensor of numbers or booleans, with the same shape on every member.
+            member: The number of the calling member in this process.
         """
         if self.num_members == 1:
             return tensor
@@ -87,35 +87,35 @@ class Group:
             return tf.reshape(self._reduce(padded, member, exponent)[:size], tf.shape(tensor))
         size_bytes = num_elements * tensor.dtype.size
         if self.num_members == 2 and size_bytes < GATHER_BYTES and tensor.dtype != tf.bfloat16:
-            # One round of messages instead of the ring's two.
+            # An all-gather takes one round of messages, the ring takes two.
             return tf.add_n(tf.unstack(tf.reshape(self._gather(tensor[None], member), [2, *tensor.shape])))
-        return self._reduce(tensor, member, num_subdivisions=-(-size_bytes // (self.num_members * self._piece_bytes)))
+        return self._reduce(tensor, member, num_subdivisions=-(-size_bytes // (self.num_members * self._pack_bytes)))
 
     def all_gather(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
-        """Return the rows of all members' tensors, member by member, in the same order on each.
+        """Return the rows of the tensors of all members, in the order of the members.
 
         Args:
             tensor: `[rows, ...]`; members may have different numbers of rows.
-            member: The number of the member among those of this process.
+            member: The number of the calling member in this process.
         """
         if self.num_members == 1:
             return tensor
         num_rows = tf.shape(tensor)[0]
-        sizes = self.all_gather_alike(num_rows[None], member)
+        sizes = self.all_gather_equal_shapes(num_rows[None], member)
         rows = self.all_gather_padded(tensor, tf.reduce_max(sizes), member)
         return tf.boolean_mask(rows, tf.reshape(tf.sequence_mask(sizes, tf.shape(rows)[0] // self.num_members), [-1]))
 
-    def all_gather_alike(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
-        """Return the rows of all members' tensors, whose static shape must be the same on all."""
+    def all_gather_equal_shapes(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
+        """Return the rows of the tensors of all members, which must have the same static shape."""
         return tensor if self.num_members == 1 else self._gather(tensor, member)
 
     def all_gather_padded(self, tensor: tf.Tensor, most_rows: tf.Tensor, member: int = 0) -> tf.Tensor:
-        """Return the rows of all members' tensors, each filled up with rows of zeros to the same number.
+        """Return the rows of the tensors of all members, each padded with zeros to the same number of rows.
 
         Args:
             tensor: `[rows, ...]`.
-            most_rows: The most rows that any member has, at least.
-            member: The number of the member among those of this process.
+            most_rows: At least the largest number of rows of a member.
+            member: The number of the calling member in this process.
         """
         if self.num_members == 1:
             return tensor
@@ -123,7 +123,7 @@ class Group:
         return self._gather(padded, member, exponent)
 
     def all_reduce_many(self, tensors: Sequence[tf.Tensor], member: int = 0) -> list[tf.Tensor]:
-        """Return the sums of several small tensors, one message for each type of number."""
+        """Return the sums of several small tensors, with one message for each dtype."""
         sums: list[Any] = list(tensors)
         kinds = collections.defaultdict(list)
         for index, tensor in enumerate(tensors):
@@ -132,8 +132,8 @@ class Group:
             message = tf.concat([tf.reshape(tensors[index], [-1]) for index in indices], 0)
             sizes = [tf.size(tensors[index]) for index in indices]
             total = self.all_reduce(message, member)
-            for index, piece in zip(indices, tf.split(total, sizes), strict=True):
-                sums[index] = tf.reshape(piece, tf.shape(tensors[index]))
+            for index, part in zip(indices, tf.split(total, sizes), strict=True):
+                sums[index] = tf.reshape(part, tf.shape(tensors[index]))
         return sums
 
     def _reduce(self, tensor: tf.Tensor, member: int, variant: Any = 0, num_subdivisions: int = 0) -> tf.Tensor:
@@ -142,9 +142,9 @@ class Group:
                 input=tensor,
                 merge_op="Add",
                 final_op="Id",
-                # The default leaves chunks that no cache holds: twice the time (benchmarks.all_reduce).
+                # The default chunks exceed the CPU cache and take twice the time (benchmarks.all_reduce).
                 max_subdivs_per_device=num_subdivisions if num_subdivisions > 2 else 0,
-                **self._meeting(member, variant),
+                **self._collective_arguments(member, variant),
             )
 
     def _gather(self, tensor: tf.Tensor, member: int, variant: Any = 0) -> tf.Tensor:
@@ -152,10 +152,10 @@ class Group:
             wider = tf.float32 if tensor.dtype.is_floating else tf.int64
             return tf.cast(self._gather(tf.cast(tensor, wider), member, variant), tensor.dtype)
         with tf.device(self._devices[member]):
-            return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._meeting(member, variant))
+            return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._collective_arguments(member, variant))
 
-    def _meeting(self, member: int, variant: Any) -> dict[str, Any]:
-        """Return where the members meet: TensorFlow allows one shape only under one instance key."""
+    def _collective_arguments(self, member: int, variant: Any) -> dict[str, Any]:
+        """Return the group and instance keys: TensorFlow allows one shape only for each instance key."""
         count = next(self._counts[member])
         tokens = self._tokens[member]
         return {
@@ -168,7 +168,7 @@ class Group:
 
 
 def _pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Pad to the next power of two of `num_rows` with zeros, so that there are few shapes; return its exponent too."""
+    """Pad with zeros to the next power of two of `num_rows`, so that there are few shapes; return its exponent too."""
     exponent = tf.cast(
         tf.math.ceil(tf.math.log(tf.cast(tf.maximum(num_rows, 1), tf.float64)) / math.log(2.0)), tf.int32
     )
@@ -177,6 +177,6 @@ def _pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Ten
 
 
 def _token(device: str, name: str) -> tf.Tensor:
-    """Return a handle that stands for nothing but an order."""
+    """Return a handle that serves as an ordering token only."""
     with tf.init_scope(), tf.device(device):
         return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=f"tfpar_collectives/{name}")

@@ -1,12 +1,12 @@
-"""Parameter averaging: every replica steps alone, and all average their weights after every few steps.
+"""Local SGD: every replica updates its own weights, and the weights are averaged after every few steps.
 
     replica 0   step  step  step  step ┐         ┌ step …
-                                       ├ average ┤             every=4: one exchange of weights for four steps
+                                       ├ average ┤             every=4: one all-reduce of weights for four steps
     replica 1   step  step  step  step ┘         └ step …
 
-Known as local SGD (Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767). The weights are
-not those of one device: every replica follows its own examples for a while. With `every=1`, plain SGD and equal parts
-they are, since the average of the steps is the step along the average gradient.
+See Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv 1805.09767. The weights differ from those of
+one device, since a replica trains on its own examples between two averages. With `every=1`, plain SGD and per-replica
+batches of equal size they are equal, since the average of the updates is the update by the average gradient.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from tfpar.strategies.multi_worker.collectives import Group
 
 
 class LocalSGD:
-    """Count the steps that replicas have done alone, and average when it is time.
+    """Count local steps, and average the weights after every `every` steps.
 
-    The count begins anew where a call of the inner loop ends, so that what is validated and saved is averaged, and so
-    that the result does not depend on how many steps a call has: calls have a multiple of `every`, but for the last
-    one of an epoch.
+    The end of a call averages too and resets the count, so that validation and checkpoints use averaged weights. The
+    result does not depend on the number of steps a call, which is a multiple of `every` except at the end of an epoch.
 
     Args:
         every: Steps from one average to the next.
-        with_optimizer: Whether the optimizer's moments are averaged too; otherwise each replica keeps its own.
+        with_optimizer: Whether the optimizer's moments are averaged too; otherwise every replica has its own.
     """
 
     def __init__(self, every: int, with_optimizer: bool) -> None:
@@ -39,12 +38,12 @@ class LocalSGD:
         self._num_steps_alone = tf.Variable(0, trainable=False, name="num_steps_alone")
 
     def after_step(self, model: keras.Model, strategy: tf.distribute.Strategy, group: Group) -> None:
-        """Count a step, and average if it was the last one alone; traced behind the update."""
+        """Count a local step, and average after the last one; traced after the update."""
         self._num_steps_alone.assign_add(1)
         self._average_if(self._num_steps_alone >= self.every, model, strategy, group)
 
     def end_call(self, model: keras.Model, strategy: tf.distribute.Strategy, group: Group) -> None:
-        """Average what has not been averaged yet."""
+        """Average the weights if a local step has followed the last average."""
         self._average_if(self._num_steps_alone > 0, model, strategy, group)
 
     def _average_if(self, due: tf.Tensor, model: keras.Model, strategy: tf.distribute.Strategy, group: Group) -> None:
@@ -57,7 +56,7 @@ class LocalSGD:
         tf.cond(due, average, lambda: tf.identity(self._num_steps_alone))
 
     def _variables(self, model: keras.Model) -> list[keras.Variable]:
-        """Return what is averaged: weights, and the optimizer's slots but for its rate, which all replicas share."""
+        """Return the averaged variables: weights and optimizer slots without the learning rate, which is shared."""
         slots = [
             variable
             for variable in model.optimizer.variables

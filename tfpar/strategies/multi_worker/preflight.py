@@ -1,4 +1,4 @@
-"""Before a job trains: the cluster forms in time, and all workers are alike; and what to say when one is lost."""
+"""The start of a job: options, formation of the cluster, equal versions; and the message for a lost worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfpar._compat import keras_model, tf_server
 from tfpar.cluster import loopback, rendezvous, tf_config
 from tfpar.config.sections import A_WEEK_SECONDS
 
-SLOW_START_SECONDS = 60.0  # from the meeting of all workers to the start of TensorFlow in the last of them
+SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
 STARTED = (
     "MultiWorker() must come before TensorFlow's first operation, and TensorFlow runs already. "
     "Create it right after the imports, before datasets and models."
@@ -33,7 +33,7 @@ def check_options(
     """Refuse options of `MultiWorker` that are out of range.
 
     Raises:
-        ValueError: If one is.
+        ValueError: If an option is out of range.
     """
     if all_reduce not in ("auto", "ring", "nccl"):
         raise ValueError(f"all_reduce must be 'auto', 'ring' or 'nccl', received {all_reduce!r}.")
@@ -54,7 +54,7 @@ def check_sync(sync: str, every: int, average_optimizer: bool, compression: str 
     """Refuse options of `MultiWorker` that exclude each other.
 
     Raises:
-        ValueError: If two do.
+        ValueError: If two options exclude each other.
     """
     if sync not in ("step", "average"):
         raise ValueError(f"sync must be 'step' or 'average', received {sync!r}.")
@@ -72,6 +72,18 @@ def check_sync(sync: str, every: int, average_optimizer: bool, compression: str 
 def form_cluster(
     job: tf_config.Job | None, devices: Sequence[str] | None, form_seconds: float, silence_seconds: float
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Form TensorFlow's cluster after the rendezvous of all workers, and return its strategy.
+
+    Args:
+        job: The job of this process; None for one worker.
+        devices: Device names of this worker; None for all GPUs, or else all logical CPUs.
+        form_seconds: Seconds to wait for all workers.
+        silence_seconds: Seconds without a message after which a worker counts as lost.
+
+    Raises:
+        RuntimeError: If TensorFlow has started already.
+        TimeoutError: If a worker does not appear in time, or is lost while TensorFlow starts.
+    """
     names = cluster.configured_devices(devices)
     alone = job is None or job.num_workers == 1
     spec = tf.train.ClusterSpec({} if alone or job is None else {"worker": list(job.addresses)})
@@ -103,9 +115,9 @@ def form_cluster(
 def _begin_confined(
     begin: Callable[[], tf.distribute.MultiWorkerMirroredStrategy], job: tf_config.Job
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Form the cluster of a job of this machine so that no other machine can reach TensorFlow's server.
+    """Form the cluster of a job on this machine with TensorFlow's server on the loopback only.
 
-    The server listens on all addresses and lets everybody who connects run operations, as the user of this process.
+    By default the server listens on all addresses and runs operations for every client, as the user of this process.
     """
     address = job.addresses[job.rank]
     with tf_server.starting_without_lock(), loopback.confined(tf_config.split_address(address)[1]) as found:
@@ -121,10 +133,10 @@ def _begin_confined(
 
 
 def lost_worker(error: tf.errors.OpError) -> str | None:
-    """Return what to tell the user of an error that the loss of another worker causes; None for any other error.
+    """Return the message for an error after the loss of another worker; None for any other error.
 
     Args:
-        error: What an operation of TensorFlow raised.
+        error: The error of a TensorFlow operation.
     """
     job = tf_config.from_environment(os.environ)
     kinds = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
@@ -146,13 +158,13 @@ def lost_worker(error: tf.errors.OpError) -> str | None:
 
 
 def _reason(error: tf.errors.OpError) -> str:
-    """Return the part of TensorFlow's message that says what happened."""
+    """Return the part of TensorFlow's message with the cause."""
     found = re.search(r"aborted by: (.+)", error.message) or re.search(r"\S.*", error.message)
     return found[found.re.groups][:160] if found else type(error).__name__
 
 
 def differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:
-    """Say in which facts two workers differ, and how: texts of many lines by their first line that differs."""
+    """Return the properties in which two workers differ, each with its first different line."""
     found = []
     for name in chiefs:
         pairs = itertools.zip_longest(chiefs[name].splitlines(), theirs.get(name, "").splitlines(), fillvalue="")
@@ -162,7 +174,7 @@ def differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Return what must be equal on all workers: packages, and the code of tfpar and of the program."""
+    """Return the properties that must be equal on all workers: versions, and the code of tfpar and of the program."""
     main = getattr(sys.modules["__main__"], "__file__", None)
     files = sorted(Path(__file__).parents[2].rglob("*.py")) + ([Path(main)] if main else [])
     code = "".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}\n" for file in files)

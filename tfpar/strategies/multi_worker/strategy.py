@@ -25,7 +25,7 @@ from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.multi_worker import preflight, sufficient_factors
-from tfpar.strategies.multi_worker.collectives import PIECE_BYTES, AllReduce, Group
+from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Group
 from tfpar.strategies.multi_worker.consensus import Consensus
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 from tfpar.strategies.multi_worker.metric_sums import MetricSums
@@ -104,7 +104,7 @@ class MultiWorker(DataParallel):
         self._all_reduce, self._compression = all_reduce, compression
         self._averaging = LocalSGD(every, average_optimizer) if sync == "average" else None
         self.steps_multiple = every
-        self._join(strategy, PIECE_BYTES if pack_bytes is None else pack_bytes, batch_dependent_layers)
+        self._join(strategy, PACK_BYTES if pack_bytes is None else pack_bytes, batch_dependent_layers)
 
     @classmethod
     def of(cls, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> MultiWorker:
@@ -114,7 +114,7 @@ class MultiWorker(DataParallel):
         worker.addresses = job.addresses if job is not None else ("localhost:0",)
         worker.num_workers, worker.rank = len(worker.addresses), keras_model.worker_index(strategy)
         worker._all_reduce, worker._compression, worker._averaging = "auto", None, None
-        worker._join(strategy, PIECE_BYTES)
+        worker._join(strategy, PACK_BYTES)
         return worker
 
     def _join(

@@ -1,13 +1,13 @@
-"""Gradients of dense kernels, sent as their two factors where these are much smaller than the product.
+"""Sufficient factors: the two factors of a Dense kernel's gradient, gathered if they are smaller than the product.
 
     kernel [2048, 2048] of a Dense layer, 16 examples on each of two workers:
 
     gradient   = inputs' x deltas    [2048, 16] x [16, 2048] → [2048, 2048]      all-reduce: 16.8 MB a worker
     factors    = inputs, deltas      [16, 2048] and [16, 2048]                   all-gather:  0.3 MB a worker
 
-The gradient of the global batch is the product of all rows of both, so gathering them and multiplying once gives the
-same sum, not an approximation. (Xie et al. 2014, "Distributed Machine Learning via Sufficient Factor Broadcasting",
-arXiv 1409.5705; Zhang et al. 2017, "Poseidon", USENIX ATC, which chooses between the two by size, as is done here.)
+The gradient of the global batch is the product of all rows of both factors. So an all-gather and one matmul give the
+exact sum. (Xie et al. 2014, "Distributed Machine Learning via Sufficient Factor Broadcasting",
+arXiv 1409.5705; Zhang et al. 2017, "Poseidon", USENIX ATC, which chooses between the two by size, as this module does.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tfpar.strategies.multi_worker.collectives import Group
 
 
 class Factors(NamedTuple):
-    """The factors of one gradient: `[rows, inputs]` and `[rows, outputs]`, and what an update must wait for."""
+    """The factors of one gradient, `[rows, inputs]` and `[rows, outputs]`, and the control inputs of an update."""
 
     inputs: tf.Tensor
     deltas: tf.Tensor
@@ -33,11 +33,10 @@ class Factors(NamedTuple):
 
 
 def sufficient_factors_of(gradient: Any, num_rows: int) -> Factors | None:
-    """Return the factors of a gradient, where sending them costs less than sending it.
+    """Return the sufficient factors of a gradient, None if it has none or if an all-reduce sends fewer bytes.
 
-    A gradient has factors where it is the plain product that a Dense layer's kernel gets, used once in the step and
-    without a penalty of its own. Sending them is worth it when all rows together are few beside the kernel's sides:
-    every worker then multiplies the rows of all.
+    A gradient has factors if it is the matmul of one use of a Dense kernel in the step, without a penalty on the
+    kernel. Then every worker gathers all rows and multiplies them.
 
     Args:
         gradient: A gradient from the graph of a step.
@@ -60,14 +59,14 @@ def products(group: Group, member: int, many: Sequence[Factors]) -> list[tf.Tens
 
     Args:
         group: All replicas.
-        member: The number of the calling replica among those of its process.
-        many: Its factors.
+        member: The local number of the calling replica.
+        many: The factors of the calling replica.
     """
     if not many:
         return []
-    # Rows of zeros fill up to the most that any replica has, and add nothing.
+    # Padding rows of zeros do not change the product.
     rows_here = tf.stack([tf.shape(factors.inputs)[0] for factors in many])
-    most_rows = tf.unstack(tf.reduce_max(group.all_gather_alike(rows_here[None], member), axis=0), num=len(many))
+    most_rows = tf.unstack(tf.reduce_max(group.all_gather_equal_shapes(rows_here[None], member), axis=0), num=len(many))
     results = []
     for factors, num_rows in zip(many, most_rows, strict=True):
         num_inputs = factors.inputs.shape[1]
@@ -78,7 +77,7 @@ def products(group: Group, member: int, many: Sequence[Factors]) -> list[tf.Tens
 
 
 def processor() -> str:
-    """Return a digest of what fixes the rounding of a product here: equal on workers that compute the same bits."""
+    """Return a digest of the hardware and settings on which the rounding of a matmul depends."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else [platform.processor()]
     kind = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
