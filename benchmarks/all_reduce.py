@@ -24,6 +24,7 @@ from absl import app, flags
 from benchmarks import peers, process
 from benchmarks.machine import describe_machine
 from benchmarks.report import machine_table, write_json
+from tfpar.launcher.worker_group import free_addresses
 
 ALGORITHMS = {
     "tfpar": "what tfpar.MultiWorker does with a gradient of this size",
@@ -101,7 +102,7 @@ def _row(algorithm: str, size: int, rounds: Sequence[dict[str, float]]) -> dict[
 
 
 def _measure(algorithm: str, sizes: Sequence[int]) -> list[dict[str, float]]:
-    addresses = process.free_addresses(NUM_WORKERS)
+    addresses = free_addresses(NUM_WORKERS)
     requests = [
         {"algorithm": algorithm, "sizes": list(sizes), "rank": rank, "addresses": addresses}
         for rank in range(NUM_WORKERS)

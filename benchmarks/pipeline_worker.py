@@ -7,6 +7,7 @@ import statistics
 
 from benchmarks import peers, process
 from benchmarks.pipeline import Answer, Setting
+from tfpar.launcher.worker_group import free_addresses
 
 
 def measure(setting: Setting) -> Answer:
@@ -21,7 +22,7 @@ def measure(setting: Setting) -> Answer:
     if setting.trainer != "torch":
         return process.ask("benchmarks.pipeline_worker", vars(setting))
     peers.install("torch")
-    addresses = process.free_addresses(setting.num_stages) if setting.num_stages > 1 else []
+    addresses = free_addresses(setting.num_stages) if setting.num_stages > 1 else []
     requests = [{"setting": vars(setting), "rank": rank, "addresses": addresses} for rank in range(setting.num_stages)]
     stages = process.ask_all("benchmarks.pipeline_torch", requests)
     return {

@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks import peers, process, torch_peer
 from benchmarks.harness import Measurement, Timing
+from tfpar.launcher.worker_group import free_addresses
 
 
 def measure(measurement: Measurement) -> Timing:
@@ -25,7 +26,7 @@ def measure(measurement: Measurement) -> Timing:
     if measurement.trainer in peers.REQUIREMENTS:
         peers.install(measurement.trainer)
     several = measurement.num_workers > 1
-    addresses = process.free_addresses(measurement.num_workers) if several else []
+    addresses = free_addresses(measurement.num_workers) if several else []
     requests = [
         {"measurement": vars(measurement), "rank": rank, "addresses": addresses}
         for rank in range(measurement.num_workers)

@@ -14,10 +14,10 @@ def main(arguments: Sequence[str]) -> int:
     """Print the commands, or the versions.
 
     Args:
-        arguments: What follows `python -m tfpar`.
+        arguments: The words after `python -m tfpar`.
 
     Returns:
-        The exit code: 0, or 1 if something was asked that this command does not do.
+        The exit code: 0, or 1 after an unknown argument.
     """
     if arguments and arguments[0] in ("--version", "-V"):
         print(command_line.version())

@@ -1,8 +1,8 @@
 """`python -m tfpar.launch`: start the workers of a job on this machine, or print what starts them on a cluster.
 
 python -m tfpar.launch --num_workers 2 -- --config configs/digits.toml      arguments of tfpar.train
-python -m tfpar.launch --num_workers 2 -- script.py --epochs 3              a script of one's own
-python -m tfpar.launch --num_workers 2 -- -m package.module                 a module of one's own
+python -m tfpar.launch --num_workers 2 -- script.py --epochs 3              your own script
+python -m tfpar.launch --num_workers 2 -- -m package.module                 your own module
 python -m tfpar.launch --num_workers 4 --print slurm -- --config configs/digits.toml
 """
 
@@ -41,7 +41,7 @@ _NETWORK = flags.DEFINE_string(
 _PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
 
 MAX_LOCAL_WORKERS = 1024  # each is a process with ports, threads and some hundred megabytes
-MAX_CORES = 8192  # of one machine, the most that Linux knows
+MAX_CORES = 8192  # of one machine, Linux' limit
 _AFTER_DASHES = (
     "What the workers get follows after --, as in python -m tfpar.launch --num_workers 2 -- --config digits_workers."
 )
@@ -74,11 +74,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the command.
 
     Args:
-        argv: The program's name, then what every worker gets.
+        argv: The program's name, then the arguments of every worker.
 
     Returns:
         The exit code: 0 when all ended well, 1 on an error here, else that of the worker that failed first, or
-        128 + n when signal n stopped the job: 141 (SIGPIPE) when nobody reads the output any more.
+        128 + n when signal n stopped the job: 141 (SIGPIPE) if the reader of the output is gone.
     """
     try:
         num_workers, cores_per_worker = _num_workers(), _cores_per_worker()
@@ -105,10 +105,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def worker_words(given: Sequence[str]) -> list[str]:
-    """Return what Python gets to run a worker.
+    """Return the arguments with which Python runs a worker.
 
     Args:
-        given: What followed `--`: flags of `tfpar.train`, or `-m` and a module, or a `.py` file, and its arguments.
+        given: The words after `--`: flags of `tfpar.train`, or `-m` and a module, or a `.py` file, and its arguments.
 
     Raises:
         ValueError: If it is none of these.
@@ -178,7 +178,7 @@ def _refuse_other_job() -> None:
 
 
 def _parse(arguments: Sequence[str]) -> list[str]:
-    """Take the flags before `--`; what follows is the workers' own, even where it looks like one of ours."""
+    """Parse the flags before `--`; the words after it belong to the workers, even if they look like flags of ours."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     _, *others = command_line.parse(COMMAND, arguments[:end])
     if others:

@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from tfpar.cluster import slurm, tf_config
+from tfpar.cluster.tf_config import split_address
 from tfpar.launcher import manifests
+from tfpar.launcher.worker_group import free_addresses
 
 pytestmark = [
     pytest.mark.multi_process,
@@ -83,7 +85,7 @@ class Slurm:
         (folder / "state").mkdir()
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         self.environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONUNBUFFERED": "1"}
-        controller_port, *node_ports = free_ports(1 + len(NODES))
+        controller_port, *node_ports = [split_address(address)[1] for address in free_addresses(1 + len(NODES))]
         host = socket.gethostname().partition(".")[0]
         nodes = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 State=UNKNOWN"
@@ -138,14 +140,6 @@ class Slurm:
                 except subprocess.TimeoutExpired:
                     daemon.kill()
                     daemon.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(server.getsockname()[1]) for server in held]
-    for server in held:
-        server.close()
-    return ports
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 15) -> None:

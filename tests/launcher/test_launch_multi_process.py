@@ -153,7 +153,7 @@ if rank == 0:
     assert code == 4
     said = last_words(err)
     assert "worker 0 failed with exit code 4 while worker 1 stood still (state T, as after SIGSTOP)." in said
-    assert "Look first at what stood still" in said
+    assert "Look first at the worker that stood still" in said
     assert not is_alive(int((tmp_path / "ready-1").read_text()))
 
 

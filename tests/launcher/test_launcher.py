@@ -1,6 +1,7 @@
 """The parts of the launcher that need no process: lines, cores, addresses, the command's flags, requests to stop."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ from tfpar import launch
 from tfpar.launcher import job, stop_signals
 from tfpar.launcher.line_splitter import Lines
 from tfpar.launcher.log_output import Sink
-from tfpar.launcher.reaper import Reaper, guard
+from tfpar.launcher.reaper import Reaper, kill_when_input_ends
 from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker import cores_of, environment_of
 from tfpar.launcher.worker_group import free_addresses
@@ -73,8 +74,10 @@ def test_the_environment_of_a_worker_keeps_what_the_user_chose() -> None:
     assert '"index": 1' in environment["TF_CONFIG"]
 
 
-def test_free_addresses_differ() -> None:
-    assert len(set(free_addresses(20))) == 20
+def test_free_addresses_differ_and_are_on_the_loopback() -> None:
+    addresses = free_addresses(20)
+    assert len(set(addresses)) == 20
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (130, 130), (-9, 137), (-15, 143)])
@@ -90,7 +93,7 @@ def test_the_reaper_kills_only_groups_that_still_live(monkeypatch: pytest.Monkey
         raise ProcessLookupError
 
     monkeypatch.setattr(os, "killpg", kill)
-    guard([b"123\n", b"456\n", b"-123\n"])
+    kill_when_input_ends([b"123\n", b"456\n", b"-123\n"])
     assert killed == [(456, signal.SIGKILL)]
 
 
@@ -98,8 +101,8 @@ def test_a_reaper_that_stands_still_does_not_keep_the_launcher_from_ending() -> 
     with Reaper() as reaper:
         os.kill(reaper.pid, signal.SIGSTOP)
         for _ in range(100_000):  # more than its pipe holds
-            reaper.begin(1 << 30)  # no process has this number
-            reaper.end(1 << 30)
+            reaper.register(1 << 30)  # no process has this number
+            reaper.unregister(1 << 30)
     assert not Path(f"/proc/{reaper.pid}").exists()
 
 

@@ -82,8 +82,9 @@ print([name for _, name in socket.if_nameindex()], os.getuid())
 def test_a_system_without_namespaces_refuses_a_private_network_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "script.py").touch()
     program = (
-        "import sys\nfrom tfpar.launcher import network_namespace as network\n"
-        "def unshare(flags): raise PermissionError(1, 'Operation not permitted')\nnetwork._unshare = unshare\n"
+        "import sys\nfrom tfpar.launcher import network_namespace\n"
+        "def unshare(flags): raise PermissionError(1, 'Operation not permitted')\n"
+        "network_namespace._unshare = unshare\n"
         "from tfpar import launch\nlaunch.run()"
     )
     words = ["--num_workers", "2", "--network", "private", "--", "script.py"]

@@ -363,12 +363,6 @@ def echo(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
-def test_free_addresses_are_different_and_on_the_loopback() -> None:
-    addresses = process.free_addresses(3)
-    assert len(set(addresses)) == 3
-    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
-
-
 @pytest.mark.multi_process
 @pytest.mark.slow_start
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the two workers needs a core of its own")

@@ -15,6 +15,7 @@ from tests.support import multi_worker_cases as cases
 from tests.support import small, workers
 from tests.support.multi_worker_cases import Trained, assert_same, keras_fit
 from tfpar.cluster import tf_config
+from tfpar.launcher.worker_group import free_addresses
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -36,7 +37,7 @@ def test_without_tf_config_the_job_has_one_worker(devices: list[str], monkeypatc
 
 
 def test_after_tensorflow_has_started_it_is_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TF_CONFIG", tf_config.to_tf_config(workers.free_addresses(2), 0))
+    monkeypatch.setenv("TF_CONFIG", tf_config.to_tf_config(free_addresses(2), 0))
     with pytest.raises(RuntimeError, match=r"MultiWorker\(\) must come before TensorFlow's first operation"):
         tfpar.MultiWorker(form_seconds=3)
 

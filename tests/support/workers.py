@@ -15,7 +15,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ import pytest
 
 from tests import ROOT
 from tfpar.cluster import tf_config
+from tfpar.launcher.worker_group import free_addresses
 
 START_SECONDS = 120.0  # to the first answer: TensorFlow's start, on a machine that does other things too
 QUESTION_SECONDS = 120.0
@@ -133,15 +133,6 @@ def started(program: str, folder: Path, num_workers: int, *arguments: str) -> It
         yield workers
     finally:
         workers.kill()
-
-
-def free_addresses(number: int) -> list[str]:
-    """Addresses of this machine, different and free at this moment."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{one.getsockname()[1]}" for one in sockets]
 
 
 def place() -> tuple[Path, int]:

@@ -1,16 +1,16 @@
-"""Starts the workers of a job on this machine, watches them, and starts them again when one fails; Linux only.
+"""The launcher: it starts the workers of a job on this machine, and restarts them after a failure; Linux only.
 
-    job                how often all start; the report at the end
-    worker_group       the workers of one start, until the last has ended
+    job                starts and restarts, and the report at the end
+    worker_group       the workers of one start
     worker             one process: its environment, its cores, its two streams
-    line_splitter      a stream of bytes, cut into lines
-    log_output         where the lines go, without waiting for a slow reader
+    line_splitter      a stream of bytes, split into lines
+    log_output         non-blocking output of the workers' lines
     stop_signals       the signals that stop the job
-    reaper             ends what is left when the launcher itself is killed
-    network_namespace  a network of the job's own, where the user asks for it
-    manifests          files that start the same job on a cluster
+    reaper             kills the remaining processes after a kill -9 of the launcher
+    network_namespace  a private network for the job
+    manifests          batch scripts and manifests for clusters
 
-No module of it knows TensorFlow.
+It imports no TensorFlow.
 """
 
 from tfpar.launcher.job import Job, launch

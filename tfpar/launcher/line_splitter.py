@@ -1,22 +1,22 @@
-"""A stream of bytes, cut into lines."""
+"""A stream of bytes, split into lines."""
 
 from __future__ import annotations
 
 import re
 
-_LONGEST_LINE_BYTES = 1 << 16  # more without an end is passed on as it is, so that memory stays bounded
+_LONGEST_LINE_BYTES = 1 << 16  # longer lines are split, so that memory stays bounded
 _END = re.compile(rb"(\r\n|\r|\n)")
 
 
 class Lines:
-    """Cuts a stream of bytes into lines.
+    r"""Splits a stream of bytes into lines.
 
-    A carriage return ends a line as well: a progress bar draws over its own line with it, and the lines of several
-    workers cannot be drawn over each other.
+    A carriage return ends a line as well: progress bars use it to draw over their own line, which does not work for the
+    lines of several workers.
 
     Example:
         >>> lines = Lines()
-        >>> lines.feed(b"10%\\r20%\\rdone\\nnext")
+        >>> lines.feed(b"10%\r20%\rdone\nnext")
         [b'10%', b'20%', b'done']
         >>> lines.rest()
         [b'next']
@@ -27,7 +27,7 @@ class Lines:
         self._returned = False
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take what was read and return the lines that are complete.
+        """Add bytes, and return the lines that are complete.
 
         Args:
             data: At least one byte.
@@ -46,6 +46,6 @@ class Lines:
         return lines
 
     def rest(self) -> list[bytes]:
-        """Return what stands behind the last line end, as a line, if there is anything; the stream has ended."""
+        """Return the bytes after the last line end as a line, if there are any, at the end of the stream."""
         rest, self._rest = self._rest, b""
         return [rest] if rest else []

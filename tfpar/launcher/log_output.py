@@ -1,4 +1,4 @@
-"""What workers write, on its way out: each line with its rank, and nothing waits for a slow reader."""
+"""The output of the workers, each line with its rank; a slow reader does not block the launcher."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker import OutputStream, Worker
 from tfpar.messages import tensorflow_log
 
-_PENDING_BYTES = 1 << 20  # about as much as waits for a slow reader
+_PENDING_BYTES = 1 << 20  # buffered for a slow reader before workers must wait
 SECONDS_FOR_SLOW_READER = 1.0
 
 
 class Sink:
     """Standard output or error of the launcher.
 
-    Whole lines go in; they are written as fast as the reader takes them, and no faster. So a pager that stands still
-    cannot keep the launcher from its signals and its workers.
+    Lines are buffered and written as fast as the reader reads them. So a paused pager does not block the launcher,
+    which must handle its signals and workers.
 
     Args:
         descriptor: The file descriptor to write to.
@@ -40,37 +40,37 @@ class Sink:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all is written."""
+        """Whether all lines are written."""
         return not self._pending
 
     @property
     def is_full(self) -> bool:
-        """Whether the reader is so far behind that workers should wait."""
+        """Whether the buffer is so full that workers should wait."""
         return len(self._pending) > _PENDING_BYTES
 
     def write_line(self, line: bytes) -> None:
-        """Take a line, without its end; nothing once writing has failed."""
+        """Buffer a line, given without its end; after a failed write, lines are dropped."""
         if not self.is_broken:
-            # On a terminal the chief's progress bar may stand on this line. It draws itself anew below.
+            # On a terminal this line may show the chief's progress bar, which is drawn again below.
             start = b"\r\x1b[K" if self.is_terminal else b""
             self._pending += start + line + b"\n"
 
     def write_some(self, events: int) -> None:
-        """Write as much as surely fits.
+        """Write as much as the descriptor accepts without blocking.
 
         Args:
-            events: What `poll` told of the descriptor.
+            events: The events of the descriptor from `poll`.
         """
         try:
             if events & select.POLLOUT:
                 written = os.write(self.descriptor, self._pending[: select.PIPE_BUF])
                 del self._pending[:written]
-            elif events:  # an error: nobody reads any more
+            elif events:  # an error: the reader is gone
                 self._break(is_unread=True)
         except BlockingIOError:
-            pass  # somebody else who writes there was faster
+            pass  # another process has filled the pipe
         except OSError as error:
-            # A full disk below a log file is no reason to stop a job; a reader that is gone is a request to.
+            # A full disk does not stop the job; the end of the reader does.
             self._break(is_unread=error.errno != errno.ENOSPC)
 
     def _break(self, is_unread: bool) -> None:
@@ -79,14 +79,14 @@ class Sink:
 
 
 class Outputs:
-    """Standard output and error of the launcher together, where workers' lines carry their rank.
+    """Standard output and error of the launcher together; lines of workers begin with their rank.
 
     Args:
-        requests: What hears of it, as SIGPIPE, when nobody reads any more.
+        signals: Receives SIGPIPE if the reader is gone.
     """
 
-    def __init__(self, requests: StopSignals) -> None:
-        self._requests = requests
+    def __init__(self, signals: StopSignals) -> None:
+        self._signals = signals
         self._out, self._error = self._sinks = (Sink(1), Sink(2))
 
     @property
@@ -96,13 +96,13 @@ class Outputs:
 
     @property
     def is_full(self) -> bool:
-        """Whether a reader is so far behind that workers should wait."""
+        """Whether a buffer is so full that workers should wait."""
         return any(sink.is_full for sink in self._sinks)
 
     def take(self, worker: Worker, stream: OutputStream, lines: Sequence[bytes]) -> None:
-        """Take lines of a worker, and keep the last for the summary."""
+        """Write lines of a worker, and keep the last ones for the summary."""
         if stream.is_error and not tensorflow_log.wants_all(os.environ):
-            # What a worker writes before tfpar is imported in it.
+            # Messages from before the worker imports tfpar, which suppresses the later ones.
             lines = [line for line in lines if not tensorflow_log.is_startup_message(line.decode(errors="replace"))]
         worker.tail.extend(lines)
         sink = self._error if stream.is_error else self._out
@@ -110,41 +110,41 @@ class Outputs:
             sink.write_line(b"[%d] %s" % (worker.rank, line))
 
     def say(self, line: str) -> None:
-        """Take a line of the launcher's own."""
+        """Write a line of the launcher."""
         self._error.write_line(f"[launch] {line}".encode())
 
     def register(self, poll: select.poll) -> None:
-        """Let a poll wait until something can be written or nobody reads any more."""
+        """Register the descriptors with a poll, to wait until one is writable or its reader is gone."""
         for sink in self._sinks:
-            if not sink.is_broken:  # without an event, poll still tells of errors
+            if not sink.is_broken:  # without an event, poll still reports errors
                 poll.register(sink.descriptor, 0 if sink.is_empty else select.POLLOUT)
 
     def write_some(self, ready: Mapping[int, int]) -> None:
-        """Write as much as surely fits.
+        """Write as much as the descriptors accept without blocking.
 
         Args:
-            ready: What the poll told: events by file descriptor.
+            ready: The result of the poll: events by file descriptor.
         """
         for sink in self._sinks:
             was_broken = sink.is_broken
             sink.write_some(ready.get(sink.descriptor, 0))
             if sink.is_unread:
-                self._requests.note(signal.SIGPIPE)
+                self._signals.note(signal.SIGPIPE)
             elif sink.is_broken and not was_broken:
                 self.say("The disk below standard output or error is full: the job continues, and its lines are lost.")
 
     def write_rest(self) -> None:
-        """Write what is pending, however long that takes; once the job was asked to stop, only for a moment."""
+        """Write all buffered lines without a time limit, or for a second after a stop signal."""
         asked_seconds = None
         while any(not sink.is_empty for sink in self._sinks):
-            if self._requests.stop is not None:
+            if self._signals.stop is not None:
                 asked_seconds = asked_seconds or time.monotonic()
                 if time.monotonic() > asked_seconds + SECONDS_FOR_SLOW_READER:
                     return
             poll = select.poll()
-            poll.register(self._requests, select.POLLIN)
+            poll.register(self._signals, select.POLLIN)
             self.register(poll)
             ready = dict(poll.poll(None if asked_seconds is None else SECONDS_FOR_SLOW_READER * 1000))
-            if self._requests.fileno() in ready:
-                self._requests.read()
+            if self._signals.fileno() in ready:
+                self._signals.read()
             self.write_some(ready)

@@ -1,7 +1,7 @@
-"""Files that start the same job on a cluster: a batch script for Slurm, a TFJob manifest for Kubernetes.
+"""Files that start a job on a cluster: a batch script for Slurm, a TFJob manifest for Kubernetes.
 
-Printed by `python -m tfpar.launch --print slurm|tfjob`, to be read, filled in and kept by the user. Both systems ask a
-worker to stop with SIGTERM: all save at the same step, and the job starts again later from that checkpoint.
+`python -m tfpar.launch --print slurm|tfjob` prints them for the user to read and complete. Both systems stop a worker
+with SIGTERM: all workers save at the same step, and the job is later started again from that checkpoint.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from tfpar.cluster import job_secret, slurm
+from tfpar.launcher.worker import THREAD_SETTINGS
 
 # Between SIGTERM and the end: time for the step in progress and for a checkpoint of a large model.
 STOP_SECONDS = 120
 RESTARTS_A_WORKER = 10
-MAX_TURNS = 100  # of one Slurm job: srun tells the highest exit code only, which could hide an error behind a 130
+MAX_TURNS = 100  # of one Slurm job: srun reports the highest exit code only, so a 130 can hide an error
 _FIRST_PORT = slurm.FIRST_PORT
 _LAST_PORT = slurm.FIRST_PORT + slurm.PORTS_A_STEP * slurm.NUM_SLOTS - 1
-THREAD_SETTINGS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 
 
 def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int) -> str:
-    """Return a batch script for `sbatch`, with one task a worker.
+    """Return a batch script for `sbatch`, with one task per worker.
 
-    Preemption, the end of the time limit and the loss of a node all put the job back into the queue, where it goes on
-    from its last checkpoint. A failure does not: it would fail again.
+    After preemption, the end of the time limit or the loss of a node the job is requeued, and resumes from its last
+    checkpoint. After a failure it is not requeued: it would fail again.
 
     Args:
-        num_workers: How many workers, at least 1.
-        command: The command line of a worker, word by word; the same for all.
-        cores_per_worker: Cores and threads of each, at least 1.
+        num_workers: Number of workers, at least 1.
+        command: The words of the command line of every worker.
+        cores_per_worker: Cores and threads of each worker, at least 1.
 
     Returns:
         The script, which ends in a line break.
@@ -51,7 +51,7 @@ def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int
 #SBATCH --cpus-per-task={cores_per_worker}
 # On GPU nodes, one a worker (remove one #):
 ##SBATCH --gpus-per-task=1
-# FILL IN: a time that your partition allows. When it is over, the job saves and goes on in a new turn.
+# FILL IN: a time limit that your partition allows. At its end the job saves, is requeued and resumes.
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@{STOP_SECONDS}
 #SBATCH --requeue
@@ -59,10 +59,10 @@ def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int
 #SBATCH --open-mode=append
 
 {_lines(f"export {name}={cores_per_worker}" for name in THREAD_SETTINGS)}
-# The workers prove with it that they belong to this job. It is on no command line, and new in each turn.
+# With this secret the workers authenticate each other. It is on no command line, and new at each start.
 export {job_secret.VARIABLE}="$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')"
-# TensorFlow's own ports, {_FIRST_PORT} to {_LAST_PORT}, have no authentication: whoever connects acts as you. Let
-# only the compute nodes reach them, for example with this rule on each:
+# TensorFlow's ports, {_FIRST_PORT} to {_LAST_PORT}, have no authentication: a program that connects can act as you.
+# Make them reachable from the compute nodes only, for example with this rule on each node:
 #   nft add rule inet filter input tcp dport {_FIRST_PORT}-{_LAST_PORT} ip saddr != 10.0.0.0/16 drop
 
 # tfpar reads the addresses of all workers from the variables of srun, which must number the tasks node by node.
@@ -70,7 +70,7 @@ srun --kill-on-bad-exit=1 --distribution=block --cpus-per-task={cores_per_worker
     {shlex.join(command)}
 code=$?
 
-# 130: asked to stop, all workers have saved. Any other code is the result, or an error that would come again.
+# 130: the job was interrupted, and all workers have saved. Any other code is success, or an error that would recur.
 if [ "$code" -eq 130 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MAX_TURNS} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -79,15 +79,15 @@ exit "$code"
 
 
 def tfjob_manifest(num_workers: int, command: Sequence[str], cores_per_worker: int) -> str:
-    """Return a manifest for `kubectl apply`: a TFJob of Kubeflow's training operator, and who may connect to its pods.
+    """Return a manifest for `kubectl apply`: a TFJob of Kubeflow's training operator, and its network policy.
 
-    The chief has a replica type of its own because it alone reads and writes the run's folder: a volume that only one
-    node can mount is enough. A failed or evicted worker's peers fail too, and all containers start again.
+    The chief has its own replica type because it alone reads and writes the run directory: a volume that only one node
+    can mount is enough. After a failure or eviction of one worker the others fail too, and all containers restart.
 
     Args:
-        num_workers: How many workers, the chief included, at least 1.
-        command: The command line of a worker, word by word; the same for all.
-        cores_per_worker: Cores and threads of each, at least 1.
+        num_workers: Number of workers, the chief included, at least 1.
+        command: The words of the command line of every worker.
+        cores_per_worker: Cores and threads of each worker, at least 1.
 
     Returns:
         The YAML, which ends in a line break.
@@ -103,12 +103,12 @@ def tfjob_manifest(num_workers: int, command: Sequence[str], cores_per_worker: i
     pod = _pod(command, cores_per_worker)
     workers = f"    Worker:\n{_replicas(num_workers - 1)}{pod}" if num_workers > 1 else ""
     return f"""\
-# Submit with: kubectl apply -f THIS_FILE. Lines marked FILL IN depend on your cluster. Before the first time, make the
-# secret with which the workers prove that they belong together:
+# Submit with: kubectl apply -f THIS_FILE. Lines marked FILL IN depend on your cluster. Before the first time, create
+# the secret with which the workers authenticate each other:
 #   openssl rand -hex 32 | kubectl create secret generic tfpar-job --from-file=secret=/dev/stdin
 ---
-# TensorFlow's port has no authentication: whoever connects acts as the job. Only its own pods may, where the cluster's
-# network plugin enforces policies; make sure that it does.
+# TensorFlow's port has no authentication: a program that connects can act as the job. This policy admits the job's own
+# pods only, if the cluster's network plugin enforces policies; make sure that it does.
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
 metadata:
@@ -136,10 +136,10 @@ spec:
 {_replicas(1)}{pod}{_RUNS_FOLDER}{workers}"""
 
 
-# Only the chief's: appended to the container, the last entry of its pod, and to the pod itself.
+# For the chief only: appended to the container, the last entry of its pod, and to the pod itself.
 _RUNS_FOLDER = """\
               volumeMounts:
-                # The command's --directory must lie here, or a pod that moves to another node starts from nothing.
+                # The command's --directory must be in this volume, or a pod on another node finds no checkpoint.
                 - name: runs
                   mountPath: /runs  # FILL IN
           volumes:
@@ -160,7 +160,7 @@ def _pod(command: Sequence[str], cores: int) -> str:
       template:
         metadata:
           annotations:
-            # A service mesh would stand between the workers.
+            # A service mesh would intercept the connections between the workers.
             sidecar.istio.io/inject: "false"
         spec:
           terminationGracePeriodSeconds: {STOP_SECONDS}

@@ -1,4 +1,4 @@
-"""A network of the job's own, in which there is nothing but the loopback; Linux only."""
+"""A private network for the job, with the loopback interface only; Linux only."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1  # linux/sockios.h, 
 
 
 def enter_private() -> None:
-    """Move this process, and all that it starts afterwards, into a network namespace of its own.
+    """Move this process, and all that it starts afterwards, into a new network namespace.
 
-    Nobody else, not even another user of this machine, can connect to what listens there, and nothing in it can reach
-    another machine. Without root's rights it takes a user namespace too, in which the user is who they were. Only for
-    a process with one thread.
+    No process outside, not even of another user of this machine, can connect to a server in it, and no process in it
+    can reach another machine. Without root's rights this needs a user namespace too, with the same user and group. Only
+    for a process with one thread.
 
     Raises:
-        OSError: If the system does not allow it.
+        OSError: If the system refuses it.
 
     Example:
         >>> enter_private()
@@ -34,7 +34,7 @@ def enter_private() -> None:
             _unshare(_CLONE_NEWNET)
         except PermissionError:
             _unshare(_CLONE_NEWUSER | _CLONE_NEWNET)
-            Path("/proc/self/setgroups").write_text("deny")  # the kernel's condition for a group of one's own
+            Path("/proc/self/setgroups").write_text("deny")  # the kernel requires it before gid_map
             Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
             Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         _start_loopback()

@@ -1,8 +1,8 @@
-"""A process next to the launcher that ends what is left of the workers when the launcher itself was killed.
+"""A separate process that kills the remaining process groups of the workers after the launcher was killed.
 
-Nobody can catch `kill -9`. The kernel then ends the workers (`worker`), but not what they started themselves,
-such as the processes of a data loader. This process reads which process groups live, and when its input ends, the
-launcher is gone. It runs as a plain script without site packages, so that it starts in milliseconds.
+A process cannot catch `kill -9`. The kernel then ends the workers (`worker`), but not their child processes, such as
+those of a data loader. The reaper reads the process groups from its input, which ends when the launcher is gone. It
+runs as a plain script without site packages, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import time
 from collections.abc import Iterable
 from types import TracebackType
 
-_LONG_SECONDS = 1.0  # a reaper that lives this long was not broken from the start
+_LONG_SECONDS = 1.0  # a reaper that ran this long did not fail at its start
 _MAX_SHORT_LIVES = 5
 _END_SECONDS = 2.0
 
 
 class Reaper:
-    """The reaper process, as the launcher sees it: started on entry, ended on exit, replaced when it dies.
+    """The launcher's handle of the reaper process: started on entry, ended on exit, replaced after a failure.
 
     Raises:
         OSError: If the process cannot be started.
 
     Example:
         >>> with Reaper() as reaper:
-        ...     reaper.begin(group)
-        ...     reaper.end(group)
+        ...     reaper.register(group)
+        ...     reaper.unregister(group)
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Reaper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pipe.close()  # the reaper kills what is left and ends
+        self._pipe.close()  # the reaper kills the remaining groups and ends
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:  # stopped by a signal
@@ -59,43 +59,43 @@ class Reaper:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Return the file descriptor that can be read when the reaper has died."""
+        """Return the file descriptor that becomes readable when the reaper has ended."""
         return self._end
 
-    def announce(self, group: int) -> None:
-        """Report a process group from the new process itself, before it runs its command.
+    def register_from_child(self, group: int) -> None:
+        """Register a process group from the new process itself, before it runs its command.
 
         Args:
-            group: The process group that begins.
+            group: The new process group.
         """
-        self._tell(group)
+        self._send(group)
 
-    def begin(self, group: int) -> None:
-        """Report that a process group begins.
+    def register(self, group: int) -> None:
+        """Register a process group, to be killed with the launcher.
 
         Args:
             group: The process group.
         """
         self._groups.add(group)
-        self._tell(group)
+        self._send(group)
 
-    def end(self, group: int) -> None:
-        """Report that nothing is left of a process group; its number may be reused.
+    def unregister(self, group: int) -> None:
+        """Unregister a process group without processes; its number may be reused.
 
         Args:
             group: The process group.
         """
         self._groups.discard(group)
-        self._tell(-group)
+        self._send(-group)
 
     def replace(self) -> str:
-        """Start another reaper after this one has died.
+        """Start another reaper after this one has ended.
 
         Returns:
-            What happened, in one sentence.
+            A sentence for the user.
 
         Raises:
-            OSError: If the process cannot be started, or dies again and again right after its start.
+            OSError: If the process cannot be started, or repeatedly ends right after its start.
         """
         code, pipe, end = self._process.wait(), self._pipe, self._end
         is_short = time.monotonic() < self._started_seconds + _LONG_SECONDS
@@ -110,7 +110,7 @@ class Reaper:
         pipe.close()
         os.close(end)
         for group in self._groups:
-            self._tell(group)
+            self._send(group)
         return f"The reaper process {ending} and was replaced; the workers keep running."
 
     def _start(self) -> None:
@@ -126,20 +126,20 @@ class Reaper:
         self._pipe, self._process, self._end = pipe, process, os.pidfd_open(process.pid)
         self._started_seconds = time.monotonic()
 
-    def _tell(self, number: int) -> None:
-        # In a new process, which also calls this, SIGPIPE would be deadly: `subprocess` restores it before preexec_fn.
-        with contextlib.suppress(OSError):  # died: `replace` repeats it
+    def _send(self, number: int) -> None:
+        # A new process calls this too, and there SIGPIPE would kill it: `subprocess` resets it before preexec_fn.
+        with contextlib.suppress(OSError):  # the reaper has ended: `replace` sends all groups again
             self._pipe.send(b"%d\n" % number, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
-def guard(lines: Iterable[bytes]) -> None:
-    """Wait until the input ends, then kill every process group that still lives.
+def kill_when_input_ends(lines: Iterable[bytes]) -> None:
+    r"""Wait until the input ends, then kill every process group that is still registered.
 
     Args:
-        lines: Process groups that begin, and negative ones that have ended.
+        lines: Numbers of registered process groups, and negative ones of unregistered groups.
 
     Example:
-        >>> guard([b"123\\n", b"-123\\n"])  # begun and ended: nothing to kill
+        >>> kill_when_input_ends([b"123\n", b"-123\n"])  # registered and unregistered: nothing to kill
     """
     groups: set[int] = set()
     for number in map(int, lines):
@@ -153,4 +153,4 @@ def guard(lines: Iterable[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    guard(sys.stdin.buffer)
+    kill_when_input_ends(sys.stdin.buffer)

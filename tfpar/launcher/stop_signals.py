@@ -1,4 +1,4 @@
-"""The signals with which somebody outside stops the job."""
+"""The signals that stop the job."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import socket
 import time
 from types import TracebackType
 
-# `timeout` and other commands that start commands send one signal twice; a person needs longer.
+# `timeout` and similar commands send one signal twice; a second Ctrl-C of a person comes later.
 SECONDS_TO_ASK_AGAIN = 0.5
 
 
 class StopSignals:
-    """Listens to SIGINT, SIGTERM, and SIGHUP of a closed terminal; one that is to be ignored (`nohup`) stays ignored.
+    """Receives SIGINT, SIGTERM, and SIGHUP of a closed terminal; an ignored signal (`nohup`) stays ignored.
 
-    They arrive through a file descriptor, so that one `poll` waits for them and for everything else.
+    They arrive through a file descriptor, so that one `poll` waits for signals, workers and output.
 
     Example:
-        >>> with StopSignals() as requests:
-        ...     requests.stop is None
+        >>> with StopSignals() as signals:
+        ...     signals.stop is None
         True
     """
 
     def __init__(self) -> None:
-        self.stop: int | None = None  # the signal that came first
+        self.stop: int | None = None  # the first signal
         self.at_once = False
         self._asked_seconds = 0.0
 
@@ -33,12 +33,12 @@ class StopSignals:
         self._source.setblocking(False)
         self._wakeup.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        heard = [
+        handled = [
             number
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
             if signal.getsignal(number) != signal.SIG_IGN
         ]
-        self._before = {number: signal.signal(number, lambda number, frame: None) for number in heard}
+        self._before = {number: signal.signal(number, lambda number, frame: None) for number in handled}
         return self
 
     def __exit__(
@@ -51,20 +51,20 @@ class StopSignals:
         self._wakeup.close()
 
     def fileno(self) -> int:
-        """Return the file descriptor that can be read when a signal has come."""
+        """Return the file descriptor that becomes readable when a signal has arrived."""
         return self._source.fileno()
 
     def read(self) -> None:
-        """Take note of the signals that have come."""
+        """Record the signals that have arrived."""
         with contextlib.suppress(BlockingIOError):
             for number in self._source.recv(64):
                 self.note(number)
 
     def note(self, number: int) -> None:
-        """Take note of one signal: the first asks to stop, a later SIGINT to stop at once.
+        """Record one signal: the first stops the job, a later SIGINT kills it at once.
 
         Args:
-            number: The signal. SIGPIPE says that nobody reads the output any more.
+            number: The signal; SIGPIPE if the reader of the output is gone.
         """
         now_seconds = time.monotonic()
         if self.stop is None:

@@ -1,4 +1,4 @@
-"""One worker: a process with its own cores, its place in the cluster, and no way to outlive its launcher."""
+"""One worker: a process with its own cores and its TF_CONFIG, which ends with the launcher."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tfpar.launcher.line_splitter import Lines
 from tfpar.launcher.reaper import Reaper
 
 TAIL_LINES = 20
-# What TensorFlow and the libraries below it read. As many threads as cores in each pool: with two inter-op threads on
-# one core, Keras' fit took 1.7 times as long as with one.
+# Read by TensorFlow and its libraries. As many threads as cores in each pool: with two inter-op threads on one core,
+# Keras' fit took 1.7 times as long as with one.
 THREAD_SETTINGS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _READ_BYTES = 1 << 16
@@ -26,14 +26,14 @@ _READ_BYTES = 1 << 16
 def environment_of(
     rank: int, addresses: Sequence[str], cores_per_worker: int, secret: str, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a worker: its place in the cluster, and threads for the cores it has.
+    """Return the environment of a worker: TF_CONFIG, the job secret, and thread settings for its cores.
 
     Args:
-        rank: Which worker, from 0, the chief.
+        rank: The rank of the worker, from 0, the chief.
         addresses: `host:port` of every worker, in the order of ranks.
-        cores_per_worker: How many cores it has.
-        secret: The job's, the same for all workers.
-        given: The launcher's own environment. Thread settings and a secret there stay: the user chose them.
+        cores_per_worker: Number of cores of each worker.
+        secret: The job secret, the same for all workers.
+        given: The environment of the launcher. Its thread settings and job secret take precedence.
 
     Example:
         >>> environment_of(0, ["127.0.0.1:4000"], 2, job_secret.new(), {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"]
@@ -49,12 +49,12 @@ def environment_of(
 
 
 def cores_of(rank: int, num_workers: int, cores_per_worker: int, available: Sequence[int]) -> list[int]:
-    """Return the cores on which a worker may run: its own, or all where there are too few for everyone.
+    """Return the cores of a worker: its own, or all if there are too few for all workers.
 
     Args:
-        rank: Which worker, from 0.
-        num_workers: How many there are.
-        cores_per_worker: How many cores each shall have.
+        rank: The rank of the worker, from 0.
+        num_workers: Number of workers.
+        cores_per_worker: Number of cores of each worker.
         available: The cores that the launcher may use.
 
     Example:
@@ -62,12 +62,12 @@ def cores_of(rank: int, num_workers: int, cores_per_worker: int, available: Sequ
         [2, 3]
     """
     if num_workers * cores_per_worker > len(available):
-        return list(available)  # fixed to shared cores, some workers would be slower than others
+        return list(available)  # pinned to shared cores, some workers would be slower than others
     return list(available[rank * cores_per_worker : (rank + 1) * cores_per_worker])
 
 
 class OutputStream:
-    """One of the two outputs of a worker, on its way to the launcher's own."""
+    """One of the two output streams of a worker, read by the launcher."""
 
     def __init__(self, source: IO[bytes], is_error: bool) -> None:
         self.is_error = is_error
@@ -77,17 +77,17 @@ class OutputStream:
         self._lines = Lines()
 
     def read(self) -> list[bytes]:
-        """Return the lines that came; call it when there is something to read."""
+        """Return the lines that have arrived; call it when the descriptor is readable."""
         data = os.read(self.descriptor, _READ_BYTES)
         return self._lines.feed(data) if data else self._close()
 
     def read_rest(self) -> list[bytes]:
-        """Close it and return what the dead left in the pipe. Somebody else may hold it open: nothing is waited for."""
+        """Close the pipe of an ended worker and return its last lines; never wait, as others may hold it open."""
         if not self.is_open:
             return []
         os.set_blocking(self.descriptor, False)
         with contextlib.suppress(BlockingIOError):
-            left = self.read()  # a pipe holds no more than that
+            left = self.read()  # a pipe holds at most this much
             return left + (self._close() if self.is_open else [])
         return self._close()
 
@@ -100,16 +100,16 @@ class OutputStream:
 class Worker:
     """A worker process from its start to its end.
 
-    It leads a session and a process group of its own: a Ctrl-C on the terminal reaches the launcher alone, and
-    whatever a worker started can be ended together with it.
+    It leads a new session and process group: a Ctrl-C on the terminal reaches the launcher alone, and the child
+    processes of a worker can be killed together with it.
 
     Args:
-        rank: Which worker, from 0.
-        command: What to run.
-        environment: All of its environment.
+        rank: The rank of the worker, from 0.
+        command: The command.
+        environment: Its whole environment.
         cores: The cores on which it may run.
-        reaper: Ends what is left of it should the launcher be killed.
-        keeps_terminal: Whether its standard output is the launcher's own, a terminal, where it can draw.
+        reaper: Kills its process group if the launcher is killed.
+        keeps_terminal: Whether it inherits the launcher's standard output, a terminal, for its progress bar.
 
     Raises:
         OSError: If the process cannot be started.
@@ -125,10 +125,10 @@ class Worker:
         keeps_terminal: bool = False,
     ) -> None:
         self.rank = rank
-        self.is_running = True  # until its end is seen
-        self.code = 0  # as Python gives it, -n for signal n; of no meaning before the end
+        self.is_running = True  # until it is reaped
+        self.code = 0  # the exit code as Python reports it, -n for signal n; meaningless before the end
         self.tail: collections.deque[bytes] = collections.deque(maxlen=TAIL_LINES)
-        self._guardian = reaper
+        self._reaper = reaper
         self._process = subprocess.Popen(
             command,
             env=environment,
@@ -138,46 +138,46 @@ class Worker:
             start_new_session=True,
             preexec_fn=_before_command(cores, reaper),
         )
-        reaper.begin(self._process.pid)
-        # Readable once the process has ended, whoever else ends at that moment: so the order of ends is known.
+        reaper.register(self._process.pid)
+        # Readable once the process has ended, so that the order of ends is known.
         self.end = os.pidfd_open(self._process.pid)
         sources = ((self._process.stdout, False), (self._process.stderr, True))
         self.streams = [OutputStream(source, is_error) for source, is_error in sources if source is not None]
 
     @property
-    def stands_still(self) -> bool:
+    def is_stopped(self) -> bool:
         """Whether a signal such as SIGSTOP, or a debugger, has stopped it."""
         with open(f"/proc/{self._process.pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
 
-    def ask_to_stop(self) -> None:
-        """Send SIGTERM, and let it go on if it stands still, or it would never hear of it."""
+    def request_stop(self) -> None:
+        """Send SIGTERM, and SIGCONT, because a stopped process does not handle signals."""
         os.kill(self._process.pid, signal.SIGTERM)
         os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it and all that it started, at once."""
+        """Kill the worker and its child processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Take note of its end, and end all that it started. Waits until it has ended."""
+        """Wait for the end of the worker, record its exit code, and kill its child processes."""
         os.waitid(os.P_PIDFD, self.end, os.WEXITED | os.WNOWAIT)
-        self.kill()  # before its number is free for others
+        self.kill()  # before its process id can be reused
         self.code, self.is_running = self._process.wait(), False
         os.close(self.end)
-        self._guardian.end(self._process.pid)
+        self._reaper.unregister(self._process.pid)
 
 
 def _before_command(cores: Sequence[int], reaper: Reaper) -> Callable[[], None]:
-    """Return what a new worker does before its command: between fork and exec, in a process with one thread."""
+    """Return the function that a new worker calls between fork and exec, in a process with one thread."""
     libc, launcher = ctypes.CDLL(None), os.getpid()
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it was killed before the line above
+        if os.getppid() != launcher:  # the launcher was killed before the line above
             os._exit(1)
-        reaper.announce(os.getpid())
+        reaper.register_from_child(os.getpid())
         os.sched_setaffinity(0, cores)
 
     return prepare

@@ -1,4 +1,4 @@
-"""The workers of one start, until the last is gone: who failed first, and how the others are stopped."""
+"""The workers of one start until the last has ended: the first failure, and the end of the other workers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tfpar.cluster import job_secret
+from tfpar.commands.start_up import INTERRUPTED  # also the exit code of a worker that stopped with a checkpoint
 from tfpar.launcher.log_output import Outputs
 from tfpar.launcher.reaper import Reaper
 from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker import OutputStream, Worker, cores_of, environment_of
 
-INTERRUPTED = 130  # exit code of a worker that was asked to stop and has written a checkpoint
-# Without its peer a worker cannot write a checkpoint: it only says what it has to say.
+# A worker that lost its peer cannot write a checkpoint: it only prints its error.
 SECONDS_AFTER_FAILURE = 5.0
 
 
 def free_addresses(num_workers: int) -> list[str]:
-    """Return addresses on this machine that nobody uses at the moment.
+    """Return addresses on this machine with free ports.
 
-    All ports are held together, so that they differ, and given free again right before the workers take them. Should
-    another program be faster, the job fails, and a restart takes new ones.
+    All ports are held at the same time, so that they differ, and released right before the workers bind them. If
+    another program binds one first, the job fails, and a restart uses new ports.
 
     Args:
-        num_workers: How many.
+        num_workers: Number of addresses.
 
     Returns:
         `127.0.0.1:port` of each.
@@ -48,28 +48,28 @@ class WorkerGroup:
 
     Args:
         command: The command of every worker.
-        num_workers: How many.
-        cores_per_worker: Cores of each.
-        grace_seconds: Between the request to stop and SIGKILL.
+        num_workers: Number of workers.
+        cores_per_worker: Cores of each worker.
+        grace_seconds: Time between the request to stop and SIGKILL.
     """
 
     def __init__(self, command: Sequence[str], num_workers: int, cores_per_worker: int, grace_seconds: float) -> None:
-        self.failed: Worker | None = None  # the first
+        self.failed: Worker | None = None  # the first worker that failed
         self._command, self._num_workers, self._cores_per_worker = command, num_workers, cores_per_worker
         self._grace_seconds = grace_seconds
         self._workers: list[Worker] = []
-        self._still: list[int] = []  # ranks that stood still when the first failed
+        self._stopped: list[int] = []  # ranks of workers in state T at the first failure
         self._is_stopping = False
         self._has_killed = False
         self._kill_at_seconds: float | None = None  # of time.monotonic
 
-    def run(self, reaper: Reaper, outputs: Outputs, requests: StopSignals) -> None:
-        """Start the workers and wait until all have ended; whatever happens, none is left.
+    def run(self, reaper: Reaper, outputs: Outputs, signals: StopSignals) -> None:
+        """Start the workers and wait until all have ended; after an error, no worker is left running.
 
         Args:
-            reaper: Replaced when it dies.
-            outputs: Where their lines go.
-            requests: What can ask to stop.
+            reaper: Replaced if it ends.
+            outputs: Receives the lines of the workers.
+            signals: The signals that stop the job.
 
         Raises:
             OSError: If a worker or another reaper cannot be started.
@@ -77,10 +77,10 @@ class WorkerGroup:
         try:
             self._start(reaper, outputs)
             while self._running():
-                ready = self._wait(reaper, outputs, requests)
-                self._pass_on(ready, outputs)
-                self._reap([worker for worker in self._running() if worker.end in ready], requests)
-                self._stop_if_asked(outputs, requests)
+                ready = self._wait(reaper, outputs, signals)
+                self._forward_output(ready, outputs)
+                self._reap([worker for worker in self._running() if worker.end in ready], signals)
+                self._stop_if_requested(outputs, signals)
         finally:
             for worker in self._running():
                 worker.kill()
@@ -90,29 +90,29 @@ class WorkerGroup:
                     outputs.take(worker, stream, stream.read_rest())
 
     def cause(self) -> str:
-        """Return what the first failure was, as part of a sentence."""
+        """Return the first failure as a clause."""
         assert self.failed is not None
-        if self.failed.code == INTERRUPTED:  # all save and leave together: who got the signal is not known here
+        if self.failed.code == INTERRUPTED:  # all save and end together: which worker got the signal is unknown
             return f"a worker was asked to stop, and all stopped with a checkpoint (exit code {INTERRUPTED})"
-        still = " and ".join(f"worker {rank}" for rank in self._still)
-        beside = f" while {still} stood still (state T, as after SIGSTOP)" if still else ""
-        return f"worker {self.failed.rank} {_ending(self.failed.code)}{beside}"
+        stopped = " and ".join(f"worker {rank}" for rank in self._stopped)
+        while_stopped = f" while {stopped} stood still (state T, as after SIGSTOP)" if stopped else ""
+        return f"worker {self.failed.rank} {_ending(self.failed.code)}{while_stopped}"
 
     def summary(self) -> list[str]:
-        """Return the lines that say which worker failed first, and the end of its output."""
+        """Return the report: the worker that failed first, and the end of its output."""
         assert self.failed is not None
         if self.failed.code == INTERRUPTED:
             return [f"The job ended early: {self.cause()}. The same command resumes it."]
         rank, tail = self.failed.rank, self.failed.tail
         lines = [f"The job failed: {self.cause()}. It was the first to fail."]
-        if self._still:
-            lines.append("Look first at what stood still: the others fail when they hear nothing from it.")
+        if self._stopped:
+            lines.append("Look first at the worker that stood still: the others fail without its messages.")
         last = "The last line" if len(tail) == 1 else f"The last {len(tail)} lines"
         lines.append(f"{last} that worker {rank} wrote:" if tail else f"Worker {rank} wrote nothing.")
         return lines + [f"  {line.decode(errors='replace')}" for line in tail]
 
     def endings(self) -> str:
-        """Return what came of workers that were asked to stop."""
+        """Return how the workers ended after a request to stop."""
         lost = [worker for worker in self._workers if worker.code not in (0, INTERRUPTED)]
         if not lost:
             return "All workers ended by themselves."
@@ -138,79 +138,79 @@ class WorkerGroup:
     def _open_streams(self) -> list[tuple[Worker, OutputStream]]:
         return [(worker, stream) for worker in self._workers for stream in worker.streams if stream.is_open]
 
-    def _wait(self, reaper: Reaper, outputs: Outputs, requests: StopSignals) -> Mapping[int, int]:
-        """Wait until something happens or it is time to kill; return the events by file descriptor."""
+    def _wait(self, reaper: Reaper, outputs: Outputs, signals: StopSignals) -> Mapping[int, int]:
+        """Wait for the next event or the time of SIGKILL; return the events by file descriptor."""
         poll = select.poll()
-        poll.register(requests, select.POLLIN)
+        poll.register(signals, select.POLLIN)
         poll.register(reaper, select.POLLIN)
         outputs.register(poll)
         for worker in self._running():
             poll.register(worker.end, select.POLLIN)
         for _, stream in self._open_streams():
-            # Workers that stop need not wait for a slow reader: they may have a checkpoint to write.
+            # Workers that stop must not wait for a slow reader: they may have a checkpoint to write.
             if self._is_stopping or not outputs.is_full:
                 poll.register(stream.descriptor, select.POLLIN)
         kill_at = self._kill_at_seconds
         ready = dict(poll.poll(None if kill_at is None else max(0.0, kill_at - time.monotonic()) * 1000))
-        if requests.fileno() in ready:
-            requests.read()
+        if signals.fileno() in ready:
+            signals.read()
         if reaper.fileno() in ready:
             outputs.say(reaper.replace())
         outputs.write_some(ready)
         return ready
 
-    def _pass_on(self, ready: Mapping[int, int], outputs: Outputs) -> None:
+    def _forward_output(self, ready: Mapping[int, int], outputs: Outputs) -> None:
         for worker, stream in self._open_streams():
             if stream.descriptor in ready:
                 outputs.take(worker, stream, stream.read())
 
-    def _reap(self, ended: Sequence[Worker], requests: StopSignals) -> None:
+    def _reap(self, ended: Sequence[Worker], signals: StopSignals) -> None:
         for worker in ended:
             worker.reap()
-        failed = sorted((worker for worker in ended if worker.code != 0), key=_likeness_to_an_answer)
-        if not failed or requests.stop is not None:
+        failed = sorted((worker for worker in ended if worker.code != 0), key=_consequence_order)
+        if not failed or signals.stop is not None:
             return
         if self.failed is None:
             self._record_first_failure(failed[0])
         elif failed[0].code == -signal.SIGKILL and not self._has_killed:
-            self.failed = failed[0]  # its peers missed it before it was all gone: a big process takes a while
+            self.failed = failed[0]  # the others failed before the kernel had freed its memory
 
     def _record_first_failure(self, failed: Worker) -> None:
-        """Take note of the first failure and stop the others."""
+        """Record the first failure and stop the other workers."""
         self.failed = failed
-        self._still = [worker.rank for worker in self._running() if worker.stands_still]
+        self._stopped = [worker.rank for worker in self._running() if worker.is_stopped]
         if failed.code == INTERRUPTED:
-            # The others write the same checkpoint and end by themselves; another signal would cut that short.
+            # The others save the same checkpoint and end by themselves; another signal would interrupt the saving.
             self._stop([], self._grace_seconds)
         else:
             self._stop(self._running(), min(SECONDS_AFTER_FAILURE, self._grace_seconds))
 
-    def _stop_if_asked(self, outputs: Outputs, requests: StopSignals) -> None:
-        if requests.stop is not None and not self._is_stopping:
-            name = signal.Signals(requests.stop).name
+    def _stop_if_requested(self, outputs: Outputs, signals: StopSignals) -> None:
+        if signals.stop is not None and not self._is_stopping:
+            name = signal.Signals(signals.stop).name
             outputs.say(
                 f"{name}: the workers are asked to stop, and killed after {self._grace_seconds:g} s. "
                 "Ctrl-C again kills them at once."
             )
             self._stop(self._running(), self._grace_seconds)
         is_late = self._kill_at_seconds is not None and time.monotonic() >= self._kill_at_seconds
-        if requests.at_once or is_late:
+        if signals.at_once or is_late:
             self._kill_at_seconds, self._has_killed = None, True
             for worker in self._running():
                 worker.kill()
 
     def _stop(self, workers: Sequence[Worker], seconds: float) -> None:
-        """Ask workers to stop; whoever still runs after some seconds is killed."""
+        """Request workers to stop, and kill those that still run after some seconds."""
         self._is_stopping = True
         self._kill_at_seconds = time.monotonic() + seconds
         for worker in workers:
-            worker.ask_to_stop()
+            worker.request_stop()
 
 
-def _likeness_to_an_answer(worker: Worker) -> int:
-    """Return how much an end looks like the answer to another worker's, to order ends seen at the same moment.
+def _consequence_order(worker: Worker) -> int:
+    """Return a sort key for failures seen at the same moment: causes first, consequences of another failure last.
 
-    Nothing of ours sends SIGKILL before the others had their time. TensorFlow aborts when it misses a peer.
+    tfpar sends SIGKILL only after the grace period. TensorFlow aborts if a peer is missing.
     """
     if worker.code == -signal.SIGKILL:
         return 0
