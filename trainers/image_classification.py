@@ -56,7 +56,7 @@ class ImageClassification(tfpar.Trainer):
                 f"{loaded.input_shape}. Declare such a shape in data.features, or use another trainer."
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
-        self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
+        self.num_train_examples, self.sharding = loaded.num_train_examples, loaded.sharding
         self.class_names = loaded.class_names
         recipe.set_precision(run.training.precision)
         super().__init__(

@@ -63,7 +63,7 @@ class LanguageModel(tfpar.Trainer):
         keras.utils.set_random_seed(run.seed)
         loaded = data.load(run.data, global_batch_size=run.training.global_batch_size, seed=run.seed)
         self.train_data, self.validation_data = loaded.train, loaded.validation
-        self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
+        self.num_train_examples, self.sharding = loaded.num_train_examples, loaded.sharding
         recipe.set_precision(run.training.precision)
         super().__init__(functools.partial(build_model, run, *loaded.input_shape), strategy, run.seed)
 

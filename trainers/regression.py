@@ -49,7 +49,7 @@ class Regression(tfpar.Trainer):
                 "and data.class_names out, or use tfpar.trainers.tabular.Tabular."
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
-        self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
+        self.num_train_examples, self.sharding = loaded.num_train_examples, loaded.sharding
         recipe.set_precision(run.training.precision)
         super().__init__(functools.partial(build_model, run, loaded.input_shape), strategy, run.seed)
 

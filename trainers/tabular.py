@@ -49,7 +49,7 @@ class Tabular(tfpar.Trainer):
                 f'{loaded.input_shape} from data.source = "{run.data.source}": read other data, or use another trainer.'
             )
         self.train_data, self.validation_data = loaded.train, loaded.validation
-        self.num_train_examples, self.division = loaded.num_train_examples, loaded.division
+        self.num_train_examples, self.sharding = loaded.num_train_examples, loaded.sharding
         self.class_names, self.vocabularies = loaded.class_names, loaded.vocabularies
         recipe.set_precision(run.training.precision)
         build = functools.partial(build_model, run, loaded.input_shape, loaded.num_classes)

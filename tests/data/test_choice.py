@@ -47,7 +47,7 @@ def labels(dataset: tf.data.Dataset) -> list[list[int]]:
             1,
             11,
             "by batch, as no number of shards from 2 to 8 divides a global batch of 11: every worker reads all "
-            "examples and takes its share of each global batch",
+            "examples and takes its local batch of each global batch",
         ),
     ],
 )
@@ -55,30 +55,30 @@ def test_auto_divides_large_encoded_images(
     tmp_path: Path, num_files: int, global_batch_size: int, sentence: str
 ) -> None:
     loaded = load(large_images(tmp_path, num_files), global_batch_size=global_batch_size, seed=0)
-    assert loaded.division == sentence
+    assert loaded.sharding == sentence
     assert isinstance(loaded.train, Sharded) == (not sentence.startswith("by batch"))
 
 
 def test_auto_lets_every_worker_read_small_examples(digits: config.Data, folder: config.Data) -> None:
     expected = (
-        "by batch, as decoding one example costs little: every worker reads all examples and takes its share of each "
-        "global batch"
+        "by batch, as decoding one example costs little: every worker reads all examples and takes its local batch of "
+        "each global batch"
     )
     for settings in (digits, folder):
-        assert load(settings, global_batch_size=64, seed=0).division == expected
+        assert load(settings, global_batch_size=64, seed=0).sharding == expected
     generated = load(config.Data(source="generated", num_examples=9), global_batch_size=3, seed=0)
-    assert generated.division.startswith("by batch, as rows are generated and not stored: every worker")
+    assert generated.sharding.startswith("by batch, as rows are generated and not stored: every worker")
 
 
 def test_files_of_a_folder_are_divided(folder: config.Data) -> None:
     settings = changed(folder, shard_by="file", num_shards=4, shuffle_buffer=0)
     loaded = load(settings, global_batch_size=8, seed=0)
-    assert loaded.division == "by file, as set: 4 files in 4 shards, and a worker reads only its own"
+    assert loaded.sharding == "by file, as set: 4 files in 4 shards, and a worker reads only its own"
     inputs = [np.rint(batch[0][:, 0] * 40).astype(int).tolist() for batch in loaded.train.whole()]
     assert inputs[0] == [0, 1, 10, 11, 20, 21, 30, 31]
     assert sorted(itertools.chain(*inputs)) == list(range(40))
     assert isinstance(loaded.validation, tf.data.Dataset), "validation is never divided"
-    uneven = load(changed(settings, num_shards=3), global_batch_size=9, seed=0).division
+    uneven = load(changed(settings, num_shards=3), global_batch_size=9, seed=0).sharding
     assert "4 files in 3 shards, not evenly, so an epoch's last batches are smaller" in uneven
 
 

@@ -149,14 +149,14 @@ def test_a_job_goes_on_with_another_number_of_workers() -> None:
 
 
 def test_pieces_are_changed_by_shard_and_batches_are_finished() -> None:
-    def change_pieces(pieces: tf.data.Dataset, shard: int) -> tf.data.Dataset:
+    def change_batches(batches: tf.data.Dataset, shard: int) -> tf.data.Dataset:
         seeds = tf.data.Dataset.random(seed=shard, rerandomize_each_iteration=True)
-        return tf.data.Dataset.zip((pieces, seeds)).map(lambda rows, seed: (rows, rows + 1000 * (seed % 1000)))
+        return tf.data.Dataset.zip((batches, seeds)).map(lambda rows, seed: (rows, rows + 1000 * (seed % 1000)))
 
     def finish(rows: tf.Tensor, changed: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"rows": rows, "noise": changed - rows}
 
-    build = lambda: uneven([7, 3, 1, 3, 4, 0], change_pieces=change_pieces, finish=finish)  # noqa: E731
+    build = lambda: uneven([7, 3, 1, 3, 4, 0], change_batches=change_batches, finish=finish)  # noqa: E731
     first, second = assert_same_for_workers([2], build, num_epochs=2)
     noise = {int(value) for epoch in (first, second) for batch in epoch for value in batch[0]}
     assert len(noise) > 10, "a number of its own for each piece"
@@ -203,14 +203,14 @@ def make_range(shard: int) -> tf.data.Dataset:
         (
             lambda: Sharded(make_range, 8, 64).part(0, 3),
             ValueError,
-            r"8 shards meet 3 workers: use another number of shards \(data.num_shards\), a multiple of 3 that divides",
+            r"8 shards and 3 workers: use another number of shards \(data.num_shards\), a multiple of 3 that divides",
         ),
-        (lambda: Sharded(make_range, 8, 64).part(0, 0), ValueError, "8 shards meet 0 workers"),
+        (lambda: Sharded(make_range, 8, 64).part(0, 0), ValueError, "8 shards and 0 workers"),
         (lambda: Sharded(make_range, 8, 64).part(2, 2), ValueError, "rank must lie in 0 to 1 for 2 workers, but is 2"),
         (
             lambda: by_file(["a", "b"], tf.data.TFRecordDataset, global_batch_size=8),
             ValueError,
-            "2 files meet 8 shards: use fewer shards",
+            "2 files and 8 shards: use fewer shards",
         ),
         (
             lambda: by_example(tf.data.Dataset.range(99).shuffle(99, seed=1), global_batch_size=8),

@@ -76,7 +76,7 @@ def test_workers_divide_files_or_examples_and_read_what_one_alone_reads(
 ) -> None:
     loaded = load(settings(source, tmp_path, shard_by=shard_by, num_shards=2), global_batch_size=8, seed=1)
     assert isinstance(loaded.train, Sharded)
-    assert loaded.division.startswith(f"by {shard_by}, as set")
+    assert loaded.sharding.startswith(f"by {shard_by}, as set")
     found = audit(loaded.train, num_workers=2)
     assert found.ok, found
     assert found.examples_per_worker == (20, 20)

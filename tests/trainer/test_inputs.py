@@ -399,7 +399,7 @@ def test_a_generator_resumes_by_leaving_out_what_was_used_and_says_so(tmp_path: 
 
     whole = run("whole", 3)
     run("parts", 1)
-    with pytest.warns(UserWarning, match="first 3 batches are drawn and left out"):
+    with pytest.warns(UserWarning, match="first 3 batches are read and skipped"):
         small.assert_same_state(run("parts", 3), whole)
 
 

@@ -1,4 +1,4 @@
-"""From TensorFlow's error in the middle of a data pipeline to one sentence that says what to do."""
+"""User messages for TensorFlow's errors in an input pipeline: one sentence with the way out."""
 
 import re
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ GONE = re.compile(r"(/\S+); No such file or directory")
 
 
 def user_message(error: BaseException, settings: config.Data) -> str | None:
-    """One sentence about an error that reading the data brought up, or None if the error is about something else.
+    """Return one sentence about an error of reading the data, or None if the error has another cause.
 
-    TensorFlow does not say in which file a corrupt record lies, so the files are read once more to find it.
+    TensorFlow does not name the file of a corrupt record, so the files are read once more to find it.
 
     Args:
-        error: What iterating over a data set of `load` raised, directly or from within a compiled step.
-        settings: The settings that `load` got.
+        error: The error raised by iterating over a dataset of `load`, directly or from within a compiled step.
+        settings: The settings given to `load`.
 
     Returns:
         The sentence, for a label out of range, an image of the wrong shape, a record that does not match the declared
@@ -42,7 +42,7 @@ def user_message(error: BaseException, settings: config.Data) -> str | None:
 
 
 def _refused(message: str, settings: config.Data) -> str | None:
-    """A sentence about values that the graph of a pipeline refuses; files are read once more where it names none."""
+    """Return a sentence about values that the graph refuses; files are read once more if the graph names none."""
     readers = {
         "csv": (csv_files.UNREADABLE, csv_files.problem),
         "image_folder": (image_folder.UNREADABLE, image_folder.corruption),
@@ -57,7 +57,7 @@ def _refused(message: str, settings: config.Data) -> str | None:
 
 
 def _raised(message: str) -> str | None:
-    """What Python code within a pipeline has raised, without its traceback."""
+    """Return the error that Python code within a pipeline raised, without its traceback."""
     found = RAISED.search(message)
     return found.group(1).removeprefix("ValueError: ") if found else None
 

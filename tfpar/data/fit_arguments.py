@@ -1,4 +1,4 @@
-"""What `keras.Model.fit`, `evaluate` and `predict` take, as global batches."""
+"""The data arguments of `keras.Model.fit`, `evaluate` and `predict` as global batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Batches: TypeAlias = tf.data.Dataset | Sharded | PythonBatches
 
 
 def is_dataset(x: Any) -> bool:
-    """Say whether `x` brings its own batches, targets and weights: a dataset, a generator, a DataLoader; no arrays."""
+    """Return whether `x` yields batches with targets and weights: a dataset, a generator, a DataLoader; no arrays."""
     return isinstance(x, tf.data.Dataset | Sharded | PythonBatches) or keras_data_adapters.is_python_source(x)
 
 
@@ -35,15 +35,15 @@ def as_dataset(
     seed: int = 0,
     class_weight: Mapping[int, float] | None = None,
 ) -> Batches:
-    """What `keras.Model.fit` takes, as global batches: datasets as they are, arrays cut into batches.
+    """Return the data arguments of `keras.Model.fit` as global batches: datasets unchanged, arrays batched.
 
     Args:
         x: A `tf.data.Dataset` or `Sharded`; a `keras.utils.PyDataset`, a generator or a torch `DataLoader`; or arrays
             `[examples, ...]`, as for `from_arrays`.
         y: Targets where `x` is arrays, else None.
         sample_weight: Weights where `x` is arrays, else None.
-        batch_size: Global batch of arrays; None for 32, or for what makes `steps` batches, as in Keras.
-        steps: Steps of an epoch, where the user named them.
+        batch_size: Global batch of arrays; None for 32, or for the size that gives `steps` batches, as in Keras.
+        steps: Steps per epoch, if the user set them.
         shuffle: Whether arrays, and the batches of a PyDataset, have another order in every epoch.
         seed: Fixes the order of arrays.
         class_weight: Weight of each class's examples.

@@ -1,4 +1,4 @@
-"""What happens to images on the way to the model: random changes for training, and normalisation."""
+"""Augmentation of training images, and normalization."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class Statistics(NamedTuple):
 
 
 def augment(images: tf.Tensor, seed: tf.Tensor, changes: Sequence[str]) -> tf.Tensor:
-    """Changes each image of a batch at random, as the seed says.
+    """Change each image of a batch at random.
 
     Args:
         images: `[batch, height, width, channels]`; floats are taken to lie in [0, 1], integers to use their full range.
@@ -45,7 +45,7 @@ def _flip(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 
 
 def _shift(images: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Gathers each row and column from where it comes; what comes from outside is 0."""
+    """Gather each row and column from its source; rows and columns from outside the image are 0."""
     _, height, width, _ = images.shape
     offsets = tf.random.stateless_uniform([tf.shape(images)[0], 2], seed, -1.0, 1.0)
     reach = tf.constant([max(1.0, MAX_SHIFT * size) for size in (height, width)])
@@ -75,7 +75,7 @@ _CHANGES: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 
 
 def unit(inputs: tf.Tensor) -> tf.Tensor:
-    """Integers divided by the largest value of their type, so that they lie in [0, 1]; floats stay as they are.
+    """Divide integers by the largest value of their type, so that they lie in [0, 1]; return floats unchanged.
 
     >>> float(unit(tf.constant(255, tf.uint8)))
     1.0
@@ -86,7 +86,7 @@ def unit(inputs: tf.Tensor) -> tf.Tensor:
 
 
 def standard(inputs: tf.Tensor, statistics: Statistics) -> tf.Tensor:
-    """Inputs `[batch, ..., channels]` brought to mean 0 and standard deviation 1 by the statistics.
+    """Scale inputs `[batch, ..., channels]` to mean 0 and standard deviation 1 with the statistics.
 
     >>> standard(tf.constant([[3.0]]), Statistics(np.float32([1]), np.float32([2]))).numpy().tolist()
     [[1.0]]
@@ -95,13 +95,13 @@ def standard(inputs: tf.Tensor, statistics: Statistics) -> tf.Tensor:
 
 
 def measure(inputs: tf.data.Dataset) -> Statistics:
-    """Reads the data set once and measures mean and standard deviation of each channel, in float64.
+    """Read the dataset once and return mean and standard deviation of each channel, computed in float64.
 
     Args:
         inputs: Single inputs `[..., channels]` of one static shape.
 
     Returns:
-        Float32 statistics; a channel that never changes gets deviation 1, so that it becomes 0 and not infinite.
+        Float32 statistics; a constant channel gets deviation 1, so that it becomes 0 and not infinite.
 
     >>> measure(tf.data.Dataset.from_tensor_slices([[1.0], [3.0]])).deviation.tolist()
     [1.0]

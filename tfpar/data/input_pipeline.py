@@ -1,8 +1,8 @@
-"""The training examples of a split on their way to global batches, as one pipeline or as shards.
+"""The input pipeline from the training examples of a split to global batches, whole or in shards.
 
-    read -> cache -> shuffle -> decode -> augment hook -> batch -> augment -> check labels -> normalise -> prefetch
+    read -> cache -> shuffle -> decode -> augment hook -> batch -> augment -> check labels -> normalize -> prefetch
 
-What is the same for every image of a batch, or cheaper for all of them at once, stands after `batch`.
+Operations that are the same for every image, or cheaper on whole batches, come after `batch`.
 """
 
 from collections.abc import Callable
@@ -18,49 +18,49 @@ from tfpar.data.sources.split import Split
 Augment = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 Finish = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
-SEEDS = 3  # a pipeline draws from so many streams: order, augment hook, augmentation
+SEEDS = 3  # random streams of one input pipeline: order, augment hook, augmentation
 
 
 def training(
     split: Split,
     settings: config.Data,
-    choice: ShardingPolicy,
+    policy: ShardingPolicy,
     *,
     global_batch_size: int,
     seed: int,
     augment: Augment | None,
     finish: Finish,
 ) -> tf.data.Dataset | Sharded:
-    """The training batches in the chosen division: a plain data set for "batch", else shards.
+    """Build the training batches under a sharding policy: a plain dataset for "batch", else shards.
 
     Args:
         split: The training split.
-        settings: `shuffle_buffer`, `cache` and `augmentation` count here.
-        choice: The division.
+        settings: Uses `shuffle_buffer`, `cache` and `augmentation`.
+        policy: The sharding policy.
         global_batch_size: Examples in one batch over all workers.
-        seed: Fixes order and augmentation; shard s draws from the seeds from `seed + 3 s` on.
+        seed: Fixes order and augmentation; shard s uses the seeds from `seed + 3 s` on.
         augment: Changes single images, or None.
         finish: The last map over batches.
     """
-    if choice.kind == "batch":
+    if policy.kind == "batch":
         batches = _examples(split, settings, settings.shuffle_buffer, seed, augment).batch(global_batch_size)
         return ready(_augmented(batches, settings, seed), finish)
     if split.decode is not None:
         split = split._replace(decode=tf.function(split.decode))  # traced once for all shards
-    shuffle_buffer = -(-settings.shuffle_buffer // choice.num_shards)
+    shuffle_buffer = -(-settings.shuffle_buffer // policy.num_shards)
 
     def make_shard(shard: int) -> tf.data.Dataset:
-        own = split.shard(choice.kind, choice.num_shards, shard)
+        own = split.shard(policy.kind, policy.num_shards, shard)
         return _examples(own, settings, shuffle_buffer, seed + SEEDS * shard, augment)
 
-    def change_pieces(pieces: tf.data.Dataset, shard: int) -> tf.data.Dataset:
-        return _augmented(pieces, settings, seed + SEEDS * shard)
+    def change_batches(batches: tf.data.Dataset, shard: int) -> tf.data.Dataset:
+        return _augmented(batches, settings, seed + SEEDS * shard)
 
-    return Sharded(make_shard, choice.num_shards, global_batch_size, finish, change_pieces)
+    return Sharded(make_shard, policy.num_shards, global_batch_size, finish, change_batches)
 
 
 def ready(batches: tf.data.Dataset, finish: Finish) -> tf.data.Dataset:
-    """Batches finished and read ahead, in a fixed order."""
+    """Apply `finish` to the batches and prefetch them, in a fixed order."""
     options = tf.data.Options()
     options.deterministic = True
     dataset = batches.map(finish, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
@@ -70,8 +70,8 @@ def ready(batches: tf.data.Dataset, finish: Finish) -> tf.data.Dataset:
 def _examples(
     split: Split, settings: config.Data, shuffle_buffer: int, seed: int, augment: Augment | None
 ) -> tf.data.Dataset:
-    # Cached examples are decoded ones, that is what makes a cache worth its memory; a shuffle buffer alone holds
-    # them as stored, which is smaller.
+    # The cache holds decoded examples, to save the time of decoding; a shuffle buffer alone holds them as stored,
+    # which is smaller.
     dataset = split.decoded().cache() if settings.cache else split.stored
     buffer_size = min(shuffle_buffer, split.num_examples or shuffle_buffer)
     if buffer_size:
@@ -89,7 +89,7 @@ def _augmented(batches: tf.data.Dataset, settings: config.Data, seed: int) -> tf
 
 
 def _map_with_seeds(dataset: tf.data.Dataset, change: Augment, seed: int) -> tf.data.Dataset:
-    """Changes the inputs, each element with a seed of its own; the seeds are drawn anew, and replayably, each epoch."""
+    """Change the inputs, each element with its own seed; each epoch draws new seeds, in a reproducible order."""
     seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).batch(2, drop_remainder=True)
 
     def apply(element: tuple[tf.Tensor, tf.Tensor], seeds: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -1,4 +1,4 @@
-"""From the data settings of a run to its batches: `load`, and what it refuses."""
+"""The batches described by the data settings of a run: `load`, and its checks."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -36,20 +36,20 @@ MAX_VALIDATION_ROWS = 100_000
 
 
 class Loaded(NamedTuple):
-    """The data of a run: batches `(inputs, labels)` of the global batch size, and what a model must know of them."""
+    """The data of a run: batches `(inputs, labels)` of the global batch size, and shapes and classes for a model."""
 
-    train: tf.data.Dataset | Sharded  # Sharded where workers divide files or examples
+    train: tf.data.Dataset | Sharded  # Sharded with sharding by file or by example
     validation: tf.data.Dataset | None
     num_train_examples: int | None  # None: unknown before the first epoch ends (TFRecord files carry no count)
     num_classes: int | None  # None: regression, or text
     input_shape: tuple[int, ...]  # of one example
-    division: str  # how workers divide the training examples and why, in a sentence
+    sharding: str  # how the training examples are assigned to workers and why, in a sentence
     class_names: tuple[str, ...] | None = None  # of labels 0, 1, ..., where classes have names
     vocabularies: Mapping[str, tuple[str, ...]] | None = None  # of data.category_columns, by name
 
 
 def describe(settings: config.Data) -> str:
-    """Where the examples come from, in a few words.
+    """Return the origin of the examples in a few words.
 
     >>> describe(config.Data(name="mnist"))
     'mnist'
@@ -68,11 +68,11 @@ def describe(settings: config.Data) -> str:
 
 
 def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: Augment | None = None) -> Loaded:
-    """The training and validation batches that the settings describe; what cannot be read is refused here.
+    """Load the training and validation batches that the settings describe.
 
-    Everything is fixed by `seed` (and by tf.data's global seed, `tf.random.set_seed`, where one is set), so that
-    `seek` brings back any position. Training data are shuffled and augmented, validation data are neither. Where
-    `data.shard_by` divides files or examples, the training batches come as `Sharded`; validation never does.
+    Order and augmentation depend on `seed` alone (and on tf.data's global seed, `tf.random.set_seed`, if it is set), so
+    that `seek` can return to any position. Training data are shuffled and augmented, validation data are neither. With
+    `data.shard_by` "file" or "example" the training batches are `Sharded`; validation batches never are.
 
     Args:
         settings: The `data` section of a run.
@@ -82,12 +82,12 @@ def load(settings: config.Data, *, global_batch_size: int, seed: int, augment: A
             own augmentation; `seed` is an int64 tensor `[2]` for `tf.image.stateless_*`.
 
     Returns:
-        The batches and what a model must know of them.
+        The batches, with the shapes and classes for a model.
 
     Raises:
         ValueError: Settings that do not fit the data, or data that cannot be used; the message says which.
         FileNotFoundError: No such folder or files.
-        OSError: A folder that cannot be written, a data set that cannot be downloaded (ConnectionError).
+        OSError: A folder that cannot be written, a dataset that cannot be downloaded (ConnectionError).
 
     >>> settings = config.Data(source="generated", num_examples=100, num_features=3)
     >>> load(settings, global_batch_size=32, seed=0).input_shape
@@ -147,23 +147,23 @@ def _check_validation(train: split.Split, held_out: split.Split, first: tf.Tenso
 
 
 def _finish(settings: config.Data, train: split.Split) -> Finish:
-    """The last map over batches: labels checked, inputs normalised."""
-    normalise: Callable[[tf.Tensor], tf.Tensor] = tf.identity
+    """Return the last map over batches: it checks labels and normalizes inputs."""
+    normalize: Callable[[tf.Tensor], tf.Tensor] = tf.identity
     if settings.normalization == "unit":
-        normalise = images.unit
+        normalize = images.unit
     elif settings.normalization == "standard":
         statistics = images.measure(train.decoded().map(lambda inputs, label: inputs))
-        if train.one_hot:  # a word that training has not seen is 1 where all training rows are 0
+        if train.one_hot:  # a one-hot channel of unknown words is 0 in all training rows, so it has no statistics
             mean, deviation = (
                 np.where(train.one_hot, kept, value) for kept, value in zip((0, 1), statistics, strict=True)
             )
             statistics = images.Statistics(mean.astype(np.float32), deviation.astype(np.float32))
-        normalise = lambda inputs: images.standard(inputs, statistics)  # noqa: E731
+        normalize = lambda inputs: images.standard(inputs, statistics)  # noqa: E731
 
     def finish(inputs: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         if train.num_classes is not None:
             labels = split.check_labels(labels, train.num_classes)
-        return normalise(inputs), labels
+        return normalize(inputs), labels
 
     return finish
 
@@ -215,5 +215,5 @@ def _generated(settings: config.Data, global_batch_size: int, seed: int, augment
 
     train = rows(settings.num_examples, 0, settings.shuffle_buffer > 0)
     validation = None if settings.validation_split is None else rows(num_validation, settings.num_examples, False)
-    division = f"by batch, as rows are generated and not stored: {ALL_READ}"
-    return Loaded(train, validation, settings.num_examples, None, (settings.num_features,), division)
+    sharding = f"by batch, as rows are generated and not stored: {ALL_READ}"
+    return Loaded(train, validation, settings.num_examples, None, (settings.num_features,), sharding)

@@ -1,29 +1,28 @@
-"""The position in a data set, `(epoch, step)`, and how to come back to it."""
+"""Return to a position `(epoch, step)` in a dataset."""
 
 import tensorflow as tf
 
 
 def seek(dataset: tf.data.Dataset, epoch: int, step: int) -> tf.data.Dataset:
-    """Moves a freshly built data set to where an earlier run stood, and returns the rest of that epoch.
+    """Move a newly built dataset to the position of an earlier run, and return the rest of that epoch.
 
-    A seeded `tf.data` pipeline draws the order of an epoch when the iterator of that epoch is made, so making an
-    iterator, and drawing nothing from it, is as good as an epoch. This makes `epoch` of them, then leaves out the first
-    `step` batches. The left-out batches are computed and thrown away, in the time that reading them takes.
+    A seeded `tf.data` pipeline draws the order of an epoch when the iterator of that epoch is created. So creating an
+    iterator without reading from it skips an epoch. `seek` creates `epoch` iterators and then skips `step` batches. The
+    skipped batches are read and discarded, which takes as long as reading them.
 
-    The returned data set is for the epoch at the position, once. Later epochs come from `dataset` itself, which has
-    moved along:
+    Use the returned dataset once, for the epoch of the position. Later epochs come from `dataset` itself:
 
         rest = seek(dataset, epoch=3, step=7)
         for batch in rest: ...         # epoch 3 from batch 7 on
         for batch in dataset: ...      # epoch 4
 
-    A shuffle without a seed cannot be replayed, and neither can Python's own randomness in a generator: then the
-    batches after the position differ from those of the earlier run.
+    A shuffle without a seed, or random numbers of Python in a generator, cannot be reproduced: then the batches after
+    the position differ from those of the earlier run.
 
     Args:
-        dataset: A data set of which no iterator was made yet, built exactly as in the earlier run.
-        epoch: Epochs that were finished, from 0.
-        step: Batches that were taken from the unfinished epoch, from 0.
+        dataset: A dataset without any iterator yet, built exactly as in the earlier run.
+        epoch: Completed epochs, at least 0.
+        step: Batches already read in the current epoch, at least 0.
 
     Returns:
         The batches of epoch `epoch` from batch `step` on.

@@ -1,4 +1,4 @@
-"""Batches that Python code yields: a `keras.utils.PyDataset`, a generator, a torch `DataLoader`."""
+"""Batches from Python code: a `keras.utils.PyDataset`, a generator, a torch `DataLoader`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ RAN_OUT = (
 
 
 class PythonBatches:
-    """Global batches from Python code, pass after pass, as `keras.Model.fit` reads them.
+    """Global batches from Python code, read as often and in the same order as by `keras.Model.fit`.
 
-    The code is called as often as Keras calls it, in the same order: two batches are looked at for their shapes,
-    `on_epoch_end` follows, and then every epoch has its `on_epoch_begin`, its batches and its `on_epoch_end`. So a
-    dataset that shuffles itself has the order that it has under Keras.
+    Two batches are read for their shapes, then `on_epoch_end` is called. After that every epoch consists of
+    `on_epoch_begin`, the batches and `on_epoch_end`. So a dataset that shuffles itself has the same order as in Keras.
 
         [0] [1] on_epoch_end │ on_epoch_begin [0] [1] [2] … on_epoch_end │ on_epoch_begin …
 
     Args:
         x: A PyDataset, a generator of tuples, a torch `DataLoader`, a grain dataset, or a data adapter of Keras.
-        y: Must be None: the batches bring their targets.
-        sample_weight: Must be None: the batches bring their weights.
+        y: Must be None: the batches contain the targets.
+        sample_weight: Must be None: the batches contain the weights.
         class_weight: Weight of each class; for a PyDataset only.
-        shuffle: Whether each pass over a PyDataset of known length has an order of its own, that of Keras:
+        shuffle: Whether each pass over a PyDataset of known length has another order, the same as in Keras:
             drawn from Python's `random` in Keras 3.15, seeded with the number of the epoch in Keras 3.16.
 
     Raises:
@@ -74,18 +73,18 @@ class PythonBatches:
 
     @property
     def element_spec(self) -> Any:
-        """The structure of a batch, as `tf.data.Dataset` says it."""
+        """The structure of a batch, as in `tf.data.Dataset.element_spec`."""
         return self.dataset.element_spec
 
     def is_made_of(self, x: Any, class_weight: Mapping[int, float] | None, shuffle: bool) -> bool:
-        """Say whether these are the batches that the same arguments would give; a generator cannot be read twice."""
+        """Return whether the arguments are those of these batches, which can then be reused."""
         return self._made_of[0] is x and self._made_of[1:] == (class_weight, shuffle)
 
     def start(self, broadcast: Callable[[bytes], bytes]) -> None:
-        """Do what Keras does between its look at the shapes and the first epoch.
+        """Call the hooks that Keras calls before the first epoch, and share the chief's random state.
 
         Args:
-            broadcast: Gives the chief's message to every worker: all shuffle in the chief's order.
+            broadcast: Sends the chief's message to every worker, so that all shuffle in the chief's order.
         """
         keras_data_adapters.begin_training(self._adapter)
         if self._shuffles:
@@ -103,17 +102,17 @@ class PythonBatches:
         keras_data_adapters.count_epoch(self._adapter)
 
     def begin_pass(self, again: bool) -> None:
-        """Get ready for a pass; warn where a generator has nothing left for it.
+        """Prepare a pass over the batches; warn if a generator is exhausted.
 
         Args:
-            again: Whether the batches are asked for once more.
+            again: Whether the batches were read before.
         """
         self.stop()
         if again and self._once:
             user_warnings.warn(RAN_OUT)
 
     def skip_pass(self, epochs: int) -> None:
-        """Draw what the order of a pass is drawn from, without its batches, so that the next has the same order.
+        """Advance the random state by one pass without reading its batches, so that the next has the same order.
 
         Args:
             epochs: How many epochs begin in a pass.
@@ -125,15 +124,15 @@ class PythonBatches:
             self.end_epoch()
 
     def resume(self, batches: int) -> None:
-        """Say what coming back to the middle of a generator rests on.
+        """Warn that a generator cannot return to a position.
 
         Args:
-            batches: Batches that are drawn and left out.
+            batches: Batches that are read and skipped.
         """
         if self._once:
             user_warnings.warn(
-                f"A generator has no position to go back to: its first {batches} batches are drawn and left out, so it "
-                "must be a new one that yields the same batches again. A keras.utils.PyDataset has a position."
+                f"A generator cannot return to a position: its first {batches} batches are read and skipped. Pass a new "
+                "generator that yields the same batches again. A keras.utils.PyDataset can return to a position."
             )
 
     def stop(self) -> None:
@@ -147,7 +146,7 @@ class PythonBatches:
 
 
 class _Packing:
-    """Batches as flat tuples without None, which a generator of `tf.data` can yield, and back.
+    """Converts batches to flat tuples without None, which `tf.data.Dataset.from_generator` accepts, and back.
 
     Args:
         batches: The first batches.
@@ -192,7 +191,7 @@ def _shapes(batch: Any) -> Any:
 
 
 def _without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Put None where Keras' adapters put an empty optional."""
+    """Replace the empty optionals of Keras' adapters by None."""
     specs = tf.nest.flatten(dataset.element_spec)
     if not any(isinstance(spec, tf.OptionalSpec) for spec in specs):
         return dataset

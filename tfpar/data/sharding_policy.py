@@ -1,6 +1,6 @@
-"""How the training examples are divided over workers: what the settings ask for, or `auto`'s choice with its reason.
+"""The sharding of the training examples: the one that is set, or the one that `auto` selects, with the reason.
 
-The choice never depends on the number of workers: the batches must be the same for any number of them.
+It does not depend on the number of workers: the batches must be the same for any number of them.
 """
 
 from typing import Literal, NamedTuple
@@ -11,14 +11,14 @@ from tfpar import config
 from tfpar.data.sharding.sharded import NUM_SHARDS, default_num_shards
 from tfpar.data.sources.split import Split
 
-# From about this size on, decoding an image takes some 100 microseconds, several times what reading it takes.
+# From about this size on, decoding an image takes some 100 microseconds, several times the time of reading it.
 COSTLY_PIXELS = 128 * 128
 
-ALL_READ = "every worker reads all examples and takes its share of each global batch"
+ALL_READ = "every worker reads all examples and takes its local batch of each global batch"
 
 
 class ShardingPolicy(NamedTuple):
-    """A division: of what kind, in how many shards (1 for "batch"), and a sentence for people."""
+    """The kind of sharding, the number of shards (1 for "batch"), and a sentence for the user."""
 
     kind: Literal["file", "example", "batch"]
     num_shards: int
@@ -26,18 +26,18 @@ class ShardingPolicy(NamedTuple):
 
 
 def sharding_policy(settings: config.Data, split: Split, global_batch_size: int) -> ShardingPolicy:
-    """The division of a training split.
+    """Return the sharding policy of a training split.
 
-    `auto` takes what is safe and cheap: "batch", which is always possible, unless images of 128 x 128 pixels and more
-    must be decoded. Then "file" where the shards can have equally many files, else "example".
+    `auto` selects "batch", which is always possible, unless images of at least 128 x 128 pixels must be decoded. Then
+    it selects "file" if all shards can have equally many files, else "example".
 
     Args:
-        settings: `division` and `num_shards` count here.
+        settings: Uses `shard_by` and `num_shards`.
         split: The training split.
         global_batch_size: Examples in one batch over all workers.
 
     Returns:
-        The division, its number of shards a divisor of the global batch.
+        The policy; its number of shards divides the global batch.
 
     Raises:
         ValueError: Shards that do not divide the global batch, or more shards than files.

@@ -1,4 +1,4 @@
-"""Arrays in memory as a data set: shuffled by index, gathered by batch, never copied element by element."""
+"""Arrays in memory as a dataset: shuffled by index, gathered by batch, never copied element by element."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfpar.data.batching import blocks
 from tfpar.data.batching.columns import Column, Dense, column
 
-BLOCK_BYTES = 1 << 20  # what one gather brings: large enough to hide a call's cost, small enough for the cache
+BLOCK_BYTES = 1 << 20  # of one gather: large enough to hide the cost of a call, small enough for the cache
 MAX_BATCHES_PER_BLOCK = 200
 
 
@@ -20,23 +20,23 @@ Shuffle = bool | Literal["batch"]
 def from_arrays(
     x: Any, y: Any = None, sample_weight: Any = None, *, batch_size: int, shuffle: Shuffle, seed: int
 ) -> tf.data.Dataset:
-    """Arrays as a `tf.data.Dataset` of global batches, as `keras.Model.fit` takes arrays.
+    """Convert arrays to a `tf.data.Dataset` of global batches, as `keras.Model.fit` does.
 
-    Each epoch is a full permutation of the rows, drawn from `seed` and another in every epoch. As always in tf.data,
-    the global seed (`tf.random.set_seed`, `keras.utils.set_random_seed`) counts as well: set it before, or not at all.
-    Floats become Keras' float type, other types are kept, as in Keras.
+    With `shuffle`, each epoch is a new permutation of the rows, drawn from `seed`. As always in tf.data, the global
+    seed (`tf.random.set_seed`, `keras.utils.set_random_seed`) counts as well: set it before, or not at all. Floats
+    become Keras' float type, other types are kept, as in Keras.
 
     Args:
         x: An array `[examples, ...]` (see `tfpar.data.batching.columns` for the kinds), or a dict, list or tuple of
-            arrays or None (nested at will) for several inputs.
+            arrays or None (nested as needed) for several inputs.
         y: Labels, structured likewise, or None.
         sample_weight: Weights `[examples]`, structured likewise, or None. One array serves all outputs.
         batch_size: Rows in a global batch; the last batch of an epoch may be smaller.
-        shuffle: Whether each epoch has an order of its own; "batch" for one of its own within each batch.
+        shuffle: Whether each epoch has another order; "batch" for another order within each batch only.
         seed: Fixes the orders.
 
     Returns:
-        A data set of `(x,)`, `(x, y)` or `(x, y, sample_weight)`. Lists come out as tuples.
+        A dataset of `(x,)`, `(x, y)` or `(x, y, sample_weight)`. Lists become tuples.
 
     Raises:
         ValueError: Unequal or zero lengths, `batch_size` below 1, weights without labels.
@@ -83,15 +83,15 @@ def from_arrays(
 
 
 def _permutation(num_rows: int, seed: tf.Tensor, within: int) -> tf.Tensor:
-    """The numbers of all rows in a random order; each stays within its run of `within` rows."""
+    """Return the row numbers in a random order; each row stays within its group of `within` consecutive rows."""
     if within >= num_rows:
         return tf.random.experimental.stateless_shuffle(tf.range(num_rows), seed)
-    runs = tf.cast(tf.range(num_rows) // within, tf.float64)
-    return tf.argsort(runs + tf.random.stateless_uniform([num_rows], seed, dtype=tf.float64))
+    groups = tf.cast(tf.range(num_rows) // within, tf.float64)
+    return tf.argsort(groups + tf.random.stateless_uniform([num_rows], seed, dtype=tf.float64))
 
 
 def hold_out(arrays: Any, share: float) -> tuple[Any, Any]:
-    """Splits the last rows off for validation, as `keras.Model.fit(validation_split=...)` does.
+    """Split the last rows off for validation, as `keras.Model.fit(validation_split=...)` does.
 
     Args:
         arrays: `(x, y, sample_weight)` as for `from_arrays`, None where there is none.
@@ -122,7 +122,7 @@ def hold_out(arrays: Any, share: float) -> tuple[Any, Any]:
 
 
 def num_rows(arrays: Any) -> int:
-    """How many examples arrays have, as `from_arrays` takes them.
+    """Return the number of examples of arrays, as `from_arrays` takes them.
 
     >>> num_rows({"a": np.zeros([3, 2]), "b": None})
     3
@@ -131,7 +131,7 @@ def num_rows(arrays: Any) -> int:
 
 
 def _columns(name: str, value: Any) -> Any:
-    """The same structure with columns for arrays; the path of a bad leaf stands in the error."""
+    """Return the same structure with a column for each array; errors name the path of the bad leaf."""
     if value is None:
         return None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What is done to finished batches: class weights, and the cut of one global batch into parts for the replicas."""
+"""Operations on batches: class weights, and the split of a global batch into per-replica batches."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ from tfpar.per_model import PerModel
 
 
 def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
-    """Weighs each example by the class of its label, as `keras.Model.fit(class_weight=...)` does.
+    """Weight each example by the class of its label, as `keras.Model.fit(class_weight=...)` does.
 
-    Labels of rank 2 and more are one-hot over the last axis, unless that axis is 1 long. Classes that are not listed
-    weigh 1. A sample weight that is already there is multiplied (Keras refuses the two together).
+    Labels of rank 2 and more are one-hot over the last axis, unless that axis is 1 long. Classes without an entry have
+    weight 1. Existing sample weights are multiplied (Keras refuses the two together).
 
     Args:
         dataset: A `tf.data.Dataset` or `Sharded` of batches `(x, y)` or `(x, y, sample_weight)`; `y` is one tensor:
@@ -79,7 +79,7 @@ def _look_up(table: Any, classes: tf.Tensor) -> tf.Tensor:
 
 
 def _multiply(weights: tf.Tensor, sample_weight: tf.Tensor) -> tf.Tensor:
-    """Multiplies per-example weights `[batch]` with weights `[batch, ...]`, along their first axis."""
+    """Multiply per-example weights `[batch]` with weights `[batch, ...]`, along their first axis."""
     missing_axes = sample_weight.shape.rank - weights.shape.rank
     if missing_axes > 0:
         weights = tf.reshape(weights, tf.concat([tf.shape(weights), tf.ones([missing_axes], tf.int32)], axis=0))
@@ -87,11 +87,11 @@ def _multiply(weights: tf.Tensor, sample_weight: tf.Tensor) -> tf.Tensor:
 
 
 def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
-    """Cuts every tensor of a batch along its first axis into consecutive parts, one for each replica.
+    """Split every tensor of a batch along its first axis into consecutive parts, one for each replica.
 
     Part i starts at row `ceil(i * rows / num_parts)`, so sizes differ by at most one, the first part is a largest one,
-    and parts are empty where there are fewer rows than parts. The rule nests: a cut into workers and then into replicas
-    gives the parts of one cut into all replicas at the same worker boundaries.
+    and some parts are empty if there are fewer rows than parts. The rule nests: a split into workers and then into
+    replicas gives the same parts as one split into all replicas.
 
         7 rows, 2 parts:  0 1 2 3 | 4 5 6          6 rows, 4 parts:  0 1 | 2 | 3 4 | 5
 
@@ -119,12 +119,12 @@ def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
 
 
 def take_rows(batch: Any, start: Any, stop: Any) -> Any:
-    """Some consecutive rows of every tensor of a batch.
+    """Return consecutive rows of every tensor of a batch.
 
     Args:
         batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
         start: The first row.
-        stop: The row after the last; there must be as many.
+        stop: The row after the last, at most the number of rows.
 
     >>> take_rows({"a": tf.range(5)}, 1, 3)["a"].numpy().tolist()
     [1, 2]
@@ -133,7 +133,7 @@ def take_rows(batch: Any, start: Any, stop: Any) -> Any:
 
 
 def join_batches(parts: Sequence[Any]) -> Any:
-    """One batch of the rows of several, in their order; the reverse of `split_batch`.
+    """Join the rows of several batches in their order; the reverse of `split_batch`.
 
     Args:
         parts: Structures alike, `[rows, ...]` each.
@@ -151,12 +151,12 @@ def join_batches(parts: Sequence[Any]) -> Any:
 
 
 def to_numpy(tensor: Any) -> Any:
-    """A tensor as a NumPy array; a ragged or sparse one as it is, as `keras.Model.predict` returns it."""
+    """Return a tensor as a NumPy array; a ragged or sparse one unchanged, as `keras.Model.predict` does."""
     return tensor if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor) else np.asarray(tensor)
 
 
 def join_outputs(outputs: Sequence[Any]) -> Any:
-    """The outputs of several batches as `keras.Model.predict` returns them.
+    """Join the outputs of several batches as `keras.Model.predict` does.
 
     Args:
         outputs: Structures alike, of NumPy arrays, ragged or sparse tensors, `[rows, ...]` each.
@@ -177,10 +177,10 @@ def join_outputs(outputs: Sequence[Any]) -> Any:
 
 
 def check_same_inputs(first: PerModel[list[bool]], model: keras.Model, batch: Any) -> None:
-    """Refuse inputs that come or go where a model is cut for those that its first batch has.
+    """Refuse a batch with other optional inputs than the first batch, for which the pipeline was partitioned.
 
     Args:
-        first: Which inputs the first batch of each model has; a model's first batch is noted here.
+        first: For each model the inputs of its first batch; the first batch of a new model is recorded here.
         model: The model.
         batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
 
@@ -197,7 +197,7 @@ def check_same_inputs(first: PerModel[list[bool]], model: keras.Model, batch: An
 
 
 def num_rows(batch: Any) -> tf.Tensor:
-    """How many examples a batch holds: the rows of its first tensor.
+    """Return the number of examples of a batch: the rows of its first tensor.
 
     Args:
         batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.

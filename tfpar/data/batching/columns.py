@@ -1,4 +1,4 @@
-"""Arrays of every kind that Keras takes, as tensors whose rows can be taken: dense, ragged and sparse."""
+"""Arrays of every kind that Keras accepts, as tensors with row access: dense, ragged and sparse."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Column(abc.ABC):
 
     @abc.abstractmethod
     def between(self, first: Any, size: int) -> Any:
-        """The rows `first .. first + size - 1`, `[size, ...]`."""
+        """Return the rows `first .. first + size - 1`, `[size, ...]`."""
 
     @abc.abstractmethod
     def at(self, rows: tf.Tensor, size: int) -> Any:
-        """The rows with the numbers `rows`, `[size]` of them."""
+        """Return the rows with the numbers `rows`, `[size]` of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Dense(Column):
         return int(self.values.shape[0])
 
     def between(self, first: Any, size: int) -> tf.Tensor:
-        """The rows `first .. first + size - 1`, `[size, ...]`."""
+        """Return the rows `first .. first + size - 1`, `[size, ...]`."""
         rest = self.values.shape[1:]
         return tf.slice(self.values, [first] + [0] * len(rest), [size, *rest])
 
     def at(self, rows: tf.Tensor, size: int) -> tf.Tensor:
-        """The rows with the numbers `rows`, `[size, ...]`."""
+        """Return the rows with the numbers `rows`, `[size, ...]`."""
         return tf.gather(self.values, rows)
 
 
@@ -63,20 +63,20 @@ class Ragged(Column):
         return int(self.values.nrows())
 
     def between(self, first: Any, size: int) -> tf.RaggedTensor:
-        """The rows `first .. first + size - 1`."""
+        """Return the rows `first .. first + size - 1`."""
         return self.values[first : first + size]
 
     def at(self, rows: tf.Tensor, size: int) -> tf.RaggedTensor:
-        """The rows with the numbers `rows`."""
+        """Return the rows with the numbers `rows`."""
         return tf.gather(self.values, rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sparse(Column):
-    """A sparse tensor `[rows, ...]`, by rows: TensorFlow's own lists its values without saying where a row begins.
+    """A sparse tensor `[rows, ...]` stored by rows: TensorFlow's own does not index where each row begins.
 
     Args:
-        places: For each row the places of its values behind the first axis, `[rows, (values), rank - 1]`.
+        places: For each row the indices of its values along the other axes, `[rows, (values), rank - 1]`.
         values: For each row its values, `[rows, (values)]`.
         shape: Of the whole.
     """
@@ -102,11 +102,11 @@ class Sparse(Column):
         return self.shape[0]
 
     def between(self, first: Any, size: int) -> tf.SparseTensor:
-        """The rows `first .. first + size - 1`, `[size, ...]`."""
+        """Return the rows `first .. first + size - 1`, `[size, ...]`."""
         return self._joined(self.places[first : first + size], self.values[first : first + size], size)
 
     def at(self, rows: tf.Tensor, size: int) -> tf.SparseTensor:
-        """The rows with the numbers `rows`, `[size, ...]`."""
+        """Return the rows with the numbers `rows`, `[size, ...]`."""
         return self._joined(tf.gather(self.places, rows), tf.gather(self.values, rows), size)
 
     def _joined(self, places: tf.RaggedTensor, values: tf.RaggedTensor, size: int) -> tf.SparseTensor:
@@ -115,12 +115,12 @@ class Sparse(Column):
 
 
 def column(name: str, value: Any) -> Column:
-    """An array as a column, with floats in Keras' float type, as `keras.Model.fit` takes it.
+    """Convert an array to a column, with floats in Keras' float type, as `keras.Model.fit` does.
 
     Args:
         name: What errors call it.
         value: A NumPy array, a tensor of TensorFlow, jax or torch, a ragged or sparse tensor, a scipy sparse matrix, a
-            pandas DataFrame or Series (a column `[rows, 1]`), or what turns into a NumPy array, such as Arrow's.
+            pandas DataFrame or Series (a column `[rows, 1]`), or anything that NumPy converts, such as Arrow arrays.
 
     Raises:
         TypeError: No array, or one of Python objects.

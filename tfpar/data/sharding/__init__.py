@@ -1,1 +1,1 @@
-"""Which worker reads which examples."""
+"""Sharding: the assignment of examples to workers."""

@@ -1,4 +1,4 @@
-"""What each worker will really read in one epoch, counted before training: examples, steps, duplicates and drops."""
+"""The audit: count the examples and steps of each worker before training, and find duplicated and dropped examples."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -18,20 +18,20 @@ FromContext = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 
 class Audit(NamedTuple):
-    """What the workers of a job read in one epoch, beside what one worker alone reads; `str` makes a table of it."""
+    """The examples that a job reads in one epoch, compared with those of one worker alone; `str` formats a table."""
 
     examples_per_worker: tuple[int, ...]
     steps_per_worker: tuple[int, ...]
-    num_examples: int  # what one worker alone reads
-    num_equal: int  # of these, how many are the same as an earlier one, in every part
-    num_duplicates: int  # read more often than one worker alone reads them
-    num_dropped: int  # read by one worker alone, but by none of these, or less often
-    num_unknown: int  # read by these, but never by one worker alone
-    first_examples: tuple[str, ...]  # a few of the duplicates and drops, in words
+    num_examples: int  # read by one worker alone
+    num_equal: int  # of these, how many are equal to an earlier one, in every part
+    num_duplicates: int  # read more often than by one worker alone
+    num_dropped: int  # read by one worker alone, but not by the job, or less often
+    num_unknown: int  # read by the job, but not by one worker alone
+    first_examples: tuple[str, ...]  # the first few duplicates and drops, as text
 
     @property
     def ok(self) -> bool:
-        """Whether the workers together read exactly what one worker alone reads."""
+        """Whether the workers together read exactly the examples of one worker alone."""
         return not (self.num_duplicates or self.num_dropped or self.num_unknown)
 
     def __str__(self) -> str:
@@ -62,20 +62,20 @@ class Audit(NamedTuple):
 
 
 def audit(dataset: tf.data.Dataset | Sharded | FromContext, num_workers: int) -> Audit:
-    """Reads one epoch as each worker would, and compares it with the epoch of one worker alone.
+    """Read one epoch as each worker would, and compare it with the epoch of one worker alone.
 
-    Examples are told apart by their content, labels and weights included, and each counts as often as it occurs; their
-    order does not matter, so shuffles alone do no harm. Random changes do: seed them, or audit the data without them. A
-    shuffle without a seed of its own, followed by `shard`, counts as different on every worker.
+    Examples are compared by their content, labels and weights included. Their order does not matter, so shuffling alone
+    changes nothing. Random augmentation does: seed it, or audit the data without it. A shuffle without a seed, followed
+    by `shard`, gives other examples on every worker.
 
-    What is read depends on the input. Of a data set of global batches every worker reads all and takes its rows of each
-    batch; it is read once, so a worker that would shuffle in another order than the others does not show. A `Sharded`
-    is read as its parts and as a whole. A function is called once for each worker and once for one worker alone.
+    With a dataset of global batches, every worker reads all batches and takes its rows of each. Such a dataset is read
+    once, so the audit does not detect a worker that shuffles in another order. A `Sharded` is read in its parts and as
+    a whole. A function is called once for each worker and once for one worker alone.
 
-    Everything is read about twice, and once more in part if something is wrong. Memory: about 16 bytes an example.
+    All data are read about twice, and once more in part after an error. Memory: about 16 bytes per example.
 
     Args:
-        dataset: A data set of global batches, a `Sharded`, or a function from `tf.distribute.InputContext` to the
+        dataset: A dataset of global batches, a `Sharded`, or a function from `tf.distribute.InputContext` to the
             batches of one worker, as `tf.distribute.Strategy.distribute_datasets_from_function` takes it.
         num_workers: How many workers.
 
@@ -83,7 +83,7 @@ def audit(dataset: tf.data.Dataset | Sharded | FromContext, num_workers: int) ->
         The counts; print it, or look at `ok`.
 
     Raises:
-        ValueError: A number of workers below 1, or that the shards cannot serve; a data set without an end.
+        ValueError: A number of workers below 1, or one that does not divide the shards; an infinite dataset.
         TypeError: Another kind of input.
 
     >>> def same_for_all(context):
@@ -122,12 +122,12 @@ def _context(rank: int, num_workers: int) -> tf.distribute.InputContext:
 
 def _finite(dataset: tf.data.Dataset) -> tf.data.Dataset:
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise ValueError("audit reads one epoch to its end, but this data set has none: leave out repeat().")
+        raise ValueError("audit reads one epoch to its end, but this dataset has none: leave out repeat().")
     return dataset
 
 
 def _audit_batches(dataset: tf.data.Dataset, num_workers: int) -> Audit:
-    """All workers read the same batches, so that one reading of them gives the shares of all."""
+    """Audit a dataset that all workers read in full: one pass gives the examples of all workers."""
     digests: list[bytearray] = [bytearray() for _ in range(num_workers)]
     num_steps = 0
     for batch in _finite(dataset):
@@ -156,7 +156,7 @@ def _audit_sharded(sharded: Sharded, num_workers: int) -> Audit:
             yield rows
 
     read = [_digests(own_batches(rank)) for rank in range(num_workers)]
-    num_steps = max(steps for _, steps in read)  # a worker takes part in all steps, also in those without rows of its
+    num_steps = max(steps for _, steps in read)  # a worker runs all steps, also those in which it has no rows
     return _compare([digests for digests, _ in read], [num_steps] * num_workers, sharded.whole)
 
 
@@ -197,7 +197,7 @@ def _as_array(digests: bytearray) -> Digests:
 
 
 def _first(names: dict[bytes, str], batches: Iterable[Any]) -> Iterator[str]:
-    """The first few examples that have a name, in words."""
+    """Yield the first few examples whose digest is in `names`, as text."""
     shown: set[bytes] = set()
     for batch in batches:
         for row, digest in enumerate(map(bytes, np.array(list(row_digests(batch)), dtype=f"S{DIGEST_BYTES}"))):

@@ -1,4 +1,4 @@
-"""The two usual ways to divide an input over workers: by its files, and by its examples."""
+"""Sharding by file and by example."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tfpar.data.sharding.sharded import NUM_SHARDS, Sharded
 
-FILES_AT_ONCE = 4
-EXAMPLES_IN_A_ROW = 16
+_FILES_PER_SHARD_AT_ONCE = 4
+_BLOCK_EXAMPLES = 16
 NUM_COMPARED = 8
 
 
@@ -25,17 +25,17 @@ def by_file(
     decode: Callable[..., Any] | None = None,
     finish: Callable[..., Any] | None = None,
 ) -> Sharded:
-    """Divides files over workers: shard s reads files s, s + num_shards, ..., and a worker opens only its own files.
+    """Shard a dataset by file: shard s reads files s, s + num_shards, ..., and a worker opens only its own files.
 
-    Use it when there are several files for each worker, all of about the same size: a shard with less to read ends
-    earlier, and the batches after that are smaller.
+    Use it when there are several files for each worker, all of about the same size: a smaller shard ends earlier, and
+    the batches after that are smaller.
 
     Args:
         files: All files, in the same order on every worker.
         read_file: From a file's name, a string scalar, to its stored examples; such as `tf.data.TFRecordDataset`.
         global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`.
-        num_shards: How many shards, at most as many as files; a multiple of the number of workers.
-        shuffle_buffer: Stored examples held to draw from at random, over all shards together; 0 keeps the order.
+        num_shards: Number of shards, at most the number of files; a multiple of the number of workers.
+        shuffle_buffer: Stored examples in the shuffle buffers of all shards together; 0 keeps the order.
         seed: Fixes the orders.
         decode: From a stored example to what Keras takes, called as `tf.data.Dataset.map` calls; None: it is that.
         finish: As for `Sharded`.
@@ -49,8 +49,8 @@ def by_file(
     """
     if len(files) < num_shards:
         raise ValueError(
-            f"Division by file needs at least one file for each shard, but {len(files)} files meet {num_shards} "
-            "shards: use fewer shards, write more files, or divide by example."
+            f"Sharding by file needs at least one file for each shard, but there are {len(files)} files and "
+            f"{num_shards} shards: use fewer shards, write more files, or shard by example."
         )
     names = [str(file) for file in files]
 
@@ -58,8 +58,8 @@ def by_file(
         own = names[shard::num_shards]
         return tf.data.Dataset.from_tensor_slices(own).interleave(
             read_file,
-            cycle_length=min(FILES_AT_ONCE, len(own)),
-            block_length=EXAMPLES_IN_A_ROW,
+            cycle_length=min(_FILES_PER_SHARD_AT_ONCE, len(own)),
+            block_length=_BLOCK_EXAMPLES,
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
         )
@@ -77,28 +77,27 @@ def by_example(
     decode: Callable[..., Any] | None = None,
     finish: Callable[..., Any] | None = None,
 ) -> Sharded:
-    """Divides examples over workers: shard s takes examples s, s + num_shards, ... before shuffling and decoding.
+    """Shard a dataset by example: shard s takes examples s, s + num_shards, ... before shuffling and decoding.
 
-    Use it when decoding costs much more than reading: every shard reads the whole of `dataset` once, and throws away
-    what belongs to others. Shards differ by at most one example.
+    Use it when decoding costs much more than reading: every shard reads all of `dataset`, and discards the examples of
+    other shards. Shards differ by at most one example.
 
     Args:
-        dataset: Single stored examples, cheap to read, in the same order at every reading: no shuffle, nothing random.
+        dataset: Single stored examples, cheap to read, in the same order in every pass: no shuffle, nothing random.
         global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`.
-        num_shards: How many shards; a multiple of the number of workers.
-        shuffle_buffer: Stored examples held to draw from at random, over all shards together; 0 keeps the order.
+        num_shards: Number of shards; a multiple of the number of workers.
+        shuffle_buffer: Stored examples in the shuffle buffers of all shards together; 0 keeps the order.
         seed: Fixes the orders.
         decode: From a stored example to what Keras takes, called as `tf.data.Dataset.map` calls; None: it is that.
         finish: As for `Sharded`.
 
     Raises:
-        ValueError: A data set that begins with other examples when it is read again, and what `Sharded` refuses.
+        ValueError: A dataset that begins with other examples in a second pass, and what `Sharded` refuses.
 
     >>> numbers = by_example(tf.data.Dataset.range(5), global_batch_size=4, num_shards=2, decode=lambda n: n * 10)
     >>> [batch.numpy().tolist() for batch in numbers.whole()]
     [[0, 20, 10, 30], [40]]
     """
-
     _check_repeats(dataset)
 
     def stored(shard: int) -> tf.data.Dataset:
@@ -108,17 +107,17 @@ def by_example(
 
 
 def _check_repeats(dataset: tf.data.Dataset) -> None:
-    """Refuses a data set in another order at each reading: its shards would overlap and leave examples out."""
+    """Refuse a dataset with another order in each pass: its shards would overlap and miss examples."""
     if not begins_alike(dataset):
         raise ValueError(
-            "Division by example reads the data set once for each shard, in the same order, but two readings "
+            "Sharding by example reads the dataset once for each shard, in the same order, but two readings "
             "of it begin differently: leave out shuffle and random changes before it, and set shuffle_buffer "
             "or seeded changes in decode."
         )
 
 
 def begins_alike(dataset: tf.data.Dataset) -> bool:
-    """Whether two readings of a data set begin with the same few elements.
+    """Return whether two passes over a dataset begin with the same elements.
 
     >>> begins_alike(tf.data.Dataset.range(9)), begins_alike(tf.data.Dataset.range(999).shuffle(999))
     (True, False)

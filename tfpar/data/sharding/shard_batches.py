@@ -1,4 +1,4 @@
-"""The pieces that shards give to a batch: joined also where some have no rows, and continued after their end."""
+"""The batches of shards: joined to global batches, and continued with empty batches after the end of a shard."""
 
 import functools
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from tfpar.data.batching.batches import join_batches, num_rows, take_rows
 
 
 def pad_with_empty_batches(batches: tf.data.Dataset, reserve: tf.data.Dataset | None) -> tf.data.Dataset:
-    """Batches `(rows, count)`, and after them one example again and again, with a count of 0.
+    """Append infinitely many padding batches, each one example with a count of 0, to batches `(rows, count)`.
 
-    The example is the first of the batches, or that of the reserve where there is no batch at all.
+    The example is the first of the batches, or that of the reserve if there is no batch at all.
     """
     spec, _ = batches.element_spec
     nothing = no_rows(spec)
 
-    # TensorFlow 2.21 refuses a ragged tensor as state of scan and reduce, but takes the tensors that it is made of.
-    # None is no tensor at all.
+    # TensorFlow 2.21 refuses a ragged tensor as state of scan and reduce, but accepts its component tensors. None has
+    # no tensor.
     def unpacked(rows: Any) -> tuple[tf.Tensor, ...]:
         return tuple(part for part in tf.nest.flatten(rows, expand_composites=True) if part is not None)
 
@@ -30,7 +30,7 @@ def pad_with_empty_batches(batches: tf.data.Dataset, reserve: tf.data.Dataset | 
         found = reserve.map(lambda *rows: unpacked(rows))
         return packed(found.reduce(unpacked(nothing), lambda _, rows: rows))
 
-    # With its signature it is traced once; scan alone would trace it again for each shape that it finds.
+    # With a signature it is traced once; without one, scan traces it again for each new shape.
     @tf.function(input_signature=[tuple(tf.nest.flatten(spec, expand_composites=True)), batches.element_spec])
     def fill(state: Any, element: tuple[Any, tf.Tensor]) -> tuple[Any, tuple[Any, tf.Tensor]]:
         rows, count = element
@@ -44,7 +44,7 @@ def pad_with_empty_batches(batches: tf.data.Dataset, reserve: tf.data.Dataset | 
 
 
 def no_rows(spec: Any) -> Any:
-    """A batch of zero rows; sizes that are not known become 0."""
+    """Return a batch of zero rows; unknown sizes become 0."""
 
     def empty(leaf: Any) -> Any:
         if not hasattr(leaf, "dtype"):
@@ -64,7 +64,7 @@ def no_rows(spec: Any) -> Any:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """One batch of the rows of all parts; those without rows take the sizes of the others."""
+    """Join the rows of all parts to one batch; parts without rows take the sizes of the others."""
 
     def fit(*leaves: Any) -> list[Any]:
         if not isinstance(leaves[0], tf.Tensor) or leaves[0].shape[1:].is_fully_defined():

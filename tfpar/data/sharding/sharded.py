@@ -1,15 +1,15 @@
-"""Examples in a fixed number of shards, so that a worker reads only its own and every batch stays the same.
+"""Examples in a fixed number of shards, so that a worker reads only its own shards and every batch stays the same.
 
-Each shard is a pipeline of its own, and a global batch is one piece of each. Workers hold consecutive shards:
+Each shard has its own input pipeline, and a global batch is one batch of each shard. Workers hold consecutive shards:
 
     shards        0     1     2     3         one worker, two workers or four: the same rows in the same order
     batch 0    [ a a | d d | g g | j j ]
-    batch 1    [ b b | e e | h   | k k ]      shard 2 has ended in the middle of its piece
-    batch 2    [ c   | f f |     | l   ]      the epoch ends when all have ended
+    batch 1    [ b b | e e | h   | k k ]      shard 2 has ended in the middle of its batch
+    batch 2    [ c   | f f |     | l   ]      the epoch ends when all shards have ended
                  worker 0  |  worker 1        of two workers
 
-So the number of shards fixes the batches, and the number of workers does not (the idea is that of the canonical nodes
-of MosaicML's Streaming).
+So the batches depend on the number of shards and not on the number of workers (as with the canonical nodes of
+MosaicML's Streaming).
 """
 
 import functools
@@ -21,29 +21,28 @@ import tensorflow as tf
 from tfpar.data.batching.batches import num_rows, take_rows
 from tfpar.data.sharding import shard_batches
 
-NUM_SHARDS = 8  # 1, 2, 4 and 8 workers can share it, and one worker can still run as many pipelines
+NUM_SHARDS = 8  # a multiple of 1, 2, 4 and 8 workers, and one worker can run 8 input pipelines
 
 
 class Sharded:
-    """Examples in shards: global batches that do not depend on the number of workers, each worker reading its part.
+    """Global batches in shards, which do not depend on the number of workers; each worker reads its own shards.
 
-    Batches become smaller towards the end of an epoch where shards are of unequal size: no example is dropped or
-    repeated to fill them up.
+    With shards of unequal size, batches become smaller towards the end of an epoch: no example is dropped or repeated.
 
     Args:
-        make_shard: From the number of a shard to a new data set of its single examples, structured as Keras takes them.
-            Whatever is random in it needs a seed, and best one of its own for each shard.
-        num_shards: How many shards; a multiple of the number of workers.
+        make_shard: From the number of a shard to a new dataset of its single examples, structured as for Keras. Random
+            operations in it need a seed, best a different one for each shard.
+        num_shards: Number of shards; a multiple of the number of workers.
         global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`, so that all shards
             advance at the same pace.
-        finish: What to do to batches of any number of rows, called as `tf.data.Dataset.map` calls; it treats each row
-            for itself. None: nothing.
-        change_pieces: `(pieces, shard)` -> pieces, where a piece is the batch of one shard, of up to
-            `global_batch_size / num_shards` rows: what is random, but cheaper for many rows at once. None: nothing.
+        finish: Maps batches of any number of rows, called as by `tf.data.Dataset.map`; it must compute each row from
+            that row alone. None: nothing.
+        change_batches: `(batches, shard)` -> batches of one shard, of up to `global_batch_size / num_shards` rows: for
+            random changes that are cheaper for many rows at once. None: nothing.
 
     Raises:
-        ValueError: Numbers below 1, a batch that the shards do not divide, or a shard that never ends.
-        TypeError: A `make_shard` that returns no data set.
+        ValueError: Numbers below 1, a batch that the shards do not divide, or an infinite shard.
+        TypeError: A `make_shard` that returns no dataset.
 
     >>> numbers = Sharded(lambda shard: tf.data.Dataset.range(shard, 7, 2), num_shards=2, global_batch_size=4)
     >>> [batch.numpy().tolist() for batch in numbers.whole()]
@@ -58,7 +57,7 @@ class Sharded:
         num_shards: int,
         global_batch_size: int,
         finish: Callable[..., Any] | None = None,
-        change_pieces: Callable[[tf.data.Dataset, int], tf.data.Dataset] | None = None,
+        change_batches: Callable[[tf.data.Dataset, int], tf.data.Dataset] | None = None,
     ) -> None:
         if num_shards < 1 or global_batch_size < 1:
             raise ValueError(
@@ -74,45 +73,45 @@ class Sharded:
         self.global_batch_size = global_batch_size
         self._make_shard = make_shard
         self._finish = finish
-        self._change_pieces = change_pieces
+        self._change_batches = change_batches
         first = make_shard(0)
         if not isinstance(first, tf.data.Dataset):
             raise TypeError(f"make_shard must return a tf.data.Dataset, but returned {first!r:.60}.")
         if int(first.cardinality()) == tf.data.INFINITE_CARDINALITY:
-            raise ValueError("make_shard must return a data set that ends, but shard 0 never does: leave out repeat().")
+            raise ValueError("make_shard must return a dataset that ends, but shard 0 never does: leave out repeat().")
 
     def whole(self) -> tf.data.Dataset:
-        """The global batches, as one worker sees them.
+        """Return the global batches of a job with one worker.
 
         Returns:
-            A new data set of batches `[rows, ...]`; it ends exactly, and `tfpar.data.seek` can move it.
+            A new dataset of batches `[rows, ...]`, which ends after one epoch; `tfpar.data.seek` can move it.
         """
         batches = _ready(self._batches(range(self.num_shards)).map(lambda rows, count: rows))
         num_batches = self.cardinality()
         return batches if num_batches < 0 else batches.apply(tf.data.experimental.assert_cardinality(num_batches))
 
     def part(self, rank: int, num_workers: int) -> tf.data.Dataset:
-        """The rows that one worker has of each global batch, in the order of the batches.
+        """Return the local batches of one worker, in the order of the global batches.
 
-        It never ends: a worker whose shards have ended goes on with zero rows, so that it can take part in the steps
-        that the others still have. The epoch has ended when no worker has rows. A step needs rows to compute with, so
-        a worker without any gets a copy of one example, its own first one if it ever had one, with a count of 0.
+        The dataset is infinite: a worker whose shards have ended continues with padding batches, so that it can run the
+        remaining steps of the other workers. The epoch has ended when no worker has rows. A padding batch is a copy of
+        one example, of the worker's first one if it has any, with a count of 0.
 
         Args:
             rank: Which worker, from 0.
             num_workers: How many workers; a divisor of `num_shards`.
 
         Returns:
-            A new, infinite data set of `(rows, num_rows)`, `num_rows` an int64 scalar; `tfpar.data.seek` can move it.
+            A new, infinite dataset of `(rows, num_rows)`, `num_rows` an int64 scalar; `tfpar.data.seek` can move it.
 
         Raises:
-            ValueError: A number of workers that does not divide the shards, or a rank that is none of theirs.
+            ValueError: A number of workers that does not divide the shards, or a rank out of range.
         """
         if num_workers < 1 or self.num_shards % num_workers:
             raise ValueError(
-                f"The number of shards must be a multiple of the number of workers, but {self.num_shards} shards meet "
-                f"{num_workers} workers: use another number of shards (data.num_shards), a multiple of {num_workers} "
-                f"that divides the global batch size {self.global_batch_size}, or division by batch."
+                f"The number of shards must be a multiple of the number of workers, but there are {self.num_shards} "
+                f"shards and {num_workers} workers: use another number of shards (data.num_shards), a multiple of "
+                f"{num_workers} that divides the global batch size {self.global_batch_size}, or sharding by batch."
             )
         if not 0 <= rank < num_workers:
             raise ValueError(f"rank must lie in 0 to {num_workers - 1} for {num_workers} workers, but is {rank}.")
@@ -121,10 +120,11 @@ class Sharded:
         return _ready(shard_batches.pad_with_empty_batches(self._batches(own), self._reserve(own)))
 
     def map(self, change: Callable[..., Any]) -> "Sharded":
-        """The same shards with one more thing done to batches, as `tf.data.Dataset.map` does it.
+        """Return the same shards with a function applied to batches, as `tf.data.Dataset.map` does.
 
         Args:
-            change: Takes a batch of any number of rows, a tuple as several arguments; treats each row for itself.
+            change: Maps a batch of any number of rows, a tuple as several arguments; it must compute each row from that
+                row alone.
 
         >>> numbers = Sharded(lambda shard: tf.data.Dataset.range(2), num_shards=1, global_batch_size=2)
         >>> [batch.numpy().tolist() for batch in numbers.map(tf.negative).whole()]
@@ -135,41 +135,41 @@ class Sharded:
             finished = rows if self._finish is None else self._finish(*rows)
             return change(*finished) if isinstance(finished, tuple) else change(finished)
 
-        changes = (self._make_shard, self.num_shards, self.global_batch_size, finish, self._change_pieces)
+        changes = (self._make_shard, self.num_shards, self.global_batch_size, finish, self._change_batches)
         return Sharded(*changes)
 
     def cardinality(self) -> int:
-        """How many global batches an epoch has, or `tf.data.UNKNOWN_CARDINALITY`, as `tf.data.Dataset` says it.
+        """Return the number of global batches of an epoch, or `tf.data.UNKNOWN_CARDINALITY`.
 
         >>> Sharded(lambda shard: tf.data.Dataset.range(5), num_shards=2, global_batch_size=4).cardinality()
         3
         """
-        return int(tf.data.UNKNOWN_CARDINALITY) if min(self._num_pieces) < 0 else max(self._num_pieces)
+        return int(tf.data.UNKNOWN_CARDINALITY) if min(self._num_shard_batches) < 0 else max(self._num_shard_batches)
 
     @property
     def element_spec(self) -> Any:
-        """The structure of a global batch, as `tf.data.Dataset` says it."""
+        """The structure of a global batch, as in `tf.data.Dataset.element_spec`."""
         rows, _ = self._batches([0]).element_spec
         return rows
 
     @functools.cached_property
-    def _num_pieces(self) -> tuple[int, ...]:
-        return tuple(int(self._pieces(shard).cardinality()) for shard in range(self.num_shards))
+    def _num_shard_batches(self) -> tuple[int, ...]:
+        return tuple(int(self._shard_batches(shard).cardinality()) for shard in range(self.num_shards))
 
-    def _pieces(self, shard: int) -> tf.data.Dataset:
+    def _shard_batches(self, shard: int) -> tf.data.Dataset:
         batches = self._make_shard(shard).batch(self.global_batch_size // self.num_shards)
-        return batches if self._change_pieces is None else self._change_pieces(batches, shard)
+        return batches if self._change_batches is None else self._change_batches(batches, shard)
 
     def _batches(self, shards: Sequence[int]) -> tf.data.Dataset:
-        """The joined pieces of some shards as `(rows, count)`, until the last of them has ended."""
-        of_shards = [self._pieces(shard) for shard in shards]
+        """Return the joined batches of some shards as `(rows, count)`, until the last of them has ended."""
+        of_shards = [self._shard_batches(shard) for shard in shards]
         nothing = tf.data.Dataset.from_tensors(shard_batches.no_rows(of_shards[0].element_spec)).repeat()
 
         def join(*parts: Any) -> tuple[Any, tf.Tensor]:
             rows = shard_batches.join(parts)
             return rows, num_rows(rows)
 
-        # The iterators of all shards are made with that of the whole: seek rests on it.
+        # The iterators of all shards are created together with that of the whole: seek relies on it.
         joined = tf.data.Dataset.zip(tuple(of_shard.concatenate(nothing) for of_shard in of_shards))
         batches = joined.map(join, num_parallel_calls=tf.data.AUTOTUNE).take_while(lambda rows, count: count > 0)
         if self._finish is None:
@@ -182,17 +182,17 @@ class Sharded:
         return self._finish(*rows) if isinstance(rows, tuple) else self._finish(rows)
 
     def _reserve(self, own: Sequence[int]) -> tf.data.Dataset | None:
-        """One example of the other shards; None where there are none, or where the own shards are known to hold one."""
-        others = [self._pieces(shard) for shard in range(self.num_shards) if shard not in own]
-        if not others or any(self._num_pieces[shard] > 0 for shard in own):
+        """Return one example of the other shards; None if there are none, or if the own shards hold one."""
+        others = [self._shard_batches(shard) for shard in range(self.num_shards) if shard not in own]
+        if not others or any(self._num_shard_batches[shard] > 0 for shard in own):
             return None
         example = functools.reduce(lambda first, second: first.concatenate(second), others).take(1)
-        # One element as a tuple of one, so that map does not take it apart.
+        # A tuple of one element, which map does not unpack.
         return tf.data.Dataset.zip((example,)).map(lambda rows: self._finished(take_rows(rows, 0, 1)))
 
 
 def default_num_shards(global_batch_size: int, most: int = NUM_SHARDS) -> int:
-    """The largest number of shards, up to `most`, that divides the global batch.
+    """Return the largest number of shards, up to `most`, that divides the global batch.
 
     >>> default_num_shards(64), default_num_shards(60), default_num_shards(7)
     (8, 6, 7)
@@ -207,11 +207,11 @@ def _ready(batches: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def first_batches(dataset: tf.data.Dataset | Sharded, num_batches: int | None) -> tf.data.Dataset | Sharded:
-    """The first batches of an epoch.
+    """Return the first batches of an epoch.
 
     Args:
         dataset: Global batches.
-        num_batches: How many; None: all, and the dataset as it is.
+        num_batches: Number of batches; None returns the dataset unchanged.
 
     >>> [int(batch) for batch in first_batches(tf.data.Dataset.range(9), 2)]
     [0, 1]

@@ -1,7 +1,7 @@
-"""Columns of words: their vocabularies, measured on the training rows, and words as one-hot vectors.
+"""Category columns: their vocabularies, from the training rows, and words as one-hot vectors.
 
 As `keras.layers.StringLookup(output_mode="one_hot")` with the sorted words as its vocabulary: the first entry is
-that of all words that no training row has.
+for all words that are not in a training row.
 
     color            vocabulary            blue     green     red
     red, blue, green (blue, green, red)    0 1 0 0  0 0 1 0   0 0 0 1     and grey, in validation: 1 0 0 0
@@ -19,15 +19,15 @@ from tfpar.messages import received
 
 Vocabularies = Mapping[str, tuple[str, ...]]
 MAX_WORDS = 10_000  # of one column: more are no categories but names or numbers
-EMPTY = "A cell of a column of words is empty."  # the file is read once more to say where
-SPACE = " \t\n\r\v\f"  # what tf.strings.strip removes
+EMPTY = "A cell of a column of words is empty."  # the file is read once more to name the cell
+SPACE = " \t\n\r\v\f"  # removed by tf.strings.strip
 
 
 def check_names(settings: config.Data, inputs: Sequence[str], path: object) -> None:
-    """Refuse a column of words that is no input column of a file.
+    """Refuse a category column that is no input column of a file.
 
     Args:
-        settings: `category_columns` counts here.
+        settings: Uses `category_columns`.
         inputs: The names of the input columns.
         path: The file, for the message.
 
@@ -45,7 +45,7 @@ def vocabularies(names: Sequence[str], blocks: Iterable[Sequence[Iterable[str]]]
     Args:
         names: Of the columns.
         blocks: For each block of rows, the words of each column.
-        origin: Where the rows come from, for messages.
+        origin: The origin of the rows, for messages.
 
     Raises:
         ValueError: If a column has more than `MAX_WORDS` words.
@@ -66,12 +66,12 @@ def vocabularies(names: Sequence[str], blocks: Iterable[Sequence[Iterable[str]]]
 
 
 def width(name: str, found: Vocabularies) -> int:
-    """Return how many entries of a row a column takes: one, or those of its one-hot vector."""
+    """Return the width of a column in a row: 1, or the length of its one-hot vector."""
     return 1 + len(found[name]) if name in found else 1
 
 
 def one_hot_channels(inputs: Sequence[str], found: Vocabularies) -> tuple[bool, ...]:
-    """Return which entries of a row belong to columns of words; empty where there are no such columns."""
+    """Return which entries of a row belong to category columns; empty if there are none."""
     return tuple(name in found for name in inputs for _ in range(width(name, found))) if found else ()
 
 
@@ -87,7 +87,7 @@ def encode(words: tf.Tensor, vocabulary: Sequence[str]) -> tf.Tensor:
 
 
 def encode_array(words: Sequence[str], vocabulary: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Return what `encode` returns, without TensorFlow.
+    """Return the one-hot vectors of `encode`, computed without TensorFlow.
 
     >>> encode_array(["red", "grey"], ["blue", "red"]).tolist()
     [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
@@ -99,6 +99,6 @@ def encode_array(words: Sequence[str], vocabulary: Sequence[str]) -> npt.NDArray
 
 
 def strip(words: tf.Tensor) -> tf.Tensor:
-    """Return words without the space around them; an empty one stops the graph."""
+    """Return words without surrounding whitespace; the graph fails at an empty one."""
     stripped = tf.strings.strip(words)
     return check(tf.reduce_all(stripped != ""), tf.constant(EMPTY), stripped)

@@ -1,6 +1,6 @@
 """Folders of CSV files: rows of numbers and a label, read line by line and never held in memory.
 
-The graph says only that a row cannot be read; the files are then read once more, with Python's own reader, to name the
+The graph reports only that a row is invalid; the files are then read once more, with Python's own reader, to name the
 file, the line and the cell.
 """
 
@@ -32,11 +32,11 @@ UNREADABLE = re.compile(
 
 
 def read(settings: config.Data) -> tuple[Split, Split | None]:
-    """The training and the validation rows of a folder of CSV files; the first line of each file is read as a check.
+    """Read the training and the validation rows of a folder of CSV files; check the first line of each file.
 
     Args:
-        settings: The splits, `columns`, `label_key`, `class_names`, `num_classes`, `missing_value`, `column_names` and
-            `delimiter` count here.
+        settings: Uses the splits, `columns`, `label_key`, `class_names`, `num_classes`, `missing_value`, `column_names`
+            and `delimiter`.
 
     Raises:
         FileNotFoundError: No such folder, split or file.
@@ -46,13 +46,13 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
 
 
 def _vocabularies(settings: config.Data) -> categories.Vocabularies:
-    """The words of each column of words, of the training rows; they are read once for it."""
+    """Read the training rows once, and return the words of each category column."""
     names = settings.category_columns
     if names is None:
         return {}
     paths = of_split(settings, settings.train_split, "CSV")
     header = _column_names(settings, paths[0])
-    columns = tables.choose(settings, header, paths[0])
+    columns = tables.selected_columns(settings, header, paths[0])
     places = [columns.places[columns.inputs.index(name)] for name in names]
 
     def words(lines: tf.Tensor) -> tf.Tensor:
@@ -69,7 +69,7 @@ def _vocabularies(settings: config.Data) -> categories.Vocabularies:
 
 
 def problem(settings: config.Data) -> str | None:
-    """A sentence about the first row that cannot be read, with file, line and cell; None if all can.
+    """Return a sentence about the first invalid row, with file, line and cell; None if all rows are valid.
 
     Args:
         settings: As for `read`.
@@ -85,7 +85,7 @@ def _problem(settings: config.Data) -> str | None:
     if settings.validation_share is None and settings.validation_split is not None:
         splits.append(settings.validation_split)
     for path in (path for split in splits for path in of_split(settings, split, "CSV")):
-        columns = tables.choose(settings, _column_names(settings, path), path)
+        columns = tables.selected_columns(settings, _column_names(settings, path), path)
         for number, line in _lines(path):
             if line.strip() and (settings.column_names or number > 1):
                 found = _row_problem(settings, columns, _column_names(settings, path), line)
@@ -133,7 +133,7 @@ def _is_number(cell: str) -> bool:
 def _split(settings: config.Data, split: str, part: Part, vocabularies: categories.Vocabularies) -> Split:
     paths = of_split(settings, split, "CSV")
     names = _column_names(settings, paths[0])
-    columns = tables.choose(settings, names, paths[0])
+    columns = tables.selected_columns(settings, names, paths[0])
     for path in paths[1:]:
         others = _column_names(settings, path)
         if others != names:
@@ -145,7 +145,7 @@ def _split(settings: config.Data, split: str, part: Part, vocabularies: categori
     def parse(lines: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return _parse(settings, lines, len(names), columns, vocabularies)
 
-    @functools.cache  # the same lines in the same order at each reading, so traced once
+    @functools.cache  # the same lines in the same order in each pass, so traced once
     def rows(num_file_shards: int = 1, file_shard: int = 0, num_shards: int = 1, shard: int = 0) -> tf.data.Dataset:
         own = paths[file_shard::num_file_shards]
         return _rows(settings, own, part, parse, num_shards, shard)
@@ -177,7 +177,7 @@ def _column_names(settings: config.Data, path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file with their numbers, from 1."""
+    """Yield the lines of a file with their numbers, from 1."""
     try:
         with _open(path) as file:
             for number, line in enumerate(file, start=1):
@@ -202,7 +202,7 @@ def _rows(
     num_shards: int = 1,
     shard: int = 0,
 ) -> tf.data.Dataset:
-    """What `parse_lines` makes of the lines of some files, some hundred lines at a time, row by row."""
+    """Apply `parse_lines` to blocks of the lines of some files, and return the single rows."""
 
     @tf.function(autograph=False)
     def parse(numbers: tf.Tensor, lines: tf.Tensor, name: tf.Tensor) -> Any:
@@ -215,7 +215,7 @@ def _rows(
         compression = tf.where(tf.strings.regex_full_match(name, r".*\.gz"), "GZIP", "")
         lines = tf.data.TextLineDataset(path, compression_type=compression)
         numbered = lines.enumerate() if settings.column_names else lines.skip(1).enumerate()
-        # Each file begins with another shard, so that many short files fill all shards alike.
+        # Each file begins with another shard, so that many short files fill all shards equally.
         blocks = numbered.shard(num_shards, (shard - place) % num_shards).batch(tables.BLOCK_ROWS)
         return blocks.map(
             lambda numbers, lines: parse(numbers, lines, name),
@@ -223,7 +223,7 @@ def _rows(
             deterministic=True,
         )
 
-    # Whole blocks are handed on and cut into rows at the end: faster than row by row.
+    # Whole blocks are interleaved and unbatched at the end: faster than single rows.
     files = tf.data.Dataset.from_tensor_slices([str(path) for path in paths]).enumerate()
     return files.interleave(
         read_file,
@@ -241,12 +241,12 @@ def _parse(
     columns: tables.Columns,
     vocabularies: categories.Vocabularies,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Lines `[rows]` as inputs float32 `[rows, inputs]` and labels."""
+    """Return lines `[rows]` as inputs float32 `[rows, inputs]` and labels."""
     *inputs, label = columns.places
     words = {
         place: vocabularies[name] for name, place in zip(columns.inputs, inputs, strict=True) if name in vocabularies
     }
-    # All columns, not decode_csv's select_cols: with these TensorFlow 2.21 takes a row that has too many cells.
+    # All columns, not decode_csv's select_cols: with it TensorFlow 2.21 accepts a row that has too many cells.
     defaults = [tf.constant([""]) for _ in range(num_columns)]
     for place in inputs:
         if place in words:

@@ -11,8 +11,8 @@ TEST_EVERY = 6
 class Digits(tfds.core.GeneratorBasedBuilder):
     """1,797 handwritten digits, 8x8 grey, in ten classes; 1,497 to train and 300 to test, in four shards each.
 
-    Every sixth image (0, 6, 12, ...) in the order of scikit-learn is for testing, the others are for training, which
-    leaves 25 to 33 test images of each digit. The original values 0..16 are scaled to 0..255.
+    Every sixth image (0, 6, 12, ...) in the order of scikit-learn is for testing, the others are for training. So there
+    are 25 to 33 test images of each digit. The original values 0..16 are scaled to 0..255.
 
     Source: E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998,
     https://doi.org/10.24432/C50P49; scikit-learn bundles its test part (`sklearn.datasets.load_digits`).
@@ -25,7 +25,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     RELEASE_NOTES: ClassVar[dict[str, str]] = {"1.0.0": "Every sixth image to test."}
 
     def _info(self) -> tfds.core.DatasetInfo:
-        # Not `dataset_info_from_configs`: it looks for files beside an installed TFDS package and fails without them.
+        # Not `dataset_info_from_configs`: it needs files next to an installed TFDS package.
         return tfds.core.DatasetInfo(
             builder=self,
             description="Handwritten digits, 8x8 grey images, bundled with scikit-learn.",

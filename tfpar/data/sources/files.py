@@ -13,13 +13,13 @@ EXAMPLES_IN_A_ROW = 16
 
 
 def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
-    """The files of a split in the order of their names, hidden ones (`.x`, `_x`) left out.
+    """List the files of a split in the order of their names, without hidden ones (`.x`, `_x`).
 
     Args:
-        settings: `directory` counts here.
+        settings: Uses `directory`.
         split: A sub-folder of the directory, the beginning of file names in it, a pattern with `*`, `?` or `[`, or "."
             for the directory itself.
-        kind: What the files are, for messages; such as "TFRecord".
+        kind: Kind of the files for messages, such as "TFRecord".
 
     Raises:
         FileNotFoundError: No such folder, or no file of the split.
@@ -48,14 +48,14 @@ def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
 
 
 def directory(settings: config.Data, content: str) -> Path:
-    """The folder `data.directory`.
+    """Return the folder `data.directory`.
 
     Args:
-        settings: `directory` counts here.
-        content: What it must hold, for messages; such as "images".
+        settings: Uses `directory`.
+        content: Expected content for messages, such as "images".
 
     Raises:
-        FileNotFoundError: There is no such folder.
+        FileNotFoundError: If there is no such folder.
     """
     folder = Path(os.path.expanduser(settings.directory or ""))
     # os.path answers False where pathlib raises, as for a name that is too long for the system.
@@ -77,7 +77,7 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _is_of(path: Path, split: str) -> bool:
-    """Whether the name begins with the split's name, as a whole word: `train-0.tfrecord`, not `training.txt`."""
+    """Return whether a name begins with the split's name as a whole word: `train-0.tfrecord`, not `training.txt`."""
     return path.name.startswith(split) and not path.name[len(split) : len(split) + 1].isalpha()
 
 

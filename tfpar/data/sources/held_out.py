@@ -1,4 +1,4 @@
-"""Which examples a share holds out for validation: a hash decides, the same on every machine and in every run."""
+"""Selection of the validation examples by a hash, the same on every machine and in every run."""
 
 import hashlib
 from collections.abc import Callable
@@ -9,15 +9,15 @@ import tensorflow as tf
 from tfpar import config
 from tfpar.data.sources.split import Split
 
-Part = Literal["all", "train", "validation"]  # of a split that a share divides
+Part = Literal["all", "train", "validation"]  # of a split with a validation share
 NUM_BUCKETS = 1_000_000
 
 
 def of_settings(settings: config.Data, split: Callable[[config.Data, str, Part], Split]) -> tuple[Split, Split | None]:
-    """The training and the validation examples, of two splits or of the two parts of one.
+    """Return the training and the validation examples, of two splits or of the two parts of one.
 
     Args:
-        settings: `train_split`, `validation_split` and `validation_share` count here.
+        settings: Uses `train_split`, `validation_split` and `validation_share`.
         split: Returns a part of a split by its name.
     """
     if settings.validation_share is not None:
@@ -29,13 +29,13 @@ def of_settings(settings: config.Data, split: Callable[[config.Data, str, Part],
 
 
 def keeps(numbers: tf.Tensor, origin: str | tf.Tensor, part: Part, share: float | None) -> tf.Tensor:
-    """Whether examples belong to a part.
+    """Return which examples belong to a part.
 
     Args:
-        numbers: Integers `[rows]`, the places of the examples in their file.
-        origin: The name of that file; the same places of two files are drawn apart.
-        part: Which part is asked for.
-        share: How much of all examples is for validation.
+        numbers: Integers `[rows]`, the indices of the examples in their file.
+        origin: The name of that file; the hash covers both name and index.
+        part: The part.
+        share: Fraction of the examples for validation.
 
     Returns:
         Booleans `[rows]`.
@@ -53,10 +53,10 @@ def keeps(numbers: tf.Tensor, origin: str | tf.Tensor, part: Part, share: float 
     return held_out if part == "validation" else ~held_out
 
 
-def place(name: str) -> int:
-    """A number of 64 bits for a name; Python's own hash differs from one process to the next.
+def name_hash(name: str) -> int:
+    """Return a hash of 64 bits for a name; Python's own hash differs between processes.
 
-    >>> place("cat/1.jpg") == place("cat/1.jpg")
+    >>> name_hash("cat/1.jpg") == name_hash("cat/1.jpg")
     True
     """
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")

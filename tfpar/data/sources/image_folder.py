@@ -15,13 +15,13 @@ import tensorflow as tf
 
 from tfpar import config
 from tfpar.data.sources import files
-from tfpar.data.sources.held_out import place
+from tfpar.data.sources.held_out import name_hash
 from tfpar.data.sources.split import Split, close_to
 from tfpar.messages import received
 
 FORMATS = (".bmp", ".gif", ".jpeg", ".jpg", ".png")
 CHANNELS = {"grayscale": 1, "rgb": 3, "rgba": 4}
-# A format that TensorFlow does not decode to so many channels, by its first bytes.
+# Formats that TensorFlow does not decode to this number of channels, by their first bytes.
 OTHER_CHANNELS = {1: (b"BM", b"GIF"), 4: (b"\xff\xd8", b"GIF")}
 UNREADABLE = re.compile(r"DecodeImage|decode_image|Invalid (JPEG|PNG|GIF|BMP) data|Unknown image file format")
 
@@ -29,13 +29,13 @@ Labelled = list[tuple[Path, int]]
 
 
 def read(settings: config.Data) -> tuple[Split, Split | None]:
-    """The training and the validation images, listed; files are opened when they are decoded.
+    """List the training and the validation images; files are opened when they are decoded.
 
     Images become uint8 `[height, width, channels]`: Keras' resizing, rounded.
 
     Args:
-        settings: The splits, `class_names`, `image_size`, `color_mode`, `interpolation`, `crop_to_aspect_ratio`,
-            `pad_to_aspect_ratio` and `shuffle_buffer` count here.
+        settings: Uses the splits, `class_names`, `image_size`, `color_mode`, `interpolation`, `crop_to_aspect_ratio`,
+            `pad_to_aspect_ratio` and `shuffle_buffer`.
 
     Raises:
         FileNotFoundError: No such folder, or no images in it.
@@ -46,7 +46,7 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
     train, validation = _list(folder, class_names), None
     origin = f"images in {folder}"
     if settings.validation_share is not None:
-        train, held_out = _divide(train, settings.validation_share)
+        train, held_out = _hold_out(train, settings.validation_share)
         validation = _split(settings, held_out, class_names, f"validation share of the {origin}")
     elif settings.validation_split is not None:
         other = _folder(settings, settings.validation_split)
@@ -54,13 +54,13 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
             _check_classes(other, class_names)
         validation = _split(settings, _list(other, class_names), class_names, f"images in {other}")
     if settings.shuffle_buffer:
-        # A buffer smaller than the folder would draw from few classes at a time, were they in the order of names.
-        train.sort(key=lambda labelled: place(str(labelled[0].relative_to(folder))))
+        # In the order of names, a buffer smaller than the folder would hold few classes at a time.
+        train.sort(key=lambda labelled: name_hash(str(labelled[0].relative_to(folder))))
     return _split(settings, train, class_names, origin), validation
 
 
 def corruption(settings: config.Data) -> str | None:
-    """A sentence about the first image that cannot be decoded, or None if all can; reads them all.
+    """Return a sentence about the first image that cannot be decoded, or None if all can; reads all images.
 
     Args:
         settings: As for `read`.
@@ -131,7 +131,7 @@ def _list(folder: Path, class_names: Sequence[str]) -> Labelled:
 
 
 def _images(folder: Path) -> list[Path]:
-    """All images below a folder in the order of their names; hidden files, such as those of macOS, are left out."""
+    """List all images below a folder in the order of their names, without hidden files such as those of macOS."""
     return sorted(
         Path(parent) / name
         for parent, _, names in os.walk(folder)
@@ -140,11 +140,11 @@ def _images(folder: Path) -> list[Path]:
     )
 
 
-def _divide(images: Labelled, share: float) -> tuple[Labelled, Labelled]:
-    """Holds out the share of every class that comes first by a hash of the file's name."""
+def _hold_out(images: Labelled, share: float) -> tuple[Labelled, Labelled]:
+    """Hold out a share of every class, the images with the lowest hashes of their names."""
     held_out: set[Path] = set()
     for label in {label for _, label in images}:
-        own = sorted((path for path, other in images if other == label), key=lambda path: place(path.name))
+        own = sorted((path for path, other in images if other == label), key=lambda path: name_hash(path.name))
         held_out.update(own[: round(share * len(own))])
     parts = [[image for image in images if (image[0] in held_out) == wanted] for wanted in (False, True)]
     if not all(parts):
@@ -192,7 +192,7 @@ def _decode(settings: config.Data, path: tf.Tensor) -> tf.Tensor:
 
 
 def _converted(rgb: tf.Tensor, channels: int) -> tf.Tensor:
-    """Grey, or an opaque fourth channel."""
+    """Convert to grayscale, or add an opaque fourth channel."""
     if channels == 1:
         return tf.image.rgb_to_grayscale(rgb)
     return tf.concat([rgb, tf.fill([*tf.unstack(tf.shape(rgb)[:2]), 1], tf.constant(255, tf.uint8))], axis=2)

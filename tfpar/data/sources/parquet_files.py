@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     import pyarrow
     import pyarrow.parquet
 
-FILES_AT_ONCE = 4  # each holds a row group
+ROW_GROUPS_AT_ONCE = 4  # one of each open file
 BLOCK_ROWS = 1024
 
 Block = tuple[npt.NDArray[np.float32], npt.NDArray[Any], int]  # inputs, labels, the number of the first row
 
 
 def read(settings: config.Data) -> tuple[Split, Split | None]:
-    """The training and the validation rows of a folder of Parquet files; the schema of each file is read as a check.
+    """Read the training and the validation rows of a folder of Parquet files; check the schema of each file.
 
     Args:
-        settings: The splits, `columns`, `label_key`, `class_names`, `num_classes` and `missing_value` count here.
+        settings: Uses the splits, `columns`, `label_key`, `class_names`, `num_classes` and `missing_value`.
 
     Raises:
         FileNotFoundError: No such folder, split or file.
@@ -41,7 +41,7 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
 
 
 def _vocabularies(settings: config.Data) -> categories.Vocabularies:
-    """The words of each column of words, of the training rows; these columns are read once for it."""
+    """Read the category columns of the training rows once, and return the words of each."""
     names = settings.category_columns
     if names is None:
         return {}
@@ -64,7 +64,7 @@ def _split(settings: config.Data, split: str, part: Part, vocabularies: categori
     paths = of_split(settings, split, "Parquet")
     counts = {path: _num_rows(settings, path) for path in paths}
 
-    @functools.cache  # the same rows in the same order at each reading, so traced once
+    @functools.cache  # the same rows in the same order in each pass, so traced once
     def read_files(num_shards: int, shard: int) -> tf.data.Dataset:
         own = paths[shard::num_shards]
         rows = _rows(settings, own, part, vocabularies)
@@ -72,7 +72,7 @@ def _split(settings: config.Data, split: str, part: Part, vocabularies: categori
             return rows
         return rows.apply(tf.data.experimental.assert_cardinality(sum(counts[path] for path in own)))
 
-    inputs = tables.choose(settings, _names(paths[0]), paths[0]).inputs
+    inputs = tables.selected_columns(settings, _names(paths[0]), paths[0]).inputs
     origin = f'split "{split}" in {settings.directory}'
     return Split(
         stored=read_files(1, 0),
@@ -105,12 +105,12 @@ def _open(path: Path) -> "pyarrow.parquet.ParquetFile":
 
 
 def _num_rows(settings: config.Data, path: Path) -> int:
-    """The rows of a file, after its columns are checked."""
+    """Check the columns of a file, and return its number of rows."""
     import pyarrow
 
     with _open(path) as file:
         schema = file.schema_arrow
-        columns = tables.choose(settings, schema.names, path)
+        columns = tables.selected_columns(settings, schema.names, path)
         for name in (*columns.inputs, columns.label):
             kind = schema.field(name).type
             kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
@@ -132,8 +132,8 @@ def _num_rows(settings: config.Data, path: Path) -> int:
 def _rows(
     settings: config.Data, paths: list[Path], part: Part, vocabularies: categories.Vocabularies
 ) -> tf.data.Dataset:
-    """`(inputs, label)` pairs of the rows of some files, a few files open at a time."""
-    columns = tables.choose(settings, _names(paths[0]), paths[0])
+    """Return `(inputs, label)` pairs of the rows of some files, a few files open at a time."""
+    columns = tables.selected_columns(settings, _names(paths[0]), paths[0])
     label = tf.TensorSpec([None], tf.string if settings.class_names is not None else tf.float32)
     channels = sum(categories.width(name, vocabularies) for name in columns.inputs)
     signature = (tf.TensorSpec([None, channels], tf.float32), label, tf.TensorSpec([], tf.int64))
@@ -159,7 +159,7 @@ def _rows(
         tf.data.Dataset.range(len(paths))
         .interleave(
             read_file,
-            cycle_length=min(FILES_AT_ONCE, len(paths)),
+            cycle_length=min(ROW_GROUPS_AT_ONCE, len(paths)),
             block_length=1,
             num_parallel_calls=tf.data.AUTOTUNE,
             deterministic=True,
@@ -174,8 +174,8 @@ def _names(path: Path) -> list[str]:
 
 
 def _blocks(settings: config.Data, path: Path, vocabularies: categories.Vocabularies) -> Iterator[Block]:
-    """The rows of a file in blocks of `BLOCK_ROWS`, the last one smaller; a row group is open at a time."""
-    columns = tables.choose(settings, _names(path), path)
+    """Yield the rows of a file in blocks of `BLOCK_ROWS`, the last one smaller; one row group is open at a time."""
+    columns = tables.selected_columns(settings, _names(path), path)
     for batch, row in _batches(path, [*columns.inputs, columns.label]):
         inputs = [
             categories.encode_array(_words(batch.column(name), name, path, row), vocabularies[name])
@@ -188,7 +188,7 @@ def _blocks(settings: config.Data, path: Path, vocabularies: categories.Vocabula
 
 
 def _batches(path: Path, columns: list[str]) -> Iterator[tuple["pyarrow.RecordBatch", int]]:
-    """Some columns of a file in blocks of `BLOCK_ROWS`, each with the number of its first row."""
+    """Yield columns of a file in blocks of `BLOCK_ROWS`, each with the number of its first row."""
     import pyarrow
 
     with _open(path) as file:
@@ -204,7 +204,7 @@ def _batches(path: Path, columns: list[str]) -> Iterator[tuple["pyarrow.RecordBa
 
 
 def _words(column: "pyarrow.Array", name: str, path: Path, row: int) -> list[str]:
-    """A column of words without the space around them; the first empty one is an error."""
+    """Return a category column without surrounding whitespace; raise an error at the first empty cell."""
     try:
         words = [str(value).strip(categories.SPACE) if value is not None else "" for value in column.to_pylist()]
     except UnicodeDecodeError:
@@ -220,7 +220,7 @@ def _words(column: "pyarrow.Array", name: str, path: Path, row: int) -> list[str
 def _numbers(
     settings: config.Data, column: "pyarrow.Array", name: str, path: Path, row: int
 ) -> npt.NDArray[np.float32]:
-    """A column of numbers as float32, empty cells filled; the first that is no finite number is an error."""
+    """Return a column of numbers as float32, empty cells filled; raise an error at the first that is not finite."""
     import pyarrow
 
     values: npt.NDArray[np.float32] = np.array(column.cast(pyarrow.float64(), safe=False), np.float64).astype(
@@ -239,7 +239,7 @@ def _numbers(
 
 
 def _labels(settings: config.Data, column: "pyarrow.Array", name: str, path: Path, row: int) -> npt.NDArray[Any]:
-    """The labels as words where classes have names, else as numbers; the first that is no class is an error."""
+    """Return the labels, as words if classes have names, else as numbers; raise an error at the first invalid one."""
     values: npt.NDArray[Any]
     if settings.class_names is None:
         values = _numbers(settings, column, name, path, row)

@@ -1,4 +1,4 @@
-"""Examples from a function of one's own: an import path that returns `tf.data.Dataset`s of single examples."""
+"""Examples from a user's function that returns `tf.data.Dataset`s of single examples, given by its import path."""
 
 import importlib
 import inspect
@@ -15,13 +15,13 @@ CONTRACT = "a function that returns one tf.data.Dataset of (input, label) exampl
 
 
 def read(settings: config.Data) -> tuple[Split, Split | None]:
-    """The training and the validation examples that `data.function` returns; it is called once.
+    """Call `data.function` once, and return its training and validation examples.
 
     Args:
-        settings: `function`, `arguments`, `num_classes`, `validation_split` and `validation_share` count here.
+        settings: Uses `function`, `arguments`, `num_classes`, `validation_split` and `validation_share`.
 
     Raises:
-        ValueError: No such function, arguments that it does not take, or something else than such data sets.
+        ValueError: No such function, arguments that it does not take, or another return value than such datasets.
     """
     name = settings.function or ""
     train, validation = _data_sets(name, _function(name)(**settings.arguments))
@@ -98,7 +98,7 @@ def _split(settings: config.Data, dataset: tf.data.Dataset, part: Part, what: st
     num_examples = int(dataset.cardinality())
 
     def read_files(num_shards: int, shard: int) -> tf.data.Dataset:
-        raise AssertionError("there are no files to divide")
+        raise AssertionError("there are no files to shard")
 
     return Split(
         stored=dataset,

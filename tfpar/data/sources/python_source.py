@@ -1,12 +1,12 @@
-"""The source files of Python's own standard library, byte by byte: real text that every machine has.
+r"""The source files of Python's own standard library, byte by byte: real text that every machine has.
 
-A file gives windows of `context_bytes + 1` bytes, inputs and labels one byte apart. Neighbours share one byte, so that
-each byte after the first is predicted once; what is left at the end of a file is too short for a window:
+A file gives windows of `context_bytes + 1` bytes, inputs and labels one byte apart. Adjacent windows share one byte, so
+each byte after the first is predicted once. A remainder at the end of a file that is too short for a window is dropped:
 
-    file      d e f   f ( x ) : \\n         context_bytes = 3
+    file      d e f   f ( x ) : \n          context_bytes = 3
     window 0 [d e f  ]                     d e f -> e f _
     window 1       [  f ( x]               _ f ( -> f ( x
-    window 2             [x ) : \\n]        x ) : -> ) : \\n
+    window 2             [x ) : \n]         x ) : -> ) : \n
 """
 
 import functools
@@ -22,25 +22,23 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import config
+from tfpar.data.sources.files import EXAMPLES_IN_A_ROW, FILES_AT_ONCE
 from tfpar.data.sources.split import Split
 from tfpar.messages import received
 
-NUM_BYTES = 256  # values of one byte: the classes that a model chooses from
+NUM_BYTES = 256  # values of one byte, the number of classes
 HELD_OUT_SHARE = 0.1  # of the files, for split "test"
-# Packages installed beside the library are other people's; its tests are not installed everywhere.
+# Installed packages are not part of the library; its tests are not installed everywhere.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-# Fixed, not tuned: the order of the windows must be the same on every machine.
-FILES_AT_ONCE = 16
-WINDOWS_IN_A_ROW = 16
 
 _SPLIT = re.compile(r"(train|test)(?:\[(?:([0-9]{1,3})%)?:(?:([0-9]{1,3})%)?\])?")
 
 
 def read(settings: config.Data, split: str) -> Split:
-    """One split of the Python source files: all windows of its files, read as they are needed.
+    """Read one split of the Python source files: all windows of its files, read on demand.
 
     Args:
-        settings: `directory`, the folder of the files instead of the standard library's, and `context_bytes` count.
+        settings: Uses `directory`, the folder of the files instead of the standard library's, and `context_bytes`.
         split: "train", or "test" for the files held out; with a share of the files such as `train[:10%]`.
 
     Returns:
@@ -77,13 +75,13 @@ def read(settings: config.Data, split: str) -> Split:
 
 
 def files(settings: config.Data, split: str) -> list[Path]:
-    """The files of a split, in an order that mixes the packages and is the same on every machine.
+    """List the files of a split, in an order that mixes the packages and is the same on every machine.
 
-    A hash of its name decides where a file stands, and whether it is held out. So a file never changes its split when
-    others come or go, and a share of the files is a fair sample.
+    The order, and which files are held out, depend on a hash of each name. So a file stays in its split when others are
+    added or removed, and a share of the files is a random sample.
 
     Args:
-        settings: `directory` counts here.
+        settings: Uses `directory`.
         split: As for `read`.
 
     Raises:
@@ -110,7 +108,7 @@ def files(settings: config.Data, split: str) -> list[Path]:
 
 
 def unigram_entropy(batches: Iterable[tuple[Any, Any]]) -> float:
-    """The entropy of the labels' byte frequencies, in bits per byte: what the best model without context would reach.
+    """Return the entropy of the labels' byte frequencies in bits per byte: the loss of the best model without context.
 
     Shannon, "A Mathematical Theory of Communication" (1948), section 7: H = - sum p log2 p.
 
@@ -136,17 +134,17 @@ def _is_source(path: Path, folder: Path) -> bool:
 
 
 def _place(name: Path) -> float:
-    """Where a file stands from 0 to 1; a hash, as Python's own differs from one process to the next."""
+    """Return a hash of a name in 0 to 1; Python's own hash differs between processes."""
     digest = hashlib.blake2b(name.as_posix().encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def _windows(paths: list[Path], context_bytes: int, num_windows: int) -> tf.data.Dataset:
-    """All windows of some files, a few files open at a time."""
+    """Return all windows of some files, a few files open at a time."""
     windows = tf.data.Dataset.from_tensor_slices([str(path) for path in paths]).interleave(
         functools.partial(_windows_of_file, context_bytes=context_bytes),
         cycle_length=min(FILES_AT_ONCE, len(paths)),
-        block_length=WINDOWS_IN_A_ROW,
+        block_length=EXAMPLES_IN_A_ROW,
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=True,
     )

@@ -1,4 +1,4 @@
-"""The examples of one split as they are stored, and the checks that stop a run before its first step."""
+"""The stored examples of one split, and the checks before the first step of a run."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
@@ -9,33 +9,30 @@ from tfpar.messages.suggestions import closest
 
 
 class Split(NamedTuple):
-    """One split: where its examples come from and how one becomes `(input, label)`."""
+    """One split: its stored examples, and the function that decodes one to `(input, label)`."""
 
     stored: tf.data.Dataset
     decode: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None  # None: they are stored as such pairs
     num_examples: int | None
     num_classes: int | None
     origin: str  # for messages, such as 'split "train" of data set "mnist"'
-    read_files: Callable[[int, int], tf.data.Dataset]  # (num_shards, shard) -> stored examples of each such file
+    read_files: Callable[[int, int], tf.data.Dataset]  # (num_shards, shard) -> stored examples of the files of a shard
     num_files: int
     encoded: bool  # whether inputs are stored as encoded images
     class_names: tuple[str, ...] | None = None
-    # (num_shards, shard) -> stored examples of that shard; None: from all of them, each in turn
+    # (num_shards, shard) -> stored examples of that shard; None: every num_shards-th of all examples
     read_examples: Callable[[int, int], tf.data.Dataset] | None = None
     vocabularies: Mapping[str, tuple[str, ...]] | None = None  # of columns of words, by name
     one_hot: tuple[bool, ...] = ()  # which channels of an input are of such columns; empty: none
 
     def decoded(self) -> tf.data.Dataset:
-        """Single `(input, label)` pairs in the order of storage."""
+        """Return single `(input, label)` pairs in the order of storage."""
         if self.decode is None:
             return self.stored
         return self.stored.map(self.decode, num_parallel_calls=tf.data.AUTOTUNE)
 
     def shard(self, kind: Literal["file", "example", "batch"], num_shards: int, shard: int) -> "Split":
-        """One of several shards of the split: by files or by examples, each taken in turn before anything is decoded.
-
-        A split by "batch" is not divided.
-        """
+        """Return one shard of the split, by files or by examples, before decoding; with "batch", the whole split."""
         if kind == "batch":
             return self
         read_examples = self.read_examples or self.stored.shard
@@ -45,7 +42,7 @@ class Split(NamedTuple):
 
 
 def close_to(name: str, names: Iterable[str]) -> str:
-    """The way out of a name that is none of `names`.
+    """Return the way out of an unknown name: the closest of `names`, and all of them.
 
     >>> close_to("colour", ["color", "shape"])
     'did you mean "color"? There are: color, shape.'
@@ -57,13 +54,13 @@ def close_to(name: str, names: Iterable[str]) -> str:
 
 
 def check(condition: tf.Tensor, sentence: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Hands `value` on if the condition holds; otherwise the graph stops with the sentence (see `user_message`)."""
+    """Return `value` if the condition holds; otherwise the graph fails with the sentence (see `user_message`)."""
     with tf.control_dependencies([tf.debugging.Assert(condition, [sentence])]):
         return tf.identity(value)
 
 
 def check_labels(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
-    """Hands a batch of labels on if all lie in 0 .. num_classes - 1; otherwise the graph names the first bad one."""
+    """Return the labels if all lie in 0 .. num_classes - 1; otherwise the graph fails and names the first bad one."""
     wide = tf.cast(labels, tf.int64)  # num_classes may not fit into the type of the labels
     bad = (wide < 0) | (wide >= num_classes)
     first_bad = tf.reshape(labels, [-1])[tf.argmax(tf.reshape(bad, [-1]))]
@@ -79,7 +76,7 @@ def check_labels(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
 
 
 def first_input(split: Split) -> tf.Tensor:
-    """The input of the first example, read and decoded as a check: there must be one, and of a fixed shape.
+    """Read and decode the first example, and return its input; check that there is one, and that it has a fixed shape.
 
     Raises:
         ValueError: No example, or an input without a static shape.

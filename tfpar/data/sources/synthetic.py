@@ -1,4 +1,4 @@
-"""Regression data that is made while it is read: any number of rows, none of them held in memory."""
+"""Regression data, generated when it is read: any number of rows, none of them held in memory."""
 
 from typing import NamedTuple
 
@@ -15,14 +15,14 @@ MIN_BLOCKS = 64  # so that a small data set still has an order to shuffle
 
 
 class Truth(NamedTuple):
-    """What a model should find: `label = row @ weights + bias + noise`."""
+    """The true parameters of the data: `label = row @ weights + bias + noise`."""
 
     weights: npt.NDArray[np.float32]
     bias: float
 
 
 def truth(num_features: int, seed: int) -> Truth:
-    """The true weights `[num_features]` and bias behind the generated rows.
+    """Return the true weights `[num_features]` and bias of the generated rows.
 
     >>> truth(3, seed=0).weights.shape
     (3,)
@@ -41,7 +41,7 @@ def regression(
     first_row: int = 0,
     shuffle: bool = False,
 ) -> tf.data.Dataset:
-    """Rows of standard normal features and their labels, `y = x w + b + noise`, generated as they are read.
+    """Generate rows of standard normal features and their labels, `y = x w + b + noise`, as they are read.
 
     A row's content depends on its number and the seed alone, never on the batch size or the epoch: the counter of the
     Philox generator (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011) is set to the row's number.
@@ -55,7 +55,7 @@ def regression(
         global_batch_size: Rows in one batch; the last may be smaller.
         seed: Fixes weights, rows and orders.
         first_row: Number of the first row; another range of numbers is other data with the same truth.
-        shuffle: Whether each epoch has an order of its own.
+        shuffle: Whether each epoch has another order.
 
     Returns:
         Batches `([batch, num_features], [batch, 1])` in float32.

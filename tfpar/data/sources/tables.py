@@ -1,4 +1,4 @@
-"""Tables, whatever files they come from: which columns are inputs, and what the label of a row is."""
+"""Tables, independent of the format of their files: the input columns, and the label of a row."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,30 +10,30 @@ from tfpar import config
 from tfpar.data.sources import categories
 from tfpar.data.sources.split import check, close_to
 
-# Rows that are read at once. Fixed: the interleaved order of several files rests on nothing else.
+# Rows that are read at once. Fixed, because the interleaved order of several files depends on it.
 BLOCK_ROWS = 256
 
 
 class Columns(NamedTuple):
-    """The columns that are read, by name, and their places in the file."""
+    """The names of the columns that are read, and their indices in the file."""
 
     inputs: tuple[str, ...]
     label: str
     places: tuple[int, ...]  # of the inputs, then of the label
 
 
-def choose(settings: config.Data, names: Sequence[str], path: Path) -> Columns:
-    """The columns of a file that the settings ask for.
+def selected_columns(settings: config.Data, names: Sequence[str], path: Path) -> Columns:
+    """Return the columns of a file that the settings select.
 
     Args:
-        settings: `columns` and `label_key` count here.
+        settings: Uses `columns` and `label_key`.
         names: The columns of the file, in its order.
         path: The file, for messages.
 
     Raises:
         ValueError: A column that the file does not have, or has twice, or no input column.
 
-    >>> choose(config.Data(source="csv", directory=".", label_key="y"), ["a", "y", "b"], Path("t.csv")).places
+    >>> selected_columns(config.Data(source="csv", directory=".", label_key="y"), ["a", "y", "b"], Path("t.csv")).places
     (0, 2, 1)
     """
     twice = [name for name in names if list(names).count(name) > 1]
@@ -52,7 +52,7 @@ def choose(settings: config.Data, names: Sequence[str], path: Path) -> Columns:
 
 
 def num_classes(settings: config.Data) -> int | None:
-    """The number of classes; None where labels are numbers to predict.
+    """Return the number of classes; None for regression.
 
     >>> num_classes(config.Data(source="csv", directory=".", class_names=("no", "yes")))
     2
@@ -61,11 +61,11 @@ def num_classes(settings: config.Data) -> int | None:
 
 
 def labels(settings: config.Data, values: tf.Tensor) -> tf.Tensor:
-    """The labels of some rows: numbers float32 `[rows, 1]` to predict, or classes int32 `[rows]`.
+    """Return the labels of rows: numbers float32 `[rows, 1]` for regression, or classes int32 `[rows]`.
 
     Args:
-        settings: `class_names` and `num_classes` count here.
-        values: `[rows]`; words where classes have names, else numbers.
+        settings: Uses `class_names` and `num_classes`.
+        values: `[rows]`; words if classes have names, else numbers.
 
     >>> labels(config.Data(source="csv", directory=".", class_names=("no", "yes")), tf.constant(["yes"])).numpy()
     array([1], dtype=int32)
@@ -80,11 +80,11 @@ def labels(settings: config.Data, values: tf.Tensor) -> tf.Tensor:
     return check(tf.reduce_all(right), tf.constant(WRONG_LABEL), tf.cast(values, tf.int32))
 
 
-WRONG_LABEL = "A label is none of the classes."  # the file is read once more to say where
+WRONG_LABEL = "A label is none of the classes."  # the file is read once more to name the row
 
 
 def label_problem(settings: config.Data, value: object) -> str | None:
-    """What is wrong with one label, as a clause; None where it is right.
+    """Return the problem of an invalid label as a clause; None for a valid label.
 
     Args:
         settings: As for `labels`.

@@ -1,4 +1,4 @@
-"""TensorFlow Datasets by name: our digits without a network, all others downloaded once."""
+"""TensorFlow Datasets by name: tfpar's `digits` without a network, all others downloaded once."""
 
 import contextlib
 import difflib
@@ -16,22 +16,21 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar import config
+from tfpar.data.sources.files import EXAMPLES_IN_A_ROW, FILES_AT_ONCE
 from tfpar.data.sources.split import Split
 from tfpar.messages import received
 
-FILES_AT_ONCE = 16
-RECORDS_IN_A_ROW = 16
 OURS = "digits"
 NUM_SHARDS = 4
 
 
 def read(settings: config.Data, split: str) -> Split:
-    """One split of a TFDS data set, prepared first where that was not done yet.
+    """Read one split of a TFDS dataset; prepare the dataset first if needed.
 
-    Images stay encoded until `decode`, so that a shuffle buffer holds the small form.
+    Images stay encoded until `decode`, so that a shuffle buffer takes less memory.
 
     Args:
-        settings: `name`, `directory`, `input_key` and `label_key` count here.
+        settings: Uses `name`, `directory`, `input_key` and `label_key`.
         split: A TFDS split, such as `train[:80%]`.
 
     Raises:
@@ -62,7 +61,7 @@ def read(settings: config.Data, split: str) -> Split:
             ),
             read_config=tfds.ReadConfig(
                 interleave_cycle_length=FILES_AT_ONCE,
-                interleave_block_length=RECORDS_IN_A_ROW,
+                interleave_block_length=EXAMPLES_IN_A_ROW,
                 try_autocache=False,
                 skip_prefetch=True,
                 input_context=tf.distribute.InputContext(num_shards, shard) if num_shards > 1 else None,
@@ -98,13 +97,13 @@ def _num_classes(builder: Any, settings: config.Data) -> int | None:
 
 
 def files(settings: config.Data, split: str) -> list[Path]:
-    """The files that a split is read from."""
+    """List the files of a split."""
     instructions = _split_info(prepared_builder(settings), split).file_instructions
     return [Path(instruction.filename) for instruction in instructions]
 
 
 def prepared_builder(settings: config.Data) -> Any:
-    """The TFDS builder of `settings.name`, its data on disk; several processes may ask at once.
+    """Return the TFDS builder of `settings.name`, with its data on disk; safe to call in several processes at once.
 
     Raises:
         ValueError: An unknown name or version.
@@ -134,7 +133,7 @@ def _builder(settings: config.Data) -> Any:
 
     name = re.split("[:/]", settings.name)[0]
     if name == OURS:
-        importlib.import_module("tfpar.data.sources.digits")  # TFDS knows a builder once its class exists
+        importlib.import_module("tfpar.data.sources.digits")  # creating the class registers it with TFDS
     _check_name(tfds, name, settings)
     directory = os.path.expanduser(settings.directory) if settings.directory else None
     try:
@@ -149,7 +148,7 @@ def _builder(settings: config.Data) -> Any:
 
 
 def _check_name(tfds: Any, name: str, settings: config.Data) -> None:
-    """Asks only the installed TFDS and the folder: TFDS itself would look for community data sets on the network."""
+    """Look up a name in the installed TFDS and the folder only: TFDS itself would search the network."""
     known = tfds.list_builders(with_community_datasets=False)
     folder = os.path.join(os.path.expanduser(settings.directory or tfds.core.constants.DATA_DIR), name)
     if name in known or os.path.isdir(folder):
@@ -199,9 +198,9 @@ def _download_and_prepare(builder: Any) -> None:
     import tensorflow_datasets as tfds
 
     num_shards = NUM_SHARDS if builder.name == OURS else None
-    # Not from the TFDS bucket: asking it takes minutes without a network.
-    wishes = tfds.download.DownloadConfig(try_download_gcs=False, num_shards=num_shards)
-    builder.download_and_prepare(download_config=wishes)
+    # Not from the TFDS bucket: without a network, that takes minutes to fail.
+    download_config = tfds.download.DownloadConfig(try_download_gcs=False, num_shards=num_shards)
+    builder.download_and_prepare(download_config=download_config)
 
 
 def _download_errors() -> tuple[type[Exception], ...]:
@@ -212,7 +211,7 @@ def _download_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_offline(builder: Any) -> bool:
-    """Whether no host of the data set has an address: TFDS would try each again for minutes before it gives up."""
+    """Return whether no host of the dataset has an address: TFDS would retry each for minutes before it fails."""
     if urllib.request.getproxies() or _holds_files(Path(builder.data_dir_root) / "downloads"):
         return False
     hosts = {urllib.parse.urlsplit(url).hostname for url in builder.url_infos or ()}
@@ -232,7 +231,7 @@ def _has_address(host: str) -> bool:
 
 @contextlib.contextmanager
 def _one_process_at_a_time(directory: str, name: str) -> Iterator[None]:
-    """Holds a lock file in the folder; the system lets go of it when the process ends, however it ends."""
+    """Hold a lock file in the folder; the system releases it at the end of the process, even after a failure."""
     import fcntl  # not on Windows
 
     if "://" in directory:  # a bucket has no locks
@@ -247,7 +246,7 @@ def _one_process_at_a_time(directory: str, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps TFDS' progress bars, prints and log lines off the terminal."""
+    """Suppress the progress bars, prints and log lines of TFDS."""
     from absl import logging
 
     verbosity = logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""Folders of TFRecord files with declared features: which files, how a record is read, what can be wrong with it."""
+"""Folders of TFRecord files with declared features: listing, parsing and checking."""
 
 import re
 from pathlib import Path
@@ -23,10 +23,10 @@ _IMAGES = {"jpeg": tf.io.decode_jpeg, "png": tf.io.decode_png}
 
 
 def read(settings: config.Data, split: str) -> Split:
-    """One split of a folder of TFRecord files; the first record of each file is read as a check.
+    """Read one split of a folder of TFRecord files; check the first record of each file.
 
     Args:
-        settings: `directory`, `features`, `input_key`, `label_key` and `num_classes` count here.
+        settings: Uses `directory`, `features`, `input_key`, `label_key` and `num_classes`.
         split: A sub-folder of the directory, or the beginning of file names in it.
 
     Raises:
@@ -55,7 +55,7 @@ def read(settings: config.Data, split: str) -> Split:
 
 
 def files(settings: config.Data, split: str) -> list[Path]:
-    """The files of a split."""
+    """List the files of a split."""
     return of_split(settings, split, "TFRecord")
 
 
@@ -76,11 +76,11 @@ def _records(paths: list[Path]) -> tf.data.Dataset:
 
 
 def parse(record: tf.Tensor, features: dict[str, config.Feature]) -> dict[str, tf.Tensor]:
-    """One serialized `tf.train.Example` as its declared features, images decoded.
+    """Parse one serialized `tf.train.Example` to its declared features, and decode images.
 
     Args:
         record: A string scalar.
-        features: What the example holds; an Example stores only float32, int64 and bytes, other types are cast.
+        features: The declared features; an Example stores only float32, int64 and bytes, other types are cast.
 
     Returns:
         A tensor for each feature, of the declared type (images: uint8) and shape.
@@ -129,7 +129,7 @@ def _check_first_record(settings: config.Data, path: Path) -> None:
 
 
 def corruption(path: Path) -> str | None:
-    """A sentence about the first corrupt record of a file, or None if the whole file reads well."""
+    """Return a sentence about the first corrupt record of a file, or None if there is none."""
     num_records = 0
     try:
         for _ in _records([path]):
@@ -142,7 +142,7 @@ def corruption(path: Path) -> str | None:
 
 
 def mismatch(message: str) -> str | None:
-    """A sentence about a record that lacks a feature or holds another type or shape, from TensorFlow's message."""
+    """Return a sentence for TensorFlow's message about a record without a feature, or of another type or shape."""
     if missing := re.search(r"Feature: (\S+) \(data type: (\w+)\) is required but could not be found", message):
         key, dtype = missing.groups()
         return f'data.features declares "{key}" ({dtype}), but a record lacks it: correct data.features or the files.'
