@@ -94,7 +94,7 @@ def _meet(job: Job, seconds: float, delay_seconds: float) -> str:
     """Let a worker meet the others; return what it raises, or nothing."""
     time.sleep(delay_seconds)
     try:
-        rendezvous.join(job, seconds)
+        rendezvous.connect_workers(job, seconds)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -129,11 +129,11 @@ def test_meeting_raises_with_the_rule_and_the_missing(monkeypatch: pytest.Monkey
     monkeypatch.setenv(job_secret.VARIABLE, "short")
     first, _ = places(2)
     with pytest.raises(ValueError, match="TFPAR_JOB_SECRET must have at least 16 characters, received 5"):
-        rendezvous.join(first, 1)
+        rendezvous.connect_workers(first, 1)
     monkeypatch.setenv(job_secret.VARIABLE, f"  {SECRET.decode()}\n")
     message = rf"All 2 workers must appear within 0.1 s, and {first.addresses[1]} did not\. .*form_seconds\.$"
     with pytest.raises(TimeoutError, match=message):
-        rendezvous.join(first, 0.1)
+        rendezvous.connect_workers(first, 0.1)
 
 
 def test_a_job_over_hosts_without_a_secret_says_so_once(
@@ -143,7 +143,7 @@ def test_a_job_over_hosts_without_a_secret_says_so_once(
     first, second = places(2)
     for job in (first, second, Job((first.addresses[0], "192.0.2.1:1"), 0, "chief")):
         with pytest.raises(TimeoutError):
-            rendezvous.join(job, 0.1)
+            rendezvous.connect_workers(job, 0.1)
     assert capfd.readouterr().err == (
         f"warning: TFPAR_JOB_SECRET is not set: any program that reaches {first.addresses[0]} can take a worker's "
         "place. Set the same random text on all workers.\n"
@@ -156,7 +156,7 @@ def test_a_taken_port_is_named_before_anybody_waits() -> None:
         socket.create_server(("::", tf_config.split_address(first.addresses[0])[1]), family=socket.AF_INET6),
         pytest.raises(OSError, match=rf"{first.addresses[0]} \(rank 0\) is taken: Address already in use"),
     ):
-        rendezvous.join(first, SECONDS)
+        rendezvous.connect_workers(first, SECONDS)
 
 
 # The job's secret

@@ -127,7 +127,7 @@ TASK_MISTAKES = {
     ),
     "absent": (
         {"type": "chief", "index": 0},
-        "must stand in \"cluster\", received 'chief', and there are: worker; list",
+        "must be in \"cluster\", received 'chief', and there are: worker; list",
     ),
     "no index": ({"type": "worker"}, 'The "index" of "task" must be a whole number, received none; write'),
     "text": ({"type": "worker", "index": "0"}, '"index" of "task" must be a whole number, received \'0\'; write'),

@@ -1,4 +1,4 @@
-"""The machines of a job: its workers, their addresses and their devices; imports no TensorFlow."""
+"""The workers of a job, their addresses and their devices; imports no TensorFlow."""
 
 from tfpar.cluster.devices import configured_devices, native_messages_to, resolve_devices, use_logical_cpus
 

@@ -1,4 +1,4 @@
-"""How many cores this process may use, which on a shared machine or in a container is less than the machine has."""
+"""The number of cores that this process may use: fewer than the machine has in a container or on a shared machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ROOT = Path("/")
 
 
 def num_allowed_cores() -> int:
-    """Return how many cores this process may use, at least 1.
+    """Return the number of cores that this process may use, at least 1.
 
-    `os.cpu_count()` counts those of the machine. A batch system or `taskset` allows some of them (the affinity), a
-    container a share of their time (the quota of its control group; part of a core counts as one).
+    `os.cpu_count()` counts the cores of the machine. A batch system or `taskset` restricts a process to some of them
+    (its affinity), a container to a share of their time (the quota of its control group, rounded up to whole cores).
 
     Example:
         >>> num_allowed_cores()  # under `taskset -c 0,1`, or `docker run --cpus 2`
@@ -39,20 +39,20 @@ def _quotas(root: Path) -> Iterator[float]:
             tree = root / "sys/fs/cgroup" / ("" if version_2 else "cpu")
             folder = tree / name.lstrip("/")
             while folder.is_relative_to(tree):
-                # A container may see its own group as the root, under a name that only the host knows.
+                # In a container its own group may be the root, and its name valid on the host only.
                 with contextlib.suppress(OSError, ValueError):
                     yield _quota_2(folder) if version_2 else _quota_1(folder)
                 folder = folder.parent
 
 
 def _quota_2(folder: Path) -> float:
-    """Return the limit of a group of version 2; raises ValueError for "max", which is none."""
+    """Return the limit of a group of version 2; raise ValueError for "max", no limit."""
     quota, period = (folder / "cpu.max").read_text().split()
     return int(quota) / int(period)
 
 
 def _quota_1(folder: Path) -> float:
-    """Return the limit of a group of version 1; raises ValueError for -1, which is none."""
+    """Return the limit of a group of version 1; raise ValueError for -1, no limit."""
     quota, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
     if quota < 0:
         raise ValueError

@@ -1,4 +1,4 @@
-"""This process and its devices: logical CPUs, device names, and where TensorFlow's start-up messages go."""
+"""The devices of this process: logical CPUs, device names, and a file for TensorFlow's start-up messages."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 
 def use_logical_cpus(num_devices: int, threads_per_device: int | None = None) -> None:
-    """Split this host's CPU into several logical devices, before TensorFlow starts.
+    """Split the CPU of this machine into several logical devices, before TensorFlow starts.
 
-    So a strategy for several devices can be tried, tested and debugged on a machine without GPUs. The devices share
-    one pool of threads: with one intra-op thread and as many cores as devices, each behaves like one core.
+    Use it to try, test and debug a strategy for several devices on a machine without GPUs. The devices share one pool
+    of threads: with one intra-op thread and as many cores as devices, each behaves like one core.
 
     Args:
-        num_devices: How many devices, at least 1: `CPU:0`, `CPU:1` and so on.
-        threads_per_device: Threads inside one operation; None for TensorFlow's choice, all cores.
+        num_devices: Number of devices, at least 1: `CPU:0`, `CPU:1` and so on.
+        threads_per_device: Threads inside one operation; None for TensorFlow's default, all cores.
 
     Raises:
         ValueError: If `num_devices` is below 1.
-        RuntimeError: If TensorFlow has started with another number of CPUs: nothing can be changed after that.
+        RuntimeError: If TensorFlow has started with another number of CPUs, which cannot be changed afterwards.
 
     Example:
         >>> tfpar.use_logical_cpus(2)
@@ -56,10 +56,10 @@ def use_logical_cpus(num_devices: int, threads_per_device: int | None = None) ->
 
 
 def resolve_devices(devices: Sequence[str] | None) -> list[str]:
-    """Return the short names of the devices asked for, or of all GPUs, or else of all logical CPUs.
+    """Return the short names of the given devices, or of all GPUs, or else of all logical CPUs.
 
     Args:
-        devices: Names such as `"GPU:0"` or `"/device:CPU:1"`; None for all.
+        devices: Names such as `"GPU:0"` or `"/device:CPU:1"`; None for all GPUs, or else all logical CPUs.
 
     Raises:
         ValueError: If a device does not exist or is named twice, or none is named.
@@ -95,9 +95,9 @@ def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]
 
 
 def configured_devices(devices: Sequence[str] | None) -> list[str]:
-    """Return the short names of the devices asked for, as `resolve_devices` does, without starting TensorFlow.
+    """Return the short names of the given devices, as `resolve_devices` does, without starting TensorFlow.
 
-    A cluster must be formed before TensorFlow starts, and it starts when somebody asks for its logical devices.
+    A cluster must be formed before TensorFlow starts, and listing its logical devices starts it.
 
     Args:
         devices: Names such as `"GPU:0"` or `"/device:CPU:1"`; None for all GPUs, or else all logical CPUs.
@@ -126,10 +126,10 @@ def _short_name(device: tf.config.LogicalDevice) -> str:
 
 @contextlib.contextmanager
 def native_messages_to(path: Path) -> Iterator[None]:
-    """Send what TensorFlow's C++ code writes to standard error into a file; Python's own stays on the terminal.
+    """Redirect the standard error of TensorFlow's C++ code into a file; Python's own stays on the terminal.
 
-    TensorFlow 2.21 prints its start-up messages before TF_CPP_MIN_LOG_LEVEL is read, so nothing but the file
-    descriptor itself keeps them from the user. They are kept, for the day one of them matters.
+    TensorFlow 2.21 prints its start-up messages before it reads TF_CPP_MIN_LOG_LEVEL, so only a redirection of the file
+    descriptor keeps them off the terminal.
 
     Args:
         path: The file to append to; its folder must exist.

@@ -1,4 +1,4 @@
-"""The secret that all workers of a job share, and proofs of it that do not contain it."""
+"""The job secret that all workers share, and proofs that do not reveal it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def new() -> str:
 
 
 def from_environment(environment: Mapping[str, str]) -> bytes:
-    """Return the secret of this process's job; empty where there is none.
+    """Return the job secret of this process; empty if it is not set.
 
-    A variable of the environment, unlike a flag, cannot be read by other users of the machine.
+    Unlike a flag, an environment variable is not visible to other users of the machine.
 
     Args:
-        environment: The variables of this process, as `os.environ`. Space around the secret does not count.
+        environment: The variables of this process, as `os.environ`. Whitespace around the secret is ignored.
 
     Raises:
         ValueError: If it is so short that it can be guessed.
@@ -47,10 +47,10 @@ def from_environment(environment: Mapping[str, str]) -> bytes:
 
 
 def proof(secret: bytes, *parts: str) -> str:
-    """Return what only a process with the secret can compute from some texts: their HMAC (RFC 2104) with SHA-256.
+    """Return a proof of the secret over some texts: their HMAC (RFC 2104) with SHA-256.
 
     Args:
-        secret: What `from_environment` gave.
+        secret: The job secret, from `from_environment`.
         parts: The texts.
 
     Example:
@@ -61,11 +61,11 @@ def proof(secret: bytes, *parts: str) -> str:
 
 
 def is_proof(claimed: str, secret: bytes, *parts: str) -> bool:
-    """Whether a text is the proof, compared in a time that says nothing about it.
+    """Return whether a text is the proof, compared in constant time.
 
     Args:
-        claimed: What was received.
-        secret: What `from_environment` gave.
+        claimed: The received text.
+        secret: The job secret, from `from_environment`.
         parts: The texts.
     """
     return hmac.compare_digest(claimed.encode(), proof(secret, *parts).encode())

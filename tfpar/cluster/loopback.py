@@ -1,8 +1,8 @@
-"""Servers of this process that only this machine can reach, though they listen on all of its addresses.
+"""Restriction of a server to the loopback interface, although it listens on all addresses.
 
 The address of a socket that listens on `[::]` cannot be changed to 127.0.0.1 afterwards. But the socket can be bound to
-the loopback interface (SO_BINDTODEVICE), which every user may do since Linux 5.7: then the kernel refuses whatever
-arrives by another interface, as if nobody listened.
+the loopback interface (SO_BINDTODEVICE), which needs no privilege since Linux 5.7: then the kernel refuses connections
+through other interfaces, as if the port were closed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SO_BINDTODEVICE = getattr(socket, "SO_BINDTODEVICE", 25)
 
 
 class Confined:
-    """What `confined` found.
+    """The result of `confined`.
 
     Attributes:
-        problem: Why a server can still be reached from other machines; None if it cannot.
+        problem: The error because of which other machines can still reach the server; None without an error.
     """
 
     def __init__(self) -> None:
@@ -31,16 +31,16 @@ class Confined:
 
 @contextlib.contextmanager
 def confined(port: int) -> Iterator[Confined]:
-    """Bind each socket of this process with a local port to the loopback, from the moment that it is made.
+    """Bind each new socket of this process with a given local port to the loopback interface.
 
     A thread looks for them while the caller starts its server, and so binds them some milliseconds after they listen.
-    Connections made in between are bound too, which cuts off those from other machines.
+    Connections accepted before that are bound too, which disconnects those from other machines.
 
     Args:
         port: The port on which the caller's server will listen.
 
     Returns:
-        What to look at afterwards.
+        The result, complete after the context.
 
     Example:
         >>> with confined(2222) as found:
@@ -76,7 +76,7 @@ def _bind_all(port: int) -> None:
                 continue
         try:
             copy = socket.socket(fileno=os.dup(descriptor))
-        except OSError:  # it was closed meanwhile
+        except OSError:  # closed since the listing
             continue
         with copy:
             if _local_port(copy) == port and not copy.getsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, 16).strip(b"\0"):

@@ -1,9 +1,9 @@
 """Addresses of a Slurm job step, from the variables that `srun` sets for each task; no TensorFlow, no scontrol.
 
 TensorFlow's own `SlurmClusterResolver` (`python/distribute/cluster_resolver/slurm_cluster_resolver.py`, 2.21) fails on
-nodes without GPUs: its `get_num_gpus` runs `nvidia-smi` and raises FileNotFoundError; told `gpus_per_node=0`, it steps
-through `range(0, 0, 0)`, which raises ValueError. It also gives every job the same ports, from 8888 on, and sorts the
-hosts by name, while Slurm numbers its tasks in the order of its list.
+nodes without GPUs: its `get_num_gpus` runs `nvidia-smi` and raises FileNotFoundError; with `gpus_per_node=0` it
+iterates over `range(0, 0, 0)`, which raises ValueError. It also uses the same ports for every job, from 8888 on, and
+sorts the hosts by name, while Slurm numbers its tasks in the order of its list.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tfpar.messages.received import quoted
 
-# Ports are 20000 to 32735: below 32768, where Linux begins to hand out ports for outgoing connections.
+# Ports are 20000 to 32735: below 32768, the first port of Linux for outgoing connections.
 FIRST_PORT = 20000
-PORTS_A_STEP = 64  # more tasks than this on one node reach into the ports of another step
-NUM_SLOTS = 199  # prime, so that the steps of near jobs spread
-SLOTS_BETWEEN_STEPS = 23  # of one job: its first steps stay clear of the jobs submitted right after it
+PORTS_A_STEP = 64  # with more tasks than this on one node, the ports overlap with those of another step
+NUM_SLOTS = 199  # prime, so that the steps of consecutive jobs get different ports
+SLOTS_BETWEEN_STEPS = 23  # of one job: its first steps do not overlap with the jobs submitted right after it
 
 # Slurm's own limit for one job (MAX_SLURM_NODES in its source is 65,536); a longer list is a mistake or an attack.
 MAX_TASKS = 65536
@@ -35,15 +35,15 @@ _KEEP = "Start the command with srun, and keep its variables as they are."
 
 
 def from_variables(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int] | None:
-    """Return all addresses in rank order, and this task's rank; None outside a job step of several tasks.
+    """Return all addresses in rank order, and the rank of this task; None outside of a job step with several tasks.
 
-    A batch script itself is no step: `sbatch` sets SLURM_NTASKS there too, but not SLURM_STEP_NUM_TASKS.
+    A batch script itself is no step: `sbatch` sets SLURM_NTASKS, but not SLURM_STEP_NUM_TASKS.
 
     Args:
         environment: The variables of this process, as `os.environ`.
 
     Raises:
-        ValueError: If a variable is missing or not as Slurm writes it, or tasks do not fill one node after the other.
+        ValueError: If a variable is missing or invalid, or tasks do not fill one node after the other.
 
     Example:
         >>> from_variables({"SLURM_JOB_ID": "7"}) is None
@@ -56,7 +56,7 @@ def from_variables(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int
     num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
     if len(hosts) != len(tasks) or sum(tasks) != num_tasks:
         raise ValueError(
-            "SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NUM_TASKS must speak of the same tasks, "
+            "SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NUM_TASKS must describe the same tasks, "
             f"received {len(hosts)} node(s), tasks {quoted(tasks)} and {num_tasks} task(s). {_KEEP}"
         )
     places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
@@ -72,10 +72,10 @@ def from_variables(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int
 
 
 def first_port(job_id: int, step_id: int) -> int:
-    """Return the port of a step's first task on each node; the others there have those that follow.
+    """Return the port of the first task of a step on each node; the other tasks of the node use the following ports.
 
-    All tasks must know all ports without talking, and two jobs on one node must not meet: the numbers of jobs and
-    steps decide. The first steps of two jobs share ports only if the jobs' numbers differ by a multiple of 199.
+    All tasks compute all ports without communication, from the ids of the job and the step. Two jobs on one node need
+    different ports: the first steps of two jobs share ports only if their job ids differ by a multiple of 199.
 
     Args:
         job_id: SLURM_JOB_ID.
@@ -89,13 +89,13 @@ def first_port(job_id: int, step_id: int) -> int:
 
 
 def expand_hosts(hostlist: str) -> list[str]:
-    """Return the names in a list of hosts as Slurm shortens it, in its order.
+    """Expand Slurm's compressed list of hosts, in its order.
 
     Args:
         hostlist: Names with ranges in brackets, zeros kept: `rack[1-2]node[01-03,7],gpu1`.
 
     Raises:
-        ValueError: If it is no such list, names a host twice, or more hosts than a job can have.
+        ValueError: If the list is invalid, names a host twice, or more hosts than a job can have.
 
     Example:
         >>> expand_hosts("node[08-10,7],gpu1")
@@ -126,13 +126,13 @@ def expand_hosts(hostlist: str) -> list[str]:
 
 
 def _longest_name(host: str) -> int:
-    """Return at most how many characters a name has; a range adds no more than its widest number."""
+    """Return an upper bound on the length of a name: a range adds at most its widest number."""
     widths = [max(map(len, re.split("[,-]", ranges))) for ranges in re.findall(r"\[(.*?)\]", host)]
     return len(re.sub(r"\[.*?\]", "", host)) + sum(widths)
 
 
 def _num_names(host: str) -> int:
-    """Return how many names a host with ranges stands for, or just any number beyond the limit."""
+    """Return the number of names of a host with ranges, or any number beyond the limit."""
     number = 1
     for ranges in re.findall(r"\[(.*?)\]", host):
         number *= sum(last - first + 1 for first, last in _bounds(ranges))
@@ -142,9 +142,9 @@ def _num_names(host: str) -> int:
 
 
 def _expand_host(host: str) -> Iterator[str]:
-    # Odd pieces stood in brackets: "rack[1-2]n[3]" is split into "rack", "1-2", "n", "3", "".
-    pieces = re.split(r"\[(.*?)\]", host)
-    choices = [_expand_ranges(piece) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    # Every second part was in brackets: "rack[1-2]n[3]" is split into "rack", "1-2", "n", "3", "".
+    parts = re.split(r"\[(.*?)\]", host)
+    choices = [_expand_ranges(part) if index % 2 else [part] for index, part in enumerate(parts)]
     return map("".join, itertools.product(*choices))
 
 
@@ -168,13 +168,13 @@ def _bounds(ranges: str) -> Iterator[tuple[int, int]]:
 
 
 def expand_tasks(tasks_per_node: str) -> list[int]:
-    """Return how many tasks each node runs, in the order of the list of hosts.
+    """Expand Slurm's compressed list of the number of tasks of each node, in the order of the list of hosts.
 
     Args:
-        tasks_per_node: Numbers, repeated ones as Slurm shortens them: `2(x3),1`.
+        tasks_per_node: Numbers, repeated ones in Slurm's notation: `2(x3),1`.
 
     Raises:
-        ValueError: If it is no such list.
+        ValueError: If the list is invalid.
 
     Example:
         >>> expand_tasks("2(x3),1")
@@ -195,7 +195,7 @@ def expand_tasks(tasks_per_node: str) -> list[int]:
 
 
 def _check_place(environment: Mapping[str, str], places: Sequence[tuple[int, int]], rank: int) -> None:
-    """Refuse `--distribution=cyclic` and the like: a task's rank would name the address of another."""
+    """Refuse `--distribution=cyclic` and similar: the rank of a task would give it the address of another task."""
     actual = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_LOCALID")
     if rank >= len(places) or places[rank] != actual:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Who am I in the job: TF_CONFIG, or the variables of a Slurm job step, read and checked before TensorFlow starts.
+"""The job of this process and its rank: TF_CONFIG, or the variables of a Slurm job step, checked before the start.
 
-The rule is TensorFlow's: a "chief", if the cluster names one, has rank 0 and the workers follow; without one, worker
-0 is the chief. An evaluator trains with nobody and need not stand in the cluster.
+Ranks are TensorFlow's: a "chief", if the cluster has one, has rank 0, followed by the workers; without one, worker 0
+is the chief. An evaluator takes no part in the training, and the cluster need not list it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ADDRESS = re.compile(r"(?P<host>[^\s:/\[\]]+|\[[0-9a-fA-F:.]+\]):(?P<port>[0-9]
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All workers of a training job, and which of them this process is.
+    """All workers of a job, and the rank and role of this process.
 
     Attributes:
-        addresses: `host:port` of all that train, in rank order: the chief first.
-        rank: Which of them this process is; 0 for an evaluator.
-        role: What this process does.
+        addresses: `host:port` of all workers, in rank order: the chief first.
+        rank: The rank of this process; 0 for an evaluator.
+        role: The role of this process.
 
     Example:
         >>> job = Job(("node1:2222", "node2:2222"), rank=1, role="worker")
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def num_workers(self) -> int:
-        """How many processes train together, at least 1."""
+        """The number of workers, at least 1."""
         return len(self.addresses)
 
     @property
@@ -60,24 +60,24 @@ class Job:
 
     @property
     def is_on_loopback(self) -> bool:
-        """Whether all addresses are of the loopback interface, so that no other machine takes part."""
+        """Whether all addresses are of the loopback interface, so that all workers are on this machine."""
         return all(_is_loopback(split_address(address)[0]) for address in self.addresses)
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Addresses of the others that train: for an evaluator, of all."""
+        """The addresses of the other workers; for an evaluator, of all workers."""
         own = None if self.role == "evaluator" else self.rank
         return tuple(address for rank, address in enumerate(self.addresses) if rank != own)
 
 
 def from_environment(environment: Mapping[str, str]) -> Job | None:
-    """Return the job of TF_CONFIG, or else of a Slurm job step with several tasks; None when there is neither.
+    """Return the job of TF_CONFIG, or else of a Slurm job step with several tasks; None if there is neither.
 
     Args:
         environment: The variables of this process, as `os.environ`.
 
     Raises:
-        ValueError: If the variables are there and wrong: one sentence a line, for each mistake.
+        ValueError: If the variables are invalid, with one line for each mistake.
 
     Example:
         >>> from_environment({"TF_CONFIG": to_tf_config(["localhost:2222", "localhost:2223"], rank=1)}).rank
@@ -93,11 +93,11 @@ def from_environment(environment: Mapping[str, str]) -> Job | None:
 
 
 def to_tf_config(addresses: Sequence[str], rank: int) -> str:
-    """Return the TF_CONFIG of one worker, as TensorFlow reads it; worker 0 is the chief.
+    """Return the TF_CONFIG of one worker; worker 0 is the chief.
 
     Args:
         addresses: `host:port` of all workers, in rank order.
-        rank: Which of them it is for.
+        rank: The rank of the worker.
 
     Example:
         >>> print(to_tf_config(["localhost:2222", "localhost:2223"], rank=1))
@@ -113,7 +113,7 @@ def parse(text: str) -> Job:
         text: The value of TF_CONFIG, JSON.
 
     Raises:
-        ValueError: If it has mistakes: one sentence a line, for each of them.
+        ValueError: If it is invalid, with one line for each mistake.
 
     Example:
         >>> parse('{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}')
@@ -138,7 +138,7 @@ def parse(text: str) -> Job:
             f'TF_CONFIG must be an object with "cluster" and "task", received {excerpt(text)}; '
             "write it so, or unset TF_CONFIG to train on one worker."
         )
-    # Of a million mistakes only the first are looked for.
+    # Only the first mistakes are searched, as there can be a million.
     found = itertools.chain(_cluster_mistakes(described), _task_mistakes(described))
     mistakes = list(itertools.islice(found, MAX_PROBLEMS + 1))
     if len(mistakes) > MAX_PROBLEMS:
@@ -212,7 +212,7 @@ def _address_mistakes(who: str, address: object) -> Iterator[str]:
 
 
 def _is_host(host: str) -> bool:
-    """Whether a name may be a host's: whatever is in brackets must be an address of IPv6."""
+    """Return whether a name can be that of a host; a name in brackets must be an IPv6 address."""
     if host.startswith("["):
         with contextlib.suppress(ValueError):
             return bool(ipaddress.IPv6Address(host.strip("[]")))
@@ -242,7 +242,7 @@ def _type_mistakes(task: dict[str, Any], cluster: dict[str, Any]) -> Iterator[st
         yield f'The "type" of "task" must be one of {", ".join(JOB_TYPES)}, received {received}; write one of these.'
     elif cluster and job_type != "evaluator" and job_type not in cluster:
         yield (
-            f'The "type" of "task" must stand in "cluster", received {job_type!r}, and there are: '
+            f'The "type" of "task" must be in "cluster", received {job_type!r}, and there are: '
             f"{excerpt(', '.join(cluster))}; list the address of this process there."
         )
 
@@ -255,7 +255,7 @@ def _index_mistakes(task: dict[str, Any], cluster: dict[str, Any]) -> Iterator[s
         return
     addresses = cluster.get(job_type) if job_type in JOB_TYPES else None
     if addresses is None and job_type == "evaluator":
-        addresses = [""]  # there is one, which the cluster need not list
+        addresses = [""]  # one evaluator, which the cluster need not list
     if isinstance(addresses, list) and addresses and not 0 <= index < len(addresses):
         yield (
             f'The "index" of "task" must be from 0 to {len(addresses) - 1}, as "cluster" has {len(addresses)} '
@@ -266,14 +266,14 @@ def _index_mistakes(task: dict[str, Any], cluster: dict[str, Any]) -> Iterator[s
 def check_port_free(job: Job) -> None:
     """Refuse a taken port, right before TensorFlow starts.
 
-    TensorFlow says no more than "Could not start gRPC server", and its own lines in between. The port is tried only if
-    the host's name is this machine's: elsewhere the address may lead here by another port.
+    TensorFlow's own error is only "Could not start gRPC server". The port is tried only if the host name is that of
+    this machine: otherwise the address may be forwarded to another port.
 
     Args:
-        job: The job and the place of this process in it; an evaluator needs no port.
+        job: The job and the rank of this process in it; an evaluator needs no port.
 
     Raises:
-        OSError: If the port cannot be had, with the address.
+        OSError: If the port is taken, with the address.
 
     Example:
         >>> check_port_free(Job(("localhost:2222",), rank=0, role="chief"))
@@ -285,7 +285,7 @@ def check_port_free(job: Job) -> None:
     if not _is_this_machine(host):
         return
     for family in (socket.AF_INET6, socket.AF_INET):
-        # As TensorFlow does it: connections of a job that has just ended do not count.
+        # With SO_REUSEADDR, as TensorFlow: connections of an ended job do not block the port.
         try:
             socket.create_server(("", port), family=family).close()
         except OSError as error:
@@ -300,12 +300,12 @@ def check_port_free(job: Job) -> None:
 def unreachable(job: Job, seconds: float) -> tuple[str, ...]:
     """Return the addresses of the other workers that accept no connection: those that never started.
 
-    Asked when TensorFlow's time limit for forming the cluster is over, to say which workers are missing. A worker
-    that is stopped by a signal still counts as reachable: its kernel accepts for it.
+    It is called at TensorFlow's time limit for forming the cluster, to name the missing workers. A worker stopped by a
+    signal still counts as reachable: the kernel accepts the connection.
 
     Args:
-        job: The job and the place of this process in it.
-        seconds: How long to wait for an answer; all are asked at once.
+        job: The job and the rank of this process in it.
+        seconds: The time limit; all workers are tried at the same time.
 
     Example:
         >>> unreachable(Job(("localhost:2222",), rank=0, role="chief"), seconds=1)
@@ -336,7 +336,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _is_this_machine(host: str) -> bool:
-    """Whether the name is this machine's: only then can a socket have its address."""
+    """Return whether a name is that of this machine: only then can a socket be bound to its address."""
     with contextlib.suppress(OSError, UnicodeError):
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:

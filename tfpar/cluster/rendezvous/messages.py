@@ -1,8 +1,8 @@
-"""What the chief and a worker send each other, one line each, and how both prove that they belong to the job.
+"""The messages of the rendezvous, one line each, and the proofs that both sides belong to the job.
 
-chief to worker     "tfpar CHALLENGE"       as soon as it connects
+chief to worker     "tfpar CHALLENGE"       at the connection
 worker to chief     "RANK CHALLENGE PROOF"
-chief to worker     "PROOF MISSING"         a list in JSON, once all are there or the time is over
+chief to worker     "PROOF MISSING"         a list in JSON, once all are connected or at the time limit
                     "refused"               instead, after a wrong proof
 """
 
@@ -16,14 +16,14 @@ from typing import NamedTuple
 from tfpar.cluster import job_secret
 from tfpar.cluster.tf_config import Job
 
-LONGEST_GREETING_BYTES = 256  # of the chief's and of a worker's
+LONGEST_GREETING_BYTES = 256  # of the first line of each side
 LONGEST_ANSWER_BYTES = 1 << 20
 REFUSED = b"refused\n"
 _CHALLENGE = r"[0-9a-f]{32}"
 
 
 class Challenges(NamedTuple):
-    """The random texts of both sides: a proof over them is of no use on another connection."""
+    """The random texts of both sides, so that a proof over them is invalid on another connection."""
 
     chief: str
     worker: str
@@ -35,23 +35,23 @@ def new_challenge() -> str:
 
 
 def greeting(challenge: str) -> bytes:
-    """Return what the chief sends first."""
+    """Return the first line of the chief."""
     return f"tfpar {challenge}\n".encode()
 
 
 def read_greeting(line: bytes) -> str | None:
-    """Return the chief's challenge; None if this is no chief of a job."""
+    """Return the chief's challenge; None if the line is not that of a chief."""
     match = re.fullmatch(rf"tfpar ({_CHALLENGE})\n", line.decode(errors="replace"))
     return match and match[1]
 
 
 def hello(rank: int, challenges: Challenges, secret: bytes) -> bytes:
-    """Return what a worker sends."""
+    """Return the line of a worker."""
     return f"{rank} {challenges.worker} {_worker_proof(rank, challenges, secret)}\n".encode()
 
 
 def read_hello(line: bytes, chief_challenge: str, num_workers: int, secret: bytes) -> tuple[int, Challenges] | None:
-    """Return a worker's rank and the challenges; None if its proof is wrong or it is no worker of the job."""
+    """Return a worker's rank and the challenges; None if its proof or its rank is invalid."""
     match = re.fullmatch(rf"([0-9]{{1,9}}) ({_CHALLENGE}) ([0-9a-f]{{64}})\n", line.decode(errors="replace"))
     if match is None or not 0 < int(match[1]) < num_workers:
         return None
@@ -62,13 +62,13 @@ def read_hello(line: bytes, chief_challenge: str, num_workers: int, secret: byte
 
 
 def answer(missing: list[str], challenges: Challenges, secret: bytes) -> bytes:
-    """Return what the chief sends last."""
+    """Return the last line of the chief."""
     text = json.dumps(missing)
     return f"{job_secret.proof(secret, 'chief', *challenges, text)} {text}\n".encode()
 
 
 def read_answer(line: bytes, challenges: Challenges, job: Job, secret: bytes) -> list[str] | None:
-    """Return the addresses that are missing; None if the chief of this job did not write that."""
+    """Return the missing addresses; None if the proof of the chief is invalid."""
     claimed, _, text = line.decode(errors="replace").removesuffix("\n").partition(" ")
     if not job_secret.is_proof(claimed, secret, "chief", *challenges, text):
         return None
@@ -76,7 +76,7 @@ def read_answer(line: bytes, challenges: Challenges, job: Job, secret: bytes) ->
         missing = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    # Without a secret anybody can prove to have it: what is printed must be of this job.
+    # Without a job secret any program can compute the proof: print only addresses of this job.
     is_list = isinstance(missing, list) and all(isinstance(one, str) and one in job.addresses for one in missing)
     return missing if is_list else None
 

@@ -1,4 +1,4 @@
-"""A worker at the rendezvous: it connects until the chief answers or the time is over."""
+"""A worker's side of the rendezvous: it connects until the chief answers or the time limit."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tfpar.cluster.rendezvous import messages
 from tfpar.cluster.tf_config import Job, split_address
 
 _RETRY_SECONDS = 0.1
-_GREETING_SECONDS = 5.0  # a chief greets at once
-_ANSWER_SECONDS = 5.0  # the chief's answer may come this long after the worker's own time is over
+_GREETING_SECONDS = 5.0  # a chief sends its greeting at once
+_ANSWER_SECONDS = 5.0  # the chief's answer may arrive this long after the worker's time limit
 
 
 def report(job: Job, seconds: float, secret: bytes) -> tuple[list[str], str]:
-    """Report to the chief that this worker is there.
+    """Connect to the chief, and wait for its answer.
 
     Args:
-        job: The job and the place of this process in it.
-        seconds: How long to wait.
-        secret: The job's.
+        job: The job and the rank of this process in it.
+        seconds: The time limit.
+        secret: The job secret.
 
     Returns:
-        The addresses that are missing, as the chief says, or the chief's own; and a remark for the error.
+        The missing addresses in the chief's answer, or the chief's own without an answer; and a remark for the error.
 
     Raises:
         ValueError: If the chief refuses this worker's secret.
@@ -33,7 +33,7 @@ def report(job: Job, seconds: float, secret: bytes) -> tuple[list[str], str]:
     remark = ""
     while (left := ends_seconds - time.monotonic()) > 0:
         with (
-            contextlib.suppress(OSError, UnicodeError),  # the second of a host name that is none
+            contextlib.suppress(OSError, UnicodeError),  # UnicodeError: an invalid host name
             socket.create_connection(split_address(job.addresses[0]), timeout=min(left, 5.0)) as connection,
         ):
             greeting_ends = min(time.monotonic() + _GREETING_SECONDS, ends_seconds + _ANSWER_SECONDS)

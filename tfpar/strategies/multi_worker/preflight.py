@@ -94,7 +94,7 @@ def form_cluster(
     if job is not None and not alone and not keras_model.has_cluster():
         if keras_model.has_started():
             raise RuntimeError(STARTED)
-        rendezvous.join(job, form_seconds)
+        rendezvous.connect_workers(job, form_seconds)
     begin = functools.partial(
         keras_model.form_cluster, resolver, names, form_seconds + SLOW_START_SECONDS, silence_seconds
     )

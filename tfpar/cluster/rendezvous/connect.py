@@ -1,0 +1,43 @@
+"""The rendezvous of all workers, called by each of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tfpar.cluster import job_secret, tf_config
+from tfpar.cluster.rendezvous import chief, worker
+
+
+def connect_workers(job: tf_config.Job, seconds: float) -> None:
+    """Wait until all workers of a job are connected; every worker must call it.
+
+    Args:
+        job: The job and the rank of this process in it.
+        seconds: The time limit.
+
+    Raises:
+        TimeoutError: If workers are missing; on every worker, with their addresses.
+        ValueError: If the chief refuses this worker's TFPAR_JOB_SECRET, or it is too short.
+        OSError: If the chief's port is taken.
+
+    Example:
+        >>> connect_workers(tf_config.Job(("localhost:2222",), rank=0, role="chief"), seconds=300)
+    """
+    secret = job_secret.from_environment(os.environ)
+    if job.num_workers == 1:
+        return
+    if not secret and job.rank == 0 and not job.is_on_loopback:
+        print(
+            f"warning: {job_secret.VARIABLE} is not set: any program that reaches {job.addresses[0]} can take a "
+            "worker's place. Set the same random text on all workers.",
+            file=sys.stderr,
+        )
+    tf_config.check_port_free(job)
+    missing, remark = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret)
+    if missing:
+        raise TimeoutError(
+            f"All {job.num_workers} workers must appear within {seconds:g} s, and {', '.join(missing)} did not. Look "
+            "at the output there, and whether that address in TF_CONFIG is right and can be reached from the others; "
+            f"if it only starts slowly, set a longer strategy.form_seconds.{remark}"
+        )
