@@ -112,7 +112,7 @@ class PythonBatches:
             user_warnings.warn(RAN_OUT)
 
     def skip_pass(self, epochs: int) -> None:
-        """Advance the random state by one pass without reading its batches, so that the next has the same order.
+        """Advance the random state by one pass without reading its batches, to keep the order of the next pass.
 
         Args:
             epochs: How many epochs begin in a pass.
@@ -131,8 +131,8 @@ class PythonBatches:
         """
         if self._once:
             user_warnings.warn(
-                f"A generator cannot return to a position: its first {batches} batches are read and skipped. Pass a new "
-                "generator that yields the same batches again. A keras.utils.PyDataset can return to a position."
+                f"A generator cannot return to a position: its first {batches} batches are read and skipped. Pass a "
+                "new generator that yields the same batches again. A keras.utils.PyDataset can return to a position."
             )
 
     def stop(self) -> None:
