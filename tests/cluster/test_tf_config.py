@@ -337,7 +337,7 @@ def test_a_worker_that_never_answers_is_missing_after_the_time_limit() -> None:
         assert tf_config.unreachable(Job(("127.0.0.1:1", address), 0, "chief"), seconds=0.5) == (address,)
 
 
-@pytest.mark.parametrize("module", ["tf_config", "slurm", "batch_systems"])
+@pytest.mark.parametrize("module", ["cluster.tf_config", "cluster.slurm", "launcher.manifests"])
 def test_none_of_it_waits_for_tensorflow(module: str) -> None:
     code = f"import sys, tfpar.{module}; sys.exit('tensorflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
