@@ -12,7 +12,7 @@ import pytest
 import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support import multi_worker_cases as cases
-from tests.support import small, workers
+from tests.support import small
 from tests.support.multi_worker_cases import Trained, assert_same, keras_fit
 from tfpar.cluster import tf_config
 from tfpar.launcher.worker_group import free_addresses

@@ -1,4 +1,4 @@
-"""Work that the training does not wait for: one function at a time in a thread of its own, its error kept.
+"""Background execution: one function at a time in a thread, with its error raised later.
 
 training ── start(write) ── steps ── steps ── wait()    raises the writer's error, if there was one
                 └─ thread: write() ────────┘
@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 
 class Background:
-    """Run functions one after another beside the caller, and give their errors back to it.
+    """Run functions one after another in the background, and raise their errors in the caller.
 
-    Each function has a thread of its own, so no thread is left when nothing is to do. A Python process that ends lets
-    the last function finish: a checkpoint that has begun is written even where an error ends the training.
+    Each function runs in a new thread, so an idle object has no thread. A Python process waits for the last function
+    before it ends: a checkpoint is written even if an error ends the training.
 
     Args:
         name: The name of the threads, for debuggers.
@@ -31,24 +31,24 @@ class Background:
         self._error: Exception | None = None
 
     def busy(self) -> bool:
-        """Say whether a function still runs."""
+        """Return whether a function is still running."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, function: Callable[[], None]) -> None:
-        """Run a function beside the caller, after the one before has ended.
+        """Start a function in the background, after the previous one has ended.
 
         Args:
-            function: What to do; it must touch nothing that the caller changes meanwhile.
+            function: The function; it must not share state with the caller.
 
         Raises:
-            Exception: The error of the function before, as `wait` raises it; this one is then not begun.
+            Exception: The error of the previous function, as `wait` raises it; the new one is then not started.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=[function], name=self._name)
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until nothing runs.
+        """Wait until no function is running.
 
         Raises:
             Exception: The error of the last function, once.
@@ -61,7 +61,7 @@ class Background:
             if error is not None:
                 raise error
         finally:
-            del error  # it holds this frame; a circle would keep what the callers hold, such as locked files, alive
+            del error  # it refers to this frame: a reference cycle would keep objects of the callers alive
 
     def _run(self, function: Callable[[], None]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What callbacks remember: taken out of any Keras callback, and given back to one like it in another process."""
+"""The state of Keras callbacks: read from their attributes, and restored in another process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ State = dict[str, dict[str, Any]]
 
 
 def remembered(callbacks: Sequence[keras.callbacks.Callback]) -> State:
-    """Return what callbacks remember, as far as it is numbers, text, arrays and lists or dicts of these.
+    """Return the state of callbacks: attributes that are numbers, text, arrays, and lists or dicts of these.
 
-    A callback with an attribute `forgets = True` begins anew in every process.
+    The state of a callback with an attribute `forgets = True` is not saved.
 
     Args:
         callbacks: Any Keras callbacks.
@@ -36,17 +36,17 @@ def remembered(callbacks: Sequence[keras.callbacks.Callback]) -> State:
 
 
 def _by_key(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[tuple[str, keras.callbacks.Callback]]:
-    """Name each callback by its class and its place among those of its class."""
-    places: collections.Counter[str] = collections.Counter()
+    """Yield each callback with its key: its class and its index among those of its class."""
+    counts: collections.Counter[str] = collections.Counter()
     for callback in callbacks:
         name = type(callback).__name__
         if not isinstance(callback, keras.callbacks.ProgbarLogger) and not getattr(callback, "forgets", False):
-            yield f"{name}.{places[name]}", callback
-        places[name] += 1
+            yield f"{name}.{counts[name]}", callback
+        counts[name] += 1
 
 
 def changed(state: State, initial: State) -> State:
-    """Return the attributes that differ from their initial values: what training changed, not what the user set."""
+    """Return the attributes that training changed from their initial values."""
     return {
         key: {
             name: value
@@ -58,10 +58,10 @@ def changed(state: State, initial: State) -> State:
 
 
 def restore(callbacks: Sequence[keras.callbacks.Callback], state: State) -> None:
-    """Give callbacks of the same classes their saved attributes.
+    """Set the saved attributes on callbacks of the same classes.
 
     Raises:
-        ValueError: If a saved attribute is none that a callback remembers, such as a method.
+        ValueError: If a saved attribute is not state of a callback, such as a method.
     """
     for key, callback in _by_key(callbacks):
         for name, value in state.get(key, {}).items():
@@ -99,7 +99,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def extract_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """Replace arrays by the names under which they are put into `arrays`, so that the rest is JSON."""
+    """Replace arrays by names, so that the rest is JSON, and add them to `arrays` under these names."""
     if isinstance(value, np.ndarray):
         name = f"callbacks/{len(arrays)}"
         arrays[name] = value
@@ -110,10 +110,10 @@ def extract_arrays(value: Any, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def insert_arrays(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Put the arrays back that `extract_arrays` took out.
+    """Replace the names that `extract_arrays` returned by their arrays.
 
     Raises:
-        KeyError: If one is missing.
+        KeyError: If an array is missing.
     """
     if isinstance(value, dict):
         name = value.get("array")

@@ -1,13 +1,13 @@
-"""Checkpoints: everything a run needs to go on, in one file that is either whole or absent.
+"""Checkpoints: everything that a run needs to resume, in one file that is either complete or absent.
 
     checkpoints/step-00000240.npz     weights, optimizer, metrics and random state by name;
-    checkpoints/step-00000480.npz     position in epochs and data, and what callbacks remember, as JSON
+    checkpoints/step-00000480.npz     position, and the state of callbacks, as JSON
 
-State has no layout: a run resumes under another strategy or another number of workers. A damaged file is passed over
-for the one before; one of another run is refused.
+A checkpoint has no layout: a run can resume under another strategy or another number of workers. Instead of a damaged
+file the previous one is used; a file of another run is refused.
 
-    training  ── snapshot ── steps ── steps ── steps ── snapshot ──      the state is copied out of the model,
-                    └── a thread: write, flush, rename ──────────┘       and a step never waits for the disk
+    training  ── snapshot ── steps ── steps ── steps ── snapshot ──      the state is copied from the model,
+                    └── a thread: write, flush, rename ──────────┘       and no step waits for the disk
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Parts = Sequence[tuple[keras.Variable, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint in memory, apart from the model and the callbacks, which may go on.
+    """A checkpoint in memory, copied from the model and the callbacks.
 
     Args:
         step: Updates of the optimizer.
-        arrays: Everything by its name in the file.
+        arrays: All arrays by their names in the file.
     """
 
     step: int
@@ -55,16 +55,15 @@ class Snapshot:
 class Checkpoints:
     """Write and read the checkpoints of one run in a directory.
 
-    Use it as a context around a training: at its end the last checkpoint is on the disk.
+    As a context around a training it waits at the end until the last checkpoint is on the disk.
 
     Args:
-        directory: The folder; made if absent.
-        every_seconds: The least time between two checkpoints; 0 writes one after every call of the inner loop, at the
-            disk's speed.
-        keep: How many to keep, the newest.
-        asynchronous: Whether `save` returns when the state is copied and a thread writes it; otherwise when it is
-            written. At most one write is under way.
-        run: The identity of the run, which its files carry; None for that of the files in the folder, or a new one.
+        directory: The folder; created if absent.
+        every_seconds: The minimum time between two checkpoints; 0 saves one after every call.
+        keep: Number of the newest checkpoints to keep.
+        asynchronous: Whether `save` returns once the state is copied, and a thread writes the file; otherwise `save`
+            returns once the file is written. There is at most one write at a time.
+        run: The identity of the run, stored in its files; None for that of the files in the folder, or a new one.
 
     Raises:
         ValueError: If `keep` is below 1 or `every_seconds` negative.
@@ -98,11 +97,11 @@ class Checkpoints:
         self._damaged: set[Path] = set()
 
     def __enter__(self) -> Checkpoints:
-        """Begin a training."""
+        """Return the object itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Wait for the last write. Its error is raised, or told on standard error where another one leaves already."""
+        """Wait for the last write, and raise its error, or print it if the context ends with another error."""
         try:
             self.wait()
         except OSError as not_written:
@@ -111,10 +110,10 @@ class Checkpoints:
             print(f"warning: the last checkpoint is not written: {not_written}.", file=sys.stderr)
 
     def due(self) -> bool:
-        """Say whether the time for the next checkpoint has come; not while one is being written.
+        """Return whether the next checkpoint is due; False while one is being written.
 
         Raises:
-            OSError: If the last one could not be written.
+            OSError: If the last checkpoint could not be written.
         """
         if self._every_seconds > 0 and self._background.busy():
             return False
@@ -122,21 +121,20 @@ class Checkpoints:
         return time.monotonic() - self._saved_at >= self._every_seconds
 
     def save(self, model: keras.Model, position: Position, callbacks: dict[str, Any], parts: Parts = ()) -> Path | None:
-        """Write a checkpoint and remove the oldest beyond `keep`; first wait for a write under way.
+        """Save a checkpoint and remove the oldest beyond `keep`; wait for the previous write first.
 
         Args:
             model: The model, with its optimizer and metrics.
             position: The position of the run.
             callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
-            parts: What each replica has counted, as `Strategy.metric_parts` returns it.
+            parts: Metric variables of each replica, as `Strategy.metric_parts` returns them.
 
         Returns:
-            The file, whole after `wait`; None if a weight is not finite, since such a checkpoint would replace a good
-            one.
+            The file, complete after `wait`; None if a weight is not finite, so that a good checkpoint is not replaced.
 
         Raises:
-            OSError: If the disk is full or the folder cannot be written; earlier checkpoints stay. Of an asynchronous
-                write it comes from the next call of `save`, `due` or `wait`.
+            OSError: If the disk is full or the folder cannot be written; earlier checkpoints are kept. For an
+                asynchronous write it is raised by the next call of `save`, `due` or `wait`.
         """
         self.wait()
         self._make()
@@ -155,13 +153,13 @@ class Checkpoints:
     def snapshot(
         self, model: keras.Model, position: Position, callbacks: dict[str, Any], parts: Parts = ()
     ) -> Snapshot | None:
-        """Copy all that a checkpoint holds.
+        """Copy the state of a checkpoint.
 
         Args:
             model: The model, with its optimizer and metrics.
             position: The position of the run.
             callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
-            parts: What each replica has counted, as `Strategy.metric_parts` returns it.
+            parts: Metric variables of each replica, as `Strategy.metric_parts` returns them.
 
         Returns:
             The copy; None if a weight is not finite.
@@ -184,10 +182,10 @@ class Checkpoints:
         self._background.wait()
 
     def redirect(self, directory: Path) -> None:
-        """Write the next checkpoints into another folder, and give up one that could not be written.
+        """Save the next checkpoints in another folder, and ignore the error of the last write.
 
         Args:
-            directory: The folder; made if absent.
+            directory: The folder; created if absent.
         """
         with contextlib.suppress(OSError):
             self.wait()
@@ -199,26 +197,26 @@ class Checkpoints:
         assign: model_state.Assign = keras.Variable.assign,
         assign_parts: model_state.Assign | None = None,
     ) -> tuple[Position, dict[str, Any]] | None:
-        """Load the newest readable checkpoint into the model.
+        """Restore the newest readable checkpoint.
 
         Args:
             model: The model, with its optimizer and metrics.
             assign: Sets a variable.
-            assign_parts: Gives each replica the part that it has counted; None where the sum is enough.
+            assign_parts: Sets the metric variable of each replica; None if only their sum is needed.
 
         Returns:
             The position and the state of the callbacks; None if there is no checkpoint.
 
         Raises:
             ValueError: If the checkpoint is of another model or another run, or every checkpoint is damaged.
-            OSError: If the folder cannot be written: better now than at the first checkpoint.
+            OSError: If the folder cannot be written, which would fail at the first checkpoint.
         """
         self._check_writable()
         found = self._newest()
         return None if found is None else self._assign(model, found[1], assign, assign_parts)
 
     def read(self) -> bytes | None:
-        """Return the newest readable checkpoint in one piece, to `load` it where there is no disk.
+        """Return the newest readable checkpoint as bytes, to `load` it on a worker without that disk.
 
         Returns:
             The bytes; None if there is no checkpoint.
@@ -229,7 +227,7 @@ class Checkpoints:
         """
         self._check_writable()
         while (found := self._newest()) is not None:
-            with contextlib.suppress(FileNotFoundError):  # removed since by the process that trains
+            with contextlib.suppress(FileNotFoundError):  # removed since by the training process
                 return found[0].read_bytes()
         return None
 
@@ -240,13 +238,13 @@ class Checkpoints:
         assign: model_state.Assign = keras.Variable.assign,
         assign_parts: model_state.Assign | None = None,
     ) -> tuple[Position, dict[str, Any]]:
-        """Load into the model what `read` returned, here or on another worker.
+        """Restore the bytes that `read` returned, here or on another worker.
 
         Args:
             model: The model, with its optimizer and metrics.
-            blob: A checkpoint in one piece.
+            blob: The bytes of a checkpoint.
             assign: Sets a variable.
-            assign_parts: Gives each replica the part that it has counted; None where the sum is enough.
+            assign_parts: Sets the metric variable of each replica; None if only their sum is needed.
 
         Returns:
             The position and the state of the callbacks.
@@ -257,7 +255,7 @@ class Checkpoints:
         return self._assign(model, metadata.unpack(blob), assign, assign_parts)
 
     def position(self) -> Position | None:
-        """Return where the newest readable checkpoint stands; None if there is no checkpoint.
+        """Return the position of the newest readable checkpoint; None if there is no checkpoint.
 
         Raises:
             ValueError: If every checkpoint is damaged.
@@ -266,7 +264,7 @@ class Checkpoints:
         return None if found is None else found[1].position
 
     def _make(self) -> None:
-        """Make the folder; only once, since what is taken away from a run that trains must be noticed."""
+        """Create the folder, but only once: a folder that is removed during a run must cause an error."""
         if not self._is_made:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._is_made = True
@@ -284,7 +282,7 @@ class Checkpoints:
         return self._run
 
     def _newest(self) -> tuple[Path, Checkpoint] | None:
-        """Read the newest checkpoint that is whole."""
+        """Read the newest checkpoint that is not damaged."""
         self.wait()
         paths = file_format.paths(self.directory)
         for path in reversed(paths):
@@ -292,7 +290,7 @@ class Checkpoints:
                 found = metadata.unpack(path)
                 if found.step not in (None, file_format.step_of(path)):
                     raise file_format.DamagedError(f"it is of step {found.step}")
-            except FileNotFoundError:  # removed since by the process that trains: there is a newer one
+            except FileNotFoundError:  # removed since by the training process: there is a newer one
                 return self._newest()
             except file_format.DamagedError as error:
                 self._warn_once(path, error)
@@ -302,12 +300,12 @@ class Checkpoints:
         if paths:
             raise ValueError(
                 f"Every checkpoint in {self.directory} is damaged, the newest is {paths[-1].name}. "
-                "Restore the files, or delete the folder to begin anew."
+                "Restore the files, or delete the folder to start from the beginning."
             )
         return None
 
     def _refuse_others(self, paths: Sequence[Path]) -> None:
-        """Refuse a folder that holds checkpoints of another run: they would be resumed, or removed as the oldest."""
+        """Refuse a folder with checkpoints of another run: they would be resumed, or removed as the oldest."""
         runs = {path: file_format.run_of(path) for path in paths}
         others = [path for path, run in runs.items() if run not in (None, self._identity())]
         if others:
@@ -324,9 +322,9 @@ class Checkpoints:
     def _assign(
         self, model: keras.Model, found: Checkpoint, assign: model_state.Assign, assign_parts: model_state.Assign | None
     ) -> tuple[Position, dict[str, Any]]:
-        # Older files do not know their step.
+        # Older files do not contain their step.
         origin = f"The newest file in {self.directory}" if found.step is None else str(self._path(found.step))
-        if model.built:  # and perhaps only evaluated so far
+        if model.built:  # a model that was only evaluated has an optimizer without variables
             for optimizer, weights in objective.updates_of(model):
                 if optimizer is not None and not optimizer.built:
                     with model.distribute_strategy.scope():

@@ -1,9 +1,9 @@
-"""One file of named arrays: an uncompressed zip of .npy members, as `numpy.load` reads it, whole or absent.
+"""The file format: named arrays in an uncompressed zip of .npy members, as `numpy.load` reads it, written atomically.
 
     .step-00000240.npz.3f9c21ab.unfinished   written, flushed to the disk ──rename──> step-00000240.npz
 
-A crash never leaves half of a file under a good name, and every member carries a sum of its bytes. Measured for 100 MB:
-103 ms, of which 35 ms for the sums and the zip, so they stay.
+After a crash there is no incomplete file under the final name, and every member has a checksum. Measured for 100 MB:
+103 ms, of which 35 ms for the checksums and the zip.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _one_writer = threading.Lock()
 
 
 class DamagedError(ValueError):
-    """A file or its bytes are not what was written."""
+    """A damaged file: its bytes differ from those written."""
 
 
 def write(path: Path, arrays: NamedArrays, keep: int) -> None:
     """Write a file, flush it to the disk, and remove the oldest of its folder.
 
     Args:
-        path: The file, `step-*.npz`; its folder is made if absent, but not the one above.
+        path: The file, `step-*.npz`; its folder is created if absent, but not the parent folder.
         arrays: Names and arrays.
-        keep: How many to keep, the new one and those before it.
+        keep: Number of files to keep, the new one and those before it.
 
     Raises:
-        OSError: If the disk is full or the folder cannot be written; files written before stay. It names the file.
+        OSError: If the disk is full or the folder cannot be written; earlier files are kept. It names the file.
 
     Example:
         >>> write(Path("checkpoints/step-00000240.npz"), {"weights/kernel": kernel}.items(), keep=3)
@@ -60,7 +60,7 @@ def write(path: Path, arrays: NamedArrays, keep: int) -> None:
                 left_by_a_crash.unlink()
             with atomic_file.new(path) as file:
                 _pack(file, arrays)
-            # Later ones are damaged: the run resumed from before them.
+            # Files of later steps are damaged: the run resumed from an earlier one.
             for old in [other for other in paths(path.parent) if _order(other) <= _order(path)][:-keep]:
                 old.unlink(missing_ok=True)
     except OSError as error:
@@ -69,7 +69,7 @@ def write(path: Path, arrays: NamedArrays, keep: int) -> None:
 
 
 def paths(directory: Path) -> list[Path]:
-    """Return the files of a folder, that of the lowest step first; what else lies there is left out."""
+    """Return the checkpoint files of a folder in the order of their steps; other files are ignored."""
     found = [path for path in directory.glob("step-*.npz") if _NAME.fullmatch(path.name)]
     return sorted((path for path in found if path.is_symlink() or not path.is_dir()), key=_order)
 
@@ -86,15 +86,15 @@ def step_of(path: Path) -> int:
 
 
 def _order(path: Path) -> tuple[int, str]:
-    """By number: names of steps beyond 99,999,999 are longer."""
+    """Return the sort key of a file: the number, because names of steps beyond 99,999,999 are longer."""
     return step_of(path), path.name
 
 
 def encode(arrays: NamedArrays) -> bytes:
-    """Return the bytes that `write` would write, to send them where there is no disk.
+    """Return the bytes of a file, to send them to a worker.
 
     Args:
-        arrays: Names and arrays; each is asked for when its turn comes, so that they need not be in memory together.
+        arrays: Names and arrays; read one at a time, so that they need not be in memory together.
     """
     buffer = io.BytesIO()
     _pack(buffer, arrays)
@@ -105,16 +105,16 @@ def decode(source: Path | bytes) -> dict[str, np.ndarray]:
     """Return the arrays of a file, or of its bytes, by name.
 
     Raises:
-        DamagedError: If anything is missing or changed, or it is no file.
+        DamagedError: If bytes are missing or changed, or it is no file.
         FileNotFoundError: If there is no such file.
         OSError: If it cannot be opened.
     """
     with io.BytesIO(source) if isinstance(source, bytes) else _opened(source) as file:
         try:
             return _unpack(file)
-        except MemoryError:  # of an array as large as its file: the machine's
+        except MemoryError:  # an array is at most as large as its file, so the machine has too little memory
             raise
-        except Exception as error:  # zipfile raises a dozen kinds, by which byte is damaged
+        except Exception as error:  # zipfile raises many kinds, depending on the damaged byte
             raise DamagedError(f"{error}"[:100]) from error
 
 
@@ -149,8 +149,8 @@ def _unpack(file: IO[bytes]) -> dict[str, np.ndarray]:
             raise DamagedError("it is compressed")
         if sum(info.file_size for info in members) > size_bytes:
             raise DamagedError("its arrays are larger than it is")
-        # The sum is checked when a member is read, and only then is it parsed. By name, one that a flipped bit gave
-        # the name of another would be taken for it.
+        # Reading a member verifies its checksum before it is parsed. Reading by name would return the wrong member if a
+        # flipped bit had changed one name into another.
         for info in members:
             name = info.filename.removesuffix(".npy")
             if name in arrays:
@@ -160,7 +160,7 @@ def _unpack(file: IO[bytes]) -> dict[str, np.ndarray]:
 
 
 def _pack(file: IO[bytes], arrays: NamedArrays) -> None:
-    """Do what `numpy.savez` does, one array after another."""
+    """Write arrays as `numpy.savez` does, one at a time."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays:
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -168,15 +168,15 @@ def _pack(file: IO[bytes], arrays: NamedArrays) -> None:
 
 
 def _parse(content: bytes) -> np.ndarray:
-    """Do what `numpy.lib.format.read_array` does; that allocates what the header claims, whatever there is."""
+    """Parse an array; `numpy.lib.format.read_array` would allocate the size in the header, even a wrong one."""
     file = io.BytesIO(content)
     read_header = _HEADERS[np.lib.format.read_magic(file)]
     try:
         shape, is_fortran, dtype = read_header(file)
-    except MemoryError as error:  # how Python's parser says that it is nested too deeply
+    except MemoryError as error:  # raised by Python's parser for text that is nested too deeply
         raise DamagedError("a header cannot be read") from error
     data = memoryview(content)[file.tell() :]
-    if dtype.hasobject or not dtype.itemsize:  # of elements without bytes, any number would fit
+    if dtype.hasobject or not dtype.itemsize:  # with elements of 0 bytes the size cannot be checked
         raise DamagedError("an array is of no type that a run writes")
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
         raise DamagedError("an array has another size than its header says")

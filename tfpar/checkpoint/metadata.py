@@ -1,4 +1,4 @@
-"""The JSON of a checkpoint, next to its arrays: written, and checked where it is read."""
+"""The JSON part of a checkpoint: written, and validated when it is read."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LARGEST = 2**63 - 1  # of TensorFlow's integers
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """The position of a run, in its epochs and in its data.
+    """The position of a run: its epoch and step, and its place in the training data.
 
     Args:
         epoch: Completed epochs.
-        step: Completed steps of the epoch that has begun.
-        passes: Passes over the dataset that have begun before the current one.
-        batches: Global batches taken from the current pass.
+        step: Completed steps of the current epoch.
+        passes: Passes over the dataset before the current one.
+        batches: Global batches read in the current pass.
         stopped: Whether a callback has ended the training.
     """
 
@@ -38,11 +38,11 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read and found whole.
+    """A checkpoint that was read and validated.
 
     Args:
         arrays: State variables by name.
-        parts: What each replica had counted of those of metrics, `[replicas, ...]`, by name.
+        parts: Metric variables of each replica, `[replicas, ...]`, by name.
         step: Updates of the optimizer; None in files of older versions.
         position: The position of the run.
         callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
@@ -65,11 +65,11 @@ def pack(
     callbacks: dict[str, Any],
     run: str,
 ) -> dict[str, np.ndarray]:
-    """Return all arrays of a checkpoint's file, copied as far as callbacks may change them.
+    """Return all arrays of a checkpoint's file; arrays of callbacks are copied.
 
     Args:
-        arrays: State variables by name, copied.
-        parts: What each replica has counted of those of metrics, `[replicas, ...]`, by name, copied.
+        arrays: State variables by name, already copied.
+        parts: Metric variables of each replica, `[replicas, ...]`, by name, already copied.
         step: Updates of the optimizer.
         position: The position of the run.
         callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
@@ -89,13 +89,13 @@ def pack(
 
 
 def unpack(source: Path | bytes) -> Checkpoint:
-    """Read a checkpoint and check all that it says.
+    """Read and validate a checkpoint.
 
     Args:
         source: A file, or its bytes.
 
     Raises:
-        DamagedError: If it is not what a run writes.
+        DamagedError: If it is damaged or no checkpoint.
         OSError: If the file cannot be opened.
     """
     arrays = decode(source)
@@ -112,7 +112,7 @@ def unpack(source: Path | bytes) -> Checkpoint:
         raise DamagedError(f"it has {len(arrays)} arrays, and another number when it was written")
     for name, array in arrays.items():
         if name.startswith("weights/") and array.dtype.kind in "fc" and not np.isfinite(array).all():
-            raise DamagedError(f"{name[:60]} is not finite")  # such a one is never written
+            raise DamagedError(f"{name[:60]} is not finite")  # never written by a run
     step, run = state.get("step"), state.get("run", "")
     if step is not None and not _is_number(step):
         raise DamagedError(f"its step is {step!r:.40}")

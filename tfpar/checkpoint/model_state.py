@@ -1,6 +1,6 @@
-"""The state of a model by name: read it, hash it, send it, give it back.
+"""The state of a model by name: read, hash, serialize and restore it.
 
-State has no layout: it is kept by the names of layers and slots, never by device, replica or worker.
+State has no layout: it is stored by the names of layers and slots, not by device, replica or worker.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Assign = Callable[[keras.Variable, Any], Any]
 def state_variables(model: keras.Model) -> dict[str, Any]:
     """Return every variable of a training run by name: weights and random state, optimizer, metrics.
 
-    The names are those of layers and slots, without the numbers that Keras gives to a name's second use in one
-    process, so that the same model function gives the same names. The order tells apart what is left equal.
+    The names are those of layers and slots, without the suffix numbers that Keras adds to repeated names in one
+    process, so that the same model function gives the same names. Equal names are numbered in order.
 
     Args:
         model: A built and compiled model.
@@ -70,23 +70,23 @@ def read_arrays(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def storable(array: np.ndarray) -> np.ndarray:
-    """Return an array in a type that NumPy stores: it knows no bfloat16, and each is exactly a float32."""
+    """Return an array in a type that NumPy can store: bfloat16 becomes float32, without rounding."""
     return array.astype("float32") if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
 
 
 def assign_arrays(
     model: keras.Model, arrays: dict[str, np.ndarray], origin: str, assign: Assign = keras.Variable.assign
 ) -> None:
-    """Give a model all of its state.
+    """Set all state variables of a model.
 
     Args:
         model: A built and compiled model.
         arrays: Every state variable's array by name.
-        origin: Where the arrays come from, for the message; it begins a sentence.
-        assign: Sets a variable; that of a strategy knows which replica holds what all add up.
+        origin: The origin of the arrays for the message; it begins a sentence.
+        assign: Sets a variable; that of a strategy sets a metric variable on one replica, as replicas are summed.
 
     Raises:
-        ValueError: If names, shapes or types are those of another model; nothing is then assigned.
+        ValueError: If names, shapes or types are those of another model; then no variable is set.
     """
     variables = state_variables(model)
     saved = {name: array.shape for name, array in arrays.items()}
@@ -103,12 +103,12 @@ def assign_arrays(
 
 
 def assign_parts(model: keras.Model, parts: dict[str, np.ndarray], assign: Assign) -> None:
-    """Give the replicas what each had counted, as far as it fits; the sums are assigned already.
+    """Set the metric variables of each replica, where shapes match; their sums are set already.
 
     Args:
         model: A built and compiled model.
         parts: `[replicas, ...]` by name.
-        assign: Gives a variable's replicas their parts, if there are as many.
+        assign: Sets the variable of each replica, if the number of replicas matches.
     """
     for name, variable in state_variables(model).items():
         values = parts.get(name)
@@ -117,7 +117,7 @@ def assign_parts(model: keras.Model, parts: dict[str, np.ndarray], assign: Assig
 
 
 def _kind(variable: Any) -> np.dtype[Any]:
-    """Return NumPy's type for a variable: it knows no bfloat16, and float32 holds its range."""
+    """Return the NumPy type of a variable; float32 for bfloat16, which NumPy does not have."""
     return np.dtype("float32" if variable.dtype == "bfloat16" else variable.dtype)
 
 
@@ -126,7 +126,7 @@ def _holds(variable: Any, array: np.ndarray) -> bool:
 
 
 def _convert(name: str, array: np.ndarray, variable: Any, origin: str) -> np.ndarray:
-    """Return an array in its variable's type, or refuse one whose numbers that type cannot hold."""
+    """Return an array in the type of its variable, or refuse one with numbers beyond the range of that type."""
     kind = _kind(variable)
     if not np.can_cast(array.dtype, kind, "same_kind"):
         raise ValueError(
@@ -144,7 +144,7 @@ def _convert(name: str, array: np.ndarray, variable: Any, origin: str) -> np.nda
 
 
 def snapshot_bytes(model: keras.Model) -> bytes:
-    """Return all state of a model in one piece, to send the chief's fresh weights to every worker.
+    """Return all state of a model as bytes, to broadcast the chief's initial state.
 
     Args:
         model: A built and compiled model.
@@ -156,7 +156,7 @@ def snapshot_bytes(model: keras.Model) -> bytes:
 
 
 def assign_bytes(model: keras.Model, blob: bytes, assign: Assign = keras.Variable.assign) -> None:
-    """Give a model the state that `snapshot_bytes` took from one like it.
+    """Set the state of a model to that of `snapshot_bytes`.
 
     Raises:
         ValueError: If it is the state of another model, or damaged.
@@ -165,9 +165,9 @@ def assign_bytes(model: keras.Model, blob: bytes, assign: Assign = keras.Variabl
 
 
 def digest(model: keras.Model) -> str:
-    """Return a SHA-256 of weights, optimizer and random state: equal on two workers where all of these are equal.
+    """Return a SHA-256 of weights, optimizer and random state: equal on two workers if all of these are equal.
 
-    Metrics are left out, since every worker counts its own examples.
+    Metrics are excluded, since every worker counts its own examples.
 
     Args:
         model: A built and compiled model.
