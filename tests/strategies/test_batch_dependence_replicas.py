@@ -1,4 +1,4 @@
-"""Layers that mix the examples of a batch: replicas refuse them, or compute them on the whole batch exactly."""
+"""Batch-dependent layers with replicas: refused, or computed exactly on the gathered batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSED = (
 
 
 class Centred(layers.Layer):
-    """Subtracts the mean of the batch, and adds a loss of the whole batch that is no mean over its parts."""
+    """A layer that subtracts the mean of the batch, and adds a loss that is not a mean over its parts."""
 
     def call(self, inputs: Any) -> Any:
         mean = ops.mean(inputs, axis=0)
@@ -32,7 +32,7 @@ class Centred(layers.Layer):
 
 
 class Similar(layers.Layer):
-    """Attends over the examples of a batch, with a weight of its own."""
+    """A layer with attention over the examples of a batch, and a weight."""
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
@@ -42,7 +42,7 @@ class Similar(layers.Layer):
 
 
 class Gathers(layers.Layer):
-    """Asks for the whole batch by itself."""
+    """A layer that calls `tfpar.gather`."""
 
     def call(self, inputs: Any) -> Any:
         return inputs - ops.mean(tfpar.gather(inputs), axis=0)
@@ -61,7 +61,7 @@ def with_layer(apply: Callable[[Any], Any]) -> Callable[[], keras.Model]:
 
 
 class OwnCall(keras.Model):
-    """Mixes in the model's own `call`."""
+    """A model with a batch-dependent `call`."""
 
     def __init__(self, reads_values: bool) -> None:
         super().__init__(name="own")
@@ -80,7 +80,7 @@ def own_call(reads_values: bool = False) -> keras.Model:
     return model
 
 
-MIXING: dict[str, Callable[[], keras.Model]] = {
+BATCH_DEPENDENT: dict[str, Callable[[], keras.Model]] = {
     "centred": with_layer(lambda x: Centred(name="centred")(x)),
     "similar": with_layer(lambda x: Similar(name="similar")(x)),
     "mean": with_layer(lambda x: x - ops.mean(x, axis=0)),
@@ -94,8 +94,8 @@ def gathering(devices: Any = TWO) -> tfpar.Strategy:
 
 
 @pytest.mark.parametrize(("model", "name"), [("centred", "centred"), ("mean", "mean"), ("own", "mean")])
-def test_replicas_refuse_what_mixes_before_the_first_step(model: str, name: str) -> None:
-    trainer = tfpar.Trainer(MIXING[model], tfpar.Mirrored(TWO))
+def test_batch_dependent_layers_are_refused_before_the_first_step(model: str, name: str) -> None:
+    trainer = tfpar.Trainer(BATCH_DEPENDENT[model], tfpar.Mirrored(TWO))
     with pytest.raises(ValueError, match=REFUSED.format(name=name)):
         trainer.fit(small.data(), verbose=0)
     assert int(trainer.model.optimizer.iterations.numpy()) == 0
@@ -103,30 +103,32 @@ def test_replicas_refuse_what_mixes_before_the_first_step(model: str, name: str)
         trainer.predict(parity_cases.inputs(9), verbose=0)
 
 
-@pytest.mark.parametrize("name", MIXING)
-def test_what_mixes_is_gathered_and_equals_one_device(name: str) -> None:
-    small.assert_trains_as_one_device(MIXING[name], small.data, gathering)
+@pytest.mark.parametrize("name", BATCH_DEPENDENT)
+def test_batch_dependent_layers_are_gathered_and_equal_one_device(name: str) -> None:
+    small.assert_trains_as_one_device(BATCH_DEPENDENT[name], small.data, gathering)
 
 
-def test_gathering_equals_one_device_where_replicas_have_the_same_examples() -> None:
+def test_gathering_equals_one_device_with_padding_batches() -> None:
     def batches() -> tf.data.Dataset:
         return parity_cases.batches(11, 2)
 
-    small.assert_trains_as_one_device(MIXING["centred"], batches, lambda: gathering(THREE), epochs=1)
+    small.assert_trains_as_one_device(BATCH_DEPENDENT["centred"], batches, lambda: gathering(THREE), epochs=1)
 
 
-def test_predictions_of_what_is_gathered_are_those_of_one_device() -> None:
+def test_predictions_of_gathered_layers_are_those_of_one_device() -> None:
     keras.utils.set_random_seed(0)
-    expected = MIXING["similar"]().predict(parity_cases.inputs(19), batch_size=9, verbose=0)
-    found = tfpar.Trainer(MIXING["similar"], gathering(), seed=0).predict(parity_cases.inputs(19), 9, verbose=0)
+    expected = BATCH_DEPENDENT["similar"]().predict(parity_cases.inputs(19), batch_size=9, verbose=0)
+    found = tfpar.Trainer(BATCH_DEPENDENT["similar"], gathering(), seed=0).predict(
+        parity_cases.inputs(19), 9, verbose=0
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_layer_that_gathers_by_itself_needs_no_option() -> None:
+def test_a_layer_that_calls_gather_needs_no_argument() -> None:
     small.assert_trains_as_one_device(with_layer(lambda x: Gathers()(x)), small.data)
 
 
-def test_masks_chance_and_normalization_are_not_mixing() -> None:
+def test_masks_random_layers_and_batch_normalization_are_accepted() -> None:
     def build() -> keras.Model:
         tokens = keras.Input((6,), dtype="int32")
         hidden = layers.Embedding(11, 4, mask_zero=True)(tokens)
@@ -141,7 +143,7 @@ def test_masks_chance_and_normalization_are_not_mixing() -> None:
     assert np.isfinite(trainer.fit(parity_cases.sequence_data(), verbose=0).history["loss"]).all()
 
 
-def test_the_check_draws_nothing_and_changes_nothing() -> None:
+def test_the_check_changes_no_variable_and_no_random_state() -> None:
     trainer = tfpar.Trainer(with_layer(lambda x: layers.Dropout(0.5)(layers.ReLU()(x))), tfpar.Mirrored(TWO))
     before = [variable.numpy() for variable in trainer.model.variables]
     drawn = np.random.get_state()[1].copy()
@@ -150,7 +152,7 @@ def test_the_check_draws_nothing_and_changes_nothing() -> None:
     np.testing.assert_array_equal(np.random.get_state()[1], drawn)
 
 
-def test_a_layer_of_a_fixed_batch_size_is_refused() -> None:
+def test_a_layer_with_a_fixed_batch_size_is_refused() -> None:
     def build() -> keras.Model:
         features = keras.Input(batch_shape=(8, 3, 2))
         model = keras.Model(features, layers.Dense(1)(layers.LSTM(2, stateful=True, name="remembers")(features)))
@@ -162,20 +164,20 @@ def test_a_layer_of_a_fixed_batch_size_is_refused() -> None:
         trainer.fit(np.zeros((16, 3, 2), "float32"), np.zeros((16, 1), "float32"), batch_size=8, verbose=0)
 
 
-def test_numbers_drawn_by_place_in_the_batch_are_refused() -> None:
+def test_random_numbers_by_position_in_the_batch_are_refused() -> None:
     noise = layers.Lambda(lambda x: x * keras.random.uniform(ops.shape(x), seed=3), name="noise")
     trainer = tfpar.Trainer(with_layer(noise), tfpar.Mirrored(TWO))
     with pytest.raises(ValueError, match=REFUSED.format(name="noise")):
         trainer.fit(small.data(), verbose=0)
 
 
-def test_an_unknown_choice_is_refused() -> None:
+def test_an_unknown_value_is_refused() -> None:
     with pytest.raises(ValueError, match="batch_dependent_layers must be 'refuse' or 'gather', received 'allow'"):
         tfpar.Mirrored(TWO, batch_dependent_layers="allow")  # type: ignore[arg-type]
 
 
-def test_ragged_outputs_of_rows_of_different_lengths_are_not_taken_for_mixed() -> None:
-    """Padded to the longest example, the outputs for a part are narrower than those for the whole batch."""
+def test_ragged_outputs_of_different_lengths_are_batch_independent() -> None:
+    """Padded to the longest example, outputs for a part are narrower than those for the whole batch."""
     tokens = keras.Input((None,), ragged=True)
     model = keras.Model(tokens, layers.Activation(lambda values: values * 2)(tokens))
     ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]])
@@ -186,11 +188,11 @@ def test_ragged_outputs_of_rows_of_different_lengths_are_not_taken_for_mixed() -
 @pytest.mark.parametrize(
     "make", [lambda: tfpar.Mirrored(TWO), lambda: tfpar.Pipeline(2, 2, devices=TWO)], ids=["m", "p"]
 )
-def test_tokens_given_as_floats_stay_within_the_vocabulary_when_a_model_is_tried(make: Callable[[], Any]) -> None:
-    """Keras' inputs are float32 where nothing else is said; an Embedding takes the whole part."""
+def test_tokens_as_floats_stay_within_the_vocabulary_in_trials(make: Callable[[], Any]) -> None:
+    """Inputs of Keras are float32 by default; an Embedding truncates them."""
 
     def build() -> keras.Model:
-        dense = layers.TimeDistributed(layers.Dense(2))  # not known to leave the examples apart, and so tried
+        dense = layers.TimeDistributed(layers.Dense(2))  # of no known class, and so in a trial
         model = keras.Sequential([keras.Input((6,)), layers.Embedding(10, 3), dense])
         model.compile("sgd", "mse", jit_compile=False)
         return model

@@ -1,4 +1,4 @@
-"""A layer may mix the examples of a batch in training only, or in inference only: fit, evaluate and predict differ."""
+"""Layers that are batch-dependent in training only, or in inference only: fit, evaluate and predict differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 class Centred(layers.Layer):
-    """Subtracts the mean of the batch in one of the two modes."""
+    """A layer that subtracts the mean of the batch, in training only or in inference only."""
 
     def __init__(self, in_training: bool) -> None:
         super().__init__(name="centred")
@@ -36,7 +36,7 @@ class Centred(layers.Layer):
 
 
 class Normalized(layers.Layer):
-    """Takes the statistics of the batch in both modes, as generators of images do."""
+    """A layer with statistics of the batch in training and in inference, as in generators of images."""
 
     def __init__(self, synchronized: bool = False) -> None:
         super().__init__(name="centred")
@@ -47,7 +47,7 @@ class Normalized(layers.Layer):
 
 
 class OwnCall(keras.Model):
-    """Mixes in its own `call` in inference."""
+    """A model with a `call` that is batch-dependent in inference."""
 
     def __init__(self) -> None:
         super().__init__(name="own")
@@ -81,7 +81,9 @@ def of_keras(build: Callable[[], keras.Model], **fit: Any) -> tuple[keras.Model,
 
 @each_strategy
 @pytest.mark.parametrize("build", [in_inference, always_normalized], ids=["own layer", "normalized"])
-def test_what_mixes_in_inference_is_refused_where_it_infers(build: Callable[[], keras.Model], strategy: str) -> None:
+def test_dependence_in_inference_is_refused_in_evaluate_and_predict(
+    build: Callable[[], keras.Model], strategy: str
+) -> None:
     trainer = tfpar.Trainer(build, STRATEGIES[strategy]())
     with refused():
         trainer.predict(INPUTS, 8, verbose=0)
@@ -93,7 +95,7 @@ def test_what_mixes_in_inference_is_refused_where_it_infers(build: Callable[[], 
 
 
 @each_strategy
-def test_what_mixes_in_inference_trains_as_one_device_and_is_refused_after_that(strategy: str) -> None:
+def test_dependence_in_inference_trains_as_one_device(strategy: str) -> None:
     trainer = tfpar.Trainer(in_inference, STRATEGIES[strategy](), seed=0)
     model, expected = of_keras(in_inference)
     small.assert_same_history(trainer.fit(small.data(), verbose=0).history, expected)
@@ -104,7 +106,7 @@ def test_what_mixes_in_inference_trains_as_one_device_and_is_refused_after_that(
 
 
 @each_strategy
-def test_what_mixes_in_training_evaluates_and_predicts_as_one_device_and_does_not_train(strategy: str) -> None:
+def test_dependence_in_training_evaluates_and_predicts_as_one_device_and_is_refused_in_fit(strategy: str) -> None:
     trainer = tfpar.Trainer(in_training, STRATEGIES[strategy](), seed=0)
     keras.utils.set_random_seed(0)
     model = in_training()
@@ -118,7 +120,7 @@ def test_what_mixes_in_training_evaluates_and_predicts_as_one_device_and_does_no
         trainer.fit(small.data(), verbose=0)
 
 
-def test_a_model_of_its_own_call_that_mixes_in_inference_trains_and_is_refused_where_it_infers() -> None:
+def test_a_custom_call_with_dependence_in_inference_trains_as_one_device() -> None:
     trainer = tfpar.Trainer(own_call, STRATEGIES["mirrored"](), seed=0)
     _, expected = of_keras(own_call)
     small.assert_same_history(trainer.fit(small.data(), verbose=0).history, expected)
@@ -129,7 +131,7 @@ def test_a_model_of_its_own_call_that_mixes_in_inference_trains_and_is_refused_w
 
 
 @pytest.mark.parametrize("build", [in_training, in_inference, own_call], ids=["training", "inference", "own call"])
-def test_what_mixes_in_one_mode_is_gathered_and_equals_one_device(build: Callable[[], keras.Model]) -> None:
+def test_dependence_in_one_mode_is_gathered_and_equals_one_device(build: Callable[[], keras.Model]) -> None:
     trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO, batch_dependent_layers="gather"), seed=0)
     model, expected = of_keras(build, validation_data=small.data())
     history = trainer.fit(small.data(), validation_data=small.data(), verbose=0).history
@@ -139,8 +141,7 @@ def test_what_mixes_in_one_mode_is_gathered_and_equals_one_device(build: Callabl
     )
 
 
-def test_statistics_of_the_whole_batch_in_inference_equal_one_device() -> None:
-    """Synchronized, or gathered."""
+def test_synchronized_or_gathered_statistics_in_inference_equal_one_device() -> None:
     synchronized = with_layer(lambda x: Normalized(synchronized=True)(x))
     for build, handling in ((synchronized, "refuse"), (always_normalized, "gather")):
         keras.utils.set_random_seed(0)
@@ -150,7 +151,7 @@ def test_statistics_of_the_whole_batch_in_inference_equal_one_device() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_one_microbatch_and_allowed_mixing_infer() -> None:
+def test_one_microbatch_and_allowed_dependence_infer() -> None:
     keras.utils.set_random_seed(0)
     expected = in_inference().predict(INPUTS, batch_size=8, verbose=0)
     one = tfpar.Pipeline(2, 1, devices=TWO, balance="parameters")

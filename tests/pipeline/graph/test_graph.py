@@ -1,4 +1,4 @@
-"""Reading a Keras model as a graph: what it applies, under which names, and that running the graph is the model."""
+"""Tracing of Keras models: the names and order of layer calls, and the outputs of the graph."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def names(graph: Graph) -> list[str]:
 
 
 def applied(model: keras.Model, inputs: Any, training: bool = False, specs: Any = None) -> Any:
-    """What the graph of a model gives for some inputs."""
+    """Return the outputs of a model's graph."""
     graph = trace(model, specs)
     tensors = dict(zip(graph.inputs, model_graph.standardize(model, inputs), strict=True))
     model_graph.run(graph.calls, tensors, training)
@@ -46,7 +46,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 class Own(keras.Model):
-    """A model of which a test says the `call`; layers and weights are its attributes."""
+    """A model with the `call` of a test; layers and weights are its attributes."""
 
     def __init__(self, function: Any, **attributes: Any) -> None:
         super().__init__(name=attributes.pop("name", None))
@@ -61,7 +61,7 @@ class Own(keras.Model):
 # --- names and order --------------------------------------------------------------------------------------------------
 
 
-def test_nested_models_open_up_at_any_depth() -> None:
+def test_nested_models_are_traced_at_any_depth() -> None:
     inner = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="dense")], name="inner")
     entry = keras.Input((4,))
     encoder = keras.Model(entry, layers.ReLU(name="relu")(inner(entry)), name="encoder")
@@ -70,7 +70,7 @@ def test_nested_models_open_up_at_any_depth() -> None:
     assert_same(applied(model, numbers(3, 4)), model(numbers(3, 4)))
 
 
-def test_what_is_applied_again_is_numbered_and_is_the_same_operation() -> None:
+def test_further_calls_of_a_layer_are_numbered_and_share_it() -> None:
     encoder = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="dense")], name="encoder")
     head = layers.Dense(4, name="head")
     entry = keras.Input((4,))
@@ -81,7 +81,7 @@ def test_what_is_applied_again_is_numbered_and_is_the_same_operation() -> None:
     assert_same(applied(model, numbers(3, 4)), model(numbers(3, 4)))
 
 
-def test_a_branch_is_finished_before_the_next_begins() -> None:
+def test_a_branch_ends_before_the_next_begins() -> None:
     entry = keras.Input((4,), name="entry")
     branches = []
     for branch in "ab":
@@ -93,7 +93,7 @@ def test_a_branch_is_finished_before_the_next_begins() -> None:
     assert names(trace(model)) == ["a0", "a1", "a2", "b0", "b1", "b2", "add"]
 
 
-def test_operations_that_no_output_needs_are_dropped_and_layers_stay() -> None:
+def test_unused_operations_are_dropped_and_unused_layers_stay() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
         ops.sum(model.unused(inputs))
         return model.head(inputs)
@@ -103,7 +103,7 @@ def test_operations_that_no_output_needs_are_dropped_and_layers_stay() -> None:
     assert names(trace(model, spec(4))) == ["unused", "head"]
 
 
-def test_a_layer_that_no_output_needs_runs_as_soon_as_it_can() -> None:
+def test_an_unused_layer_runs_as_early_as_possible() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
         first = model.first(inputs)
         last = model.last(model.middle(first))
@@ -114,7 +114,7 @@ def test_a_layer_that_no_output_needs_runs_as_soon_as_it_can() -> None:
     assert names(trace(Own(call, **parts), spec(4))) == ["first", "probe", "middle", "last"]
 
 
-def test_a_deep_model_needs_no_deep_stack() -> None:
+def test_a_model_may_be_deeper_than_the_python_stack() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
         for _ in range(1100):
             inputs = inputs + 1.0
@@ -123,7 +123,7 @@ def test_a_deep_model_needs_no_deep_stack() -> None:
     assert len(trace(Own(call), spec(2)).calls) == 1100
 
 
-def test_reading_a_model_leaves_it_as_it_was() -> None:
+def test_tracing_does_not_change_the_model() -> None:
     layer = layers.Dense(2)
     model = keras.Sequential([keras.Input((4,)), layer])
     before = len(layer._inbound_nodes)
@@ -135,7 +135,7 @@ def test_reading_a_model_leaves_it_as_it_was() -> None:
     assert reference() is None
 
 
-def test_values_have_the_sizes_of_the_data_where_the_model_leaves_them_open() -> None:
+def test_unknown_dimensions_are_those_of_the_data() -> None:
     model = keras.Sequential([keras.Input((None, 3), batch_size=8), layers.Dense(5)])
     assert trace(model).outputs.shape == (None, None, 5)
     assert trace(model, numbers(2, 7, 3)).outputs.shape == (None, 7, 5)
@@ -150,39 +150,39 @@ def two_inputs(**options: Any) -> keras.Model:
     return keras.Model(entries, {"total": total, "left": entries["left"], "both": [total * 2.0, total]})
 
 
-def test_dicts_go_in_and_structures_come_out() -> None:
+def test_inputs_may_be_dicts_and_outputs_nested_structures() -> None:
     model, inputs = two_inputs(), {"right": numbers(5, 1), "left": numbers(5, 4)}
     assert [value.name for value in trace(model).inputs] == ["left", "right"]
     assert_same(applied(model, inputs), model(inputs))
 
 
-def test_inputs_are_given_the_declared_type_and_rank() -> None:
+def test_inputs_are_converted_to_the_declared_type_and_rank() -> None:
     model = two_inputs()
     inputs = {"left": np.ones((5, 4), "int64"), "right": np.ones(5)}
     assert [(t.dtype, t.shape.rank) for t in model_graph.standardize(model, inputs)] == [(tf.float32, 2)] * 2
     assert_same(applied(model, inputs), model(inputs))
 
 
-def test_a_list_of_inputs_is_taken_by_name() -> None:
+def test_a_dict_of_inputs_is_matched_by_name() -> None:
     entries = [keras.Input((2,), name="z"), keras.Input((2,), name="a")]
     model = keras.Model(entries, layers.Subtract()(entries))
     inputs = {"a": numbers(3, 2, seed=1), "z": numbers(3, 2, seed=2)}
     assert_same(applied(model, inputs), model(inputs))
 
 
-class AddIfThere(layers.Layer):
+class AddIfPresent(layers.Layer):
     def call(self, inputs: Any, other: Any = None) -> Any:
         return inputs if other is None else inputs + other
 
 
-def test_an_optional_input_may_be_there_or_not() -> None:
+def test_an_optional_input_may_be_absent() -> None:
     left, right = keras.Input((2,), name="left"), keras.Input((2,), name="right", optional=True)
-    model = keras.Model({"left": left, "right": right}, AddIfThere()(left, other=right))
+    model = keras.Model({"left": left, "right": right}, AddIfPresent()(left, other=right))
     for inputs in ({"left": numbers(3, 2), "right": numbers(3, 2)}, {"left": numbers(3, 2), "right": None}):
         assert_same(applied(model, inputs, specs=inputs), model(inputs))
 
 
-def test_a_nested_model_converts_what_it_takes() -> None:
+def test_a_nested_model_converts_its_inputs() -> None:
     inner_entry = keras.Input((4,), dtype="float32")
     inner = keras.Model(inner_entry, inner_entry * 2.5, name="inner")
     entry = keras.Input((4,), dtype="int32")
@@ -190,7 +190,7 @@ def test_a_nested_model_converts_what_it_takes() -> None:
     assert_same(applied(model, np.arange(8).reshape(2, 4)), model(np.arange(8).reshape(2, 4)))
 
 
-# --- as the model does ------------------------------------------------------------------------------------------------
+# --- layers, masks and states -----------------------------------------------------------------------------------------
 
 
 class Halves(layers.Layer):
@@ -199,7 +199,7 @@ class Halves(layers.Layer):
         return {"second": second, "first": first}
 
 
-def test_layers_may_return_several_tensors_and_take_tensors_by_name() -> None:
+def test_layers_may_return_several_tensors_and_have_tensors_as_keyword_arguments() -> None:
     entry = keras.Input((6, 4))
     halves = Halves()(entry)
     attended = layers.MultiHeadAttention(2, 4)(halves["first"], value=halves["second"], key=entry[..., :2])
@@ -208,7 +208,7 @@ def test_layers_may_return_several_tensors_and_take_tensors_by_name() -> None:
     assert_same(applied(model, numbers(2, 6, 4)), model(numbers(2, 6, 4)))
 
 
-def test_masks_ride_on_the_tensors() -> None:
+def test_tensors_carry_their_masks() -> None:
     words = np.array([[3, 1, 2, 0, 0], [5, 0, 0, 0, 0]])
     entry = keras.Input((5,), dtype="int32")
     embedded = layers.Embedding(9, 4, mask_zero=True)(entry)
@@ -217,7 +217,7 @@ def test_masks_ride_on_the_tensors() -> None:
     assert_same(applied(model, words), model(words))
 
 
-def test_a_mask_given_by_hand_reaches_the_inside_of_a_nested_model() -> None:
+def test_a_mask_argument_reaches_the_layers_of_a_nested_model() -> None:
     entry, mask = keras.Input((5, 4)), keras.Input((5,), dtype="bool")
     inner = keras.Sequential([keras.Input((5, 4)), layers.LSTM(3)], name="inner")
     model = keras.Model([entry, mask], inner(entry, mask=mask))
@@ -226,22 +226,22 @@ def test_a_mask_given_by_hand_reaches_the_inside_of_a_nested_model() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_layers_are_told_training(training: bool) -> None:
+def test_layers_receive_training(training: bool) -> None:
     keras.utils.set_random_seed(1)
     model = keras.Sequential(
         [keras.Input((4,)), layers.BatchNormalization(), keras.Sequential([layers.Dropout(0.5, seed=3)])]
     )
     start = [variable.numpy() for variable in model.variables]
     expected = model(numbers(8, 4), training=training)
-    moved = [variable.numpy() for variable in model.variables]
+    updated = [variable.numpy() for variable in model.variables]
     for variable, value in zip(model.variables, start, strict=True):
         variable.assign(value)
     assert_same(applied(model, numbers(8, 4), training), expected)
-    assert_same([variable.numpy() for variable in model.variables], moved)
+    assert_same([variable.numpy() for variable in model.variables], updated)
 
 
 def test_a_state_is_updated_in_the_order_of_the_model() -> None:
-    # A depth-first walk alone would normalize the short branch after the long one.
+    # A depth-first order alone would normalize the short branch after the long one.
     entry = keras.Input((4,))
     norm = layers.BatchNormalization(momentum=0.5)
     early = norm(entry * 3.0)
@@ -255,7 +255,7 @@ def test_a_state_is_updated_in_the_order_of_the_model() -> None:
     assert_same(model.get_weights(), expected)
 
 
-def test_a_layer_applied_twice_adds_its_loss_twice() -> None:
+def test_a_layer_that_is_used_twice_adds_its_loss_twice() -> None:
     layer = layers.Dense(4, activity_regularizer=keras.regularizers.L2(1.0))
     entry = keras.Input((4,))
     model = keras.Model(entry, layer(layer(entry)))
@@ -269,7 +269,7 @@ def test_a_layer_applied_twice_adds_its_loss_twice() -> None:
 # --- subclassed models ------------------------------------------------------------------------------------------------
 
 
-def test_a_subclass_is_read_as_deep_as_its_calls_can_be() -> None:
+def test_the_calls_of_nested_subclasses_are_traced() -> None:
     def encode(model: Own, inputs: Any, training: Any) -> Any:
         return ops.relu(model.dense(inputs)) + inputs
 
@@ -286,7 +286,7 @@ def test_a_subclass_is_read_as_deep_as_its_calls_can_be() -> None:
     assert_same(applied(model, inputs, specs=inputs), model(inputs))
 
 
-def test_a_functional_subclass_is_functional() -> None:
+def test_a_functional_subclass_is_traced_as_functional() -> None:
     class Net(keras.Model):
         def __init__(self) -> None:
             entry = keras.Input((4,))
@@ -295,7 +295,7 @@ def test_a_functional_subclass_is_functional() -> None:
     assert names(trace(Net())) == ["dense"]
 
 
-def test_what_a_subclass_always_tells_a_layer_stays() -> None:
+def test_a_constant_training_argument_of_a_subclass_stays() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
         return model.drop(model.norm(inputs, training=False), training=True)
 
@@ -307,9 +307,9 @@ def test_what_a_subclass_always_tells_a_layer_stays() -> None:
     np.testing.assert_array_equal(norm.moving_mean, np.zeros(4))
 
 
-def test_weights_that_operations_read_stay_weights() -> None:
+def test_weights_that_operations_read_are_no_constants() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
-        places = model.places(ops.arange(5))  # no symbolic tensor goes in, and yet it is no constant
+        places = model.places(ops.arange(5))  # without a symbolic input, and not a constant
         return ops.matmul(model.embed(inputs) + places, ops.transpose(model.embed.embeddings))
 
     model = Own(call, embed=layers.Embedding(9, 4, name="embed"), places=layers.Embedding(5, 4, name="places"))
@@ -329,7 +329,7 @@ def test_weights_that_operations_read_stay_weights() -> None:
     assert read == {id(v) for v in model.trainable_variables}
 
 
-def test_operations_read_weights_in_the_precision_of_their_model() -> None:
+def test_operations_read_weights_in_the_compute_type_of_their_model() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
         return ops.matmul(inputs, model.dense.kernel) + ops.cast(model.dense(inputs), "float16")
 
@@ -356,7 +356,7 @@ def test_a_loss_that_a_subclass_adds_is_added() -> None:
         assert_same(model.losses, expected)
 
 
-def test_a_nested_model_that_cannot_be_read_stays_one_operation() -> None:
+def test_a_nested_model_that_cannot_be_traced_is_one_layer_call() -> None:
     def opaque(model: Own, inputs: Any, training: Any) -> Any:
         return tf.sort(model.dense(inputs))
 
@@ -384,16 +384,16 @@ def test_a_nested_model_that_cannot_be_read_stays_one_operation() -> None:
     ],
     ids=["tensorflow", "reads a weight", "adds to a weight", "changes a weight", "size of the batch", "condition"],
 )
-def test_a_call_that_cannot_be_read_says_why(call: Any, reason: str) -> None:
+def test_the_error_for_a_call_that_cannot_be_traced_names_the_reason(call: Any, reason: str) -> None:
     model = Own(call, dense=layers.Dense(4, name="dense"))
     model.dense.build((None, 4))
     model.built = True
     with pytest.raises(ValueError, match=rf"must run on symbolic tensors, received Own, where: .*{reason}") as error:
         trace(model, spec(4))
-    assert "use keras.ops in place of tf, move what needs real tensors into a keras.Layer" in str(error.value)
+    assert "use keras.ops in place of tf, move code that needs real tensors into a keras.Layer" in str(error.value)
 
 
-def test_a_call_that_depends_on_training_says_where() -> None:
+def test_the_error_for_a_call_that_depends_on_training_names_the_layer() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
         hidden = model.dense(inputs)
         return model.noise(hidden) if training else hidden
@@ -403,16 +403,16 @@ def test_a_call_that_depends_on_training_says_where() -> None:
         trace(model, spec(4))
 
 
-def test_a_result_that_depends_on_training_is_refused() -> None:
+def test_outputs_that_depend_on_training_are_refused() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
         outputs = [model.one(inputs), model.other(inputs)]
         return outputs if training else outputs[::-1]
 
-    with pytest.raises(ValueError, match="received Own, where they differ in what it returns"):
+    with pytest.raises(ValueError, match="received Own, where they differ in their outputs"):
         trace(Own(call, one=layers.Dense(2), other=layers.Dense(2)), spec(4))
 
 
-def test_a_model_without_inputs_asks_for_them() -> None:
+def test_a_model_without_inputs_is_refused() -> None:
     with pytest.raises(ValueError, match=r"received Sequential 'nameless' without any; begin it with keras.Input"):
         trace(keras.Sequential([layers.Dense(2)], name="nameless"))
 
@@ -423,8 +423,8 @@ def test_a_sequential_model_without_inputs_is_built_from_the_data() -> None:
     assert_same(applied(model, numbers(2, 4)), model(numbers(2, 4)))
 
 
-def test_a_model_with_an_ending_of_its_own_is_refused() -> None:
+def test_a_model_with_its_own_mask_or_regularizer_is_refused() -> None:
     model = Own(lambda model, inputs, training: inputs)
     model.activity_regularizer = keras.regularizers.L2()
-    with pytest.raises(ValueError, match=r"must end with its outputs, received Own .* move that into a layer"):
+    with pytest.raises(ValueError, match=r"must end with its outputs, received Own .* move it into a last layer"):
         trace(model, spec(4))

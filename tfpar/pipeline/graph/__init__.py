@@ -1,1 +1,1 @@
-"""A Keras model as a graph of operations."""
+"""Keras models as graphs of layer calls."""

@@ -1,12 +1,13 @@
-"""Find the layers of a model that mix the examples of a batch, so that micro-batches change what they compute.
+"""Detection of batch-dependent layers, whose outputs change with micro-batches.
 
 whole      [a b c d] ── call ── [A B C D]
-halves     [a b]     ── call ── [A B]           must be the same examples: an example is computed alone
+halves     [a b]     ── call ── [A B]           equal to the whole if each example is independent of the others
                [c d] ── call ──     [C D]
-neighbours [a b a b] ── call ── [A B . .]       for what draws at random: same numbers, other neighbours
+neighbours [a b a b] ── call ── [A B . .]       for random layers: the same random numbers, other neighbours
 
-Halves draw other numbers than the whole, so that first typical numbers stand in for random ones, and then unusual ones:
-what a layer does with a small chance shows only there. All runs are seeded, and so every process finds the same.
+Random numbers of a half differ from those of the whole. Typical numbers replace them in the first trial, and unusual
+numbers in the next ones, which show effects of a small probability. All trials are seeded, so every process finds the
+same layers.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from tfpar.pipeline.graph.example_comparison import agree, close, example_axis, 
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run
 from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
 
-# Layers that compute each example alone, whatever their settings, if the examples come first.
-_SAFE = {
+# Layers that are batch-independent for all their settings, if the examples are the first axis.
+_BATCH_INDEPENDENT = {
     *(layers.Dense, layers.Embedding, layers.Identity, layers.Masking, layers.ActivityRegularization),
     *(layers.Activation, layers.ReLU, layers.LeakyReLU, layers.PReLU, layers.ELU),
     *(layers.Conv1D, layers.Conv2D, layers.Conv3D, layers.DepthwiseConv1D, layers.DepthwiseConv2D),
@@ -45,22 +46,27 @@ _SAFE = {
     *(layers.Cropping1D, layers.Cropping2D, layers.Cropping3D),
     *(layers.Add, layers.Subtract, layers.Multiply, layers.Average, layers.Maximum, layers.Minimum),
 }
-# Layers that do so if their axis is not that of the examples.
-_SAFE_BY_AXIS = {layers.Concatenate, layers.LayerNormalization, layers.RMSNormalization, layers.Softmax}
-# Layers that mix by a chance, or with examples, that a trial may miss: Keras 3.15 counts one histogram of a batch.
-_MIXING = (layers.MixUp, layers.CutMix, layers.Equalization)
-# How many times a call runs with other random numbers.
+# Layers that are batch-independent if their axis is not that of the examples.
+_BATCH_INDEPENDENT_BY_AXIS = {layers.Concatenate, layers.LayerNormalization, layers.RMSNormalization, layers.Softmax}
+# Batch-dependent layers that a trial may miss: random ones, and Equalization, which in Keras 3.15 has one histogram for
+# the whole batch.
+_BATCH_DEPENDENT = (layers.MixUp, layers.CutMix, layers.Equalization)
+# Number of trials with different random numbers.
 NUM_SEEDS = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchDependence:
-    """What micro-batches change in a model.
+    """The batch-dependent parts of a model.
 
     Args:
-        calls: Names of the calls whose result for an example depends on the others in the batch.
-        batch_normalizations: Names of those that take their statistics from the batch: usual, and so told apart.
-        outputs: Names of the model's outputs that do not have the examples first.
+        calls: Names of the batch-dependent layer calls, without BatchNormalization.
+        batch_normalizations: Names of the layer calls with a BatchNormalization that uses statistics of the batch.
+        outputs: Names of the outputs of the model in which the examples are not the first axis.
+
+    Example:
+        >>> BatchDependence(calls=("attention_over_batch",)).outputs
+        ()
     """
 
     calls: tuple[str, ...] = ()
@@ -69,15 +75,22 @@ class BatchDependence:
 
 
 def check_batch_independence(graph: Graph, inputs: Sequence[Any], training: bool = True) -> None:
-    """Refuse a model that micro-batches change; BatchNormalization is let through where it normalizes in training.
+    """Raise an error if micro-batches would change the outputs of a model.
+
+    BatchNormalization in training is accepted: it uses the statistics of each micro-batch.
 
     Args:
         graph: The model.
         inputs: A batch of its flat inputs, `[examples, ...]` each.
-        training: Whether the model is going to train, or to evaluate and predict.
+        training: Whether to check the model in training or in inference.
 
     Raises:
-        ValueError: If a call mixes the examples, or an output does not have them first.
+        ValueError: If a layer call is batch-dependent, or the examples are not the first axis of an output.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> check_batch_independence(trace(model), [np.ones((4, 4))])
     """
     found = find_batch_dependence(graph, inputs, training)
     if found.calls:
@@ -85,49 +98,56 @@ def check_batch_independence(graph: Graph, inputs: Sequence[Any], training: bool
         raise ValueError(
             "Every layer must compute each example alone, or micro-batches change the result, received "
             f"{names}{'' if training else ' in inference'}, where an example depends on the others of its batch; use "
-            "num_microbatches=1, or allow_batch_dependent_layers=True to run it so all the same."
+            "num_microbatches=1, or allow_batch_dependent_layers=True to accept other results."
         )
     if found.outputs:
         raise ValueError(
-            "Every output of a model must have the examples as its first axis, so that those of micro-batches are put "
-            f"together, received {', '.join(map(repr, found.outputs))}; move the axis with keras.ops.transpose, or use "
+            "Every output of a model must have the examples as its first axis, so that micro-batches are concatenated, "
+            f"received {', '.join(map(repr, found.outputs))}; move the axis with keras.ops.transpose, or use "
             "num_microbatches=1."
         )
 
 
 def check_synchronized(graph: Graph) -> None:
-    """Refuse a BatchNormalization that asks for the statistics of the global batch.
+    """Raise an error if a model has a BatchNormalization with statistics of the global batch.
 
     Args:
         graph: The model.
 
     Raises:
-        ValueError: If there is one.
+        ValueError: If a layer is `BatchNormalization(synchronized=True)`.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization()])
+        >>> check_synchronized(trace(model))
     """
     for call in graph.calls:
         if any(isinstance(layer, layers.BatchNormalization) and layer.synchronized for layer in _layers(call)):
             raise ValueError(
-                f"BatchNormalization(synchronized=True) takes its statistics from the global batch, and in a pipeline "
-                f"{call.name!r} sees one micro-batch at a time. Leave synchronized out to normalize each micro-batch "
+                f"BatchNormalization(synchronized=True) uses the statistics of the global batch, and in a pipeline "
+                f"{call.name!r} receives one micro-batch at a time. Remove synchronized to normalize each micro-batch "
                 "by itself, or use num_microbatches=1 or allow_batch_dependent_layers=True."
             )
 
 
 @random_state.preserved_random_state()
 def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = True) -> BatchDependence:
-    """Return the calls whose result for an example depends on which others are in the batch.
+    """Find the batch-dependent layer calls of a model.
 
-    Layers of Keras that cannot mix are known by their type; every other call that an output depends on runs on four
-    examples and on two halves of them. No weight and no state changes, random ones included.
+    Layers of Keras that are always batch-independent are recognized by their class. Every other layer call that an
+    output depends on runs on four examples and on both halves of them. Weights and states, random ones included, do
+    not change.
 
     Args:
         graph: The model.
-        inputs: Its flat inputs, `[examples, ...]` each; the first four examples are used, or others made of one.
-        training: Whether the calls run as in training, or as in inference. A call that draws numbers in training that
-            no seed repeats counts as in inference.
+        inputs: Its flat inputs, `[examples, ...]` each. The trials use the first four examples, or four variations of
+            a single example.
+        training: Whether the layers run in training or in inference. A layer with random numbers that no seed
+            reproduces is judged in inference.
 
     Returns:
-        What was found; names in the order of the graph.
+        The names of the layer calls, in the order of the graph.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
@@ -136,99 +156,101 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
         ('mixes',)
     """
     inputs, is_ragged = trial_examples(inputs), any(isinstance(tensor, tf.RaggedTensor) for tensor in inputs)
-    calls, size = _needed(graph), int(data.num_rows(inputs))
-    if not is_ragged and all(_is_safe(call, training) for call in calls):
-        return BatchDependence(batch_normalizations=tuple(call.name for call in calls if _normalizes(call, training)))
+    calls, size = _calls_of_outputs(graph), int(data.num_rows(inputs))
+    if not is_ragged and all(_is_batch_independent(call, training) for call in calls):
+        return BatchDependence(
+            batch_normalizations=tuple(call.name for call in calls if _uses_batch_statistics(call, training))
+        )
     trial = _Trial(dict(zip(graph.inputs, inputs, strict=True)), training)
     last_use = {value: index for index, call in enumerate(calls) for value in call.inputs}
-    returned = [leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)]
-    last_use |= dict.fromkeys(returned, len(calls))
+    model_outputs = [leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)]
+    last_use |= dict.fromkeys(model_outputs, len(calls))
     for index, call in enumerate(calls):
         try:
             trial.test(call)
         except (tf.errors.InvalidArgumentError, ValueError) as error:
             raise ValueError(
                 f"Every layer must run on any number of examples, and {call.name!r} does not run on {size // 2} and "
-                f"{size}: {str(error).splitlines()[0]} Leave the number of examples open (None, or -1 in a reshape), "
+                f"{size}: {str(error).splitlines()[0]} Declare the number of examples as None, or -1 in a reshape, "
                 "or use num_microbatches=1."
             ) from error
-        trial.forget(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
-    outputs = tuple(value.name for value in dict.fromkeys(returned) if trial.axes[value] != 0)
-    mixing = tuple(trial.mixing)
-    if trial.unknown and training:
+        trial.release(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
+    outputs = tuple(value.name for value in dict.fromkeys(model_outputs) if trial.axes[value] != 0)
+    dependent = tuple(trial.batch_dependent)
+    if trial.irreproducible and training:
         in_inference = find_batch_dependence(graph, inputs, training=False).calls
-        found = {*mixing, *(name for name in trial.unknown if name in in_inference)}
-        mixing = tuple(call.name for call in calls if call.name in found)
-    return BatchDependence(mixing, tuple(trial.batch_normalizations), outputs)
+        names = {*dependent, *(name for name in trial.irreproducible if name in in_inference)}
+        dependent = tuple(call.name for call in calls if call.name in names)
+    return BatchDependence(dependent, tuple(trial.batch_normalizations), outputs)
 
 
 class _Trial:
-    """The values of a graph for a few examples at once and for two halves of them."""
+    """The values of a graph for a few examples, as a whole batch and as two halves of it."""
 
     def __init__(self, whole: dict[Value, Any], training: bool) -> None:
-        self.mixing: list[str] = []
-        self.unknown: list[str] = []  # calls that draw other numbers in each run
+        self.batch_dependent: list[str] = []
+        self.irreproducible: list[str] = []  # calls with different random numbers in each run
         self.batch_normalizations: list[str] = []
-        # The axis of the examples; None for a value that is the same for every batch.
+        # The axis of the examples; None for a value that does not depend on the batch.
         self.axes: dict[Value, int | None] = {}
         self._whole, self._training = whole, training
         self._halves: tuple[dict[Value, Any], dict[Value, Any]] = ({}, {})
         for value, tensor in whole.items():
-            self._cut(value, 0, int(data.num_rows(tensor)) // 2)
+            self._store_halves(value, 0, int(data.num_rows(tensor)) // 2)
 
-    def forget(self, values: Iterable[Value]) -> None:
-        """Drop the tensors of values that are not needed any more."""
+    def release(self, values: Iterable[Value]) -> None:
+        """Free the tensors of values after their last use."""
         for value in values:
             for tensors in (self._whole, *self._halves):
                 tensors.pop(value, None)
 
     def test(self, call: Call) -> None:
-        """Run a call, note whether it mixes, and keep what it makes for both halves as if it did not."""
-        if _normalizes(call, self._training):
+        """Run a call, record whether it is batch-dependent, and store its outputs for the whole and both halves."""
+        if _uses_batch_statistics(call, self._training):
             self.batch_normalizations.append(call.name)
         is_ragged = any(isinstance(self._whole[value], tf.RaggedTensor) for value in call.inputs)
         all_rows = bool(call.inputs) and all(self.axes[value] == 0 for value in call.inputs)
-        if _is_safe(call, self._training) and not is_ragged and all_rows:
+        if _is_batch_independent(call, self._training) and not is_ragged and all_rows:
             for value, tensor in zip(call.outputs, self._run(call, self._whole), strict=True):
                 self._whole[value] = tensor
-                self._cut(value, 0, int(data.num_rows(tensor)) // 2)
+                self._store_halves(value, 0, int(data.num_rows(tensor)) // 2)
             return
         with typical_draws.typical_draws() as drawn:
-            made = self._made(call)
-            differs = _differ(made)
-            mixes: bool | None = differs and not self._is_random(call)
-        for value, tensor, one, other in made:
+            outputs = self._run_on_halves(call)
+            differs = _differ(outputs)
+            depends: bool | None = differs and not self._is_random(call)
+        for value, tensor, one, other in outputs:
             axis = example_axis(tensor, one, other)
             self._whole[value] = tensor
-            self._cut(value, axis, 0 if axis is None else one.shape[axis])
-        if not mixes and (differs or drawn):
-            mixes = self._mixes_by_chance(call, drawn)
-        if mixes is None:
-            self.unknown.append(call.name)
-        if mixes or (self._training and isinstance(call.operation, _MIXING)):
-            self.mixing.append(call.name)
+            self._store_halves(value, axis, 0 if axis is None else one.shape[axis])
+        if not depends and (differs or drawn):
+            depends = self._depends_at_random(call, drawn)
+        if depends is None:
+            self.irreproducible.append(call.name)
+        if depends or (self._training and isinstance(call.operation, _BATCH_DEPENDENT)):
+            self.batch_dependent.append(call.name)
 
-    def _mixes_by_chance(self, call: Call, drawn: Sequence[str]) -> bool | None:
-        """Say whether a call mixes for some random numbers; None where it draws others in each run."""
+    def _depends_at_random(self, call: Call, drawn: Sequence[str]) -> bool | None:
+        """Return whether a call is batch-dependent for some random numbers; None if no seed reproduces them."""
         unusual: tuple[float, ...] = ()
         seeds = range(1)
         if not typical_draws.is_dropout(drawn):
             unusual, seeds = typical_draws.UNUSUAL, range(NUM_SEEDS)
         for quantile in unusual:
-            # What it cannot do with unusual numbers, it need not do on halves either.
+            # A call that fails for unusual numbers is not judged by them.
             with contextlib.suppress(tf.errors.OpError, ValueError), typical_draws.typical_draws(quantile):
-                if _differ(self._made(call)) and not self._is_random(call):
+                if _differ(self._run_on_halves(call)) and not self._is_random(call):
                     return True
-        found = {self._depends_on_neighbours(call, seed) for seed in seeds}
-        return True if True in found else None if None in found else False
+        results = {self._depends_on_neighbours(call, seed) for seed in seeds}
+        return True if True in results else None if None in results else False
 
-    def _made(self, call: Call) -> list[tuple[Value, Any, Any, Any]]:
-        """Run a call on all examples and on both halves; return each value with what it is for these."""
+    def _run_on_halves(self, call: Call) -> list[tuple[Value, Any, Any, Any]]:
+        """Run a call on the whole batch and on both halves; return each output with its three tensors."""
         runs = [self._run(call, tensors) for tensors in (self._whole, *self._halves)]
         return list(zip(call.outputs, *runs, strict=True))
 
-    def _cut(self, value: Value, axis: int | None, size: int) -> None:
-        """Keep a value of all examples for each half, so that what made it is not blamed on those who take it."""
+    def _store_halves(self, value: Value, axis: int | None, size: int) -> None:
+        """Store the halves of a whole value as inputs of later calls, so that these are judged by themselves."""
         self.axes[value] = axis
         tensor = self._whole[value]
         if axis is None:
@@ -239,15 +261,15 @@ class _Trial:
             half[value] = part
 
     def _is_random(self, call: Call) -> bool:
-        """Say whether a call draws numbers that are not typical ones, and so other ones for halves."""
+        """Return whether a call has random numbers that typical numbers do not replace, so that halves differ."""
         one = self._run(call, self._whole)
         others = (self._run(call, self._whole, seed) for seed in range(1, 1 + NUM_SEEDS))
         return not all(close(*pair) for other in others for pair in zip(one, other, strict=True))
 
     def _depends_on_neighbours(self, call: Call, seed: int) -> bool | None:
-        """Say whether the first half changes with the second, where both runs draw the same random numbers.
+        """Return whether the first half changes with the second, for the same random numbers in both runs.
 
-        None where no run draws the same.
+        None if no seed reproduces the random numbers.
         """
         neighbours = dict(self._whole)
         for value in call.inputs:
@@ -259,9 +281,9 @@ class _Trial:
                     doubled, None if masks is None else tf.concat([masks, masks], axis)
                 )
         runs = [self._run(call, tensors, seed) for tensors in (self._whole, self._whole, neighbours)]
-        for value, one, again, other in zip(call.outputs, *runs, strict=True):
+        for value, one, repeated, other in zip(call.outputs, *runs, strict=True):
             axis = self.axes[value]
-            if not close(one, again):
+            if not close(one, repeated):
                 return None
             if axis is not None:
                 one, other = (part_of(tensor, 0, one.shape[axis] // 2, axis) for tensor in (one, other))
@@ -270,54 +292,54 @@ class _Trial:
         return False
 
     def _run(self, call: Call, tensors: dict[Value, Any], seed: int = 0) -> list[Any]:
-        """Run a call with the weights and states that it has now, and leave them so.
+        """Run a call on copies of its weights and states.
 
         Args:
-            call: The call.
-            tensors: The values that it takes.
-            seed: Runs with the same seed draw the same numbers.
+            call: The layer call.
+            tensors: Its inputs.
+            seed: Runs with the same seed have the same random numbers.
         """
-        given = {value: tensors[value] for value in call.inputs}
-        # Weights may live on several devices, and what XLA compiles reads those of its own alone.
+        values = {value: tensors[value] for value in call.inputs}
+        # Weights may be on several devices, and operations compiled with XLA read weights of their own device only.
         states = {id(variable): (variable, tf.identity(variable.value)) for variable in call.variables}
-        drawing = [random_state.state_of_no_layer(), *typical_draws.seed_states(_layers(call))]
-        states |= {id(state): (state, value) for state, value in random_state.seeded(drawing, seed)}
-        normalized = moving_statistics() if self._training else contextlib.nullcontext()
-        with keras.StatelessScope(list(states.values())), normalized:
-            run([call], given, training=self._training)
-        return [given[value] for value in call.outputs]
+        random_states = [random_state.state_of_no_layer(), *typical_draws.seed_states(_layers(call))]
+        states |= {id(state): (state, value) for state, value in random_state.seeded(random_states, seed)}
+        statistics = moving_statistics() if self._training else contextlib.nullcontext()
+        with keras.StatelessScope(list(states.values())), statistics:
+            run([call], values, training=self._training)
+        return [values[value] for value in call.outputs]
 
 
-def _differ(made: Iterable[tuple[Value, Any, Any, Any]]) -> bool:
-    """Say whether a call makes something else of halves than of all examples."""
-    return not all(agree(whole, one, other, example_axis(whole, one, other)) for _, whole, one, other in made)
+def _differ(outputs: Iterable[tuple[Value, Any, Any, Any]]) -> bool:
+    """Return whether the outputs of a call differ between the whole and its halves."""
+    return not all(agree(whole, one, other, example_axis(whole, one, other)) for _, whole, one, other in outputs)
 
 
-def _needed(graph: Graph) -> list[Call]:
-    """Return the calls that outputs depend on; the others have losses and states, not results."""
-    wanted = {leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)}
-    needed = []
+def _calls_of_outputs(graph: Graph) -> list[Call]:
+    """Return the calls that outputs of the model depend on; the others have only losses and states."""
+    needed_values = {leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)}
+    needed_calls = []
     for call in reversed(graph.calls):
-        if wanted.intersection(call.outputs):
-            wanted.update(call.inputs)
-            needed.append(call)
-    return needed[::-1]
+        if needed_values.intersection(call.outputs):
+            needed_values.update(call.inputs)
+            needed_calls.append(call)
+    return needed_calls[::-1]
 
 
-def _is_safe(call: Call, training: bool) -> bool:
+def _is_batch_independent(call: Call, training: bool) -> bool:
     kind = type(call.operation)
     if kind is layers.BatchNormalization:
-        return training or not _normalizes(call, training)
+        return training or not _uses_batch_statistics(call, training)
     if kind in (layers.LSTM, layers.GRU, layers.SimpleRNN):
         return not call.operation.stateful
     rank = len(call.inputs[0].shape) if call.inputs else 0
-    if kind in _SAFE_BY_AXIS and rank:
+    if kind in _BATCH_INDEPENDENT_BY_AXIS and rank:
         return all(axis % rank for axis in keras.tree.flatten(call.operation.axis))
-    return kind in _SAFE
+    return kind in _BATCH_INDEPENDENT
 
 
-def _normalizes(call: Call, training: bool) -> bool:
-    """Say whether a layer holds a BatchNormalization that takes its statistics from the batch."""
+def _uses_batch_statistics(call: Call, training: bool) -> bool:
+    """Return whether a layer contains a BatchNormalization that uses statistics of the batch."""
     return (training if call.training is None else call.training) and any(
         isinstance(layer, layers.BatchNormalization) and layer.trainable for layer in _layers(call)
     )

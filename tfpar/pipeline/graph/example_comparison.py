@@ -1,4 +1,4 @@
-"""Compare what a trial computes for a batch with what it computes for the parts of one."""
+"""Comparison of the outputs for a batch with the outputs for parts of it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,39 @@ import tensorflow as tf
 
 from tfpar._compat import keras_pipeline
 
-# Relative to the largest element, by the bytes of a number: about the root of its precision.
+# Relative to the largest element, by the bytes of the type: about the square root of its precision.
 _TOLERANCES = {1: 0.5, 2: 0.1, 4: 3e-4, 8: 1e-8}
 
 
 def example_axis(whole: Any, one: Any, other: Any) -> int | None:
-    """Return the axis along which two halves make up the whole; None if no axis has another size."""
+    """Return the axis of the examples, in which the size of a half differs from the whole; None if there is none.
+
+    Args:
+        whole: The output for a batch.
+        one: The output for its first half.
+        other: The output for its second half.
+
+    Example:
+        >>> example_axis(tf.zeros([3, 4]), tf.zeros([3, 2]), tf.zeros([3, 2]))
+        1
+    """
     sizes = zip(whole.shape, one.shape, other.shape, strict=True)
     return next((axis for axis, (all_, first, _) in enumerate(sizes) if all_ != first), None)
 
 
 def agree(whole: Any, one: Any, other: Any, axis: int | None) -> bool:
-    """Say whether two halves make up the whole along an axis; without one, whether each is the whole."""
+    """Return whether the concatenation of two halves equals the whole; without an axis, whether each half does.
+
+    Args:
+        whole: The output for a batch.
+        one: The output for its first half.
+        other: The output for its second half.
+        axis: The axis of the examples, from `example_axis`.
+
+    Example:
+        >>> agree(tf.constant([1.0, 2.0]), tf.constant([1.0]), tf.constant([2.5]), axis=0)
+        False
+    """
     if axis is None:
         return close(whole, one) and close(whole, other)
     rest = [tuple(tensor.shape[:axis]) + tuple(tensor.shape[axis + 1 :]) for tensor in (whole, one, other)]
@@ -28,12 +49,31 @@ def agree(whole: Any, one: Any, other: Any, axis: int | None) -> bool:
 
 
 def joined(one: Any, other: Any, axis: int) -> Any:
-    """Concatenate two tensors along an axis."""
+    """Concatenate two tensors, which may be sparse or ragged, along an axis.
+
+    Args:
+        one: The first tensor.
+        other: The second tensor.
+        axis: The axis.
+
+    Example:
+        >>> joined(tf.constant([1, 2]), tf.constant([3]), axis=0).numpy()
+        array([1, 2, 3], dtype=int32)
+    """
     return tf.sparse.concat(axis, [one, other]) if isinstance(one, tf.SparseTensor) else tf.concat([one, other], axis)
 
 
 def close(one: Any, other: Any) -> bool:
-    """Say whether two tensors are the same but for rounding, which depends on the size of the batch."""
+    """Return whether two tensors are equal within rounding, which depends on the size of the batch.
+
+    Args:
+        one: A tensor, which may be sparse or ragged.
+        other: A tensor.
+
+    Example:
+        >>> close(tf.constant([1.0]), tf.constant([1.00001])), close(tf.constant([1.0]), tf.constant([1.1]))
+        (True, False)
+    """
     composites = (tf.RaggedTensor, tf.SparseTensor)
     if isinstance(one, composites) or isinstance(other, composites):
         one, other = (tf.sparse.reorder(x) if isinstance(x, tf.SparseTensor) else x for x in (one, other))
@@ -49,7 +89,18 @@ def close(one: Any, other: Any) -> bool:
 
 
 def part_of(tensor: Any, start: int, stop: int, axis: int) -> Any:
-    """Return a part of a tensor along an axis, with the same part of its mask."""
+    """Slice a tensor and its mask along an axis.
+
+    Args:
+        tensor: A tensor, which may be sparse or ragged.
+        start: The first index.
+        stop: The index after the last.
+        axis: The axis.
+
+    Example:
+        >>> part_of(tf.constant([[1, 2, 3]]), 1, 3, axis=1).numpy()
+        array([[2, 3]], dtype=int32)
+    """
     if isinstance(tensor, tf.SparseTensor):
         begin, size = [0] * len(tensor.shape), list(tensor.shape)
         begin[axis], size[axis] = start, stop - start

@@ -1,4 +1,4 @@
-"""The operations that a model applies, as data, and how to apply them."""
+"""The intermediate representation of a model: values, layer calls, their graph, and its execution."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from tfpar._compat import keras_losses, keras_tracing, tf_function
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor that flows between operations; two are equal only if they are the same.
+    """A symbolic tensor between layer calls. Values are compared by identity.
 
     Args:
-        name: Of the operation that makes it, or of the input.
-        shape: Its shape, the batch first; None for a size not known.
+        name: Name of the layer call that computes it, or of the model's input.
+        shape: Its shape, the examples first; None for an unknown dimension.
         dtype: Such as `"float32"`.
+
+    Example:
+        >>> Value("image", (None, 28, 28, 1), "float32").shape
+        (None, 28, 28, 1)
     """
 
     name: str
@@ -28,17 +32,22 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
-    """One operation applied once.
+    """A layer call: one use of a layer or of an operation of `keras.ops`.
 
     Args:
         operation: A layer, or an operation of `keras.ops`.
-        args: Its positional arguments, a `Value` in the place of each tensor.
-        kwargs: Its named arguments, likewise.
-        outputs: What it makes, flat.
-        name: The operation's name; a path for what was inside of another model, as `"encoder/dense"`. What is applied
-            again is numbered: `"dense#2"`.
-        training: What the model always tells the layer; None for what `run` is told.
-        autocast_dtype: What weights among the arguments are cast to; None for as they are.
+        args: Its positional arguments, with a `Value` in place of each tensor.
+        kwargs: Its keyword arguments, with a `Value` in place of each tensor.
+        outputs: Its flat outputs.
+        name: Name of the operation; a path for an operation of a nested model, such as `"encoder/dense"`. Further
+            calls of the same name are numbered: `"dense#2"`.
+        training: The constant argument `training` of the layer, if the model passes one; None for that of `run`.
+        autocast_dtype: Type to which weights among the arguments are cast; None for no cast.
+
+    Example:
+        >>> entry, output = Value("entry", (None, 4), "float32"), Value("dense", (None, 8), "float32")
+        >>> Call(keras.layers.Dense(8), (entry,), {}, (output,), "dense").inputs == [entry]
+        True
     """
 
     operation: keras.Operation
@@ -51,14 +60,14 @@ class Call:
 
     @property
     def inputs(self) -> list[Value]:
-        """The values it takes, flat."""
+        """The flat values among its arguments."""
         return [leaf for leaf in self._leaves() if isinstance(leaf, Value)]
 
     @property
     def variables(self) -> list[keras.Variable]:
         """The weights and states that it reads."""
-        given = [leaf for leaf in self._leaves() if isinstance(leaf, keras.Variable)]
-        return [*self.operation.variables, *given] if isinstance(self.operation, keras.Layer) else given
+        arguments = [leaf for leaf in self._leaves() if isinstance(leaf, keras.Variable)]
+        return [*self.operation.variables, *arguments] if isinstance(self.operation, keras.Layer) else arguments
 
     def _leaves(self) -> list[Any]:
         return keras.tree.flatten((self.args, dict(self.kwargs)))  # type: ignore[no-any-return]
@@ -66,12 +75,17 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A model as a sequence of calls, each after those whose values it takes.
+    """A model as a sequence of layer calls in topological order.
 
     Args:
-        inputs: What the model takes, flat.
-        calls: The operations in order.
-        outputs: What it returns, in the structure of the model.
+        inputs: The flat inputs of the model.
+        calls: The layer calls in order.
+        outputs: The outputs of the model, in its structure.
+
+    Example:
+        >>> image = Value("image", (None, 4), "float32")
+        >>> Graph(inputs=(image,), calls=(), outputs={"same": image}).outputs["same"].name
+        'image'
     """
 
     inputs: tuple[Value, ...]
@@ -80,23 +94,31 @@ class Graph:
 
 
 def run(calls: Sequence[Call], tensors: dict[Value, Any], training: bool) -> None:
-    """Apply calls in order to the tensors in `tensors`, and add what they make.
+    """Run layer calls in order, and add their outputs to `tensors`.
 
-    As Keras does: a layer is told `training`, masks ride on the tensors.
+    As in Keras, layers receive the argument `training`, and tensors carry their masks.
 
     Args:
-        calls: Of one graph, in its order; a part of them where `tensors` has what the others make.
-        tensors: What is known so far, at least the inputs.
-        training: What layers are told that the model does not always tell the same.
+        calls: Layer calls of one graph, in its order. For a part of the graph `tensors` must have the other inputs.
+        tensors: The tensors of the values, at first those of the inputs.
+        training: Argument of the layers for which the model passes no constant `training`.
+
+    Example:
+        >>> from tfpar.pipeline.graph.tracing import trace
+        >>> graph = trace(keras.Sequential([keras.Input((2,)), keras.layers.ReLU()]))
+        >>> tensors = {graph.inputs[0]: keras.ops.array([[-1.0, 2.0]])}
+        >>> run(graph.calls, tensors, training=False)
+        >>> tensors[graph.outputs].numpy()
+        array([[0., 2.]], dtype=float32)
     """
     one_call = keras_tracing.one_model_call(call.operation for call in calls)
     with keras_losses.in_call(), tf_function.own_traces(), one_call:
         for call in calls:
-            outputs = keras.tree.flatten(_apply(call, tensors, training))
+            outputs = keras.tree.flatten(_run_call(call, tensors, training))
             tensors |= dict(zip(call.outputs, outputs, strict=True))
 
 
-def _apply(call: Call, tensors: Mapping[Value, Any], training: bool) -> Any:
+def _run_call(call: Call, tensors: Mapping[Value, Any], training: bool) -> Any:
     args, kwargs = keras.tree.map_structure(
         lambda leaf: tensors[leaf] if isinstance(leaf, Value) else leaf, (call.args, dict(call.kwargs))
     )

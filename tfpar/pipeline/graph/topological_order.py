@@ -1,8 +1,8 @@
-"""Put the operations of a model in an order in which it is cut well.
+"""The order of a graph's layer calls, with few live values at each cut.
 
-needs            order
-a ─ b ─ c ─┐     a b c d e f      a walk back from the output: a branch is finished before the next begins,
-└── d ─ e ─ f                     so that few values are alive at once
+graph            order
+a ─ b ─ c ─┐     a b c d e f      depth-first from the output: a branch ends before the next one begins,
+└── d ─ e ─ f                     so that few values are live at the same time
 """
 
 from __future__ import annotations
@@ -19,92 +19,103 @@ from tfpar._compat.keras_tracing import Recorded
 from tfpar.pipeline.graph.ir import Call, Graph, Value
 
 
-def build_graph(inputs: Any, recorded: Sequence[Recorded], told: Sequence[bool | None], outputs: Any) -> Graph:
-    """Make a graph of what a model applied to symbolic tensors.
+def build_graph(
+    inputs: Any, recorded: Sequence[Recorded], training_arguments: Sequence[bool | None], outputs: Any
+) -> Graph:
+    """Build the graph of recorded layer calls.
 
     Args:
-        inputs: The symbolic tensors that it took, in any structure.
-        recorded: What it applied, in order.
-        told: What each layer is always told of `training`; None where it depends on the run.
-        outputs: The symbolic tensors that it returned, in its structure.
+        inputs: The symbolic inputs of the model, in any structure.
+        recorded: The layer calls in the order of the model.
+        training_arguments: The constant argument `training` of each layer call; None if it is not constant.
+        outputs: The symbolic outputs of the model, in its structure.
+
+    Returns:
+        The graph.
 
     Raises:
-        ValueError: If a tensor was made elsewhere.
+        ValueError: If a tensor is of another graph.
+
+    Example:
+        >>> relu, entry = keras.layers.ReLU(name="relu"), keras.Input((4,))
+        >>> output = relu(entry)
+        >>> recorded = Recorded(relu, (entry,), {}, (output,), ("relu",), None, None)
+        >>> [call.name for call in build_graph(entry, [recorded], [None], output).calls]
+        ['relu']
     """
     values = {id(t): Value(t.name, tuple(t.shape), t.dtype) for t in keras.tree.flatten(inputs) if t is not None}
-    taken = tuple(values.values())
+    graph_inputs = tuple(values.values())
 
     def value_of(leaf: Any) -> Any:
         if isinstance(leaf, keras.KerasTensor) and id(leaf) not in values:
             raise ValueError(
-                "A model that is cut into stages must make every tensor in its call, received a symbolic tensor of "
+                "A model that is cut into stages must compute every tensor in its call, received a symbolic tensor of "
                 f"another graph: {leaf}; pass it as an input."
             )
         return values.get(id(leaf), leaf)
 
     calls = []
-    for entry, training in zip(recorded, told, strict=True):
+    for entry, training in zip(recorded, training_arguments, strict=True):
         args, kwargs = keras.tree.map_structure(value_of, (tuple(entry.args), entry.kwargs))
         name = "/".join(entry.path)
-        made = tuple(Value(name, tuple(tensor.shape), tensor.dtype) for tensor in entry.outputs)
-        values |= {id(tensor): value for tensor, value in zip(entry.outputs, made, strict=True)}
-        calls.append(Call(entry.operation, args, kwargs, made, name, training, entry.autocast_dtype))
-    returned = keras.tree.map_structure(value_of, outputs)
-    return Graph(taken, tuple(_numbered(_in_order(calls, returned))), returned)
+        call_outputs = tuple(Value(name, tuple(tensor.shape), tensor.dtype) for tensor in entry.outputs)
+        values |= {id(tensor): value for tensor, value in zip(entry.outputs, call_outputs, strict=True)}
+        calls.append(Call(entry.operation, args, kwargs, call_outputs, name, training, entry.autocast_dtype))
+    graph_outputs = keras.tree.map_structure(value_of, outputs)
+    return Graph(graph_inputs, tuple(_with_unique_names(_sorted(calls, graph_outputs))), graph_outputs)
 
 
-def _in_order(calls: Sequence[Call], outputs: Any) -> list[Call]:
-    """Order calls so that branches stay together and few values are alive at once; drop what is of no effect.
+def _sorted(calls: Sequence[Call], outputs: Any) -> list[Call]:
+    """Sort calls depth-first from the outputs, and drop operations without effect.
 
-    From the outputs backwards, each call directly after the last of those that it needs (a depth-first walk). A layer
-    that no output needs runs all the same, as in Keras: it may have a state or a loss.
+    Layers that no output depends on stay, as in Keras: they may have a state or a loss. They come as early as possible.
     """
-    maker = {value: call for call in calls for value in call.outputs}
-    # A layer applied twice updates its state in the order of the model.
-    before: dict[Call, list[Call]] = {}
+    producer = {value: call for call in calls for value in call.outputs}
+    # A layer that is used twice updates its state in the order of the model.
+    dependencies: dict[Call, list[Call]] = {}
     latest: dict[int, Call] = {}
     for call in calls:
-        before[call] = [maker[value] for value in call.inputs if value in maker]
-        before[call] += [latest[id(call.operation)]] if id(call.operation) in latest else []
+        dependencies[call] = [producer[value] for value in call.inputs if value in producer]
+        dependencies[call] += [latest[id(call.operation)]] if id(call.operation) in latest else []
         latest[id(call.operation)] = call
-    roots = [maker[leaf] for leaf in keras.tree.flatten(outputs) if isinstance(leaf, Value) and leaf in maker]
-    done: set[Call] = set()
-    ordered = _walk(roots, before, done)
+    roots = [producer[leaf] for leaf in keras.tree.flatten(outputs) if isinstance(leaf, Value) and leaf in producer]
+    visited: set[Call] = set()
+    ordered = _postorder(roots, dependencies, visited)
     for call in calls:
-        if isinstance(call.operation, keras.Layer | keras_tracing.AddedLoss) and call not in done:
-            own = _walk([call], before, done)
-            needed = {other for new in own for other in before[new]}
-            place = max((index + 1 for index, other in enumerate(ordered) if other in needed), default=0)
-            ordered[place:place] = own
+        if isinstance(call.operation, keras.Layer | keras_tracing.AddedLoss) and call not in visited:
+            added = _postorder([call], dependencies, visited)
+            needed = {dependency for new in added for dependency in dependencies[new]}
+            position = max((index + 1 for index, other in enumerate(ordered) if other in needed), default=0)
+            ordered[position:position] = added
     return ordered
 
 
-def _walk(roots: Iterable[Call], before: Mapping[Call, Sequence[Call]], done: set[Call]) -> list[Call]:
-    """Return calls in the order in which a depth-first walk leaves them, and add them to `done`.
+def _postorder(roots: Iterable[Call], dependencies: Mapping[Call, Sequence[Call]], visited: set[Call]) -> list[Call]:
+    """Return the calls that are not visited yet in depth-first postorder, and add them to `visited`.
 
-    Without recursion: models are deeper than Python's stack.
+    Without recursion, because models are deeper than Python's stack.
     """
-    left = []
+    order = []
     for root in roots:
-        waiting = [] if root in done else [(root, iter(before[root]))]
-        while waiting:
-            call, needed = waiting[-1]
-            following = next((other for other in needed if other not in done), None)
-            if following is None:
-                waiting.pop()
-                done.add(call)
-                left.append(call)
+        stack = [] if root in visited else [(root, iter(dependencies[root]))]
+        while stack:
+            call, remaining = stack[-1]
+            dependency = next((other for other in remaining if other not in visited), None)
+            if dependency is None:
+                stack.pop()
+                visited.add(call)
+                order.append(call)
             else:
-                waiting.append((following, iter(before[following])))
-    return left
+                stack.append((dependency, iter(dependencies[dependency])))
+    return order
 
 
-def _numbered(calls: Iterable[Call]) -> list[Call]:
-    """Give each call a name of its own."""
+def _with_unique_names(calls: Iterable[Call]) -> list[Call]:
+    """Append "#2", "#3", ... to repeated names."""
     counts: collections.Counter[str] = collections.Counter()
-    numbered = []
+    renamed = []
     for call in calls:
         counts[call.name] += 1
-        again = f"{call.name}#{counts[call.name]}"
-        numbered.append(call if counts[call.name] == 1 else dataclasses.replace(call, name=again))
-    return numbered
+        name = f"{call.name}#{counts[call.name]}"
+        renamed.append(call if counts[call.name] == 1 else dataclasses.replace(call, name=name))
+    return renamed

@@ -1,11 +1,12 @@
-"""A Keras model as data: the operations it applies, in order, and the tensors that flow between them.
+"""Tracing: a Keras model as a graph of layer calls.
 
     model                            graph
     ┌ encoder ────────┐              embed ── encoder/dense ── encoder/norm ─┐
   ──│ embed dense norm│── head ──      └──────────────────────────────── add ┴─ head
     └─────────────────┘
 
-A model is run once on symbolic tensors, so that nested models open up and a `call` of one's own is read as well.
+The model runs once on symbolic tensors, so that the layer calls of nested models and of custom `call` methods are
+recorded too.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ __all__ = ["Call", "Graph", "Value", "build", "run", "standardize", "trace"]
 
 
 def trace(model: keras.Model, input_specs: Any = None) -> Graph:
-    """Read a model's operations in order, those of nested models too.
+    """Trace a model, with its nested models.
 
     Args:
-        model: Functional, Sequential, or a subclass whose `call` uses layers and `keras.ops`.
-        input_specs: Anything with `shape` and `dtype` for each input, the batch first, in the structure that the
-            model is called with; needed for a model without declared inputs. To others it adds sizes that they leave
-            open, and a None says that an optional input is not given.
+        model: A Functional or Sequential model, or a subclass with a `call` of layers and `keras.ops`.
+        input_specs: Objects with `shape` and `dtype` for the inputs, the examples first, in the structure of the
+            model's inputs. Needed for models without declared inputs; in other models they set the unknown dimensions,
+            and None stands for an optional input that is absent.
 
     Returns:
         The graph. It shares the layers of the model.
 
     Raises:
-        ValueError: If the inputs of the model are not known, or its `call` cannot be read or depends on `training`.
+        ValueError: If the inputs of the model are unknown, or its `call` cannot be traced or depends on `training`.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, name="hidden")])
@@ -48,49 +49,61 @@ def trace(model: keras.Model, input_specs: Any = None) -> Graph:
     """
     if keras_tracing.has_own_ending(model):
         raise ValueError(
-            f"A model that is cut into stages must end with its outputs, received {type(model).__name__} with a "
-            "compute_mask or activity_regularizer of its own; move that into a layer at its end."
+            f"A model that is cut into stages must end with its outputs, received {type(model).__name__} with its own "
+            "compute_mask or activity_regularizer; move it into a last layer of the model."
         )
     build(model, input_specs)
     inputs = _symbolic_inputs(model, input_specs)
     recorded, outputs = _record(model, inputs, training=True)
-    told: list[bool | None] = [None] * len(recorded)
+    training_arguments: list[bool | None] = [None] * len(recorded)
     if any(
         isinstance(layer, keras.Model) and keras_tracing.has_own_call(layer) for layer in keras_model.all_layers(model)
     ):
         inference = _record(model, inputs, training=False)
-        _check_alike(model, inputs, (recorded, outputs), inference)
+        _check_same_calls(model, inputs, (recorded, outputs), inference)
         both = zip(recorded, inference[0], strict=True)
-        told = [one.training if one.training == other.training else None for one, other in both]
-    return build_graph(inputs, recorded, told, outputs)
+        training_arguments = [one.training if one.training == other.training else None for one, other in both]
+    return build_graph(inputs, recorded, training_arguments, outputs)
 
 
 def build(model: keras.Model, input_specs: Any = None) -> None:
-    """Let a model make the weights that wait for the shapes of its inputs.
+    """Create the weights of a model, if their shapes depend on its inputs.
 
     Args:
-        model: Any model.
+        model: Any model. A built model does not change.
         input_specs: As for `trace`.
 
     Raises:
-        ValueError: If the inputs of the model are not known.
+        ValueError: If the inputs of the model are unknown.
+
+    Example:
+        >>> model = keras.Sequential([keras.layers.Dense(8)])
+        >>> build(model, keras.Input((4,)))
+        >>> model.count_params()
+        40
     """
     if not keras_tracing.is_built(model):
         model(_symbolic_inputs(model, input_specs))
 
 
 def standardize(model: keras.Model, inputs: Any) -> list[Any]:
-    """Convert what a model is called with into the tensors of `Graph.inputs`, in their order.
+    """Convert the inputs of a model into the tensors of `Graph.inputs`, in their order.
 
     Args:
-        model: The model that was traced.
-        inputs: Tensors or arrays, as the model takes them: one, or a list, tuple or dict.
+        model: The traced model.
+        inputs: Tensors or arrays in the structure of the model's inputs: one, or a list, tuple or dict.
 
     Returns:
-        Tensors of the dtype and rank of the declared inputs; an optional input that is None is left out.
+        Tensors with the types and ranks of the declared inputs, without absent optional inputs.
 
     Raises:
-        ValueError: Keras' own, if the inputs do not fit the declared ones.
+        ValueError: From Keras, if the inputs do not match the declared ones.
+
+    Example:
+        >>> entries = {"left": keras.Input((4,), name="left"), "right": keras.Input((1,), name="right")}
+        >>> model = keras.Model(entries, keras.layers.Concatenate()(list(entries.values())))
+        >>> [tuple(tensor.shape) for tensor in standardize(model, {"right": np.ones(5), "left": np.ones((5, 4))})]
+        [(5, 4), (5, 1)]
     """
     if keras_tracing.declared_inputs(model) is not None:
         tensors = keras_tracing.standardize_inputs(model, inputs)
@@ -99,7 +112,7 @@ def standardize(model: keras.Model, inputs: Any) -> list[Any]:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-# --- what goes in -----------------------------------------------------------------------------------------------------
+# --- symbolic inputs --------------------------------------------------------------------------------------------------
 
 
 def _symbolic_inputs(model: keras.Model, specs: Any) -> Any:
@@ -111,33 +124,33 @@ def _symbolic_inputs(model: keras.Model, specs: Any) -> Any:
         )
     if declared is None:
         return keras.tree.map_structure(_symbolic, specs)
-    given = _by_place(declared, specs)
-    return keras.tree.map_structure(lambda spec: _symbolic(spec, *given.get(id(spec), ())), declared)
+    passed = _match_specs(declared, specs)
+    return keras.tree.map_structure(lambda spec: _symbolic(spec, *passed.get(id(spec), ())), declared)
 
 
-def _by_place(declared: Any, specs: Any) -> dict[int, tuple[Any]]:
-    """Return what `specs` has for each declared input, by its `id`; specs may come by name or by place."""
+def _match_specs(declared: Any, specs: Any) -> dict[int, tuple[Any]]:
+    """Return the entry of `specs` for the `id` of each declared input, matched by name or by position."""
     flat = keras.tree.flatten(declared)
     if isinstance(specs, dict) and not isinstance(declared, dict):
         return {id(spec): (specs[spec.name],) for spec in flat if spec.name in specs}
-    return {} if specs is None else {id(s): (given,) for s, given in zip(flat, keras.tree.flatten(specs), strict=False)}
+    return {} if specs is None else {id(s): (spec,) for s, spec in zip(flat, keras.tree.flatten(specs), strict=False)}
 
 
-def _symbolic(spec: Any, given: Any = ...) -> Any:
-    """Return a symbolic tensor with the declared dtype and rank, and with the sizes of what is given."""
-    if spec is None or given is None:
+def _symbolic(spec: Any, passed: Any = ...) -> Any:
+    """Return a symbolic tensor with the declared type and rank; unknown dimensions are those of the passed spec."""
+    if spec is None or passed is None:
         return None
-    # Micro-batches are of any size, whatever batch size the model declares.
-    sizes, known = tuple(spec.shape)[1:], tuple(getattr(given, "shape", ()))[1:]
+    # The number of examples is open, also if the model declares a batch size: micro-batches are smaller.
+    sizes, known = tuple(spec.shape)[1:], tuple(getattr(passed, "shape", ()))[1:]
     if len(sizes) == len(known):
-        sizes = tuple(there if size is None else size for size, there in zip(sizes, known, strict=True))
+        sizes = tuple(other if size is None else size for size, other in zip(sizes, known, strict=True))
     tensors = {"sparse": tf.SparseTensor, "ragged": tf.RaggedTensor}
     kinds = {kind: getattr(spec, kind, False) or isinstance(spec, tensor) for kind, tensor in tensors.items()}
     dtype = keras.backend.standardize_dtype(spec.dtype)
     return keras.KerasTensor((None, *sizes), dtype, name=getattr(spec, "name", None) or "input", **kinds)
 
 
-# --- what happens to it -----------------------------------------------------------------------------------------------
+# --- recording --------------------------------------------------------------------------------------------------------
 
 
 def _record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Recorded], Any]:
@@ -149,45 +162,45 @@ def _record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Recor
         reason = textwrap.shorten(str(error).rstrip(".;"), width=400, placeholder=" ...")
         raise ValueError(
             f"The call of a model that is cut into stages must run on symbolic tensors, received "
-            f"{type(model).__name__}, where: {reason}; use keras.ops in place of tf, move what needs real "
-            "tensors into a keras.Layer of its own, or build the model with keras.Model(inputs, outputs)."
+            f"{type(model).__name__}, where: {reason}; use keras.ops in place of tf, move code that needs real "
+            "tensors into a keras.Layer, or build the model with keras.Model(inputs, outputs)."
         ) from error
 
 
-def _check_alike(
+def _check_same_calls(
     model: keras.Model,
     inputs: Any,
     training: tuple[Sequence[Recorded], Any],
     inference: tuple[Sequence[Recorded], Any],
 ) -> None:
-    """Refuse a model that applies other operations in training than in inference."""
-    one, other = _described(inputs, *training), _described(inputs, *inference)
+    """Raise an error if a model calls other operations in training than in inference."""
+    one, other = _descriptions(inputs, *training), _descriptions(inputs, *inference)
     if one == other:
         return
     common = range(min(len(one), len(other)) - 1)
     first = next((index for index in common if one[index] != other[index]), len(common))
     calls = max(training[0], inference[0], key=len)
-    place = f"at {'/'.join(calls[first].path)!r}" if first < len(calls) else "in what it returns"
+    place = f"at {'/'.join(calls[first].path)!r}" if first < len(calls) else "in their outputs"
     raise ValueError(
         f"A model that is cut into stages must apply the same operations in training and in inference, received "
-        f"{type(model).__name__}, where they differ {place}; move what depends on training into a keras.Layer whose "
-        "call takes it."
+        f"{type(model).__name__}, where they differ {place}; move code that depends on training into a keras.Layer "
+        "with the argument training."
     )
 
 
-def _described(inputs: Any, recorded: Sequence[Recorded], outputs: Any) -> list[Any]:
-    """Describe each call, and at the end the outputs, so that equal ones of two runs have equal descriptions."""
+def _descriptions(inputs: Any, recorded: Sequence[Recorded], outputs: Any) -> list[Any]:
+    """Describe each call, and at the end the outputs, so that descriptions of two runs can be compared."""
     numbers = {id(tensor): number for number, tensor in enumerate(keras.tree.flatten(inputs)) if tensor is not None}
 
-    def described(structure: Any) -> list[Any]:
+    def describe(structure: Any) -> list[Any]:
         leaves = keras.tree.flatten_with_path(structure)
         return [(path, numbers[id(leaf)] if id(leaf) in numbers else _constant(leaf)) for path, leaf in leaves]
 
     descriptions: list[Any] = []
     for call in recorded:
-        descriptions.append((_identity(call.operation), described((call.args, call.kwargs))))
+        descriptions.append((_identity(call.operation), describe((call.args, call.kwargs))))
         numbers |= {id(tensor): len(numbers) + index for index, tensor in enumerate(call.outputs)}
-    return [*descriptions, described(outputs)]
+    return [*descriptions, describe(outputs)]
 
 
 def _identity(operation: keras.Operation) -> Any:

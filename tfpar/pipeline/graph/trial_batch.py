@@ -1,4 +1,4 @@
-"""What a trial of a model runs on: a few examples of which none is like another, and no statistics of a batch."""
+"""Input of trial runs of a model: a few different examples, and moving statistics in BatchNormalization."""
 
 from __future__ import annotations
 
@@ -17,27 +17,39 @@ NUM_EXAMPLES = 4
 
 
 def trial_examples(inputs: Sequence[Any]) -> list[Any]:
-    """Return two or four examples that differ in their elements, and in their lengths where they are ragged.
+    """Return two or four different examples of a batch; ragged ones differ in their lengths too.
 
     Args:
-        inputs: A batch of a model's flat inputs, `[examples, ...]` each, at least one.
+        inputs: A batch of a model's flat inputs, `[examples, ...]` each, with at least one example.
 
     Returns:
-        The first examples, changed a little. Of a single example others are made, with its elements in another order.
+        The first examples with small changes, or four permutations of the elements of a single example.
+
+    Example:
+        >>> [tensor.shape for tensor in trial_examples([tf.ones([8, 3])])]
+        [TensorShape([4, 3])]
     """
     size = min(NUM_EXAMPLES, *(int(data.num_rows(tensor)) for tensor in inputs))
     if size == 1:
-        inputs, size = [_several(tensor) for tensor in inputs], NUM_EXAMPLES
+        inputs, size = [_permutations(tensor) for tensor in inputs], NUM_EXAMPLES
     return [_varied(data.take_rows(tensor, 0, 2 * (size // 2))) for tensor in inputs]
 
 
 def first_examples(batch: Any) -> Any:
-    """Return the first examples of a batch, four if it has as many."""
+    """Return the first examples of a batch, at most four.
+
+    Args:
+        batch: Tensors in any structure, `[batch, ...]` each.
+
+    Example:
+        >>> first_examples(tf.range(8)).numpy()
+        array([0, 1, 2, 3], dtype=int32)
+    """
     return data.take_rows(batch, 0, min(NUM_EXAMPLES, int(data.num_rows(batch))))
 
 
 class Examples:
-    """The first examples of batches, for trials of steps on batches that have the same tensors.
+    """The first examples of batches, one for each structure of a batch, for trial runs of steps.
 
     Example:
         >>> examples = Examples()
@@ -47,24 +59,36 @@ class Examples:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[str, Any] = {}
+        self._examples: dict[str, Any] = {}
 
     def keep(self, batch: Any) -> None:
-        """Keep the first examples of a batch, `[batch, ...]` each, in the place of those of one like it."""
-        self._kept[_structure(batch)] = first_examples(batch)
+        """Store the first examples of a batch, and replace those of the last batch of the same structure.
+
+        Args:
+            batch: Tensors in any structure, `[batch, ...]` each.
+        """
+        self._examples[_structure(batch)] = first_examples(batch)
 
     def like(self, batch: Any) -> Any:
-        """Return the examples that were kept of a batch like this one, which may be symbolic; or else its own."""
-        if _structure(batch) not in self._kept:
+        """Return the stored examples for the structure of a batch; the batch's own if there are none.
+
+        Args:
+            batch: Tensors in any structure. They may be symbolic if examples are stored.
+        """
+        if _structure(batch) not in self._examples:
             self.keep(batch)
-        return self._kept[_structure(batch)]
+        return self._examples[_structure(batch)]
 
 
 def pairs_of_parts(batch: Any) -> list[tuple[Any, Any]]:
-    """Return pairs of equally many examples: the first ones and those after them, and each twice.
+    """Return pairs of parts of a batch of equal size: the first and the second part, and each part twice.
 
     Args:
-        batch: A batch, `[examples, ...]` each.
+        batch: Tensors in any structure, `[examples, ...]` each.
+
+    Example:
+        >>> [(one.numpy().tolist(), other.numpy().tolist()) for one, other in pairs_of_parts(tf.range(4))]
+        [([0, 1], [2, 3]), ([0, 1], [0, 1]), ([2, 3], [2, 3])]
     """
     size = min(NUM_EXAMPLES, int(data.num_rows(batch)))
     half = max(1, size // 2)
@@ -75,10 +99,16 @@ def pairs_of_parts(batch: Any) -> list[tuple[Any, Any]]:
 
 @contextlib.contextmanager
 def moving_statistics(of_synchronized: bool = False) -> Iterator[None]:
-    """Let BatchNormalization take its moving statistics inside this context, also in training.
+    """Use the moving statistics of BatchNormalization in a context, also in training.
 
     Args:
-        of_synchronized: Only where it is synchronized, and so sees the whole batch when it runs on replicas.
+        of_synchronized: Whether to do so in synchronized layers only, which use the whole batch on replicas.
+
+    Example:
+        >>> layer = keras.layers.BatchNormalization(epsilon=0.0)
+        >>> with moving_statistics():
+        ...     layer(tf.constant([[1.0], [3.0]]), training=True).numpy().tolist()
+        [[1.0], [3.0]]
     """
     call = keras.layers.BatchNormalization.call
 
@@ -94,8 +124,8 @@ def _structure(batch: Any) -> str:
     return str(tf.nest.map_structure(lambda tensor: tensor is not None, batch))
 
 
-def _several(tensor: Any) -> Any:
-    """Make four examples of one: words of a text, or elements of a row, stay what they are and change places."""
+def _permutations(tensor: Any) -> Any:
+    """Return four permutations of the elements of a single example, such as the words of a text."""
     if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
         return data.join_batches([data.take_rows(tensor, 0, 1)] * NUM_EXAMPLES)
     tensor = tf.convert_to_tensor(tensor)
@@ -105,9 +135,9 @@ def _several(tensor: Any) -> Any:
 
 
 def _varied(tensor: Any) -> Any:
-    """Tell equal examples apart: a batch may begin with several empty ones, or with some of one length."""
+    """Make equal examples different: the first ones of a batch may all be empty, or of the same length."""
     if isinstance(tensor, tf.RaggedTensor):
-        # The first is longer than all others: what pads to the longest pads the halves differently.
+        # The first is longer than all others, so that padding to the longest differs between the halves.
         longest = int(tf.argmax(tensor.row_lengths()))
         first = tf.concat([tensor[longest : longest + 1]] * 2 + [tensor[:1]], 1)
         tensor = tf.concat([first, tensor[1:]], 0)
@@ -117,6 +147,6 @@ def _varied(tensor: Any) -> Any:
     tensor = tf.convert_to_tensor(tensor)
     if not tensor.dtype.is_floating:
         return tensor
-    # Smaller only: floats may be numbers of tokens, which an Embedding looks up.
+    # Only smaller values: floats may be indices of an Embedding.
     factors = np.random.default_rng(0).uniform(0.8, 1.0, tensor.shape)
     return tensor * tf.cast(factors, tensor.dtype)
