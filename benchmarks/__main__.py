@@ -17,12 +17,14 @@ from typing import Any
 import rich.console
 from absl import app, flags
 
-from benchmarks import parity_table, pipeline, pipeline_worker, restart
+from benchmarks import parity_table, restart
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.harness import Experiment, run_rounds
 from benchmarks.machine import describe_machine
-from benchmarks.pipeline_experiments import PIPELINE_EXPERIMENTS
-from benchmarks.pipeline_report import report_of
+from benchmarks.pipelines import harness as pipelines
+from benchmarks.pipelines import worker as pipelines_worker
+from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
+from benchmarks.pipelines.report import report_of
 from benchmarks.process import WorkerError
 from benchmarks.report import machine_table, result_table, write_json
 from benchmarks.worker import measure
@@ -89,8 +91,8 @@ def _run_speed(experiment: Experiment, console: rich.console.Console) -> dict[st
     return result.as_json()
 
 
-def _run_pipeline(experiment: pipeline.Experiment, console: rich.console.Console) -> dict[str, Any]:
-    result = pipeline.run_rounds(experiment, ROUNDS.value, pipeline_worker.measure, console.print)
+def _run_pipeline(experiment: pipelines.Experiment, console: rich.console.Console) -> dict[str, Any]:
+    result = pipelines.run_rounds(experiment, ROUNDS.value, pipelines_worker.measure, console.print)
     console.print(report_of(result))
     return result.as_json()
 

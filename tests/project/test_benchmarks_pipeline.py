@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import rich.console
 
-from benchmarks import peers, pipeline, pipeline_report, pipeline_worker, process
-from benchmarks.pipeline import Experiment, Finding, Setting, shown
-from benchmarks.pipeline_examples import arrays
-from benchmarks.pipeline_experiments import PIPELINE_EXPERIMENTS, PIPELINE_MEMORY, PIPELINE_PREDICTION
-from benchmarks.pipeline_findings import efficiency, quotient, ratio, saved, saved_share, spread
-from benchmarks.pipeline_speed import PIPELINE_MLP, PIPELINE_TRANSFORMER
+from benchmarks import peers, process
+from benchmarks.pipelines import harness, report, worker
+from benchmarks.pipelines.examples import arrays
+from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS, PIPELINE_MEMORY, PIPELINE_PREDICTION
+from benchmarks.pipelines.figures import efficiency, quotient, ratio, saved, saved_share, spread
+from benchmarks.pipelines.harness import Experiment, Finding, Setting, shown
+from benchmarks.pipelines.speed import PIPELINE_MLP, PIPELINE_TRANSFORMER
 from benchmarks.process import WorkerError
 
 OURS = Setting("mlp", "pipeline", num_microbatches=8, microbatch_size=64)
@@ -33,7 +34,7 @@ def toy(**limits: float) -> Experiment:
     return Experiment("toy", "a toy", {"ours": OURS, "theirs": replace(OURS, trainer="torch")}, (faster,))
 
 
-def three_rounds(**limits: float) -> pipeline.Result:
+def three_rounds(**limits: float) -> harness.Result:
     # The machine is three times slower in the second round.
     seconds = {"pipeline": iter([0.02, 0.06, 0.01]), "torch": iter([0.03, 0.09, 0.04])}
 
@@ -41,7 +42,7 @@ def three_rounds(**limits: float) -> pipeline.Result:
         bytes_too = {"peak_bytes": 2.5e6} if setting.trainer == "torch" else {}
         return {"step_seconds": next(seconds[setting.trainer]), **bytes_too}
 
-    return pipeline.run_rounds(toy(**limits), 3, measure)
+    return harness.run_rounds(toy(**limits), 3, measure)
 
 
 # Rounds and findings
@@ -55,14 +56,14 @@ def test_settings_take_turns_round_by_round() -> None:
         return {"step_seconds": 1.0}
 
     lines: list[str] = []
-    pipeline.run_rounds(toy(), 2, measure, lines.append)
+    harness.run_rounds(toy(), 2, measure, lines.append)
     assert turns == ["pipeline", "torch"] * 2
     assert lines[2] == "toy, round 2 of 2: ours: step ms 1,000.0"
 
 
 def test_no_round_at_all_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 round, received 0"):
-        pipeline.run_rounds(toy(), 0, lambda setting: {})
+        harness.run_rounds(toy(), 0, lambda setting: {})
 
 
 def test_a_finding_is_the_median_of_what_the_rounds_found() -> None:
@@ -107,7 +108,7 @@ def test_efficiency_is_1_where_only_the_bubble_is_lost(num_stages: int, num_micr
         (quotient(saved("few", "many", "peak_bytes"), saved("few", "many", "predicted_bytes")), 1.5),
     ],
 )
-def test_figures_are_computed_from_one_round(figure: Callable[[pipeline.Round], float], value: float) -> None:
+def test_figures_are_computed_from_one_round(figure: Callable[[harness.Round], float], value: float) -> None:
     answers = {"few": {"peak_bytes": 2.0, "predicted_bytes": 2.0}, "many": {"peak_bytes": 8.0, "predicted_bytes": 6.0}}
     assert figure(answers) == pytest.approx(value)
 
@@ -193,7 +194,7 @@ def test_a_figure_is_shown_in_a_readers_unit(figure: str, value: float, expected
 
 def test_the_tables_show_medians_and_a_missed_target_and_leave_out_what_was_not_asked() -> None:
     console = rich.console.Console(width=120, file=io.StringIO())
-    console.print(pipeline_report.report_of(three_rounds(at_least=1.6)))
+    console.print(report.report_of(three_rounds(at_least=1.6)))
     text = console.file.getvalue()
     for part in (
         r"step ms ┃ peak MB",
@@ -229,7 +230,7 @@ def test_torch_has_a_process_a_stage_and_the_slowest_counts(monkeypatch: pytest.
 
     monkeypatch.setattr(process, "ask_all", ask_all)
     monkeypatch.setattr(peers, "install", lambda peer: None)
-    answer = pipeline_worker.measure(replace(OURS, trainer="torch"))
+    answer = worker.measure(replace(OURS, trainer="torch"))
     assert answer == pytest.approx({"step_seconds": 0.3, "processor_seconds": 0.3, "num_parameters": 30})
     assert [request["rank"] for request in asked] == [0, 1]
     assert len(set(asked[0]["addresses"])) == 2
@@ -238,7 +239,7 @@ def test_torch_has_a_process_a_stage_and_the_slowest_counts(monkeypatch: pytest.
 @pytest.mark.multi_process
 def test_too_few_cores_are_refused_before_tensorflow_starts() -> None:
     with pytest.raises(WorkerError, match=r"needs 100000 cores, and the process may use \d+"):
-        pipeline_worker.measure(replace(OURS, num_devices=100_000))
+        worker.measure(replace(OURS, num_devices=100_000))
 
 
 SMALL = Setting("mlp", "one_device", num_microbatches=2, microbatch_size=2, num_laps=2, steps_per_lap=1)
@@ -251,7 +252,7 @@ SMALL = Setting("mlp", "one_device", num_microbatches=2, microbatch_size=2, num_
 )
 @pytest.mark.usefixtures("logical_cpus")
 def test_a_question_is_answered_with_its_figures(setting: Setting) -> None:
-    from benchmarks.pipeline_questions import ANSWERS
+    from benchmarks.pipelines.measurements import ANSWERS
 
     answer = ANSWERS[setting.question](setting)
     expected = ("peak_bytes",) if setting.question == "memory" else FIGURES[setting.question]
@@ -269,7 +270,7 @@ def test_a_question_is_answered_with_its_figures(setting: Setting) -> None:
     ],
 )
 def test_devices_that_share_a_memory_need_the_most_at_different_times(sizes: Any, expected: float) -> None:
-    from benchmarks.pipeline_memory import together_bytes
+    from benchmarks.pipelines.memory import together_bytes
     from tfpar.pipeline import schedule
     from tfpar.pipeline.analysis.prediction import Prediction
     from tfpar.pipeline.schedule.simulator import Durations, simulate

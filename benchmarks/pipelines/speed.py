@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.pipeline import Experiment, Finding, Setting
-from benchmarks.pipeline_findings import efficiency, ratio, spread
+from benchmarks.pipelines.figures import efficiency, ratio, spread
+from benchmarks.pipelines.harness import Experiment, Finding, Setting
 
 EFFICIENCY = 0.92
 

@@ -1,13 +1,13 @@
-"""The pipeline experiments as data: memory, predictions and the first step; the speed is in `pipeline_speed`."""
+"""The pipeline experiments as data: memory, predictions and the first step; the speed is in `speed`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.pipeline import Experiment, Finding, Setting
-from benchmarks.pipeline_findings import quotient, ratio, saved, saved_share
-from benchmarks.pipeline_speed import PIPELINE_MLP, PIPELINE_TRANSFORMER, TRANSFORMER
+from benchmarks.pipelines.figures import quotient, ratio, saved, saved_share
+from benchmarks.pipelines.harness import Experiment, Finding, Setting
+from benchmarks.pipelines.speed import PIPELINE_MLP, PIPELINE_TRANSFORMER, TRANSFORMER
 
 NUMBERS_OF_MICROBATCHES = (8, 16, 32, 64)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.pipeline import Round, Setting
+from benchmarks.pipelines.harness import Round, Setting
 
 Figure = Callable[[Round], float]
 

@@ -1,4 +1,4 @@
-"""The process of one turn of a pipeline experiment: `python -m benchmarks.pipeline_worker '{…}'` prints its figures."""
+"""The process of one turn of a pipeline experiment: `python -m benchmarks.pipelines.worker '{…}'` prints figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import statistics
 
 from benchmarks import peers, process
-from benchmarks.pipeline import Answer, Setting
+from benchmarks.pipelines.harness import Answer, Setting
 from tfpar.launcher.worker_group import free_addresses
 
 
@@ -20,11 +20,11 @@ def measure(setting: Setting) -> Answer:
         WorkerError: If a process fails.
     """
     if setting.trainer != "torch":
-        return process.ask("benchmarks.pipeline_worker", vars(setting))
+        return process.ask("benchmarks.pipelines.worker", vars(setting))
     peers.install("torch")
     addresses = free_addresses(setting.num_stages) if setting.num_stages > 1 else []
     requests = [{"setting": vars(setting), "rank": rank, "addresses": addresses} for rank in range(setting.num_stages)]
-    stages = process.ask_all("benchmarks.pipeline_torch", requests)
+    stages = process.ask_all("benchmarks.pipelines.torch_peer", requests)
     return {
         "step_seconds": max(statistics.median(stage["lap_seconds"]) for stage in stages),
         "processor_seconds": sum(statistics.median(stage["lap_processor_seconds"]) for stage in stages),
@@ -42,7 +42,7 @@ def run_here(setting: Setting) -> Answer:
         ValueError: If the machine has too few cores.
     """
     _start_tensorflow(setting)
-    from benchmarks.pipeline_questions import ANSWERS
+    from benchmarks.pipelines.measurements import ANSWERS
 
     return ANSWERS[setting.question](setting)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import rich.console
 import rich.table
 
-from benchmarks.pipeline import Finding, Result, shown
+from benchmarks.pipelines.harness import Finding, Result, shown
 
 
 def report_of(result: Result) -> rich.console.Group:

@@ -27,7 +27,7 @@ class Setting:
     """What is trained in one turn, by whom, and what is asked.
 
     Args:
-        workload: Model and data, see `benchmarks.pipeline_examples`.
+        workload: Model and data, see `benchmarks.pipelines.examples`.
         trainer: `tfpar.Pipeline`, `tfpar.SingleDevice` (the whole batch at once), Keras' `fit`, or
             `torch.distributed.pipelining` in one process a stage.
         num_microbatches: Micro-batches of a step; of a trainer without any they only make the batch.

@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 
 import tfpar
-from benchmarks.pipeline import Answer, Setting
-from benchmarks.pipeline_examples import arrays
-from benchmarks.pipeline_memory import together_bytes
-from benchmarks.pipeline_models import BUILD_MODEL
+from benchmarks.pipelines.examples import arrays
+from benchmarks.pipelines.harness import Answer, Setting
+from benchmarks.pipelines.memory import together_bytes
+from benchmarks.pipelines.models import BUILD_MODEL
 
 CLEAR_REFERENCES = Path("/proc/self/clear_refs")
 STATM = Path("/proc/self/statm")

@@ -1,10 +1,10 @@
-"""The Keras models of the pipeline experiments, plain model functions; `benchmarks.pipeline_torch` has their twins."""
+"""The Keras models of the pipeline experiments; `benchmarks.pipelines.torch_peer` has the same in PyTorch."""
 
 from __future__ import annotations
 
 import keras
 
-from benchmarks.pipeline_examples import (
+from benchmarks.pipelines.examples import (
     CONTEXT,
     HIDDEN_WIDTH,
     IMAGE_SHAPE,

@@ -1,6 +1,6 @@
 """`torch.distributed.pipelining` beside us: one process a stage on gloo, one core and one thread each.
 
-    python -m benchmarks.pipeline_torch '{"setting": {…}, "rank": 0, "addresses": ["127.0.0.1:1234"]}'
+    python -m benchmarks.pipelines.torch_peer '{"setting": {…}, "rank": 0, "addresses": ["127.0.0.1:1234"]}'
 
 The loop is the plain one of PyTorch's tutorials, without metrics, and the batch stands in memory as a tensor: both in
 PyTorch's favour. No TensorFlow in this process.
@@ -13,8 +13,7 @@ import time
 from typing import Any
 
 from benchmarks import peers, process
-from benchmarks.pipeline import Setting
-from benchmarks.pipeline_examples import (
+from benchmarks.pipelines.examples import (
     HIDDEN_WIDTH,
     LEARNING_RATE,
     MLP_WIDTH,
@@ -24,6 +23,7 @@ from benchmarks.pipeline_examples import (
     WIDTH,
     arrays,
 )
+from benchmarks.pipelines.harness import Setting
 
 SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
 
