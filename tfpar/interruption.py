@@ -7,15 +7,20 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
-
-from tfpar.trainer import Trainer
+from typing import Any, Protocol
 
 REPEATED_SECONDS = 0.5
 
 
+class Interruptible(Protocol):
+    """A trainer, or anything else that stops after its current step when it is asked to."""
+
+    def interrupt(self) -> None:
+        """Stop after the current step."""
+
+
 @contextlib.contextmanager
-def interruptible(trainer: Trainer) -> Iterator[None]:
+def interruptible(trainer: Interruptible) -> Iterator[None]:
     """Let the first Ctrl-C or SIGTERM end `fit` after its step, with a checkpoint; a second Ctrl-C ends it at once.
 
     Over several workers a signal to one stops all at the same step. SIGTERM may come several times: batch systems send

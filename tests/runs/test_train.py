@@ -231,6 +231,15 @@ def test_print_config_prints_the_run_and_does_not_start_tensorflow(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("logical_cpus")
+def test_the_audit_says_how_the_workers_share_the_examples(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    call = command.InProcess(capfd, monkeypatch, tmp_path)
+    flags = ["--config", str(ROOT / "configs" / "regression_small.toml"), *settings("data.num_examples=64")]
+    assert call(*flags, "--audit", "2").out.startswith("sharding  by batch, as ")
+
+
+@pytest.mark.usefixtures("logical_cpus")
 def test_a_run_is_named_after_its_config_unless_a_directory_is_given(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import Any
 
 import tensorflow as tf
 
@@ -12,6 +11,7 @@ from tfpar import config, strategies
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.files import json_lines
 from tfpar.runs.directory import RunDirectory
+from tfpar.runs.run_trainer import RunTrainer
 from tfpar.runs.user_trainer import make_trainer
 
 POLL_SECONDS = 1.0
@@ -49,7 +49,7 @@ def evaluate_checkpoints(run: config.Run, directory: RunDirectory) -> bool:
             signal.signal(number, handler)
 
 
-def _follow(run: config.Run, directory: RunDirectory, trainer: Any, stopped: threading.Event) -> bool:
+def _follow(run: config.Run, directory: RunDirectory, trainer: RunTrainer, stopped: threading.Event) -> bool:
     checkpoints, seen = Checkpoints(directory.checkpoints), None
     while not stopped.is_set():
         position = checkpoints.position() if directory.checkpoints.is_dir() else None
@@ -61,7 +61,7 @@ def _follow(run: config.Run, directory: RunDirectory, trainer: Any, stopped: thr
     return False
 
 
-def _evaluate(checkpoints: Checkpoints, directory: RunDirectory, trainer: Any) -> Position | None:
+def _evaluate(checkpoints: Checkpoints, directory: RunDirectory, trainer: RunTrainer) -> Position | None:
     blob = checkpoints.read()
     if blob is None:
         return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -14,13 +12,13 @@ from tfpar.config import keys_read, toml
 from tfpar.messages.number_format import line
 from tfpar.runs import built_objects
 from tfpar.runs.directory import RunDirectory
+from tfpar.runs.run_trainer import RunTrainer, class_names_of, sharding_of
 from tfpar.runs.user_trainer import trainer_options, trainer_reads
 
-BY_BATCH = "by batch: every worker takes its share of each global batch"
 MAX_SHOWN = 10  # names of classes
 
 
-def print_header(run: config.Run, directory: RunDirectory, trainer: Any) -> None:
+def print_header(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> None:
     """Print what will be trained, where and how large each step is.
 
     Args:
@@ -44,7 +42,7 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: Any) -> None
         "optimizer": built_objects.describe_optimizer(trainer.model),
         "options": _options_line(run),
         "data": _data_line(run, trainer, "data.source" in read),
-        "shard_by": getattr(trainer, "shard_by", BY_BATCH) if trainer.strategy.num_workers > 1 else "",
+        "sharding": sharding_of(trainer) if trainer.strategy.num_workers > 1 else "",
         "batch": _batch_line(run, trainer.strategy, keys_read.BATCH in read),
         "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
     }
@@ -83,10 +81,10 @@ def _options_line(run: config.Run) -> str:
     return ", ".join(f"{key} = {toml.show(value)}" for key, value in options.items())
 
 
-def _data_line(run: config.Run, trainer: Any, is_read: bool) -> str:
+def _data_line(run: config.Run, trainer: RunTrainer, is_read: bool) -> str:
     origin = data.describe(run.data) if is_read else f"of {run.trainer}"
     examples = f"{trainer.num_train_examples:,} examples" if trainer.num_train_examples else "examples not counted"
-    names = getattr(trainer, "class_names", None) or ()
+    names = class_names_of(trainer)
     shown = f", {len(names)} classes: {', '.join(names[:MAX_SHOWN])}" if names else ""
     more = ", ..." if len(names) > MAX_SHOWN else ""
     return f"{origin}, {examples} to train" + ("" if trainer.validation_data is None else ", validated") + shown + more

@@ -12,11 +12,11 @@ from tfpar.messages.number_format import line
 from tfpar.pipeline.analysis import timeline_plot
 from tfpar.pipeline.analysis.stage_table import describe_step
 from tfpar.pipeline.schedule.simulator import simulate
+from tfpar.runs.run_trainer import RunTrainer
 from tfpar.strategies.preview import Preview
-from tfpar.trainer import Trainer
 
 
-def show_stages(trainer: Trainer, batch: Any) -> Preview:
+def show_stages(trainer: RunTrainer, batch: Any) -> Preview:
     """Measure the stages on a batch and print them with the predicted step.
 
     Args:
@@ -29,7 +29,7 @@ def show_stages(trainer: Trainer, batch: Any) -> Preview:
     return preview
 
 
-def draw_trace(trainer: Trainer, preview: Preview, batch: Any, picture: Path, tensorboard: Path | None) -> None:
+def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path, tensorboard: Path | None) -> None:
     """Measure when each action of a step really runs, draw it below the plan, and say where the picture is.
 
     Neither has the optimizer in it, which comes when all actions have ended.

@@ -6,25 +6,25 @@ import errno
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar import callbacks, config, data, strategies
-from tfpar.checkpoint import Checkpoints
+from tfpar.checkpoint import Checkpoints, Position
 from tfpar.commands import standard_streams
 from tfpar.config import keys_read
 from tfpar.interruption import interruptible
 from tfpar.messages.number_format import line
 from tfpar.runs import header, pipeline_report, resume, summary
+from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
 from tfpar.runs.folder_watch import FolderWatch
-from tfpar.runs.tensorboard_steps import StepSummaries
+from tfpar.runs.run_trainer import RunTrainer, report_of, sharding_of
 from tfpar.runs.user_trainer import check_trainer, make_trainer, trainer_reads, trainer_source
-from tfpar.trainer import Trainer
 
 
 def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> bool:
@@ -65,90 +65,137 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     strategy = strategies.from_settings(run.strategy)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
     strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
-    settings = run.training
-    checkpoints = Checkpoints(
-        directory.checkpoints, settings.checkpoint_seconds, settings.keep_checkpoints, run=directory.identity
-    )
-    results = directory.finished(run) if strategy.is_chief else None
-    broken = directory.broken() if strategy.is_chief else []
-    (ends_here,) = strategy.all_reduce_sum([results is not None])
-    if ends_here:
-        if results is not None:
-            print(summary.already_trained(directory, results))
+    if _is_finished(run, directory, strategy):
         return True
+    checkpoints = Checkpoints(
+        directory.checkpoints,
+        run.training.checkpoint_seconds,
+        run.training.keep_checkpoints,
+        run=directory.identity,
+    )
+    broken = directory.broken() if strategy.is_chief else []
     position = checkpoints.position() if strategy.is_chief else None
+    _check_batch_size(run, strategy)
+    trainer = make_trainer(run, strategy)
+    _check_model(run, trainer)
+    if strategy.is_chief:
+        _record(run, directory, trainer, position)
+    if strategy.has_schedule:
+        _show_schedule(run, directory, trainer, trace)
+    if strategy.is_chief:
+        _print_repetition(run, directory, position, broken)
+    with standard_streams.outlived(trainer.interrupt):
+        return _fit_and_save(run, directory, trainer, checkpoints)
+
+
+def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.Strategy) -> bool:
+    """Return on every worker whether the chief's folder holds the finished run."""
+    results = directory.finished(run) if strategy.is_chief else None
+    (is_finished,) = strategy.all_reduce_sum([results is not None])
+    if results is not None:
+        print(summary.already_trained(directory, results))
+    return bool(is_finished)
+
+
+def _check_batch_size(run: config.Run, strategy: strategies.Strategy) -> None:
     batch = run.training.global_batch_size
     if batch < strategy.num_replicas and keys_read.BATCH in keys_read.read_keys(trainer_reads(run)):
         raise ValueError(
             f"training.global_batch_size = {batch} does not reach every one of {strategy.num_replicas} replicas: "
             f"set it to at least {strategy.num_replicas}, or name fewer devices in strategy.devices."
         )
-    trainer = make_trainer(run, strategy)
-    resume.optimizer_settings(trainer.model)  # refuses one that cannot be saved
-    _check_monitor(run.callbacks, trainer)
-    if strategy.is_chief:
-        resume.check(run, directory, position, trainer.model)
-        directory.reopen()
-        directory.record(keys_read.dump_read(run, trainer_reads(run), run.trainer))
-        header.print_header(run, directory, trainer)
-    if strategy.has_schedule:
-        batch = trainer.build(trainer.train_data)
-        preview = pipeline_report.show_stages(trainer, batch)
-        if trace:
-            tensorboard = directory.tensorboard if run.callbacks.tensorboard else None
-            pipeline_report.draw_trace(trainer, preview, batch, directory.trace, tensorboard)
+
+
+def _check_model(run: config.Run, trainer: RunTrainer) -> None:
+    resume.optimizer_settings(trainer.model)  # refuses an optimizer that cannot be saved
+    check_monitor(run.callbacks, trainer)
+
+
+def _record(run: config.Run, directory: RunDirectory, trainer: RunTrainer, position: Position | None) -> None:
+    """Record the run in its folder and print its header, once the run may start or resume there."""
+    resume.check(run, directory, position, trainer.model)
+    directory.reopen()
+    directory.record(keys_read.dump_read(run, trainer_reads(run), run.trainer))
+    header.print_header(run, directory, trainer)
+
+
+def _show_schedule(run: config.Run, directory: RunDirectory, trainer: RunTrainer, trace: bool) -> None:
+    batch = trainer.build(trainer.train_data)
+    preview = pipeline_report.show_stages(trainer, batch)
+    if trace:
+        tensorboard = directory.tensorboard if run.callbacks.tensorboard else None
+        pipeline_report.draw_trace(trainer, preview, batch, directory.trace, tensorboard)
+
+
+def _print_repetition(
+    run: config.Run, directory: RunDirectory, position: Position | None, broken: Sequence[str]
+) -> None:
+    """Print from where a run resumes, and which of its files are written again."""
     if position is not None:
         print(line("", resume.describe(run, directory, position), 0), end="\n\n", flush=True)
     if broken:
         print(line("", summary.written_again(broken), 0), end="\n\n", flush=True)
-    with standard_streams.outlived(trainer.interrupt):
-        return _fit_and_save(run, directory, trainer, checkpoints)
 
 
-def _fit_and_save(run: config.Run, directory: RunDirectory, trainer: Any, checkpoints: Checkpoints) -> bool:
+def _fit_and_save(run: config.Run, directory: RunDirectory, trainer: RunTrainer, checkpoints: Checkpoints) -> bool:
     """Train to the end or to an interruption, and write the results; return whether it came to its end."""
-    strategy = trainer.strategy
-    throughput = callbacks.Throughput()
-    metrics_file = callbacks.MetricsFile(directory.metrics)
-    table = EpochTable(trainer.validation_data is not None, directory.metrics)
+    throughput, metrics_file = callbacks.Throughput(), callbacks.MetricsFile(directory.metrics)
     watch = FolderWatch(directory, checkpoints, metrics_file, trainer.interrupt)
+    table = EpochTable(trainer.validation_data is not None, directory.metrics)
+    asked_for = callbacks_from_settings(run, directory, throughput)
     try:
-        with interruptible(trainer):
-            trainer.fit(
-                trainer.train_data,
-                epochs=run.training.epochs,
-                verbose=0,
-                callbacks=[watch, throughput, metrics_file, *_callbacks(run, directory, throughput), table],
-                validation_data=trainer.validation_data,
-                validation_freq=run.training.validation_freq,
-                steps_per_call=None if run.training.steps_per_call == "auto" else run.training.steps_per_call,
-                checkpoints=checkpoints,
-                nonfinite_loss=run.training.nonfinite_loss,
-            )
+        _fit(run, trainer, checkpoints, [watch, throughput, metrics_file, *asked_for, table])
     except OSError:
-        if strategy.is_chief:
+        if trainer.strategy.is_chief:
             _require_folder(directory, trainer)  # its loss is the reason
         raise
     if trainer.interrupted:
-        strategy.barrier()
-        if watch.kept_in is not None:
-            raise _gone(directory, "its last checkpoint", watch.kept_in)
-        if strategy.is_chief:
-            print(f"\nStopped after step {_num_updates(trainer)}; a checkpoint is written.")
+        trainer.strategy.barrier()
+        _print_interruption(directory, trainer, watch.kept_in)
         return False
     results = _results(trainer, throughput, metrics_file)
-    if strategy.is_chief:
-        _require_folder(directory, trainer)
-        trainer.save(directory.model)
-        directory.finish(results)
-        print(f"\n{summary.summary(directory, results)}")
-        if hasattr(trainer, "report"):
-            print(f"\n{trainer.report(results)}")
-    strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
+    if trainer.strategy.is_chief:
+        _save(directory, trainer, results)
+    trainer.strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
     return True
 
 
-def _require_folder(directory: RunDirectory, trainer: Trainer) -> None:
+def _fit(
+    run: config.Run, trainer: RunTrainer, checkpoints: Checkpoints, listed: Sequence[keras.callbacks.Callback]
+) -> None:
+    settings = run.training
+    with interruptible(trainer):
+        trainer.fit(
+            trainer.train_data,
+            epochs=settings.epochs,
+            verbose=0,
+            callbacks=listed,
+            validation_data=trainer.validation_data,
+            validation_freq=settings.validation_freq,
+            steps_per_call=None if settings.steps_per_call == "auto" else settings.steps_per_call,
+            checkpoints=checkpoints,
+            nonfinite_loss=settings.nonfinite_loss,
+        )
+
+
+def _print_interruption(directory: RunDirectory, trainer: RunTrainer, kept_in: Path | None) -> None:
+    if kept_in is not None:
+        raise _gone(directory, "its last checkpoint", kept_in)
+    if trainer.strategy.is_chief:
+        print(f"\nStopped after step {_num_updates(trainer)}; a checkpoint is written.")
+
+
+def _save(directory: RunDirectory, trainer: RunTrainer, results: dict[str, float]) -> None:
+    """Write the model and the results, and print them."""
+    _require_folder(directory, trainer)
+    trainer.save(directory.model)
+    directory.finish(results)
+    print(f"\n{summary.summary(directory, results)}")
+    if (report := report_of(trainer, results)) is not None:
+        print(f"\n{report}")
+
+
+def _require_folder(directory: RunDirectory, trainer: RunTrainer) -> None:
     """Refuse to end a run in a folder that is gone; save the model where it can be.
 
     Raises:
@@ -179,63 +226,17 @@ def audit(run: config.Run, num_workers: int) -> bool:
     """
     trainer = make_trainer(run, strategies.SingleDevice())
     found = data.audit(trainer.train_data, num_workers)
-    print(f"division  {getattr(trainer, 'division', header.BY_BATCH)}\n\n{found}")
+    print(f"sharding  {sharding_of(trainer)}\n\n{found}")
     return found.ok
 
 
-def _callbacks(
-    run: config.Run, directory: RunDirectory, throughput: callbacks.Throughput
-) -> list[keras.callbacks.Callback]:
-    wanted: list[keras.callbacks.Callback] = []
-    settings, optimizer = run.callbacks, run.optimizer
-    if settings.tensorboard:
-        wanted.append(keras.callbacks.TensorBoard(str(directory.tensorboard), write_graph=False))
-        wanted.append(StepSummaries(directory.tensorboard / "steps", throughput))
-    if optimizer.warmup_steps or optimizer.base_batch_size:
-        wanted.append(
-            callbacks.LearningRateWarmup(
-                optimizer.warmup_steps, run.training.global_batch_size, optimizer.base_batch_size
-            )
-        )
-    if settings.early_stopping_patience is not None:
-        wanted.append(
-            keras.callbacks.EarlyStopping(
-                settings.monitor, patience=settings.early_stopping_patience, restore_best_weights=True
-            )
-        )
-    if settings.reduce_learning_rate_patience is not None:
-        wanted.append(
-            keras.callbacks.ReduceLROnPlateau(settings.monitor, patience=settings.reduce_learning_rate_patience)
-        )
-    if settings.check_replicas_every_steps is not None:
-        wanted.append(callbacks.ReplicaCheck(settings.check_replicas_every_steps))
-    return wanted
-
-
-def _check_monitor(settings: config.Callbacks, trainer: Any) -> None:
-    """Refuse to watch a metric that the model does not have; Keras would notice after the first epoch."""
-    metrics = trainer.model.get_compile_config().get("metrics") or []
-    watches = settings.early_stopping_patience is not None or settings.reduce_learning_rate_patience is not None
-    if not watches or not all(isinstance(metric, str | dict) for metric in metrics) or isinstance(metrics, dict):
-        return  # several outputs have names of their own
-    names = ["loss", *(metric if isinstance(metric, str) else metric["config"]["name"] for metric in metrics)]
-    if settings.monitor.startswith("val_") and trainer.validation_data is None:
-        raise ValueError(
-            f'callbacks.monitor = "{settings.monitor}" is not measured, as there are no validation data: monitor '
-            f'"{settings.monitor.removeprefix("val_")}", or validate.'
-        )
-    if settings.monitor.removeprefix("val_") not in names:
-        raise ValueError(
-            f'callbacks.monitor = "{settings.monitor}" is no metric of this model. There are: '
-            f"{', '.join(f'{name}, val_{name}' for name in names)}."
-        )
-
-
-def _num_updates(trainer: Trainer) -> int:
+def _num_updates(trainer: RunTrainer) -> int:
     return int(trainer.model.optimizer.iterations.numpy())
 
 
-def _results(trainer: Any, throughput: callbacks.Throughput, metrics_file: callbacks.MetricsFile) -> dict[str, float]:
+def _results(
+    trainer: RunTrainer, throughput: callbacks.Throughput, metrics_file: callbacks.MetricsFile
+) -> dict[str, float]:
     """Return the metrics of the model as it is saved: the last epoch's are of other weights after an early stop."""
     logs = {}
     if trainer.validation_data is not None:  # on all workers

@@ -32,13 +32,14 @@ from tfpar import config
 from tfpar.config import keys_read
 from tfpar.messages.received import excerpt, quoted
 from tfpar.messages.suggestions import did_you_mean
+from tfpar.runs.run_trainer import RunTrainer
 from tfpar.strategies import Strategy, model_checks
 from tfpar.trainer import Trainer
 
 _EXAMPLE = "tfpar.trainers.image_classification.ImageClassification is one."
 
 
-def make_trainer(run: config.Run, strategy: Strategy) -> Any:
+def make_trainer(run: config.Run, strategy: Strategy) -> RunTrainer:
     """Make the trainer of a run.
 
     Args:
@@ -46,13 +47,13 @@ def make_trainer(run: config.Run, strategy: Strategy) -> Any:
         strategy: Where and how a step runs.
 
     Returns:
-        An object of the run's trainer class, with `train_data`, `validation_data` and `num_train_examples`.
+        An object of the run's trainer class.
 
     Raises:
         ValueError: As `check_trainer`, as the class itself, where the trainer lacks one of these, or where its model is
             not compiled.
     """
-    trainer = check_trainer(run)(run, strategy)
+    trainer: RunTrainer = check_trainer(run)(run, strategy)
     for name in ("train_data", "validation_data", "num_train_examples"):
         if not hasattr(trainer, name):
             raise ValueError(
