@@ -1,4 +1,4 @@
-"""The picture of a schedule and the table of its stages: what they say, and that it can be read."""
+"""The picture of a schedule and the table of its stages: content, layout and legibility."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#E4E4E4"
 
 
 def timeline(schedule: Schedule, seconds: float = 0.01) -> Timeline:
-    """One step with a forward of `seconds`, a backward of twice that."""
+    """Return a step with forward passes of `seconds`, and backward passes of twice that."""
     stages = schedule.num_stages
     once, twice = (seconds,) * stages, (2 * seconds,) * stages
     return simulate(schedule, Durations(once, twice, once, once, transfer_seconds=(0.0,) * (stages - 1)))
@@ -29,7 +29,7 @@ def figure_of(schedule: Schedule, measured: Timeline | None = None) -> Figure:
 
 
 def laid_out(figure: Figure) -> Figure:
-    """The figure after it was drawn, so that extents are final."""
+    """Draw a figure and return it, so that its extents are final."""
     FigureCanvasAgg(figure).draw()
     return figure
 
@@ -41,7 +41,7 @@ def legend_labels(figure: Figure) -> list[str]:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def test_plan_and_run_stand_one_above_the_other_with_their_numbers() -> None:
+def test_the_planned_step_is_above_the_measured_one_with_their_times() -> None:
     schedule = make("1f1b", 2, 4)
     figure = laid_out(figure_of(schedule, timeline(schedule, seconds=0.02)))
     planned, run = figure.axes
@@ -54,7 +54,7 @@ def test_plan_and_run_stand_one_above_the_other_with_their_numbers() -> None:
     assert [label.get_text() for label in run.get_yticklabels()] == ["device 0", "device 1"]
 
 
-def test_every_action_is_a_box_with_the_number_of_its_micro_batch() -> None:
+def test_every_action_is_a_box_with_the_index_of_its_microbatch() -> None:
     # 0: F0 F1 .. .. B0 .. F2 B1 .. F3 B2 .. .. .. B3        a column is 10 ms
     # 1: .. F0 B0 .. F1 B1 .. F2 B2 .. F3 B3 .. .. ..
     figure = figure_of(make("1f1b", 2, 4))
@@ -68,7 +68,7 @@ def test_every_action_is_a_box_with_the_number_of_its_micro_batch() -> None:
     ("name", "num_stages", "num_microbatches", "num_devices"),
     [("interleaved", 4, 8, 2), ("1f1b", 8, 32, None)],
 )
-def test_labels_lie_in_their_boxes_and_the_legend_below_the_axes(
+def test_labels_are_in_their_boxes_and_the_legend_is_below_the_axes(
     name: str, num_stages: int, num_microbatches: int, num_devices: int | None
 ) -> None:
     schedule = make(name, num_stages, num_microbatches, num_devices)
@@ -89,13 +89,13 @@ def test_labels_lie_in_their_boxes_and_the_legend_below_the_axes(
     assert len({text.get_fontsize() for text in axes.texts}) == 1
 
 
-def test_boxes_too_narrow_for_a_number_have_none() -> None:
+def test_boxes_too_narrow_for_an_index_have_none() -> None:
     schedule = make("gpipe", 2, 300)
     assert not figure_of(schedule).axes[0].texts
 
 
 def colours(name: str, num_stages: int, num_devices: int) -> set[str]:
-    """The colours of all bars of a picture."""
+    """Return the colours of all bars of a picture."""
     bars = figure_of(make(name, num_stages, 2 * num_devices, num_devices)).axes[0].collections
     return {to_hex(colour).upper() for bar in bars for colour in np.asarray(bar.get_facecolor())}
 
@@ -109,7 +109,7 @@ def test_later_stages_of_a_device_are_lighter() -> None:
     assert colours("interleaved", 4, 2) == {BLUE, ORANGE, "#99C7E0", "#F5D999", GREY}
 
 
-def test_the_legend_names_what_the_schedule_has() -> None:
+def test_the_legend_names_the_actions_of_the_schedule() -> None:
     bubble = "bubble (no action runs)"
     assert legend_labels(figure_of(make("gpipe", 2, 2))) == ["forward", "backward", bubble]
     assert legend_labels(figure_of(make("zero_bubble", 2, 2))) == [
@@ -127,7 +127,7 @@ def test_the_legend_names_what_the_schedule_has() -> None:
     ]
 
 
-def test_the_file_is_the_bytes_returned(tmp_path: Path) -> None:
+def test_the_file_has_the_returned_bytes(tmp_path: Path) -> None:
     schedule = make("1f1b", 1, 1)
     path = tmp_path / "schedule.png"
     content = timeline_plot.draw(timeline(schedule), timeline(schedule), schedule, path)
@@ -135,7 +135,7 @@ def test_the_file_is_the_bytes_returned(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
-def test_a_step_that_took_no_time_can_be_drawn() -> None:
+def test_a_step_of_zero_seconds_can_be_drawn() -> None:
     schedule = make("1f1b", 1, 1)
     nothing = timeline(schedule, seconds=0.0)
     figure = laid_out(timeline_plot.figure(nothing, None, schedule))
@@ -165,7 +165,7 @@ def printed(rows: list[StageRow], planned: Timeline | None, schedule: Schedule) 
     return [line.strip() for line in stages_table(rows, planned, schedule).splitlines() if line.strip()]
 
 
-def test_the_table_says_all_of_each_stage() -> None:
+def test_the_table_has_all_columns_of_each_stage() -> None:
     schedule = make("1f1b", 2, 4)
     last = row(stage=1, device="CPU:1", first_layer="head", last_layer="head", num_layers=1, cut_bytes=None)
     lines = printed([row(), last], timeline(schedule), schedule)
@@ -180,7 +180,7 @@ def test_the_table_says_all_of_each_stage() -> None:
     assert " ".join(caption) == "predicted  step 150 ms, bubble 20.0 %: from the times above, the optimizer included"
 
 
-def test_what_is_not_known_stays_empty() -> None:
+def test_unknown_cells_are_empty() -> None:
     unknown = row(forward_seconds=None, backward_seconds=None, memory_bytes=None, cut_bytes=None, num_layers=1)
     *_, numbers, layer = printed([unknown], None, make("1f1b", 1, 1))
     assert numbers.split() == ["0", "CPU:0", "1", "1,234,567"], "no times, no caption"
@@ -207,5 +207,5 @@ def test_milliseconds_have_three_digits(seconds: float, expected: str) -> None:
     assert describe_step(Timeline(1, (), seconds, (0,))) == f"step {expected} ms, bubble 100.0 %"
 
 
-def test_one_of_a_kind_is_singular() -> None:
+def test_the_number_one_has_a_singular_noun() -> None:
     assert describe_schedule(make("gpipe", 1, 1)) == "gpipe: 1 stage on 1 device, 1 micro-batch"

@@ -1,1 +1,1 @@
-"""What a pipeline will be and was: durations, memory, tables, pictures."""
+"""Predicted and measured times and memory of a pipeline, as data, tables and pictures."""

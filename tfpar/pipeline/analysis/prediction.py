@@ -1,4 +1,4 @@
-"""What a pipeline will be like before it trains: its stages, its step and its memory, measured and computed."""
+"""Prediction of the step time, the bubble and the memory of a pipeline, from measured durations."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ from tfpar.pipeline.schedule.simulator import Durations, Timeline, peak_bytes, s
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a pipeline will be like.
+    """The predicted step of a pipeline.
 
     Args:
-        rows: One a stage.
-        durations: How long its actions take, measured in a short step, and what they keep.
-        planned: The step that follows from them, the optimizer included.
+        rows: The layers, times and memory of each stage.
+        durations: The durations of the actions, measured in a short step, and their bytes.
+        planned: The simulated step, including the optimizer's update.
+
+    Example:
+        >>> from tfpar.pipeline import schedule
+        >>> durations = Durations((1.0, 1.0), (2.0, 2.0), (), (), transfer_seconds=(0.0,))
+        >>> planned = simulate(schedule.make("1f1b", num_stages=2, num_microbatches=4), durations)
+        >>> round(Prediction((), durations, planned).planned.bubble, 3)
+        0.2
     """
 
     rows: tuple[StageRow, ...]
@@ -39,29 +46,38 @@ def predict_step_time(
     batch: Any,
     microbatch_size: int,
 ) -> Prediction:
-    """Measure the stages of a model on a batch, and compute from that what a step will be like.
+    """Predict a step: measure the actions of a model on a batch, and simulate the schedule.
 
     Args:
-        partition: The stages.
-        lowering: Their functions.
-        schedule: The order of actions.
-        devices: One a stage.
-        memory: What training needs of memory.
+        partition: The stages of the model.
+        lowering: The compiled steps of the model.
+        schedule: The order of the actions.
+        devices: The device of each stage.
+        memory: The estimate of the memory of weights and optimizer state.
         batch: A global batch.
-        microbatch_size: Examples of a micro-batch.
+        microbatch_size: Number of examples of a micro-batch.
+
+    Returns:
+        The prediction. The weights of the model do not change.
+
+    Example:
+        >>> batch = trainer.build(dataset)
+        >>> prediction = trainer.strategy.predict_step_time(trainer.model, batch)
+        >>> len(prediction.rows), prediction.planned.num_devices
+        (2, 2)
     """
     programs = lowering.compile(batch, training=True).programs
-    kept = [program.kept(microbatch_size) for program in programs.stages]
+    saved = [program.kept(microbatch_size) for program in programs.stages]
     durations = dataclasses.replace(
         step_timing.measure_durations(schedule, lambda actions: lowering.timed(batch, actions)),
         update_seconds=step_timing.measure_updates(lowering.optimizer, programs),
-        activation_bytes=tuple(one.activation for one in kept),
-        backward_temporary_bytes=tuple(one.backward for one in kept),
-        weight_gradient_temporary_bytes=tuple(one.weight_gradient for one in kept),
-        until_weight_gradient_bytes=tuple(one.waiting for one in kept),
+        activation_bytes=tuple(one.activation for one in saved),
+        backward_temporary_bytes=tuple(one.backward for one in saved),
+        weight_gradient_temporary_bytes=tuple(one.weight_gradient for one in saved),
+        until_weight_gradient_bytes=tuple(one.waiting for one in saved),
         fixed_bytes=tuple(memory.fixed_bytes(costs) for costs in partition.stage_costs),
     )
-    crossing = partition.cut_values
+    cut_values = partition.cut_values
     rows = [
         StageRow(
             stage=index,
@@ -73,7 +89,7 @@ def predict_step_time(
             forward_seconds=durations.forward_seconds[index],
             backward_seconds=durations.backward_seconds[index] + durations.weight_gradient_seconds[index],
             memory_bytes=peak_bytes(schedule, durations, [index]),
-            cut_bytes=microbatch_size * sum(map(bytes_per_example, crossing[index]))
+            cut_bytes=microbatch_size * sum(map(bytes_per_example, cut_values[index]))
             if index < len(partition.stages) - 1
             else None,
         )

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as a table, and its schedule in words; no TensorFlow."""
+"""The stages of a pipeline as a table, and its schedule in words. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ _GAP = "  "
 
 @dataclasses.dataclass(frozen=True)
 class StageRow:
-    """What the table says of one stage.
+    """One row of the table: the layers, times and memory of a stage.
 
     Attributes:
-        stage: Its number, from 0.
-        device: What its device is called.
+        stage: Index of the stage, from 0.
+        device: Name of its device.
         first_layer: Name of its first layer call.
-        last_layer: Name of its last one.
-        num_layers: How many layer calls it has.
-        num_parameters: In its weights, the untrained ones included.
-        forward_seconds: Of a full micro-batch; None if not known.
-        backward_seconds: Of a full micro-batch, for inputs and weights; None if not known.
-        memory_bytes: Of its weights, gradients, optimizer state and activations; None if not known.
-        cut_bytes: What a full micro-batch carries across the cut behind it; None if not known, or for the last stage.
+        last_layer: Name of its last layer call.
+        num_layers: Number of its layer calls.
+        num_parameters: Number of parameters, including those of frozen layers.
+        forward_seconds: Duration of the forward pass of a full micro-batch; None if unknown.
+        backward_seconds: Duration of the complete backward pass of a full micro-batch; None if unknown.
+        memory_bytes: Bytes of weights, gradients, optimizer state and activations; None if unknown.
+        cut_bytes: Bytes of a full micro-batch across the cut after the stage; None if unknown, or for the last stage.
+
+    Example:
+        >>> StageRow(0, "GPU:0", "embedding", "block_3", 12, 1000, None, None, None, cut_bytes=512).num_layers
+        12
     """
 
     stage: int
@@ -42,12 +46,25 @@ class StageRow:
 
 
 def stages_table(rows: Sequence[StageRow], planned: Timeline | None, schedule: Schedule) -> str:
-    """Return the stages of a pipeline as lines of text, with the layers of each on a line of their own.
+    """Format the stages of a pipeline as a table, with the layers of each stage on a separate line.
 
     Args:
-        rows: One a stage.
-        planned: What `simulate` predicts; None if no times are known.
-        schedule: What the pipeline follows.
+        rows: One row for each stage.
+        planned: The simulated step; None if the times are unknown.
+        schedule: The schedule of the pipeline.
+
+    Returns:
+        The lines of the table.
+
+    Example:
+        >>> from tfpar.pipeline.schedule import make
+        >>> row = StageRow(0, "GPU:0", "first", "last", 12, 1000, None, None, None, None)
+        >>> print(stages_table([row], None, make("1f1b", num_stages=1, num_microbatches=2)))
+        1f1b: 1 stage on 1 device, 2 micro-batches
+                                           forward  backward  memory  to next
+        stage  device  layers  parameters       ms        ms      MB       MB
+            0  GPU:0       12       1,000
+               first ... last
     """
     device_columns = max(len(name) for name in ("device", *(row.device for row in rows)))
     columns = (5, device_columns, 6, 10, 7, 8, 6, 7)
@@ -78,7 +95,7 @@ def stages_table(rows: Sequence[StageRow], planned: Timeline | None, schedule: S
 
 
 def _cells(columns: Sequence[int], cells: Sequence[str]) -> str:
-    """Return a line of cells that are aligned to the right; the device, the second, to the left."""
+    """Return a line of cells, aligned to the right; the second cell, the device, to the left."""
     aligned = [
         f"{cell:<{width}}" if index == 1 else f"{cell:>{width}}"
         for index, (width, cell) in enumerate(zip(columns, cells, strict=True))
@@ -87,7 +104,10 @@ def _cells(columns: Sequence[int], cells: Sequence[str]) -> str:
 
 
 def describe_schedule(schedule: Schedule) -> str:
-    """Return a schedule's name and numbers in words.
+    """Describe a schedule by its name and numbers.
+
+    Args:
+        schedule: The schedule.
 
     Example:
         >>> from tfpar.pipeline.schedule import make
@@ -100,7 +120,15 @@ def describe_schedule(schedule: Schedule) -> str:
 
 
 def describe_step(timeline: Timeline) -> str:
-    """Return the step time and the bubble in words, such as "step 15 ms, bubble 20.0 %"."""
+    """Describe a step by its time and its bubble.
+
+    Args:
+        timeline: A predicted or measured step.
+
+    Example:
+        >>> describe_step(Timeline(num_devices=1, spans=(), step_seconds=0.015, peak_bytes=()))
+        'step 15.0 ms, bubble 100.0 %'
+    """
     return f"step {three_digits(1e3 * timeline.step_seconds)} ms, bubble {100 * timeline.bubble:.1f} %"
 
 

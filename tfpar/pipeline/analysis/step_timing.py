@@ -1,4 +1,4 @@
-"""What a step will take and what it took: the durations of its actions, and the timeline of a real step."""
+"""Measurement of steps: the durations of the actions, and the timeline of a complete step."""
 
 from __future__ import annotations
 
@@ -20,63 +20,85 @@ from tfpar.pipeline.schedule.simulator import Durations, Span, Timeline
 Timed = Callable[[Sequence[Action]], tuple[tf.Tensor, list[tf.Tensor]]]
 _RUNS = 5
 _MICROBATCHES_PER_DEVICE = 3
-Moments = dict[Action, list[float]]  # when each began and ended
+ActionTimes = dict[Action, list[float]]  # start and end of each action, in seconds
 
 
 def measure_durations(schedule: Schedule, timed: Timed) -> Durations:
-    """Measure how long the actions of each stage take, and what travels between them, in a step cut short.
+    """Measure the durations of actions and transfers in a step with few micro-batches.
 
-    Devices work beside each other as they do in training, so what they take from each other, as logical CPUs do that
-    share threads and memory, is in the times: an action that had the machine to itself would spread over all cores. The
-    first run is left out, then medians are taken.
+    The devices run at the same time as in training, so that the durations include their contention: logical CPUs share
+    threads and memory, and a single action alone would use all cores. The function returns medians over several runs,
+    without the first run.
 
     Args:
-        schedule: The order of actions; some micro-batches of it are run.
-        timed: Runs actions on a batch and returns when each began and ended, float64 `[actions, 2]`, and gradients
-            that must not be dropped.
+        schedule: The order of the actions. The measurement runs at most three micro-batches for each device.
+        timed: A function that runs actions on a batch. It returns the start and end of each, float64 `[actions, 2]`,
+            and the gradients, so that TensorFlow does not prune them.
+
+    Returns:
+        The durations, without bytes and updates.
+
+    Example:
+        >>> def timed(actions):  # one second for each action, one action at a time
+        ...     starts = tf.range(len(actions), dtype=tf.float64)
+        ...     return tf.stack([starts, starts + 1.0], axis=1), []
+        >>> gpipe = schedules.make("gpipe", num_stages=2, num_microbatches=2)
+        >>> measure_durations(gpipe, timed).forward_seconds
+        (1.0, 1.0)
     """
     num_stages, num_devices = schedule.num_stages, schedule.num_devices
     num_microbatches = min(_MICROBATCHES_PER_DEVICE * num_devices, schedule.num_microbatches)
     short = schedules.make(schedule.name, num_stages, num_microbatches, num_devices)
-    runs = _run(short, timed)
+    runs = _measure_runs(short, timed)
 
     seconds: dict[tuple[str, int], list[float]] = collections.defaultdict(list)
-    for moments in runs:
-        for (kind, stage, _), (begin, end) in moments.items():
+    for times in runs:
+        for (kind, stage, _), (begin, end) in times.items():
             seconds[kind, stage].append(end - begin)
 
-    def of(kind: str) -> tuple[float, ...]:
+    def median_seconds(kind: str) -> tuple[float, ...]:
         return tuple(statistics.median(seconds[kind, stage] or [0.0]) for stage in range(num_stages))
 
-    backward = of("B")
+    backward = median_seconds("B")
     return Durations(
-        forward_seconds=of("F"),
+        forward_seconds=median_seconds("F"),
         backward_seconds=backward,
         input_gradient_seconds=backward,
-        weight_gradient_seconds=of("W"),
+        weight_gradient_seconds=median_seconds("W"),
         transfer_seconds=tuple(_transfer_seconds(short, runs, cut) for cut in range(num_stages - 1)),
     )
 
 
-def _transfer_seconds(schedule: Schedule, runs: Sequence[Moments], cut: int) -> float:
-    """Return how long a device waits for a value from the stage before a cut, where it waits for nothing else."""
+def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int) -> float:
+    """Return the median delay between F before a cut and F after it, if the later device is idle in between."""
     order = schedule.actions[schedule.device_of(cut + 1)]
     seconds = []
-    for moments in runs:
-        for before, action in zip((None, *order), order, strict=False):
+    for times in runs:
+        for previous, action in zip((None, *order), order, strict=False):
             if action.kind == "F" and action.stage == cut + 1:
-                sent = moments[Action("F", cut, action.microbatch)][1]
-                if before is None or moments[before][1] < sent:
-                    seconds.append(moments[action][0] - sent)
+                sent = times[Action("F", cut, action.microbatch)][1]
+                if previous is None or times[previous][1] < sent:
+                    seconds.append(times[action][0] - sent)
     return statistics.median(seconds or [0.0])
 
 
 def measure_updates(optimizer: keras.Optimizer, programs: Programs) -> tuple[float, ...]:
-    """Estimate how long the optimizer takes on each stage: measured on its largest weight, by the bytes of all.
+    """Estimate the duration of the optimizer's update of each stage.
+
+    The function measures the update of the largest weight of a stage, and scales it by the number of parameters.
 
     Args:
-        optimizer: A copy of it works on a copy of the weight.
-        programs: The stages, with their weights.
+        optimizer: The optimizer. A copy of it updates a copy of the weight.
+        programs: The compiled stages, with their weights.
+
+    Returns:
+        Seconds for each stage.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> stage = SimpleNamespace(parameters=[keras.Variable([1.0, 2.0])], device="CPU:0")
+        >>> len(measure_updates(keras.optimizers.SGD(), SimpleNamespace(stages=[stage])))
+        1
     """
     return tuple(_update_seconds(optimizer, program.parameters, program.device) for program in programs.stages)
 
@@ -100,39 +122,46 @@ def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Varia
     run = tf.function(update, autograph=False)
     seconds = []
     for _ in range(_RUNS):
-        began = time.perf_counter()
+        start = time.perf_counter()
         run().numpy()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return min(seconds[1:]) * sum(sizes) / max(sizes)
 
 
 def measure_step(schedule: Schedule, timed: Timed) -> Timeline:
-    """Run the actions of a whole step, without an update, and return when each ran.
+    """Measure the start and end of each action of a complete step, without the optimizer's update.
 
     Args:
-        schedule: The order of actions.
+        schedule: The order of the actions.
         timed: As for `measure_durations`.
 
     Returns:
-        The timeline of the median of some runs; memory is not measured.
+        The timeline of the run with the median step time. It has no peak memory.
+
+    Example:
+        >>> def timed(actions):  # one second for each action, one action at a time
+        ...     starts = tf.range(len(actions), dtype=tf.float64)
+        ...     return tf.stack([starts, starts + 1.0], axis=1), []
+        >>> measure_step(schedules.make("gpipe", num_stages=2, num_microbatches=2), timed).step_seconds
+        8.0
     """
 
-    def seconds_of(moments: Moments) -> float:
-        return max(end for _, end in moments.values()) - min(begin for begin, _ in moments.values())
+    def step_seconds(times: ActionTimes) -> float:
+        return max(end for _, end in times.values()) - min(begin for begin, _ in times.values())
 
-    runs = sorted(_run(schedule, timed), key=seconds_of)
-    moments = runs[(len(runs) - 1) // 2]
-    start = min(begin for begin, _ in moments.values())
+    runs = sorted(_measure_runs(schedule, timed), key=step_seconds)
+    times = runs[(len(runs) - 1) // 2]
+    start = min(begin for begin, _ in times.values())
     spans = [
         Span(action, schedule.device_of(action.stage), begin - start, end - start)
-        for action, (begin, end) in moments.items()
+        for action, (begin, end) in times.items()
     ]
     spans.sort(key=lambda span: span.begin_seconds)
-    return Timeline(schedule.num_devices, tuple(spans), seconds_of(moments), ())
+    return Timeline(schedule.num_devices, tuple(spans), step_seconds(times), ())
 
 
-def _run(schedule: Schedule, timed: Timed) -> list[Moments]:
-    """Run a schedule some times, and return when each action began and ended; the first run is left out."""
+def _measure_runs(schedule: Schedule, timed: Timed) -> list[ActionTimes]:
+    """Run a schedule several times, and return the start and end of each action, without the first run."""
     actions = schedule.in_order()
     run = tf.function(lambda: timed(actions), autograph=False)
     return [dict(zip(actions, run()[0].numpy().tolist(), strict=True)) for _ in range(_RUNS)][1:]

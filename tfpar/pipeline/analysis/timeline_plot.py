@@ -1,4 +1,4 @@
-"""A picture of a schedule as planned and as run; no TensorFlow."""
+"""Pictures of a planned and a measured schedule as Gantt charts. No TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,31 +11,39 @@ from tfpar.pipeline.analysis.stage_table import describe_schedule, describe_step
 from tfpar.pipeline.schedule import Action, Kind, Schedule
 from tfpar.pipeline.schedule.simulator import Span, Timeline
 
-# Matplotlib is imported where something is drawn: strategies import this module, and few runs draw.
+# Matplotlib is imported on first use: strategies import this module, and few runs draw.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which also the colour-blind tell apart; dark, light and in between for a print in grey.
+# The colour-blind safe palette of Okabe and Ito; of different lightness for prints in grey.
 _COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#E69F00", "W": "#009E73"}
 _BUBBLE = "#E4E4E4"
 _MARGIN_INCHES = 1.1
 _BOX_HEIGHT = 0.84
 _LARGEST_POINTS, _SMALLEST_POINTS = 9.0, 5.0
-_DIGIT_WIDTH = 0.64  # of the bundled font, in its size
+_DIGIT_WIDTH = 0.64  # of the bundled font, relative to its size
 
 
 def draw(planned: Timeline, measured: Timeline | None, schedule: Schedule, path: Path | None) -> bytes:
-    """Draw a schedule as planned and, below it on the same time axis, as it ran, as a PNG file.
+    """Draw a planned schedule, and below it on the same time axis a measured one, as a PNG image.
 
     Args:
-        planned: From `simulate`.
-        measured: Of the same schedule; None to draw the plan alone.
-        schedule: What both follow.
-        path: Where to write the file too, in a folder that exists; None for nowhere.
+        planned: The timeline from `simulate`.
+        measured: A measured timeline of the same schedule; None to draw the planned one alone.
+        schedule: The schedule of both.
+        path: File for a copy of the image, in an existing folder; None for no file.
 
     Returns:
-        The bytes of the file: 150 dots an inch, 9 to 18 inches wide.
+        The bytes of the image, with 150 dots per inch and 9 to 18 inches wide.
+
+    Example:
+        >>> from tfpar.pipeline.schedule import make
+        >>> from tfpar.pipeline.schedule.simulator import Durations, simulate
+        >>> gpipe = make("gpipe", num_stages=2, num_microbatches=2)
+        >>> timeline = simulate(gpipe, Durations((1.0, 1.0), (2.0, 2.0), (), (), transfer_seconds=(0.0,)))
+        >>> draw(timeline, None, gpipe, path=None)[1:4]
+        b'PNG'
     """
     buffer = io.BytesIO()
     figure(planned, measured, schedule).savefig(buffer, format="png")
@@ -45,15 +53,26 @@ def draw(planned: Timeline, measured: Timeline | None, schedule: Schedule, path:
 
 
 def figure(planned: Timeline, measured: Timeline | None, schedule: Schedule) -> Figure:
-    """Return the picture of `draw` as a figure that belongs to no window and no pyplot state.
+    """Return the picture of `draw` as a figure without a window or pyplot state.
 
-    A row a device, a box an action with the number of its micro-batch where that fits, grey where nothing runs. With
-    several stages a device, later ones are lighter.
+    A row is a device, a box an action with the index of its micro-batch if there is room, and grey is the bubble. Later
+    stages of a device have lighter colours.
 
     Args:
-        planned: From `simulate`.
-        measured: Of the same schedule; None to draw the plan alone.
-        schedule: What both follow.
+        planned: The timeline from `simulate`.
+        measured: A measured timeline of the same schedule; None to draw the planned one alone.
+        schedule: The schedule of both.
+
+    Returns:
+        The figure.
+
+    Example:
+        >>> from tfpar.pipeline.schedule import make
+        >>> from tfpar.pipeline.schedule.simulator import Durations, simulate
+        >>> gpipe = make("gpipe", num_stages=2, num_microbatches=2)
+        >>> timeline = simulate(gpipe, Durations((1.0, 1.0), (2.0, 2.0), (), (), transfer_seconds=(0.0,)))
+        >>> figure(timeline, timeline, gpipe).get_suptitle()
+        'gpipe: 2 stages on 2 devices, 2 micro-batches'
     """
     from matplotlib.figure import Figure
 
@@ -64,7 +83,7 @@ def figure(planned: Timeline, measured: Timeline | None, schedule: Schedule) -> 
     height_inches = 1.1 + len(panels) * (0.75 + row_inches * schedule.num_devices)
     drawn = Figure(figsize=(width_inches, height_inches), dpi=150, layout="constrained")
     drawn.suptitle(describe_schedule(schedule), fontsize=13, fontweight="bold")
-    end_seconds = max(timeline.step_seconds for timeline in panels.values()) or 1e-3  # an axis needs some length
+    end_seconds = max(timeline.step_seconds for timeline in panels.values()) or 1e-3  # an axis needs a length
     points_per_second = (width_inches - _MARGIN_INCHES) * 72 / end_seconds
     all_axes = drawn.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, timeline) in zip(all_axes, panels.items(), strict=True):
@@ -97,7 +116,7 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, schedule: Schedule, 
 
 
 def _label(axes: Axes, timeline: Timeline, schedule: Schedule, points_per_second: float) -> None:
-    """Write micro-batch numbers in one size, into the boxes that are wide enough for it."""
+    """Write the indices of micro-batches in one font size, into all boxes that are wide enough."""
 
     def fitting_points(span: Span) -> float:
         width_points = (span.end_seconds - span.begin_seconds) * points_per_second
@@ -120,31 +139,31 @@ def _label(axes: Axes, timeline: Timeline, schedule: Schedule, points_per_second
 
 
 def _colour(action: Action, schedule: Schedule) -> tuple[float, float, float]:
-    """The colour of a kind, lighter for the later stages of a device."""
+    """Return the colour of a kind of action, lighter for the later stages of a device."""
     from matplotlib.colors import to_rgb
 
-    rounds = schedule.num_stages // schedule.num_devices
-    white = 0.6 * (action.stage // schedule.num_devices) / max(1, rounds - 1)
+    stages_per_device = schedule.num_stages // schedule.num_devices
+    white = 0.6 * (action.stage // schedule.num_devices) / max(1, stages_per_device - 1)
     red, green, blue = (part + white * (1 - part) for part in to_rgb(_COLOURS[action.kind]))
     return red, green, blue
 
 
 def _legend(schedule: Schedule) -> dict[str, Any]:
-    """A column for each kind of action, one for the bubble."""
+    """Return the arguments of the legend: one column for each kind of action, and one for the bubble."""
     from matplotlib.patches import Patch
 
     words: dict[Kind, str] = {"F": "forward", "B": "backward"}
     if schedule.splits_backward:
         words |= {"B": "input gradient", "W": "weight gradient"}
-    rounds = schedule.num_stages // schedule.num_devices
+    stages_per_device = schedule.num_stages // schedule.num_devices
     handles = []
     for kind, word in words.items():
         for first in range(0, schedule.num_stages, schedule.num_devices):
             last = first + schedule.num_devices - 1
             stages = f", stage {first}" if first == last else f", stages {first} to {last}"
             colour = _colour(Action(kind, first, 0), schedule)
-            handles.append(Patch(color=colour, label=word if rounds == 1 else word + stages))
-    empty = [Patch(visible=False, label="") for _ in range(rounds - 1)]
+            handles.append(Patch(color=colour, label=word if stages_per_device == 1 else word + stages))
+    empty = [Patch(visible=False, label="") for _ in range(stages_per_device - 1)]
     return {
         "handles": [*handles, Patch(color=_BUBBLE, label="bubble (no action runs)"), *empty],
         "ncols": len(words) + 1,
