@@ -1,4 +1,4 @@
-"""Gradients as TensorFlow gives them: a tensor, indexed slices (of what is looked up, as an embedding), or None."""
+"""Sums of gradients in TensorFlow's forms: a tensor, indexed slices (of an embedding), or None."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import tensorflow as tf
 
 
 def tensors_of(structure: Any) -> list[tf.Tensor]:
-    """Return all tensors in a structure, those of indexed slices too; a None holds none."""
+    """Return all tensors in a structure, including those of indexed slices."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
     return [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, str)]
 
 
 def dense_part(tensor: Any) -> Any:
-    """Return the part of a tensor that a gradient is of: all of it, or the values of a ragged or sparse one."""
+    """Return the differentiable part of a tensor: the values of a ragged or sparse tensor, or the tensor."""
     if isinstance(tensor, tf.SparseTensor):
         return tensor.values
     return tensor.flat_values if isinstance(tensor, tf.RaggedTensor) else tensor
@@ -39,7 +39,7 @@ def spec_of(tensor: Any) -> tf.TypeSpec:
 
 
 def value_of(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
-    """Return a tensor, indexed slices, rows of lookups or None of the traced graph with its tensors' values."""
+    """Return a tensor, indexed slices, rows of lookups or None with the values of its traced tensors."""
     if isinstance(structure, tuple):
         return tuple(
             piece._replace(values=known[piece.values.ref()], indices=known[piece.indices.ref()]) for piece in structure
@@ -51,7 +51,7 @@ def value_of(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
 
 
 def reached_from(tensors: Sequence[Any], stop: Container[tf.Operation] = ()) -> set[tf.Operation]:
-    """Return the operations that some tensors have an influence on, their own included, but not by way of others."""
+    """Return the operations that depend on tensors, their own included, except through the operations of `stop`."""
     waiting = tensors_of(tensors)
     reached = {tensor.op for tensor in waiting}
     while waiting:
@@ -65,12 +65,12 @@ def reached_from(tensors: Sequence[Any], stop: Container[tf.Operation] = ()) -> 
 def plus(one: Any, other: Any) -> Any:
     """Add two gradients, each a tensor, indexed slices or None; the sum stays sparse where both are.
 
-    Keras' Adam squares slices one by one, also those of the same row; so rows are listed as on one device, where a
-    lookup of every example gives one slice each, and a lookup that no example takes part in one slice in all.
+    Keras' Adam applies duplicate IndexedSlices rows separately. To match one device, slices of per-example lookups are
+    concatenated. Slices of lookups that do not depend on the batch (e.g. positions) are summed.
 
     Args:
         one: A gradient.
-        other: Of the same weight.
+        other: A gradient of the same weight.
     """
     if one is None or other is None:
         return other if one is None else one
@@ -83,7 +83,7 @@ def plus(one: Any, other: Any) -> Any:
 
 
 def sum_on(device: str | None, tensors: Sequence[Any]) -> Any:
-    """Add up gradients on a device, or, without one, where they are; None of none."""
+    """Return the sum of gradients, on a device if one is named; None for no gradients."""
     total = None
     for tensor in tensors:
         if device is not None:

@@ -15,9 +15,10 @@ def all_reduce_gradients(
 
     Args:
         gradients: Tensors or `tf.IndexedSlices` of this replica, one a variable.
-        pack_bytes: Dense gradients are concatenated until a pack holds this many bytes, so that few large messages
-            travel; None sends each by itself.
-        compression: Type to which dense gradients are rounded for the journey, but for scalars; None keeps theirs.
+        pack_bytes: Dense gradients are concatenated into packs of up to this many bytes, so that there are few large
+            messages; None sends each separately.
+        compression: The dtype to which dense gradients are rounded before they are sent, except scalars; None
+            rounds none.
 
     Returns:
         The sums, in the order of `gradients`.
@@ -26,7 +27,7 @@ def all_reduce_gradients(
     if context.num_replicas_in_sync == 1:
         return list(gradients)
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    if compression is not None:  # what is not rounded cannot travel with what is
+    if compression is not None:  # scalars are not rounded, and a pack has one dtype
         scalars = [index for index in present if gradients[index].shape.rank == 0]
         packs = [[index] for index in scalars]
         packs += _packs(gradients, [index for index in present if index not in scalars], pack_bytes)
@@ -44,9 +45,9 @@ def all_reduce_gradients(
         if len(pack) == 1:
             sums[pack[0]] = message
             continue
-        pieces = tf.split(message, [gradients[i].shape.num_elements() for i in pack])
-        for i, piece in zip(pack, pieces, strict=True):
-            sums[i] = tf.reshape(piece, gradients[i].shape)
+        parts = tf.split(message, [gradients[i].shape.num_elements() for i in pack])
+        for i, part in zip(pack, parts, strict=True):
+            sums[i] = tf.reshape(part, gradients[i].shape)
     return sums
 
 
@@ -56,7 +57,7 @@ def _rounded(message: Any, dtype: Any) -> Any:
 
 
 def _packs(gradients: Sequence[Any], present: Sequence[int], pack_bytes: int | None) -> list[list[int]]:
-    """Group dense gradients of one dtype until a group would exceed `pack_bytes`; what alone exceeds it goes alone."""
+    """Group dense gradients of a dtype into packs of at most `pack_bytes`; a larger gradient is a pack of its own."""
     packs: list[list[int]] = []
     open_packs: dict[tf.DType, tuple[list[int], int]] = {}
     for index in present:

@@ -1,13 +1,13 @@
-"""Gradients of rows of a weight: which rows of two parts of a batch are one row on one device, and which are two.
+"""Indexed slices of several parts of a batch: which duplicate rows are one row on one device, and which are two.
 
     lookup of every example       part 0: rows 3 5    part 1: rows 5 7    one device: rows 3 5 5 7    (listed)
     product with a sparse tensor  part 0: rows 3 5    part 1: rows 5 7    one device: rows 3 5 7      (shared)
     positions of a sequence       part 0: rows 0 1    part 1: rows 0 1    one device: rows 0 1        (shared)
-    rows that are written down    part 0: rows 0 4    part 1: rows 0 4    one device: rows 0 4        (alike)
+    constant row numbers          part 0: rows 0 4    part 1: rows 0 4    one device: rows 0 4        (alike)
 
-It matters where an optimizer is not linear in a gradient: Keras 3.15 squares rows one by one, also those of one number.
-How a layer computes row numbers is not known, so the first three are told apart by what it computes for some examples
-and for parts of them. A number that comes twice in a lookup that is shared counts twice: its rows are matched in order.
+The kinds matter for optimizers that are not linear in the gradient: Keras 3.15 applies duplicate rows separately. The
+row numbers that a layer computes for some examples and for parts of them determine the kind, except for constants. A
+number that occurs twice in a shared lookup has two rows: the rows of different parts are matched in order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tensorflow as tf
 
 Kind = Literal["listed", "shared", "alike"]
 
-_NUMBERS = 2**32  # more than a weight has rows
+_NUMBERS = 2**32  # more than the rows of any weight
 
 
 class RowSlices(NamedTuple):
@@ -42,8 +42,8 @@ class Observed(NamedTuple):
     """The row numbers of one lookup, as an array each.
 
     Args:
-        whole: For some examples.
-        parts: For each of the parts that they were cut into.
+        whole: The row numbers for some examples.
+        parts: The row numbers for each part of these examples.
     """
 
     whole: np.ndarray
@@ -51,10 +51,10 @@ class Observed(NamedTuple):
 
 
 def kind_of(observed: Sequence[Observed]) -> Kind | None:
-    """Return what becomes of rows of the same number in several parts; None if it is neither of what is known.
+    """Return the kind of a lookup; None if it is unknown.
 
     Args:
-        observed: Row numbers for examples that differ, and for some that are equal.
+        observed: Row numbers for different examples, and for equal examples.
 
     Example:
         >>> kind_of([Observed(np.array([3, 5, 5, 7]), [np.array([3, 5]), np.array([5, 7])])])
@@ -69,10 +69,10 @@ def kind_of(observed: Sequence[Observed]) -> Kind | None:
 
 
 def pieces(gradient: tf.IndexedSlices) -> list[RowSlices]:
-    """Return the lookups that a gradient is the sum of; one of all rows where it has no graph.
+    """Return the lookups of which a gradient is the sum; one lookup with all rows for an eager gradient.
 
     Args:
-        gradient: Of one weight.
+        gradient: The gradient of one weight.
     """
     indices = lookups(gradient)
     if len(indices) == 1:
@@ -82,15 +82,15 @@ def pieces(gradient: tf.IndexedSlices) -> list[RowSlices]:
 
 
 def lookups(gradient: tf.IndexedSlices) -> list[tf.Tensor]:
-    """Return the row numbers of each lookup behind a gradient; those of all where it has no graph."""
+    """Return the row numbers of each lookup of a gradient; all row numbers for an eager gradient."""
     return _lookups(gradient.indices) if tf.is_symbolic_tensor(gradient.indices) else [gradient.indices]
 
 
 def known_kind(indices: tf.Tensor) -> Kind | None:
-    """Return the kind of a lookup whose graph tells it.
+    """Return the kind of a lookup of constant or random row numbers; None for others.
 
     Args:
-        indices: Its row numbers: a constant, or drawn at random, by each part for itself; else there is no telling.
+        indices: The row numbers of the lookup.
     """
     if not tf.is_symbolic_tensor(indices):
         return None
@@ -101,13 +101,13 @@ def known_kind(indices: tf.Tensor) -> Kind | None:
 
 
 def to_send(piece: RowSlices, kind: Kind, share: tf.Tensor, counted: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
-    """Return what a replica gives to the sum over all.
+    """Return the operand of the calling replica in the all-reduce or all-gather of a lookup's rows.
 
     Args:
-        piece: The rows of a lookup.
-        kind: Of the lookup.
-        share: Scalar, what each of the replica's examples counts; less than 1 where other replicas have them too.
-        counted: Scalar, how many of its examples the replica counts; of those that have the same, one counts all.
+        piece: The rows of the lookup.
+        kind: The kind of the lookup.
+        share: Scalar, the weight of an example; less than 1 if several replicas compute it.
+        counted: Scalar, the number of its examples to count; of replicas with equal batches, one counts all.
     """
     if kind == "alike":
         return piece.values
@@ -122,9 +122,9 @@ def summed(piece: RowSlices, kind: Kind, total: tf.Tensor | tf.IndexedSlices) ->
     """Return the rows of a lookup of the whole batch.
 
     Args:
-        piece: The replica's own rows.
-        kind: Of the lookup.
-        total: The sum of what all replicas sent, or their rows one after another.
+        piece: The rows of the calling replica.
+        kind: The kind of the lookup.
+        total: The result of the all-reduce or the all-gather.
     """
     if kind == "alike":
         return piece._replace(values=total)
@@ -134,10 +134,10 @@ def summed(piece: RowSlices, kind: Kind, total: tf.Tensor | tf.IndexedSlices) ->
 
 
 def numbered(piece: RowSlices) -> RowSlices:
-    """Return rows of a shared lookup with numbers that tell those of one number apart, alike in all parts.
+    """Return rows of a shared lookup with unique numbers, equal in all parts: the occurrence and the row number.
 
     row numbers    3  5  3  3          the first, second, third row of number 3 ...
-    occurrences    0  0  1  2          ... is that of the other parts
+    occurrences    0  0  1  2          ... matches that of the other parts
     """
     order = tf.argsort(piece.indices, stable=True)
     in_order = tf.gather(piece.indices, order)
@@ -149,7 +149,7 @@ def numbered(piece: RowSlices) -> RowSlices:
 
 
 def merged(piece: RowSlices) -> RowSlices:
-    """Add up the rows of a shared lookup that several parts have, numbered; return them with their own numbers."""
+    """Sum the uniquely numbered rows of a shared lookup over the parts; return them with their row numbers."""
     numbers, places = tf.unique(piece.indices)
     return RowSlices(tf.math.unsorted_segment_sum(piece.values, places, tf.size(numbers)), numbers % _NUMBERS)
 

@@ -30,37 +30,37 @@ def global_mean(
     """Divide the sum over all replicas of `total` by that of `weight`; zero where the weight is zero.
 
     Args:
-        total: Scalar, this replica's weighted sum.
-        weight: Scalar, what this replica adds to the divisor. No gradient flows through it.
-        all_weight: Scalar, the sum of all weights where it is known; None lets the replicas add them up.
-        partial_values: Whether the value is this replica's part too, for the caller to add up.
+        total: Scalar, the weighted sum of this replica.
+        weight: Scalar, the weight of this replica in the divisor. It has no gradient.
+        all_weight: Scalar, the sum of all weights where it is known; None for an all-reduce of `weight`.
+        partial_values: Whether the value is this replica's term only, which the caller sums.
 
     Returns:
-        Scalar: the global mean as value, this replica's part of it as gradient.
+        Scalar: the global mean as value, with the gradient of this replica's term.
     """
     part = tf.math.divide_no_nan(total, sum_without_gradient(weight) if all_weight is None else all_weight)
     return part if partial_values else part + (sum_without_gradient(part) - tf.stop_gradient(part))
 
 
 def global_sum(total: tf.Tensor, partial_values: bool = False) -> tf.Tensor:
-    """Sum over all replicas as value, this replica's part as gradient.
+    """Return the sum over all replicas, with the gradient of this replica's term.
 
     Args:
-        total: Scalar, this replica's sum.
-        partial_values: Whether the value is this replica's part too, for the caller to add up.
+        total: Scalar, the sum of this replica.
+        partial_values: Whether the value is this replica's term only, which the caller sums.
     """
     return total if partial_values else total + (sum_without_gradient(total) - tf.stop_gradient(total))
 
 
 class BatchWeights(NamedTuple):
-    """How many examples there are, here and in all.
+    """The sizes of the per-replica batch and of the global batch, and the weight of an example.
 
     Args:
-        example_weight: What each of this replica's examples counts; less than 1 where other replicas have them too.
-        local_size: How many examples this replica has; None where it is not known.
-        global_size: The size of the global batch; None where no replica knows it.
-        partial_values: Whether a loss is this replica's part also in its value, for the caller to add up.
-        sum_divisors: Returns the sum over all parts of a divisor; None lets the replicas add up theirs.
+        example_weight: The weight of an example in the loss; less than 1 if several replicas compute it.
+        local_size: The size of the per-replica batch; None where it is unknown.
+        global_size: The size of the global batch; None where no replica has it.
+        partial_values: Whether the value of a loss is this replica's term only, which the caller sums.
+        sum_divisors: Returns the sum of a divisor over all parts of the batch; None for an all-reduce.
     """
 
     example_weight: float | tf.Tensor = 1.0
@@ -81,16 +81,16 @@ def reduce_loss(
     Args:
         values: Losses `[batch, ...]` of this replica's examples.
         sample_weight: `[batch, ...]` or None.
-        mask: `[batch, ...]` or None; what it leaves out counts in no divisor.
+        mask: `[batch, ...]` or None; masked values count in no divisor.
         reduction: A reduction of `keras.losses.Loss`.
         dtype: The dtype in which to compute.
-        counts: How many examples there are.
+        counts: The sizes of the per-replica and the global batch.
 
     Returns:
         Scalar loss over the global batch.
 
     Raises:
-        ValueError: If the loss is already a scalar or has no reduction, so that its examples cannot be told apart.
+        ValueError: If the loss is already a scalar or has no reduction, so that it has no value per example.
     """
     values = tf.convert_to_tensor(dense_losses(values, reduction), dtype=dtype)
     if values.shape.rank == 0:
@@ -110,14 +110,14 @@ def reduce_loss(
 
 
 def dense_losses(values: Any, reduction: str | None) -> tf.Tensor:
-    """Return losses as a dense tensor: ragged ones as Keras 3.15 takes them, of equal lengths or to be summed.
+    """Return losses as a dense tensor; ragged losses as in Keras 3.15, with rows of equal length or a sum.
 
     Args:
         values: `[batch, ...]`, or a scalar.
         reduction: A reduction of `keras.losses.Loss`.
 
     Raises:
-        ValueError: If they are rows of different lengths that are to be averaged.
+        ValueError: If a mean is taken over rows of different lengths.
     """
     if not isinstance(values, tf.RaggedTensor):
         return tf.convert_to_tensor(values)
@@ -136,12 +136,12 @@ def dense_losses(values: Any, reduction: str | None) -> tf.Tensor:
 def loss_sums(
     values: tf.Tensor, sample_weight: Any, mask: Any, reduction: str, dtype: Any
 ) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Return the weighted sum of losses and what Keras divides it by on one device, scalars; None for a plain sum.
+    """Return the weighted sum of losses and its divisor in Keras on one device, scalars; None for a plain sum.
 
     Args:
         values: Losses `[batch, ...]`.
         sample_weight: `[batch, ...]` or None.
-        mask: `[batch, ...]` or None; what it leaves out counts in no divisor.
+        mask: `[batch, ...]` or None; masked values count in no divisor.
         reduction: A reduction of `keras.losses.Loss`.
         dtype: The dtype in which to compute.
     """
@@ -162,19 +162,19 @@ def _mean(total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None, cou
 
 
 def mean_of_sums(total: tf.Tensor, weight: tf.Tensor, counts: BatchWeights = ALONE) -> tf.Tensor:
-    """Divide the sum of this replica's examples by a weight, both added up over the whole batch.
+    """Divide a sum by a weight, each summed over the whole batch.
 
     Args:
         total: Scalar.
         weight: Scalar.
-        counts: How many examples there are.
+        counts: The sizes of the per-replica and the global batch.
     """
     share = tf.cast(counts.example_weight, total.dtype)
     return _mean(share * total, share * weight, None, counts)
 
 
 def _num_values(values: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:
-    """Return how many losses the global batch has, as each example has equally many; None where it is not known."""
+    """Return the number of loss values of the global batch, equal for each example; None where it is unknown."""
     if counts.local_size is None or counts.global_size is None:
         return None
     per_example = tf.cast(tf.size(values), values.dtype) / tf.cast(counts.local_size, values.dtype)
@@ -182,7 +182,7 @@ def _num_values(values: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:
 
 
 def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
-    """Count the losses that count: all of them, or those the mask keeps (times the losses under one mask entry)."""
+    """Return the number of unmasked loss values: mask entries times the values of one entry."""
     count = tf.cast(tf.size(values), values.dtype)
     if mask is None:
         return count

@@ -122,7 +122,6 @@ def _specs(arguments: Any) -> Any:
 
 def _computed_again(model: keras.Model, entries: Entries) -> dict[str, Any]:
     """Return what `compute_metrics` makes of the metrics as they are; no example is counted."""
-
     found = {id(variable): variable for metric in all_metrics(model) for variable in metric.variables}
     variables = list(found.values())
     feeds: list[tf.Tensor] = []

@@ -1,4 +1,4 @@
-"""The order of a step: updates wait for all that reads the weights."""
+"""The order of a step: updates wait for all reads of the weights."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import tensorflow as tf
 
 
 def after_reads(gradients: Sequence[Any], forward: Any, backward_reads: bool) -> list[Any]:
-    """Return gradients that wait for the forward pass, so that no update comes before a read.
+    """Return gradients that depend on the forward pass, so that no update precedes a read.
 
-    TensorFlow 2.21's graph optimizer can drop the edge that keeps a read before an update where the gradient does not
-    need what was read. Where the backward pass reads again, the updates wait for all gradients too; elsewhere it may
-    overlap with updates, which two cores use.
+    TensorFlow 2.21's graph optimizer can remove the control edge from a read to an update if the gradient does not use
+    the value that was read. If the backward pass reads weights again, updates wait for all gradients too; otherwise
+    updates may overlap with the backward pass.
 
     Args:
-        gradients: Of the weights, None for a weight without one.
-        forward: All that the forward pass gives.
+        gradients: The gradients of the weights, None for a weight without one.
+        forward: All results of the forward pass.
         backward_reads: Whether the backward pass reads weights again.
     """
     present = [gradient for gradient in gradients if gradient is not None]

@@ -1,10 +1,10 @@
-"""What a model's `call` asks of the whole batch while a replica has only its part of it.
+"""Values of the whole batch in a model's `call`: recorded and replayed in trials, all-gathered on replicas.
 
     run on the whole batch      recorded:   loss 0.37, rows a b c d
-    run on a part of it         replayed:   loss 0.37, rows a b c d      so that only the part differs
+    run on a part of it         replayed:   loss 0.37, rows a b c d      all else is equal
 
-Before the first step a trial runs a model on a batch and on its parts. What `call` computes on the whole batch is the
-same under every strategy with replicas, so the trial gives it to the parts too.
+Before the first step a trial runs a model on a batch and on its parts. Replicas compute gathered rows, and losses in a
+model's `call`, on the whole batch, so the trial replays the recorded values for the parts.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_repl
 
 
 class Rows(abc.ABC):
-    """How the rows of the whole batch are known while a model is called on some of them."""
+    """The source of rows of the whole batch during a call on a part of it."""
 
     @abc.abstractmethod
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the rows of the whole batch for those at hand."""
+        """Return the rows of the whole batch for those of the part."""
 
     @abc.abstractmethod
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
-        """Return the rows at hand of those of the whole batch."""
+        """Return the rows of the part from those of the whole batch."""
 
 
-# The last one counts. Not by thread: the replicas of MirroredStrategy are threads.
+# The last one is active. It is not thread-local: the replicas of MirroredStrategy are threads.
 _rows: list[Rows] = []
 
 
 @contextlib.contextmanager
 def knowing(rows: Rows) -> Iterator[None]:
-    """Let `gather` and `own_rows` do as `rows` does inside this context."""
+    """Use `rows` for `gather` and `own_rows` inside this context."""
     _rows.append(rows)
     try:
         yield
@@ -50,9 +50,9 @@ def knowing(rows: Rows) -> Iterator[None]:
 def gather(tensor: Any) -> Any:
     """Return a tensor's rows for the whole global batch, inside a layer, a loss or an objective.
 
-    Use it where an example depends on the others of its batch: a contrastive loss, statistics of a batch. Every replica
-    gets the same rows in the order of the batch, and gradients flow back to the replica that each row is from, so that
-    the result is that of one device. On one device it returns its argument.
+    Use it in batch-dependent computations, such as a contrastive loss or statistics of a batch. It is an all-gather in
+    the order of the global batch, and the gradient of a row returns to the replica of that row, so the result equals
+    that of one device. On one device it returns its argument.
 
     Args:
         tensor: `[examples, ...]`, one row for each example that the layer was called with.
@@ -69,11 +69,11 @@ def gather(tensor: Any) -> Any:
 
 
 def own_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
-    """Return the rows of a tensor of the whole batch that belong to the calling replica.
+    """Return the rows of the calling replica from a tensor of the whole batch.
 
     Args:
         tensor: `[examples of the global batch, ...]`.
-        num_rows: How many examples the replica was called with.
+        num_rows: The number of examples of the replica.
     """
     return _rows[-1].own(tensor, num_rows) if _rows else tensor
 
@@ -101,7 +101,7 @@ class Trial(Rows):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record inside this context what a model's `call` computes on the whole batch."""
+        """Record inside this context the values that a model's `call` computes on the whole batch."""
         self._values, self._replayed = [], None
         with keras_losses.losses_in_call(self._loss), knowing(self):
             yield
@@ -138,13 +138,13 @@ class Trial(Rows):
 
 
 class RowsOfReplicas(Rows):
-    """The rows of the whole batch, each on the replica that has it.
+    """The rows of the whole batch, distributed over the replicas.
 
     Args:
-        counted: How many of its examples each local replica counts.
-        share: What an example counts: less than 1 where several replicas have the same examples.
-        num_replicas: Of all workers.
-        num_examples: The size of the global batch; None where no worker knows it.
+        counted: For each local replica, the number of its examples to count.
+        share: The weight of an example: less than 1 if several replicas have the same examples.
+        num_replicas: Replicas of all workers together.
+        num_examples: The size of the global batch; None where no worker has it.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RowsOfReplicas(Rows):
         self._num_examples = num_examples
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Add up tensors of the whole batch's size, in which each replica has only its own rows, others zero."""
+        """Return the sum of tensors of the size of the whole batch, in which a replica fills its own rows."""
         start, total = self._place()
         count = tf.cast(self._counted[local_replica_id()], tf.int64)
         shape = tf.concat([total[None], tf.shape(tensor, tf.int64)[1:]], 0)
@@ -166,11 +166,11 @@ class RowsOfReplicas(Rows):
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
         """Return the replica's rows."""
         start, total = self._place()
-        # Without any examples it has a stand-in, which is nowhere in the batch.
+        # A padding batch has no rows in the whole batch.
         return tf.gather(tensor, tf.minimum(start + tf.range(tf.cast(num_rows, tf.int64)), total - 1))
 
     def _place(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return the number of the replica's first row in the whole batch, and how many rows that has."""
+        """Return the index of the replica's first row in the whole batch, and the size of the whole batch."""
         index, replica = replica_id(), local_replica_id()
         if self._num_examples is not None:
             total = tf.cast(self._num_examples, tf.int64)
@@ -178,19 +178,19 @@ class RowsOfReplicas(Rows):
         counts = sum_over_replicas(
             tf.one_hot(index, self._num_replicas, dtype=tf.int64) * tf.cast(self._counted[replica], tf.int64)
         )
-        # Replicas with the same examples are those of one worker, and its first counts them.
+        # Only replicas of one worker have the same examples; the first of them counts.
         first = tf.where(self._share < 1, index - replica, index)
         return tf.reduce_sum(counts[:first]), tf.reduce_sum(counts)
 
 
 @contextlib.contextmanager
 def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
-    """Let every loss that a model's `call` computes inside this context be that of the whole batch.
+    """Compute every loss in a model's `call` inside this context over the whole batch.
 
-    Its gradient is that of the whole batch as well, whatever a replica does with the value.
+    Its gradient is that of the whole batch too, for any use of the value on a replica.
 
     Args:
-        counts: Returns how many examples there are, on the calling replica and in all.
+        counts: Returns the sizes of the batch of the calling replica and of the global batch.
     """
 
     def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
@@ -203,7 +203,7 @@ def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
         )
         if weight is None:
             return sum_over_replicas(share * total)
-        # Not counted from the number of examples: a layer may leave some values out, or compute weights.
+        # Not derived from the number of examples: a layer may drop values or compute weights.
         return tf.math.divide_no_nan(*tf.unstack(sum_over_replicas(share * tf.stack([total, weight]))))
 
     with keras_losses.losses_in_call(reduce):
@@ -211,5 +211,5 @@ def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
 
 
 def reduces(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> bool:
-    """Say whether Keras makes a scalar of a loss that is none yet; its arguments are those of Keras' reduction."""
+    """Return whether Keras reduces a loss to a scalar; the arguments are those of Keras' reduction."""
     return reduction not in (None, "none") and len(values.shape) > 0
