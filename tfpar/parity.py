@@ -1,4 +1,4 @@
-"""The check behind the promise: does this model, under this strategy, train as on one device?"""
+"""A check of parity: does a model train under a strategy as on one device?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy knows of each model that it trains, for as long as the model lives."""
+"""Values of a strategy for each model that it trains, with the lifetime of the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PerModel(Generic[Value]):
         _values(model)[self] = value
 
     def __contains__(self, model: keras.Model) -> bool:
-        """Say whether a model has a value."""
+        """Return whether a model has a value."""
         return self in _values(model)
 
     def get(self, model: keras.Model) -> Value | None:
@@ -43,7 +43,7 @@ class PerModel(Generic[Value]):
         return value
 
     def setdefault(self, model: keras.Model, default: Value) -> Value:
-        """Return the value of a model, which is the default from now on where there was none."""
+        """Return the value of a model; set it to the default first if there is none."""
         value: Value = _values(model).setdefault(self, default)
         return value
 
@@ -53,7 +53,7 @@ class PerModel(Generic[Value]):
 
 
 def _values(model: keras.Model) -> weakref.WeakKeyDictionary[PerModel[Any], Any]:
-    """Return what all strategies know of a model."""
+    """Return the values of all strategies for a model."""
     # Not by assignment, which Keras tracks: nothing here is a part of the model.
     values: weakref.WeakKeyDictionary[PerModel[Any], Any] = vars(model).setdefault(
         _ATTRIBUTE, weakref.WeakKeyDictionary()

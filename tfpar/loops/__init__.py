@@ -1,1 +1,1 @@
-"""The loops of `fit`, `evaluate` and `predict`, and what comes before their first step."""
+"""The loops of `fit`, `evaluate` and `predict`, and the preparation of their first step."""

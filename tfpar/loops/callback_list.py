@@ -1,4 +1,4 @@
-"""Which callbacks run on which worker, after how many batches, and the list of those of one call."""
+"""The callbacks of one call on each worker, and the batches after which they run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _TEST_HOOKS = ("on_test_batch_begin", "on_test_batch_end")
 
 
 def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = False) -> bool:
-    """Say whether a callback must be called after every single batch.
+    """Return whether a callback must be called after every single batch.
 
-    A callback says so itself with an attribute `single_batches`. Of Keras' own, those want it whose frequency is
-    given in batches. Any other does if it has a method for batches at all.
+    An attribute `single_batches` of the callback decides. Without it, a callback of Keras needs single batches if its
+    frequency is in batches, and any other callback if it overrides a hook for batches.
 
     Args:
         callback: Any Keras callback.
@@ -42,7 +42,7 @@ def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = Fal
     if not testing and _counts_batches(callback):
         return True
     hooks = _TEST_HOOKS if testing else _TRAIN_HOOKS
-    # LambdaCallback sets its hooks on the object; the other callbacks of Keras' own bear several batches a call.
+    # LambdaCallback sets its hooks on the object; Keras' other callbacks allow several batches a call.
     if any(name in vars(callback) for name in hooks):
         return True
     if getattr(keras.callbacks, type(callback).__name__, None) is type(callback):
@@ -51,10 +51,10 @@ def wants_single_batches(callback: keras.callbacks.Callback, testing: bool = Fal
 
 
 def writes_files(callback: keras.callbacks.Callback) -> bool:
-    """Say whether a callback is for the chief alone, since it writes what all workers would write alike.
+    """Return whether a callback runs on the chief only, because all workers would write the same files.
 
-    A callback says so itself with an attribute `chief_only`; of Keras' own, those that write files do. What decides
-    about the training, such as `EarlyStopping`, runs on every worker.
+    An attribute `chief_only` of the callback decides. Without it, Keras' callbacks that write files do. Callbacks
+    that control training, such as `EarlyStopping`, run on every worker.
 
     Args:
         callback: Any Keras callback.
@@ -67,7 +67,7 @@ def writes_files(callback: keras.callbacks.Callback) -> bool:
 
 
 def decides_at_nonfinite(callback: keras.callbacks.Callback) -> bool:
-    """Say whether a callback decides what happens after a loss that is not finite."""
+    """Return whether a callback handles a loss that is not finite."""
     return isinstance(callback, keras.callbacks.TerminateOnNaN)
 
 
@@ -122,7 +122,7 @@ def _check(callback: Any) -> None:
 def _for_this_worker(
     given: keras.callbacks.CallbackList, model: keras.Model, is_chief: bool, add_history: bool
 ) -> keras.callbacks.CallbackList:
-    """Return a list like the user's, without what the chief alone runs elsewhere; the user's own stays as it is."""
+    """Return a copy of the user's list, on other workers than the chief without callbacks for the chief only."""
     listeners = copy.copy(given)
     listeners.callbacks = [
         callback

@@ -1,4 +1,4 @@
-"""Passes over a dataset: what comes next, and where in the data a run stands."""
+"""Passes over a dataset: the next batch, and the position of a run in the data."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class EpochIterator:
     Args:
         dataset: What `Strategy.distribute` returned.
         steps_per_epoch: Steps an epoch; None for a whole pass.
-        has_more: Says whether there is an upcoming element to train on; None asks the element itself.
-        begun: A stream of the same dataset of which nothing was taken yet; this one goes on with its first pass.
-        source: The Python code behind the dataset, if any. Its passes begin with an epoch, not before.
-        first: One element to look at until then.
-        restarts: Whether every epoch begins a pass, also where a number of steps is given.
-        together: Returns a context in which all workers raise where the data of one cannot be read or are empty.
+        has_more: Returns whether there is an upcoming element; None for `upcoming.has_value()`.
+        begun: An iterator over the same dataset, from which no batch was taken; this one continues its first pass.
+        source: The Python code of the dataset, if any. Its passes begin with an epoch, not before.
+        first: A dataset of one element to peek at before the first pass.
+        restarts: Whether every epoch begins a pass, also with a number of steps.
+        together: Returns a context in which an error of one worker, such as unreadable or empty data, is raised on all.
 
     Raises:
         ValueError: If the dataset is empty.
@@ -88,14 +88,14 @@ class EpochIterator:
         self.upcoming = self.iterator.get_next_as_optional()
 
     def begin_epoch(self) -> None:
-        """Start the next pass, unless the current one is fresh or goes on from epoch to epoch."""
+        """Start the next pass, unless the current one is unused or continues from epoch to epoch."""
         if self._source is not None:
             self._source.begin_epoch()
         if self._pass_is_over or (self.batches > 0 and not self._continues):
             self._begin_pass()
 
     def end_epoch(self, num_steps: int) -> bool:
-        """Take note that an epoch has ended.
+        """Record the end of an epoch.
 
         Args:
             num_steps: Its steps.
@@ -112,7 +112,7 @@ class EpochIterator:
         return ran_out
 
     def has_more(self) -> bool:
-        """Say whether the pass has another batch."""
+        """Return whether the pass has another batch."""
         return bool(self._has_more(self.upcoming))
 
     def peek(self) -> Any:
@@ -120,7 +120,7 @@ class EpochIterator:
         return self.upcoming.get_value()
 
     def advance(self, upcoming: tf.experimental.Optional, num_batches: int) -> None:
-        """Take note that a loop has used batches, and of what it left."""
+        """Record the batches that a loop has used, and the next element."""
         self.upcoming = upcoming
         self.batches += num_batches
 
@@ -131,10 +131,10 @@ class EpochIterator:
         return self.passes + 1, 0
 
     def seek(self, passes: int, batches: int) -> None:
-        """Go on where another process stood: replay the passes before, skip the batches used.
+        """Move to a saved position: replay the passes before it and skip the used batches.
 
         Args:
-            passes: Passes begun before the one to stand in.
+            passes: Passes before the current one.
             batches: Batches of that pass already used.
         """
         if self._source is not None:
@@ -163,6 +163,6 @@ class EpochIterator:
             self._begin_pass(batches)
 
     def close(self) -> None:
-        """Stop what reads ahead in Python."""
+        """Stop the prefetching of Python code."""
         if self._source is not None:
             self._source.stop()

@@ -1,4 +1,4 @@
-"""One evaluation and one prediction: steps and callbacks in Keras' order."""
+"""The loops of `evaluate` and `predict`: steps and callbacks in Keras' order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training: calls of the inner loop, callbacks, validation and checkpoints in order.
+"""The loop of `fit`: calls of the inner loop, callbacks, validation and checkpoints in order.
 
 epoch ─┬─ call of the inner loop ─ callbacks ─ checkpoint if due ─┐  until the epoch's steps are done
        │      ▲                                                   │
@@ -28,14 +28,14 @@ _CONTINUE = 'nonfinite_loss="continue" trains on, as Keras does.'
 
 @dataclasses.dataclass(frozen=True)
 class Vote:
-    """What all workers do next, decided once.
+    """The decision of all workers about the next call.
 
     Args:
-        num_steps: Steps of the next call, as the chief wishes.
-        stop: Whether the training ends: a callback of some worker stops it.
-        interrupted: Whether it is interrupted: some worker was asked to stop.
-        save: Whether a checkpoint is written now, as the chief wishes.
-        end_at_nonfinite: Whether the next call ends after a loss that is not finite, as some worker needs.
+        num_steps: Steps of the next call, from the chief.
+        stop: Whether a callback of any worker stops the training.
+        interrupted: Whether any worker was interrupted.
+        save: Whether to write a checkpoint now, from the chief.
+        end_at_nonfinite: Whether the next call ends after a loss that is not finite, on any worker.
     """
 
     num_steps: int
@@ -51,10 +51,10 @@ class FitLoop:
     Args:
         caller: Calls the train loop.
         validate: Evaluates after an epoch and returns its logs; none where no validation is due.
-        checkpoints: Where to write checkpoints; None for nowhere.
-        interrupted: Says whether this worker was asked to stop after the current call.
-        nonfinite_loss: "stop" raises after a step, or a validation, whose loss is not finite; "continue" goes on as
-            Keras does.
+        checkpoints: Where to write checkpoints; None for none.
+        interrupted: Returns whether this worker was interrupted.
+        nonfinite_loss: "stop" raises after a step, or a validation, with a loss that is not finite; "continue" trains
+            on as Keras does.
 
     Raises:
         ValueError: If `nonfinite_loss` is something else.
@@ -115,7 +115,7 @@ class FitLoop:
         self._stream.seek(self._position.passes, self._position.batches)
 
     def _decide(self, may_save: bool) -> Vote:
-        """Let all workers agree on what comes next."""
+        """Combine the votes of all workers on the next call."""
         saves = may_save and self._strategy.is_chief and self._checkpoints is not None and self._checkpoints.due()
         ends = self._caller.ends_at_nonfinite(self._stops)
         votes = (self._caller.wanted_steps(), self._model.stop_training, self._interrupted(), saves, ends)

@@ -1,4 +1,4 @@
-"""The compiled loops and functions of one model under one strategy, each made when it is first asked for."""
+"""The compiled loops and functions of one model under one strategy, each compiled at its first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfpar.strategies import Distributed, Strategy, multi_step
 
 
 class StepFunctions:
-    """What runs a model's steps, compiled once for as long as the model is not compiled again.
+    """The functions that run a model's steps, traced once for each `compile` of the model.
 
     Args:
         model: A compiled model.
@@ -28,17 +28,16 @@ class StepFunctions:
         self._given: dict[str, str] = {}
 
     def once(self, kind: str, compile_it: Callable[[], Any], given: str = "") -> Any:
-        """Compile once, for as long as the model is not compiled again and its variables keep their memory.
+        """Compile once, until the model is compiled again or its variables move.
 
-        As in Keras, weights that become trainable or are frozen after a step was traced count from the next call of
-        `compile` on.
+        As in Keras, a change of `trainable` after a step was traced takes effect with the next call of `compile`.
 
         Args:
             kind: What is compiled.
             compile_it: Compiles it.
             given: What it depends on besides the model; compiled again where that is not what it was the last time.
         """
-        # The object itself, which stays alive here: a later compilation could get the address of one that is gone.
+        # The object, not its id: a later compilation could have the address of one that was freed.
         compilation = keras_model.compilation(self._model)
         num_moves = keras_variables.num_moves(keras_variables.state(self._model))
         if compilation is not self._compilation or num_moves != self._num_moves:
