@@ -117,7 +117,7 @@ def _cnn(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any
 
 
 def _application(settings: config.Model, image_shape: tuple[int, ...], *, synchronized: bool) -> tuple[Any, Any]:
-    """A network of `keras.applications` from random weights, its normalizations over the global batch if asked for."""
+    """Build a network of `keras.applications` with random weights, normalized over the global batch if asked for."""
     names = [name for name in dir(keras.applications) if name[0].isupper()]
     build = getattr(keras.applications, settings.name) if settings.name in names else None
     if build is None:

@@ -137,7 +137,7 @@ class LanguageModel(tfpar.Trainer):
 
 
 def bits_per_byte(labels: Any, logits: Any) -> Any:
-    """The cross-entropy of each byte in bits: how long an ideal code of the model's predictions is.
+    """Return the cross-entropy of each byte in bits, the length of an ideal code by the model's predictions.
 
     Args:
         labels: Integers `[batch, context]`.

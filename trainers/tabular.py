@@ -13,8 +13,7 @@ from tfpar.trainers import recipe
 
 
 class Tabular(tfpar.Trainer):
-    """Train a model of the rows that a run's `data` section names: a classifier where labels are classes, else a
-    regression.
+    """Train a model of the rows of the section `data`: a classifier if labels are classes, else a regression.
 
     Args:
         run: The run.

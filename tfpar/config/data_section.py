@@ -135,7 +135,7 @@ _READERS: dict[str, tuple[str, ...]] = {
 
 
 def problems(data: Data) -> Iterator[str]:
-    """Every rule between the fields that `data` breaks.
+    """Return the problems of `data` with rules between its fields.
 
     Args:
         data: The section, each field valid alone.

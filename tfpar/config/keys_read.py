@@ -24,7 +24,7 @@ SCALING = "optimizer.base_batch_size"
 
 
 def read_keys(reads: Collection[str]) -> frozenset[str]:
-    """The keys of a run that are read: those of the train command, and those that a trainer class names.
+    """Return the keys of a run that the train command or its trainer class reads.
 
     Args:
         reads: Names of sections and keys.
@@ -55,7 +55,7 @@ def read_keys(reads: Collection[str]) -> frozenset[str]:
 
 
 def unread_problems(run: config.Run, reads: Collection[str], trainer: str) -> list[str]:
-    """A sentence for each key that is set in `run`, away from its default, and that nobody reads.
+    """Return a sentence for each key of `run` that differs from its default and that nobody reads.
 
     Args:
         run: The run.
@@ -78,7 +78,7 @@ def unread_problems(run: config.Run, reads: Collection[str], trainer: str) -> li
 
 
 def dump_read(run: config.Run, reads: Collection[str], trainer: str) -> str:
-    """Writes a run as `tfpar.config.dump` does, without the keys that nobody reads; `load` reads the same run back.
+    """Write a run as `tfpar.config.dump` does, without the keys that nobody reads; `load` reads the same run back.
 
     Args:
         run: The run, without problems.
@@ -102,7 +102,7 @@ def _keys() -> tuple[str, ...]:
 
 
 def _values(run: config.Run) -> Iterator[tuple[str, object, object]]:
-    """Every key with its value and its default."""
+    """Yield every key with its value and its default."""
     for name, field in type(run).model_fields.items():
         value = getattr(run, name)
         if isinstance(value, Section):
@@ -113,7 +113,7 @@ def _values(run: config.Run) -> Iterator[tuple[str, object, object]]:
 
 
 def _short(keys: Sequence[str]) -> Iterator[str]:
-    """Whole sections by their name, other keys as they are."""
+    """Yield whole sections by their name, other keys as they are."""
     sections = dict.fromkeys(key.partition(".")[0] for key in keys)
     for section in sections:
         own = [key for key in keys if key.partition(".")[0] == section]

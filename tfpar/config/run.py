@@ -78,7 +78,7 @@ class Run(Section):
         return self
 
     def options_as(self, model: type[Options]) -> Options:
-        """The section `[options]` as a pydantic model of the trainer's author, checked as all other sections are.
+        """Return the section `[options]` as a pydantic model of the trainer's author, checked like all other sections.
 
         Keys that the model does not declare are refused, unless its configuration sets `extra`. The word "none" unsets
         a field that may be None.
@@ -111,7 +111,7 @@ class Run(Section):
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Run:
-    """Reads a run from a TOML file and overrides, and checks all of it.
+    """Read a run from a TOML file and overrides, and check all of it.
 
     Args:
         path: the TOML file; None starts from the default run.
@@ -138,13 +138,13 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Run:
 
 
 def dump(run: Run) -> str:
-    """Writes every key of a run, also those at their default, as TOML that `load` reads back to the same run.
+    """Write every key of a run, also those at their default, as TOML that `load` reads back to the same run.
 
     Args:
         run: the run.
 
     Returns:
-        TOML text, ending in a newline; keys that are unset stand as "none".
+        TOML text, ending in a newline; keys without a value have the word "none".
 
     >>> "epochs = 3" in dump(Run(training=Training(epochs=3)))
     True
@@ -153,7 +153,7 @@ def dump(run: Run) -> str:
 
 
 def changes_weights(key: str) -> bool:
-    """Whether another value of a key can train other weights: a run may resume with other values of the other keys.
+    """Return whether another value of a key can train other weights; a run may resume with other values of the rest.
 
     Args:
         key: With its section, such as "training.epochs".
@@ -165,7 +165,7 @@ def changes_weights(key: str) -> bool:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON schema of a run's TOML file, for editors that complete and check while one types.
+    """Return the JSON schema of the TOML file of a run, for completion and checks in editors.
 
     >>> schema()["$defs"]["Training"]["properties"]["epochs"]["minimum"]
     1
@@ -174,7 +174,7 @@ def schema() -> dict[str, Any]:
 
 
 def closest_key(name: str) -> str | None:
-    """The key of any section that `name` most likely stands for, with its section; None if none is near.
+    """Return the key of any section that `name` most likely means, with its section; None if none is near.
 
     >>> closest_key("lr")
     'optimizer.learning_rate'
@@ -183,7 +183,7 @@ def closest_key(name: str) -> str | None:
 
 
 def cross_field_problems(run: Run) -> list[str]:
-    """Every rule between fields that `run` breaks; those of one section stand with it.
+    """Return the problems of `run` with rules between fields.
 
     Args:
         run: sections that are each valid alone.

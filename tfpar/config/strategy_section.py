@@ -52,8 +52,9 @@ _SilenceSeconds = Annotated[
 
 
 class Auto(Section):
-    """The strategy that fits the process: multi_worker in a job of several workers, mirrored over several GPUs, else
-    single_device.
+    """The strategy that fits the process.
+
+    That is multi_worker in a job of several workers, mirrored over several GPUs, else single_device.
 
     >>> Auto().kind
     'auto'

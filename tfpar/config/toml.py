@@ -18,7 +18,7 @@ show = received.toml
 
 
 def read(path: str | Path) -> Tables:
-    """Reads a TOML file.
+    """Read a TOML file.
 
     Args:
         path: the file, in UTF-8.
@@ -55,7 +55,7 @@ def read(path: str | Path) -> Tables:
 
 
 def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
-    """Sets one value, given as `section.key=value`, in place.
+    """Set one value, given as `section.key=value`, in place.
 
     Args:
         tables: what to change.
@@ -110,12 +110,12 @@ def _value(shown: str, value: str) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be written as UTF-8: an argument of a command line may hold other bytes."""
+    """Return whether a text can be written as UTF-8: an argument of a command line may hold other bytes."""
     return not any(0xD800 <= ord(one) <= 0xDFFF for one in text)
 
 
 def write(tables: Mapping[str, Any]) -> str:
-    """Writes tables as TOML; None becomes the word "none".
+    """Write tables as TOML; None becomes the word "none".
 
     >>> print(write({"model": {"name": "cnn", "size": None}}), end="")
     [model]

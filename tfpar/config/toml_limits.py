@@ -20,7 +20,7 @@ _DEEP_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{MAX_LEVELS}}}"
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Reads TOML that may be hostile.
+    """Read TOML that may be hostile.
 
     Args:
         text: TOML.
