@@ -1,1 +1,1 @@
-"""Files that are written whole or not at all."""
+"""Files that are written atomically."""

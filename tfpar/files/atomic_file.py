@@ -1,9 +1,9 @@
-"""Files that are written whole or not at all, and read only where they are files.
+"""Atomic writes of files, and reads of regular files only.
 
     .config.toml.3f9c21ab.unfinished   new, written, flushed to the disk ──rename──> config.toml
 
-The unfinished file is always a new one: a file, link or pipe that somebody put there is neither followed nor changed. A
-link in the place of the file itself is replaced, and what it points to stays.
+The unfinished file is always a new one: an existing file, link or pipe of that name is neither followed nor changed. A
+link in place of the file itself is replaced, and its target is kept.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _UNFINISHED = re.compile(r"\..+\.[0-9a-f]{8}\.unfinished")
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Args:
-        path: The file, in a folder that exists; one that is there is replaced.
+        path: The file, in an existing folder; an existing file is replaced.
         content: Text is encoded as UTF-8.
 
     Raises:
-        OSError: If it cannot be written; it names the file, and what was there stays.
+        OSError: If it cannot be written; it names the file, and an existing file is kept.
 
     Example:
         >>> write(Path("config.toml"), "seed = 0")
@@ -41,10 +41,10 @@ def write(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def new(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file that takes its name where the block ends without an error, and is removed otherwise.
+    """Open a new file, which is renamed to `path` at the end of the block, or removed after an error.
 
     Args:
-        path: The file, in a folder that exists; one that is there is replaced.
+        path: The file, in an existing folder; an existing file is replaced.
 
     Raises:
         OSError: If it cannot be written; it names the file.
@@ -61,16 +61,16 @@ def new(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def new_by_path(path: Path) -> Iterator[Path]:
-    """Give a function that writes to a path of its own a new path, which takes its name as that of `new`.
+    """Return a new path for functions that write to a path; it is renamed to `path` as by `new`.
 
     Args:
-        path: The file, in a folder that exists; one that is there is replaced.
+        path: The file, in an existing folder; an existing file is replaced.
 
     Raises:
         OSError: If it cannot be written; it names the file.
     """
     with _in_place(path) as unfinished:
-        unfinished.mkdir(mode=0o700)  # nobody else can put a link into it
+        unfinished.mkdir(mode=0o700)  # so that no other user can create a link in it
         inside = unfinished / path.name
         yield inside
         with inside.open("rb") as file:
@@ -81,7 +81,7 @@ def new_by_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _in_place(path: Path) -> Iterator[Path]:
-    """Return the unfinished path of a file; remove what is left there, and let errors name the file itself."""
+    """Return the unfinished path of a file; remove its remains, and let errors name the file itself."""
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.unfinished")
     try:
         yield unfinished
@@ -95,7 +95,7 @@ def _in_place(path: Path) -> Iterator[Path]:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Let the new name survive a loss of power; the file itself is on the disk, and some systems cannot do more."""
+    """Flush a folder, so that the new name survives a loss of power, where the system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -105,11 +105,11 @@ def _flush_folder(folder: Path) -> None:
 
 
 def is_unfinished(name: str, of: str = "") -> bool:
-    """Say whether a name is that of an unfinished file, as a crash leaves it.
+    """Return whether a name is that of an unfinished file, left by a crash.
 
     Args:
         name: The name.
-        of: How the name of the file itself begins.
+        of: The beginning of the name of the file itself.
 
     >>> is_unfinished(".config.toml.3f9c21ab.unfinished", "config"), is_unfinished("config.unfinished")
     (True, False)
@@ -118,11 +118,11 @@ def is_unfinished(name: str, of: str = "") -> bool:
 
 
 def remove_unfinished(folder: Path, of: str) -> None:
-    """Remove what a crash left unfinished, where nobody else writes files of that name.
+    """Remove unfinished files left by a crash; no other process may be writing files of that name.
 
     Args:
         folder: The folder.
-        of: How the names of the files themselves begin.
+        of: The beginning of the names of the files themselves.
 
     Raises:
         OSError: If it cannot be removed.
@@ -140,7 +140,7 @@ def _remove(path: Path) -> None:
 
 
 def read(path: Path, most_bytes: int) -> bytes:
-    """Return the content of a file; never wait for a pipe, or read what does not end.
+    """Return the content of a regular file; refuse pipes and devices, which may block or never end.
 
     Args:
         path: The file; a link to one is followed.

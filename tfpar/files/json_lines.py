@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, an epoch's each: written whole, and read as far as they can be."""
+"""Files with one JSON object per line and epoch: written atomically, and read without their damaged lines."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_BYTES = 256 << 20  # a million epochs
 
 
 def write(path: Path, entries: Sequence[dict[str, Any]]) -> None:
-    """Write a file of entries, whole or not at all.
+    """Write a file of entries atomically.
 
     Args:
-        path: The file, in a folder that exists; one that is there is replaced.
+        path: The file, in an existing folder; an existing file is replaced.
         entries: JSON values by name.
 
     Raises:
@@ -27,15 +27,15 @@ def write(path: Path, entries: Sequence[dict[str, Any]]) -> None:
 
 
 def text(entries: Sequence[dict[str, Any]]) -> str:
-    """Return what `write` writes."""
+    """Return the text of a file of entries."""
     return "".join(json.dumps(entry) + "\n" for entry in entries)
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the entries of a file, and the numbers of the lines that hold none.
+    """Read the entries of a file, and the numbers of the damaged lines.
 
     Args:
-        path: The file; one that does not exist, or is no file, has no entries and one damaged line.
+        path: The file; a missing file, or one that is no regular file, has no entries and one damaged line.
 
     Returns:
         The entries in order, each with an `epoch` from 1 on; and the damaged lines, counted from 1.
@@ -50,7 +50,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 def read_or_warn(path: Path) -> list[dict[str, Any]]:
-    """Read the entries of a file; say on standard error which lines are damaged."""
+    """Read the entries of a file; warn on standard error about damaged lines."""
     entries, damaged = read(path)
     if damaged and path.exists():
         others = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""

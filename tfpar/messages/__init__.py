@@ -1,1 +1,1 @@
-"""What messages are made of: received values, numbers, suggestions; no TensorFlow."""
+"""Parts of messages: received values, numbers, suggestions; imports no TensorFlow."""

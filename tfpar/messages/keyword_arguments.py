@@ -1,4 +1,4 @@
-"""Arguments by a name that a function does not have: which one was meant."""
+"""Suggestions for unknown keyword arguments."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Result = TypeVar("Result")
 
 
 def named(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let a function say which argument a mistyped one was meant to be.
+    """Return a function that suggests an argument for a mistyped one.
 
-    Python's own message names the mistyped one only. The signature, for `help` and for editors, stays as it is.
+    Python's own message names the mistyped one only. The signature, for `help` and for editors, is unchanged.
 
     Args:
         function: A function or method.
 
     Raises:
-        TypeError: From the function returned, if it is called with an argument that it does not have.
+        TypeError: From the returned function, if it is called with an unknown argument.
 
     Example:
         >>> @named

@@ -1,4 +1,4 @@
-"""Figures and lines as people read them; no TensorFlow."""
+"""Numbers and lines of text for the terminal; imports no TensorFlow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def figure(value: Any) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return a number of at least 0 with three digits, or all of those before the point.
+    """Return a number of at least 0 with three digits, or with all digits before the point.
 
     Example:
         >>> [three_digits(value) for value in (12345.6, 123.4, 12.34, 0.1234, 0)]
@@ -44,12 +44,12 @@ def three_digits(value: float) -> str:
 
 
 def line(label: str, text: str, label_columns: int = LABEL_COLUMNS) -> str:
-    """Return a label and its text in lines that fit the terminal; words are never cut.
+    """Return a label and its text in lines that fit the terminal; words are not broken.
 
     Args:
         label: A word.
-        text: What it says.
-        label_columns: Where the text begins.
+        text: The text.
+        label_columns: The column at which the text begins.
 
     Example:
         >>> line("batch", "64 examples")

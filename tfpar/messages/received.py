@@ -1,7 +1,7 @@
-"""Received values as error messages show them: on one line, and never longer than some 80 characters, 120 for paths.
+"""Received values in error messages: on one line, with at most about 80 characters, 120 for paths.
 
-A message that repeats what it received whole could be as long as a file, move the cursor of a terminal, or fail itself:
-Python refuses to print integers of more than 4,300 digits.
+A whole value could be as long as a file, contain control characters of the terminal, or raise an error: Python refuses
+to print integers of more than 4,300 digits.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 COLUMNS = 80
-PATH_COLUMNS = 120  # a path is of use only if it is whole
+PATH_COLUMNS = 120  # a path is useful only as a whole
 MAX_SENTENCE = 300  # characters of an error message about one problem
-MAX_PROBLEMS = 8  # of one input; who has more repairs these first
+MAX_PROBLEMS = 8  # shown for one input
 _ITEMS, _LEVELS = 40, 6
 _MAX_BITS = 256
 
@@ -36,7 +36,7 @@ def excerpt(text: str, columns: int = COLUMNS) -> str:
 
 
 def quoted(value: object, columns: int = COLUMNS) -> str:
-    """Return a value as Python writes it, shortened: the `repr` of error messages.
+    """Return the `repr` of a value, shortened.
 
     Args:
         value: Anything.
@@ -53,10 +53,10 @@ def quoted(value: object, columns: int = COLUMNS) -> str:
 
 
 def toml(value: object) -> str:
-    """Return a value as TOML writes it, shortened; None is the word "none".
+    """Return a value in TOML syntax, shortened; None is the word "none".
 
     Args:
-        value: What a TOML file can hold, or None.
+        value: A value of a TOML file, or None.
 
     Example:
         >>> toml(("GPU:0", True, 1.5))
@@ -67,7 +67,7 @@ def toml(value: object) -> str:
 
 
 def path(name: str | os.PathLike[str], columns: int = PATH_COLUMNS) -> str:
-    """Return a path as messages show it: the end of a long one says more than its beginning.
+    """Return a path, shortened at its beginning.
 
     Args:
         name: The path.
@@ -82,10 +82,10 @@ def path(name: str | os.PathLike[str], columns: int = PATH_COLUMNS) -> str:
 
 
 def listed(names: Iterable[str], columns: int = 2 * COLUMNS) -> str:
-    """Return names with commas between them, as many as fit.
+    """Return names separated by commas, as many as fit.
 
     Args:
-        names: Our own names, or those that a message has shortened already.
+        names: Names of tfpar, or names that are already shortened.
         columns: The longest result, in characters.
 
     Example:
@@ -97,7 +97,7 @@ def listed(names: Iterable[str], columns: int = 2 * COLUMNS) -> str:
 
 
 def first_problems(problems: Sequence[str]) -> list[str]:
-    """Return the first few of many problems, one sentence each, and how many more there are.
+    """Return the first few of many problems, one sentence each, and the number of the others.
 
     Args:
         problems: Any number of sentences.
@@ -113,7 +113,7 @@ def first_problems(problems: Sequence[str]) -> list[str]:
 
 
 def _pruned(value: Any, levels: int) -> Any:
-    """Return what is enough of a value to fill a line, without what `json` cannot write."""
+    """Return enough of a value to fill a line, with large integers as text for `json`."""
     if isinstance(value, str):
         return value[: COLUMNS + 1]
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:

@@ -1,4 +1,4 @@
-"""What a mistyped or abbreviated name was probably meant to be."""
+"""Suggestions for mistyped and abbreviated names."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _LONGEST = 200
 
 
 def closest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that a word most likely stands for.
+    """Return the closest of several names.
 
-    A name that is equal but for case and separators comes first, then initials, parts of names, and typing errors.
+    A name that is equal except for case and separators comes first, then initials, parts of names, and typing errors.
 
     Args:
-        word: What was written.
-        names: What could have been meant, the likelier first.
+        word: The received word.
+        names: The possible names, the likelier first.
 
     Returns:
-        One of the names; None if none is near.
+        One of the names; None if none is close.
 
     Example:
         >>> closest("lr", ["name", "learning_rate"])
@@ -28,7 +28,7 @@ def closest(word: str, names: Iterable[str]) -> str | None:
         >>> closest("batch_size", ["epochs", "global_batch_size"])
         'global_batch_size'
     """
-    if len(word) > _LONGEST:  # no name is near, and to find that out would take seconds
+    if len(word) > _LONGEST:  # no name is close, and the comparison would take seconds
         return None
     by_plain = {_plain(name): name for name in reversed(list(names))}
     plain = _plain(word)
@@ -45,7 +45,7 @@ def closest(word: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return a question to add to a sentence, with a space before it; empty if no name is near.
+    """Return a question to append to a sentence, with a space before it; empty if no name is close.
 
     Example:
         >>> did_you_mean("mirored", ["auto", "mirrored"])

@@ -1,7 +1,7 @@
-"""TensorFlow's start-up messages, kept off the terminal; everything else that is written there stays.
+"""A filter for TensorFlow's start-up messages; all other output is kept.
 
-TensorFlow 2.21 prints a part of them while it is imported, before it reads TF_CPP_MIN_LOG_LEVEL, so only the file
-descriptor itself can hold them back. Set TF_CPP_MIN_LOG_LEVEL=0 to see all of them.
+TensorFlow 2.21 prints a part of them while it is imported, before it reads TF_CPP_MIN_LOG_LEVEL, so only a redirection
+of the file descriptor can filter them. Set TF_CPP_MIN_LOG_LEVEL=0 to see all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Files of TensorFlow's C++ code that say what it found on the machine, and how a cluster forms.
+# Files of TensorFlow's C++ code that report the devices of the machine and the forming of a cluster.
 _FILES = (
     "port",
     "cudart_stub",
@@ -47,9 +47,9 @@ _DEVICES = ("nvidiactl", "nvidia0", "dxg")
 
 
 def is_startup_message(line: str) -> bool:
-    """Say whether a line on standard error is one of TensorFlow's start-up messages.
+    """Return whether a line on standard error is one of TensorFlow's start-up messages.
 
-    On a machine without an NVIDIA device the failing call of its driver is one of them; elsewhere it is an error.
+    On a machine without an NVIDIA device the failed call of its driver is one of them; otherwise it is an error.
 
     Example:
         >>> is_startup_message("I0000 00:00:1700000000.123456    42 port.cc:153] oneDNN custom operations are on.")
@@ -61,12 +61,12 @@ def is_startup_message(line: str) -> bool:
 
 
 def wants_all(environment: Mapping[str, str]) -> bool:
-    """Say whether the user asked for all messages."""
+    """Return whether the user wants to see all messages."""
     return environment.get(LEVEL) == "0"
 
 
 def install() -> None:
-    """Keep TensorFlow's start-up messages off the terminal, as far as it has not started yet."""
+    """Suppress TensorFlow's start-up messages that are not printed yet."""
     logging.getLogger("tensorflow").addFilter(_is_no_report_of_distribution)
     if wants_all(os.environ):
         return
@@ -82,7 +82,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Let TensorFlow write its start-up messages, where somebody keeps them in a file."""
+    """Stop the suppression of TensorFlow's start-up messages, to record them in a file."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
     while _was_set:
@@ -90,18 +90,18 @@ def uninstall() -> None:
 
 
 def _look_for_devices(tensorflow: Any) -> None:
-    """Let TensorFlow say here that there is no driver, which it says once."""
+    """Trigger TensorFlow's message about a missing driver, which it prints once, where it is suppressed."""
     if not _has_gpu():
         tensorflow.config.list_physical_devices()
 
 
 def _is_no_report_of_distribution(record: logging.LogRecord) -> bool:
-    """Drop what tf.distribute reports in notebooks, such as "Reduce to …"; a logger of TensorFlow shows INFO there."""
+    """Drop INFO messages of tf.distribute such as "Reduce to …", which TensorFlow's logger shows in notebooks."""
     return record.levelno > logging.INFO or "tensorflow/python/distribute" not in Path(record.pathname).as_posix()
 
 
 class _QuietImport(importlib.abc.MetaPathFinder):
-    """Finds TensorFlow, once, so that its import says nothing."""
+    """Finds TensorFlow, once, and suppresses the messages of its import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -129,15 +129,15 @@ _was_set: list[str] = []
 
 @contextlib.contextmanager
 def without_startup_messages() -> Iterator[None]:
-    """Hold back what is written to standard error, and pass it on at the end without the start-up messages.
+    """Buffer standard error, and write it at the end without the start-up messages.
 
-    A crash in here ends the process before that; Python's own report of it still reaches the terminal.
+    After a crash the buffer is lost, but Python's fault handler still writes to the terminal.
     """
     if not _is_open(2):
         yield
         return
     _flush_errors()
-    # Without a buffer: what cannot be written, as on a full disk, must not fail again when it is closed.
+    # Unbuffered: after a failed write, as on a full disk, closing the file must not fail again.
     with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb", buffering=0) as terminal:
         reports_crashes = not faulthandler.is_enabled()
         if reports_crashes:
@@ -159,7 +159,7 @@ def without_startup_messages() -> Iterator[None]:
 
 def _flush_errors() -> None:
     with contextlib.suppress(OSError):
-        if sys.stderr is not None:  # as where it was closed when Python started
+        if sys.stderr is not None:  # None if it was closed when Python started
             sys.stderr.flush()
 
 

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line."""
+"""Warnings with the user's own line."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PACKAGE = str(Path(__file__).parent.parent)
 
 
 def warn(message: str) -> None:
-    """Warn at the line outside of tfpar that led here, which is the one that the user can change.
+    """Warn with the line outside of tfpar that called it, which the user can change.
 
     Args:
-        message: What happens, and the way out.
+        message: The problem, and the way out.
 
     Example:
         >>> warn("Your input ran out of data.")
