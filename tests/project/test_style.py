@@ -12,6 +12,8 @@ import pytest
 
 from tests import ROOT
 
+# What .pre-commit-config.yaml runs, too.
+COMMANDS = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
 MAX_LINES = 350
 # A module imports from the packages on its own rung or on those above it. A package inside of one counts by itself.
 LADDER = [
@@ -75,7 +77,7 @@ FACES = ["tfpar/__init__.py", "tfpar/strategies/__init__.py", "tfpar/pipeline/__
 MODULES = [path for path in python_files("tfpar") if str(path.relative_to(ROOT)) not in FACES]
 
 
-@pytest.mark.parametrize("command", [["ruff", "check"], ["mypy"]], ids=lambda command: command[0])
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_no_tool_complains(command: list[str]) -> None:
     completed = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, f"{' '.join(command)}:\n{completed.stdout}{completed.stderr}"
