@@ -15,7 +15,7 @@ from tfpar import config
 from tfpar.cluster import tf_config
 from tfpar.commands import command_line, standard_streams, start_up
 from tfpar.commands.number_flags import Integer, check_within
-from tfpar.config import named_files
+from tfpar.config import bundled_configurations
 from tfpar.messages import received
 from tfpar.messages.received import excerpt, quoted
 from tfpar.messages.suggestions import closest
@@ -33,7 +33,7 @@ MAX_AUDITED = 4096  # workers
 
 
 def _details() -> str:
-    configurations = [(name, named_files.describe(name)) for name in named_files.names()]
+    configurations = [(name, bundled_configurations.describe(name)) for name in bundled_configurations.names()]
     return f"""configurations:
 {command_line.two_columns(configurations)}
 
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     try:
         if len(argv) > 1:
             raise ValueError(_surplus(argv[1]))
-        file = None if _CONFIG.value is None else named_files.find(_CONFIG.value)
+        file = None if _CONFIG.value is None else bundled_configurations.find(_CONFIG.value)
         run = config.load(file, _SET.value)
         if _TRACE.value and run.strategy.kind != "pipeline":
             raise ValueError(
@@ -146,7 +146,8 @@ def _run_folder(file: Path | None) -> Path:
 
 
 def _surplus(word: str) -> str:
-    flag = "set" if "=" in word else "config" if word in named_files.names() or word.endswith(".toml") else None
+    is_configuration = word in bundled_configurations.names() or word.endswith(".toml")
+    flag = "set" if "=" in word else "config" if is_configuration else None
     way_out = f"Did you mean --{flag} {excerpt(word)}?" if flag else "See python -m tfpar.train --help."
     return f"There are flags only, received {quoted(word)}. {way_out}"
 

@@ -13,7 +13,7 @@ import tfpar
 from tests import ROOT
 from tfpar import __main__, launch, train
 from tfpar.commands import command_line
-from tfpar.config import named_files
+from tfpar.config import bundled_configurations
 
 COMMANDS = {"tfpar.train": train, "tfpar.launch": launch}
 
@@ -51,8 +51,8 @@ def test_help_has_every_flag_of_the_command(command: object) -> None:
 
 def test_help_lists_the_configurations_and_points_to_all_settings() -> None:
     shown = " ".join(command_line.help_text(train.COMMAND).split())
-    for name in named_files.names():
-        assert f" {name} {named_files.describe(name)}" in shown
+    for name in bundled_configurations.names():
+        assert f" {name} {bundled_configurations.describe(name)}" in shown
     assert "--config digits --print_config" in shown
 
 

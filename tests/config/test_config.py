@@ -21,7 +21,7 @@ from tfpar.config import (
     Pipeline,
     Run,
     Training,
-    named_files,
+    bundled_configurations,
     toml,
 )
 from tfpar.messages import received as received_values
@@ -549,11 +549,11 @@ def test_a_configuration_that_comes_with_tfpar_is_found_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert named_files.names() == [path.stem for path in CONFIGS]
+    assert bundled_configurations.names() == [path.stem for path in CONFIGS]
     for path in CONFIGS:
-        assert config.load(named_files.find(path.stem)) == config.load(path)
+        assert config.load(bundled_configurations.find(path.stem)) == config.load(path)
     (tmp_path / "digits").write_text("seed = 7\n")
-    assert config.load(named_files.find("digits")).seed == 7, "a file of that name here comes first"
+    assert config.load(bundled_configurations.find("digits")).seed == 7, "a file of that name here comes first"
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_a_configuration_that_is_not_there_is_answered_with_those_that_are(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=said):
-        named_files.find(given)
+        bundled_configurations.find(given)
 
 
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.support import command
 from tests.support.command import settings
 from tfpar import config
-from tfpar.config import keys_read
+from tfpar.config import settings_read
 
 OWN = """
 import keras, pydantic, tensorflow as tf, tfpar
@@ -207,7 +207,7 @@ def test_options_as_gives_the_model_with_its_defaults_and_unset_values() -> None
 def test_what_is_recorded_of_any_trainer_loads_to_the_same_run(tmp_path: Path) -> None:
     run = config.load(None, ["training.precision=float64", "optimizer.settings.beta_1=0.8", "model.l2=0.1"])
     path = tmp_path / "run.toml"
-    path.write_text(keys_read.dump_read(run, ["model.l2", "training", "optimizer"], "own.Trainer"))
+    path.write_text(settings_read.dump_read(run, ["model.l2", "training", "optimizer"], "own.Trainer"))
     assert config.load(path) == run
     assert "[data]" not in path.read_text()
     assert "num_blocks" not in path.read_text().partition("\n")[2]

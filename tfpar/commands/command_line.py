@@ -43,7 +43,7 @@ class Command:
         usage: What follows the name, such as "[--config CONFIG] [--trace]"; a line for each way to call it.
         flags: Names of its flags, with the placeholder of each one's value; an empty one for a switch.
         examples: Whole command lines.
-        details: Returns what stands at the end of the help.
+        details: Returns the end of the help.
         way_out: Returns what to say of an unknown flag, after a space; by default nothing.
     """
 

@@ -20,7 +20,7 @@ class Integer(flags.IntegerParser):
     """
 
     def convert(self, argument: Any) -> int:
-        """Return the number that a text stands for."""
+        """Return the number that a text means."""
         if isinstance(argument, str) and not _INTEGER.fullmatch(argument):
             raise ValueError("no integer")
         return int(argument)
@@ -35,7 +35,7 @@ class Number(flags.FloatParser):
     """
 
     def convert(self, argument: Any) -> float:
-        """Return the number that a text stands for."""
+        """Return the number that a text means."""
         if isinstance(argument, str) and not _NUMBER.fullmatch(argument):
             raise ValueError("no number")
         return float(argument)

@@ -14,7 +14,7 @@ Node = Mapping[str, Any]
 
 
 class Schema(GenerateJsonSchema):
-    """JSON schema in which the word "none" stands where Python has None, as TOML has no null."""
+    """JSON schema with the word "none" in place of None, as TOML has no null."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         """Replace pydantic's `{"type": "null"}`."""

@@ -1,7 +1,7 @@
 """The run as typed data: TOML in, frozen and checked models out; needs no TensorFlow.
 
 One run is one `Run`. `load` reads it from a TOML file and `section.key=value` overrides, `dump` writes it back.
-Each section checks its own fields; every rule between fields stands in `cross_field_problems`. What cannot be honoured
+Each section checks its own fields; `cross_field_problems` has every rule between fields. What cannot be honoured
 is refused here, before TensorFlow starts, with the path of the key, the value received and what is allowed.
 
 TOML has no null, so the word "none" unsets a key that may be unset: `data.validation_split = "none"`.

@@ -17,7 +17,7 @@ from tfpar.messages.received import excerpt
 from tfpar.runs import result_files
 
 _NOT_SET = "not set"
-_OF_FILES = ("run", "sha256")  # in results.json, beside the figures
+_OF_FILES = ("run", "sha256")  # in results.json, next to the figures
 
 
 class RunDirectory:
@@ -36,7 +36,7 @@ class RunDirectory:
         tensorflow.log   what TensorFlow's native code wrote
 
     A folder that holds somebody's own files is refused, whatever their names: without a `run.json` no file is a run's.
-    An older version wrote none; its folder is known by `.lock` beside a readable `config.toml`, and gets one.
+    An older version wrote none; its folder is known by `.lock` next to a readable `config.toml`, and gets one.
 
     Args:
         path: The folder.

@@ -1,4 +1,4 @@
-"""The evaluator of a job: a process beside the workers that evaluates each checkpoint which the chief writes."""
+"""The evaluator of a job: a process next to the workers that evaluates every checkpoint of the chief."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLL_SECONDS = 1.0
 def evaluate_checkpoints(run: config.Run, directory: RunDirectory) -> bool:
     """Evaluate every new checkpoint of a run on its validation data, until the run is trained.
 
-    The evaluator trains nothing and talks with nobody; it reads the chief's checkpoints from the folder that both see.
+    The evaluator does not train and does not communicate; it reads the chief's checkpoints from the shared folder.
     Each evaluation is a line on standard output and in `evaluations.jsonl`, and a point in TensorBoard's curves.
 
     Args:

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfpar
 from tfpar import config, data, strategies
 from tfpar.cluster import cores
-from tfpar.config import keys_read, toml
+from tfpar.config import settings_read, toml
 from tfpar.messages.number_format import line
 from tfpar.runs import built_objects
 from tfpar.runs.directory import RunDirectory
@@ -29,7 +29,7 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: RunTrainer) 
     specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
     here = [spec for spec in specs if spec.task in (None, trainer.strategy.rank)]
     devices = ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in here)
-    read = keys_read.read_keys(trainer_reads(run))
+    read = settings_read.read_keys(trainer_reads(run))
     steps = int(trainer.train_data.cardinality())
     lines = {
         "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
@@ -43,7 +43,7 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: RunTrainer) 
         "options": _options_line(run),
         "data": _data_line(run, trainer, "data.source" in read),
         "sharding": sharding_of(trainer) if trainer.strategy.num_workers > 1 else "",
-        "batch": _batch_line(run, trainer.strategy, keys_read.BATCH in read),
+        "batch": _batch_line(run, trainer.strategy, settings_read.BATCH in read),
         "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
     }
     for name, text in lines.items():

@@ -24,7 +24,7 @@ def check(run: config.Run, directory: RunDirectory, position: Position | None, m
     Args:
         run: The run as it is asked for now.
         directory: Its folder, claimed.
-        position: Where its newest checkpoint stands; None if there is none.
+        position: The position of its newest checkpoint; None if there is none.
         model: Its model as the trainer built it, before the checkpoint is loaded.
 
     Raises:
@@ -64,7 +64,7 @@ def describe(run: config.Run, directory: RunDirectory, position: Position) -> st
     Args:
         run: The run as it is asked for now.
         directory: Its folder, claimed.
-        position: Where its newest checkpoint stands.
+        position: The position of its newest checkpoint.
     """
     where = f"Resuming after {_place(position)}"
     changed = [] if directory.resumed is None else changes(directory.resumed, run)

@@ -12,7 +12,7 @@ _SPEED = ("examples_per_second", "step_milliseconds", "data_wait_share")
 
 
 def already_trained(directory: RunDirectory, results: Mapping[str, Any]) -> str:
-    """Return what to say when a run is asked for again that is trained to its end.
+    """Return the text for a run that is already trained to its end.
 
     Args:
         directory: Its folder.
@@ -26,7 +26,7 @@ def already_trained(directory: RunDirectory, results: Mapping[str, Any]) -> str:
 
 
 def written_again(names: Sequence[str]) -> str:
-    """Return what to say when a finished run is asked for again whose files are not as they were written.
+    """Return the text for a finished run with files that are missing or changed.
 
     Args:
         names: The files.

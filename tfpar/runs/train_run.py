@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfpar import callbacks, config, data, strategies
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.commands import standard_streams
-from tfpar.config import keys_read
+from tfpar.config import settings_read
 from tfpar.interruption import interruptible
 from tfpar.messages.number_format import line
 from tfpar.runs import header, pipeline_report, resume, summary
@@ -99,7 +99,7 @@ def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.
 
 def _check_batch_size(run: config.Run, strategy: strategies.Strategy) -> None:
     batch = run.training.global_batch_size
-    if batch < strategy.num_replicas and keys_read.BATCH in keys_read.read_keys(trainer_reads(run)):
+    if batch < strategy.num_replicas and settings_read.BATCH in settings_read.read_keys(trainer_reads(run)):
         raise ValueError(
             f"training.global_batch_size = {batch} does not reach every one of {strategy.num_replicas} replicas: "
             f"set it to at least {strategy.num_replicas}, or name fewer devices in strategy.devices."
@@ -115,7 +115,7 @@ def _record(run: config.Run, directory: RunDirectory, trainer: RunTrainer, posit
     """Record the run in its folder and print its header, once the run may start or resume there."""
     resume.check(run, directory, position, trainer.model)
     directory.reopen()
-    directory.record(keys_read.dump_read(run, trainer_reads(run), run.trainer))
+    directory.record(settings_read.dump_read(run, trainer_reads(run), run.trainer))
     header.print_header(run, directory, trainer)
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import pydantic
 
 from tfpar import config
-from tfpar.config import keys_read
+from tfpar.config import settings_read
 from tfpar.messages.received import excerpt, quoted
 from tfpar.messages.suggestions import did_you_mean
 from tfpar.runs.run_trainer import RunTrainer
@@ -77,7 +77,7 @@ def check_trainer(run: config.Run) -> Any:
         ValueError: If there is no such class, its `reads` or `Options` is wrong, or the run sets what it does not read.
     """
     found = trainer_class(run.trainer)
-    problems = keys_read.unread_problems(run, trainer_reads(run), run.trainer)
+    problems = settings_read.unread_problems(run, trainer_reads(run), run.trainer)
     if problems:
         raise ValueError("\n".join(problems))
     if (options := _options(found)) is not None:
