@@ -1,4 +1,4 @@
-"""How the losses of one model divide over replicas or micro-batches, found out before the first step."""
+"""The reduction of one model's losses over replicas or micro-batches, found before the first step."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class LossDecomposition:
         alike = self.ways[True] == self.ways[False]  # weights may be trained in training only
         evaluating = find(False, functools.partial(added_losses, training=False))
         training = functools.partial(added_losses, training=True)
-        # As in evaluation, where that tells: found without the chance that training may bring into play.
+        # As in evaluation, if it shows the kind: classified in inference mode, where dropout is off.
         as_in_evaluation = alike and None not in evaluating and len(training(model, parts[0])) == len(evaluating)
         if as_in_evaluation:
             self._whole_in_call[True], self.ways[True] = self._whole_in_call[False], self.ways[False]
@@ -189,11 +189,11 @@ class LossDecomposition:
             )
 
     def to_json(self) -> str:
-        """Return what was found out, for other workers."""
+        """Return the reductions as JSON, for other workers."""
         return json.dumps([self._scalar_losses, *([found[True], found[False]] for found in self._found)])
 
     def load_json(self, text: str) -> None:
-        """Believe what another worker found out, from examples of its own."""
+        """Replace the reductions by those of another worker."""
         self._scalar_losses, *others = json.loads(text)
         for found, (training, evaluating) in zip(self._found, others, strict=True):
             found[True], found[False] = training, evaluating

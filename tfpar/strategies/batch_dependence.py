@@ -1,4 +1,4 @@
-"""Layers that mix the examples of a batch: replicas refuse them, or compute them on the whole batch.
+"""Batch-dependent layers on replicas: refused, or computed on the whole batch.
 
 replica 0   a b ─┐             ┌─ layer on a b c d ─► its rows a b
                  ├─ a b c d ───┤
@@ -30,7 +30,7 @@ _NAMES = "Every layer must compute each example alone, or replicas change the re
 
 
 class Mixed(NamedTuple):
-    """An operation that is to be called on the whole batch.
+    """An operation to call on the whole batch.
 
     Args:
         operation: A layer, an operation of a Functional model, or a model.
@@ -46,7 +46,7 @@ class Mixed(NamedTuple):
 
 
 def check_choice(batch_dependent_layers: str) -> None:
-    """Refuse a choice that there is not.
+    """Refuse an unknown value of `batch_dependent_layers`.
 
     Raises:
         ValueError: If it is neither "refuse" nor "gather".
@@ -56,7 +56,7 @@ def check_choice(batch_dependent_layers: str) -> None:
 
 
 def refusal(names: Sequence[str], gathers: bool, training: bool) -> ValueError:
-    """Return the error for calls that mix.
+    """Return the error for batch-dependent calls.
 
     Args:
         names: Of the calls, as far as this worker knows them.
@@ -77,7 +77,7 @@ def refusal(names: Sequence[str], gathers: bool, training: bool) -> ValueError:
 
 @random_state.preserved_random_state()
 def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
-    """Return the names of what makes the outputs for an example depend on the others of its batch.
+    """Return the names of batch-dependent calls on which the outputs of a model depend.
 
     BatchNormalization is let through in training: its statistics are those of a replica unless it is synchronized.
 
@@ -171,7 +171,7 @@ def _mixed(call: Call, axes: dict[Value, int | None]) -> Mixed:
 
 @contextlib.contextmanager
 def on_whole_batch(mixed: Sequence[Mixed]) -> Iterator[None]:
-    """Let operations be called on the whole batch inside this context, and return a replica's rows.
+    """Call operations on the whole batch inside this context, and return the rows of the replica.
 
     Args:
         mixed: The operations; one that is called several times once is enough.

@@ -1,4 +1,4 @@
-"""Find out, before the first step, how rows that replicas look up are those of one device.
+"""Trials before the first step that find how embedding rows of replicas combine to those of one device.
 
 whole    [a b]   row numbers 3 5 5 7     [a a]   3 5 3 5         listed: those of the parts one after another
 parts    [a] [b]             3 5, 5 7    [a] [a] 3 5, 3 5        shared: each as often as in the part with the most
@@ -35,7 +35,7 @@ Numbers = list[list[Any]]  # the row numbers of each lookup, by gradient
 
 
 def may_look_up(model: keras.Model, batch: Any) -> bool:
-    """Say whether a model may have gradients of rows: not where all layers are Keras' own and multiply dense tensors.
+    """Return whether a model may have indexed slices as gradients; other layers than Keras' dense ones may give some.
 
     Args:
         model: A built and compiled model.
@@ -178,7 +178,7 @@ class _Eager:
 
 
 class _Compiled(_Eager):
-    """The same in a graph, which tells the lookups of one weight apart."""
+    """The same in a graph, which separates the lookups of one weight."""
 
     def __init__(self, gradients: Gradients, batch: Any, run: Run) -> None:
         super().__init__(gradients, batch, run)

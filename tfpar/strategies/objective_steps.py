@@ -1,4 +1,4 @@
-"""Objectives on replicas: for each in turn, parts of its loss, one sum of gradients, one update on every replica."""
+"""Objectives on replicas: for each, one reduction of its loss, one all-reduce of gradients and one update."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _counts(part: Any, batch: Any) -> BatchWeights:
 
 
 def _count(model: keras.Model, losses: list[tf.Tensor], batch: Any, run: Run, *, training: bool) -> tf.Tensor:
-    """Let every replica count the losses for its own examples, unless another replica counts them."""
+    """Count the losses on every replica for its own examples, unless another replica counts them."""
 
     def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
         def count() -> tf.Tensor:
