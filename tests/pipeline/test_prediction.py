@@ -30,7 +30,7 @@ def test_looking_ahead_leaves_the_order_of_a_shuffled_dataset_as_it_is(steps_per
 def test_recomputation_lowers_what_a_device_must_hold_where_nothing_waits_for_weight_gradients() -> None:
     def most_bytes(schedule: str, recompute: bool) -> int:
         strategy = tfpar.Pipeline(2, 4, schedule, [2, 2], recompute=recompute, memory_limit_bytes=1)
-        with pytest.raises(ValueError, match="with these cuts the devices need") as error:
+        with pytest.raises(ValueError, match="with this balance the devices need") as error:
             tfpar.Trainer(deep, strategy, seed=0).fit(inputs(8), labels(8), batch_size=8, verbose=0)
         _, _, needs = str(error.value).partition("the devices need ")
         return max(int(need.replace(",", "")) for need in needs.partition(" bytes")[0].split(", "))
