@@ -80,7 +80,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
             folder = tmp_path_factory.mktemp(f"workers-{num_workers}")
             of_this_job = [f"{dtype} {name}" for number, dtype, name in rows if number == num_workers]
             arguments = (str(checkpoints), str(PACK_BYTES[num_workers]), *of_this_job)
-            return stack.enter_context(workers.started("worker_program_parity.py", folder, num_workers, *arguments))
+            return stack.enter_context(workers.started("worker_program_parity", folder, num_workers, *arguments))
 
         yield start
 

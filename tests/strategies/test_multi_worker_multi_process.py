@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
-    with workers.started("worker_program.py", tmp_path_factory.mktemp("workers"), 2) as job:
+    with workers.started("worker_program", tmp_path_factory.mktemp("workers"), 2) as job:
         yield job
 
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
-    with workers.started("worker_program_replicas.py", tmp_path_factory.mktemp("replicas"), 2) as started:
+    with workers.started("worker_program_replicas", tmp_path_factory.mktemp("replicas"), 2) as started:
         yield started
 
 

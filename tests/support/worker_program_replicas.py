@@ -16,13 +16,13 @@ from tests.pipeline.graph.test_batch_dependence_in_inference import in_inference
 from tests.reduction.test_indexed_slices import embedding, tokens
 from tests.reduction.test_losses_in_call import pairs, weighted, with_endpoint
 from tests.reduction.test_scalar_losses import contrast, mean, mean_accuracy, total, two_outputs, with_loss
-from tests.strategies.test_batch_dependence_replicas import MIXING, Gathers, with_layer
+from tests.strategies.test_batch_dependence_replicas import BATCH_DEPENDENT, Gathers, with_layer
 from tests.support import category_cases, objective_cases, parity_cases, small, workers
 from tests.support import multi_worker_cases as cases
 
 TRAINED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-    "centred": (MIXING["centred"], small.data),
-    "own call": (MIXING["own"], small.data),
+    "centred": (BATCH_DEPENDENT["centred"], small.data),
+    "own call": (BATCH_DEPENDENT["own"], small.data),
     "gathers by itself": (with_layer(lambda x: Gathers()(x)), cases.SHARDED["by example, uneven"]),
     "loss in a layer": (with_endpoint(weighted(), loss=None), pairs),
     "rows": (parity_cases.lookups, lambda: parity_cases._tokens(11)),
@@ -43,7 +43,7 @@ def train(strategy: tfpar.Strategy, build: Callable[[], Any], dataset: Callable[
 
 
 def predict(strategy: tfpar.Strategy) -> Any:
-    return tfpar.Trainer(MIXING["similar"], strategy, seed=0).predict(parity_cases.inputs(19), 9, verbose=0)
+    return tfpar.Trainer(BATCH_DEPENDENT["similar"], strategy, seed=0).predict(parity_cases.inputs(19), 9, verbose=0)
 
 
 def evaluated(strategy: tfpar.Strategy) -> Any:
@@ -54,7 +54,7 @@ def evaluated(strategy: tfpar.Strategy) -> Any:
 
 
 def refused(strategy: tfpar.Strategy) -> None:
-    train(strategy, MIXING["mean"], small.data)
+    train(strategy, BATCH_DEPENDENT["mean"], small.data)
 
 
 def only_of_worker_1() -> tf.data.Dataset:

@@ -4,7 +4,7 @@
     Workers(program, ...) ── starts them ──►     answer_all({"question": function, ...})
     answers("question")  ◄── a file each ──      runs the functions in order, writes what each returns
 
-A program is a file of the tests that calls `answer_all`. What a function raises is an answer too.
+A program is a module of `tests.support` that calls `answer_all`. What a function raises is an answer too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Workers:
     """The processes of one job.
 
     Args:
-        program: A file of the tests, such as `worker_program.py`.
+        program: A module of `tests.support`, such as `worker_program`.
         folder: An empty folder for answers and output.
         num_workers: How many.
         arguments: More for the program.
@@ -71,7 +71,7 @@ class Workers:
         }
         with (self.folder / f"{rank}.out").open("wb") as out:
             return subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / program), str(self.folder), str(rank), *arguments],
+                [sys.executable, "-m", f"tests.support.{program}", str(self.folder), str(rank), *arguments],
                 cwd=self.folder / str(rank),
                 env=environment,
                 stdin=subprocess.DEVNULL,
