@@ -17,6 +17,7 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
 from tfpar.pipeline.analysis.stage_table import stages_table
 from tfpar.pipeline.analysis.step_timing import measure_step
+from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
 from tfpar.pipeline.schedule.simulator import Timeline
@@ -139,20 +140,21 @@ class Pipeline(SingleReplica):
         """
         data.check_same_inputs(self._present, model, batch)
         self._planner.check_again(model, batch, training)
-        if model in self._lowerings and self._lowerings[model].compilation is keras_model.compilation(model):
-            self._lowerings[model].examples.keep(batch)
+        if model in self._lowerings and self._lowerings[model].compiler.compilation is keras_model.compilation(model):
+            self._lowerings[model].compiler.examples.keep(batch)
             return
         adds_losses = self._planner.divide(model, batch, training)
         if adds_losses is not None:
             self._adds_losses[model] = adds_losses
-        self._lowerings[model] = PipelineSteps(
-            model,
+        schedule = self.schedule_of(model)
+        compiler = StepCompiler(
             self._planner.stages_of(model),
-            self.schedule_of(model),
-            self._adds_losses[model],
-            self._allow_batch_dependence,
+            schedule.num_microbatches,
+            adds_losses=self._adds_losses[model],
+            allows_mixing=self._allow_batch_dependence,
         )
-        self._lowerings[model].examples.keep(batch)
+        compiler.examples.keep(batch)
+        self._lowerings[model] = PipelineSteps(compiler, schedule)
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
         """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""
@@ -208,7 +210,7 @@ class Pipeline(SingleReplica):
 
     def _prepared(self, model: keras.Model) -> PipelineSteps:
         lowering = self._lowerings.get(model)
-        if lowering is None or lowering.compilation is not keras_model.compilation(model):
+        if lowering is None or lowering.compiler.compilation is not keras_model.compilation(model):
             raise ValueError(
                 f"A model must be prepared with its first batch before its stages are measured, and {model.name!r} was "
                 f"{'compiled again since' if lowering else 'not yet'}. Call trainer.build(dataset) first."
@@ -217,11 +219,11 @@ class Pipeline(SingleReplica):
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Find the reduction of the losses over micro-batches; raise ValueError if a loss has none."""
-        self._lowerings[model].prepare(batch)
+        self._lowerings[model].compiler.prepare(batch)
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Find the reduction of an overridden `compute_loss` over micro-batches, or refuse it."""
-        self._lowerings[model].prepare_loss(batch, training)
+        self._lowerings[model].compiler.prepare_loss(batch, training)
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""

@@ -66,11 +66,11 @@ def predict_step_time(
         >>> len(prediction.rows), prediction.planned.num_devices
         (2, 2)
     """
-    programs = lowering.compile(batch, training=True).programs
+    programs = lowering.compiler.compile(batch, training=True).programs
     saved = [program.kept(microbatch_size) for program in programs.stages]
     durations = dataclasses.replace(
         step_timing.measure_durations(schedule, lambda actions: lowering.timed(batch, actions)),
-        update_seconds=step_timing.measure_updates(lowering.optimizer, programs),
+        update_seconds=step_timing.measure_updates(lowering.compiler.staged.model.optimizer, programs),
         activation_bytes=tuple(one.activation for one in saved),
         backward_temporary_bytes=tuple(one.backward for one in saved),
         weight_gradient_temporary_bytes=tuple(one.weight_gradient for one in saved),

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar.pipeline.execution.stage_program import StageProgram
+from tfpar.pipeline.execution.stage_program import StageOptions, StageProgram, compile_stage
 from tfpar.pipeline.execution.stage_values import ValueSpec
+from tfpar.pipeline.execution.staged_model import StagedModel
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, Value
 from tfpar.pipeline.partition.stages import Stage
@@ -36,8 +37,8 @@ def compile_stages(
     inputs: dict[Value, ValueSpec],
     outputs: Sequence[Value],
     devices: Sequence[str],
+    options: StageOptions,
     ways: Sequence[Way] = (),
-    **options: Any,
 ) -> Programs:
     """Compile the stages of a model, each for what those before it send.
 
@@ -46,20 +47,20 @@ def compile_stages(
         inputs: What is known of the model's inputs.
         outputs: The model's flat outputs.
         devices: One a stage.
+        options: How they are compiled.
         ways: What the losses that layers compute need of the whole batch, in the order of the stages.
-        **options: As for `StageProgram`.
     """
     flows, left = dict(inputs), tuple(ways)
     programs = []
     for stage, device in zip(stages, devices, strict=True):
-        program = StageProgram(stage, [flows[value] for value in stage.inputs], device, ways=left, **options)
+        program = compile_stage(stage, [flows[value] for value in stage.inputs], device, options, ways=left)
         left = left[len(program.ways) :]
-        flows.update(zip(stage.outputs, program.sends, strict=True))
+        flows.update(zip(stage.outputs, program.output_specs, strict=True))
         programs.append(program)
     return Programs(programs, tuple(outputs), flows)
 
 
-def without_dead_ends(programs: Programs, live: Iterable[Value], **options: Any) -> Programs:
+def without_dead_ends(programs: Programs, live: Iterable[Value], options: StageOptions) -> Programs:
     """Compile again the stages that make what no loss depends on: weights behind that have no gradient, not zero.
 
     Keras leaves a weight without a gradient alone, and decays one whose gradient is zero.
@@ -67,18 +68,18 @@ def without_dead_ends(programs: Programs, live: Iterable[Value], **options: Any)
     Args:
         programs: The compiled stages.
         live: The outputs of the model that the loss sends a gradient for.
-        **options: As for `StageProgram`.
+        options: How they are compiled.
     """
     alive, stages = set(live), list(programs.stages)
     for index, program in reversed(list(enumerate(programs.stages))):
-        sends = zip(program.stage.outputs, program.sends, strict=True)
+        sends = zip(program.stage.outputs, program.output_specs, strict=True)
         unused_outputs = frozenset(value for value, flow in sends if flow.needs_gradient and value not in alive)
         if unused_outputs:
-            taken = [programs.flows[value] for value in program.stage.inputs]
-            stages[index] = StageProgram(
-                program.stage, taken, program.device, unused_outputs=unused_outputs, ways=program.ways, **options
-            )
-        back = zip(program.stage.inputs, stages[index].sends_back, strict=True)
+            stages[index] = compile_stage(
+                program.stage, program.input_specs, program.device, options,
+                unused_outputs=unused_outputs, ways=program.ways,
+            )  # fmt: skip
+        back = zip(program.stage.inputs, stages[index].has_input_gradients, strict=True)
         alive |= {value for value, goes_back in back if goes_back}
     return programs._replace(stages=stages)
 
@@ -107,9 +108,8 @@ class StagesOfModel:
         recompute: bool,
         splits_backward: bool,
     ) -> None:
-        self.graph, self.stages, self.devices = graph, stages, devices
-        self._model = model
-        self._of_training = {"recompute": recompute, "splits_backward": splits_backward}
+        self.staged = StagedModel(model, graph, stages, devices)
+        self._recompute, self._splits_backward = recompute, splits_backward
         self._compiled: dict[bool, tuple[Any, Programs]] = {}  # evaluate and predict have theirs in common
 
     def programs(self, inputs: Any, trainable: Any, ways: Sequence[Way] = (), *, training: bool) -> Programs:
@@ -121,11 +121,13 @@ class StagesOfModel:
             ways: What the losses that layers compute need of the whole batch, in the order of the stages.
             training: Whether the model trains.
         """
-        key = str(inputs), trainable, bool(self._model.jit_compile), tuple(ways)
+        key = str(inputs), trainable, bool(self.staged.model.jit_compile), tuple(ways)
         if training not in self._compiled or self._compiled[training][0] != key:
-            outputs = keras.tree.flatten(self.graph.outputs)
-            options = self._options(training=training)
-            programs = compile_stages(self.stages, self._flows(inputs), outputs, self.devices, ways, **options)
+            outputs = keras.tree.flatten(self.staged.graph.outputs)
+            programs = compile_stages(
+                self.staged.stages, self._flows(inputs), outputs, self.staged.devices,
+                self._options(training=training), ways,
+            )  # fmt: skip
             self._compiled[training] = key, programs
         return self._compiled[training][1]
 
@@ -136,21 +138,22 @@ class StagesOfModel:
             programs: The compiled stages.
             live: The outputs of the model that the loss sends a gradient for.
         """
-        return without_dead_ends(programs, live, **self._options(training=True))
+        return without_dead_ends(programs, live, self._options(training=True))
 
-    def _options(self, *, training: bool) -> dict[str, Any]:
-        options = {
-            "training": training,
-            "jit_compile": bool(self._model.jit_compile),
-            "model_variables": self._model.variables,
-        }
-        return options | self._of_training if training else options
+    def _options(self, *, training: bool) -> StageOptions:
+        return StageOptions(
+            training,
+            recompute=training and self._recompute,
+            splits_backward=training and self._splits_backward,
+            jit_compile=bool(self.staged.model.jit_compile),
+            model_variables=self.staged.model.variables,
+        )
 
     def _flows(self, inputs: Any) -> dict[Value, ValueSpec]:
         """Return what is known of the model's inputs."""
 
         def flat(inputs: Any) -> list[tf.Tensor]:
-            return model_graph.standardize(self._model, inputs)
+            return model_graph.standardize(self.staged.model, inputs)
 
         tensors = tf.function(flat, autograph=False).get_concrete_function(inputs).structured_outputs
-        return {value: ValueSpec(spec_of(one)) for value, one in zip(self.graph.inputs, tensors, strict=True)}
+        return {value: ValueSpec(spec_of(one)) for value, one in zip(self.staged.graph.inputs, tensors, strict=True)}

@@ -59,7 +59,7 @@ class Execution:
         inputs: Sequence[dict[Value, tf.Tensor]],
         scale: tf.Tensor,
         added_factors: Sequence[Sequence[tf.Tensor]] = (),
-        loss: Callable[[int, list[MaskedTensor]], LossPart] | None = None,
+        loss: Callable[[Execution, int, list[MaskedTensor]], LossPart] | None = None,
         sums_in_call: tf.Tensor | None = None,
         *,
         timed: bool = False,
@@ -174,7 +174,7 @@ class Execution:
         ]
         ends = tensors_of([value.tensor for value in done.made])
         if self._loss is not None and stage == len(self._programs.stages) - 1:
-            part = self._loss(number, self.outputs(number))
+            part = self._loss(self, number, self.outputs(number))
             for value, gradient in zip(self._programs.outputs, part.gradients, strict=True):
                 if gradient is not None:
                     self._upstream[value, number].append(gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,22 +26,24 @@ Numbers = list[list[list[np.ndarray]]]  # row numbers by stage and at last the l
 Flat = Callable[[Any], dict[Any, Any]]
 
 
-def find_kinds(programs: Programs, loss: LossProgram, batch: Any, flat: Flat, *, mixing: bool) -> None:
-    """Let stages and the loss know the kinds of their lookups that their graphs do not tell.
+def find_kinds(
+    programs: Programs, loss: LossProgram, batch: Any, flat: Flat, *, mixing: bool
+) -> tuple[Programs, LossProgram]:
+    """Return stages and loss with the kinds of those lookups that their graphs do not determine.
 
     Args:
         programs: The compiled stages, for training.
         loss: The compiled loss, for training.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first examples are used.
-        flat: Returns a batch of the graph's inputs for one of the model's.
-        batch_dependent_layers: Whether a lookup of no kind counts as one of single examples, instead of being refused.
+        flat: Returns the inputs of the graph for a batch of inputs of the model.
+        mixing: Whether a lookup of no kind counts as one of single examples, instead of being refused.
 
     Raises:
-        ValueError: If rows of a weight are looked up in a way that micro-batches would change.
+        ValueError: If micro-batches would change which rows of a weight are looked up.
     """
     users: list[StageProgram | LossProgram] = [*programs.stages, loss]
     if not any(None in kinds for user in users for kinds in user.kinds):
-        return
+        return programs, loss
     seen = []
     for pair in pairs_of_parts(batch):
         both = data.join_batches(pair)
@@ -48,17 +51,35 @@ def find_kinds(programs: Programs, loss: LossProgram, batch: Any, flat: Flat, *,
             _row_numbers(programs, loss, flat, part) for part in (*cut_batch(both, 1), *cut_batch(both, 2))
         )
         seen.append((whole, parts))
-    for index, user in enumerate(users):
-        for number, kinds in enumerate(user.kinds):
-            of_weight = [(whole[index][number], [part[index][number] for part in parts]) for whole, parts in seen]
-            observed = [
-                [Observed(whole[place], [part[place] for part in parts]) for whole, parts in of_weight]
-                for place in range(len(kinds))
-            ]
-            user.kinds[number] = tuple(
-                kind or indexed_slices.kind_of(of_one) or _without_kind(user.parameters[number], mixing=mixing)
-                for kind, of_one in zip(kinds, observed, strict=True)
-            )
+    found = [
+        tuple(
+            _kinds_of_weight(weight, kinds, [_observed(trial, index, number) for trial in seen], mixing=mixing)
+            for number, (weight, kinds) in enumerate(zip(user.parameters, user.kinds, strict=True))
+        )
+        for index, user in enumerate(users)
+    ]
+    stages = [dataclasses.replace(one, kinds=kinds) for one, kinds in zip(programs.stages, found[:-1], strict=True)]
+    return programs._replace(stages=stages), dataclasses.replace(loss, kinds=found[-1])
+
+
+def _observed(trial: tuple[Numbers, list[Numbers]], index: int, number: int) -> list[Observed]:
+    """Return the row numbers of each lookup of one weight in one trial."""
+    whole, parts = trial
+    of_parts = zip(*(part[index][number] for part in parts), strict=True)
+    return [Observed(*both) for both in zip(whole[index][number], of_parts, strict=True)]
+
+
+def _kinds_of_weight(
+    weight: keras.Variable,
+    kinds: Sequence[indexed_slices.Kind | None],
+    trials: Sequence[Sequence[Observed]],
+    *,
+    mixing: bool,
+) -> tuple[indexed_slices.Kind, ...]:
+    return tuple(
+        kind or indexed_slices.kind_of([trial[place] for trial in trials]) or _without_kind(weight, mixing=mixing)
+        for place, kind in enumerate(kinds)
+    )
 
 
 def _without_kind(weight: keras.Variable, *, mixing: bool) -> indexed_slices.Kind:
@@ -112,7 +133,7 @@ def _gradients_of_loss(
 def _gradients(program: StageProgram, done: Forward) -> list[Any]:
     upstream = [
         tf.ones_like(dense_part(made.tensor)) if flow.needs_gradient else None
-        for made, flow in zip(done.made, program.sends, strict=True)
+        for made, flow in zip(done.made, program.output_specs, strict=True)
     ]
     _, gradients = program.backward(done, upstream, None)
     return program.weight_gradients(done, None) if gradients is None else gradients

@@ -1,20 +1,21 @@
-"""The loss behind the last stage: its part over one micro-batch, and the gradient that goes back."""
+"""The compiled loss of a model: the part of one micro-batch, and its gradients."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses, keras_model, keras_pipeline, random_state, tf_function
+from tfpar._compat import random_state
+from tfpar.pipeline.execution.loss_trace import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
 from tfpar.pipeline.execution.microbatches import Microbatch
-from tfpar.pipeline.execution.row_gradients import add_rows, by_lookup, joined, known_kinds, numbered
-from tfpar.pipeline.execution.stage_values import MaskedTensor, ValueSpec
-from tfpar.reduction.gradient_addition import dense_part, plus, tensors_of
-from tfpar.reduction.loss_decomposition import LossDecomposition
+from tfpar.pipeline.execution.model_loss import ModelLoss
+from tfpar.pipeline.execution.row_gradients import Kinds, add_rows, joined, known_kinds, numbered
+from tfpar.pipeline.execution.stage_values import MaskedTensor
+from tfpar.reduction.gradient_addition import plus
 
 
 class LossPart(NamedTuple):
@@ -23,9 +24,9 @@ class LossPart(NamedTuple):
     Args:
         value: Scalar.
         of_outputs: The same for single outputs, where Keras logs them.
-        gradients: Of the outputs, `[examples, ...]` each; None for none.
-        states: New values of the metrics that `compute_loss` itself counts.
-        layer_states: New values of the states that it moves.
+        gradients: Those of the outputs, `[examples, ...]` each; None for none.
+        states: The new values of the metrics that `compute_loss` itself updates.
+        layer_states: The new values of the states that it changes.
         weights: The gradients of the weights that it reads: a tensor, the rows of each lookup, or None for none.
     """
 
@@ -37,74 +38,61 @@ class LossPart(NamedTuple):
     weights: list[Any]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class LossProgram:
-    """The compiled loss of a model, traced once for micro-batches of any size.
+    """The compiled loss of a model, for micro-batches of any size.
 
-    A `compute_loss` of the user's own may read weights, and call layers: `parameters` are the weights that train, for
-    which a gradient goes back too, `layer_states` what those layers, or Keras' global generator, keep and it moves.
+    A user's own `compute_loss` may read weights and call layers: the program has gradients of these weights, and
+    returns the new states of these layers and of Keras' global generator.
 
     Args:
-        model: A compiled model.
-        division: How its losses divide over parts of a batch.
-        outputs: Its outputs' structure, a `ValueSpec` in the place of each tensor.
-        batch: The spec of a batch of any size, `(inputs, targets, sample_weight)` as far as given.
-        device: Where it runs.
-        training: Whether the model trains.
-        states: Variables of metrics that `compute_loss` itself may count.
+        loss: The loss of the model.
+        variables: The variables whose values are arguments.
+        trace: What the trace found.
+        kinds: The kind of each lookup of each parameter; None for one that the graph does not determine.
+        function: The concrete function of `LossArguments` to `LossResults`.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        division: LossDecomposition,
-        outputs: Any,
-        batch: Any,
-        device: str,
-        *,
-        training: bool,
-        states: Sequence[Any],
-    ) -> None:
-        self._model, self._division, self.device, self._training = model, division, device, training
-        self._outputs = outputs
-        self._flows: list[ValueSpec] = keras.tree.flatten(outputs)
-        self._trackers = [variable for one in keras_pipeline.trackers_of_losses(model) for variable in one.variables]
-        self.states = states
-        self.layer_states: list[Any] = []
-        self.parameters: list[Any] = []
-        self.num_divisors = 0
-        self._found: list[bool] = []
-        self._counts: list[bool] = []
-        with random_state.stand_in_generator():
-            self._trace(batch)
-        self.parameters = self._read()
-        self.layer_states = [*self._moved, *([random_state.state_of_no_layer()] if self._draws_from_no_layer else [])]
-        if self.parameters or self.layer_states:
-            self._trace(batch)
-        self.kinds = known_kinds(self._function.graph, self._of_weights, self._varying)
-
-    def _trace(self, batch: Any) -> None:
-        count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
-        specs = [batch, [flow.spec for flow in self._flows], [flow.mask for flow in self._flows]]
-        for variables in (self.states, self.layer_states, self.parameters):
-            specs.append([tf.TensorSpec(variable.shape, variable.dtype) for variable in variables])
-        specs += [[count] * 4, tf.TensorSpec([None], tf.float64), scalar]
-        self._function = keras_pipeline.noinline_function(self._body, *specs)
+    loss: ModelLoss
+    variables: LossVariables
+    trace: LossTrace
+    kinds: Kinds
+    function: Any
 
     @property
-    def sends_back(self) -> list[bool]:
-        """Whether it gives a gradient for each of the model's flat outputs."""
-        found = iter(self._found)
-        return [self._training and flow.needs_gradient and next(found) for flow in self._flows]
+    def device(self) -> str:
+        """The device that runs it."""
+        return self.loss.device
+
+    @property
+    def states(self) -> Sequence[Any]:
+        """Variables of metrics that `compute_loss` itself may update."""
+        return self.variables.metric_states
+
+    @property
+    def layer_states(self) -> Sequence[Any]:
+        """States that it changes."""
+        return self.variables.layer_states
+
+    @property
+    def parameters(self) -> Sequence[Any]:
+        """Trained weights that it reads."""
+        return self.variables.parameters
+
+    @property
+    def num_divisors(self) -> int:
+        """The number of divisors that depend on masks or weights of the whole batch."""
+        return self.trace.num_divisors
+
+    @property
+    def has_output_gradients(self) -> Sequence[bool]:
+        """Whether it gives a gradient for each of the flat outputs of the model."""
+        return self.trace.has_gradient
 
     def counted(self, states: Sequence[tf.Tensor]) -> list[tuple[Any, tf.Tensor]]:
-        """Return the variables that `compute_loss` counts, with what they hold then; others may change elsewhere."""
+        """Return the variables of `states` that the loss updates, with their values; a layer may change others."""
         pairs = zip(self.states, states, strict=True)
-        return [pair for pair, counts in zip(pairs, self._counts, strict=True) if counts]
-
-    @property
-    def needs_divisors(self) -> bool:
-        """Whether a divisor depends on masks or weights of the whole batch, so that `divisors` must be called."""
-        return self.num_divisors > 0
+        return [pair for pair, updates in zip(pairs, self.trace.updates_metric, strict=True) if updates]
 
     def part(
         self,
@@ -117,138 +105,73 @@ class LossProgram:
         divisors: tf.Tensor,
         scale: tf.Tensor,
     ) -> LossPart:
-        """Return a micro-batch's part of the loss.
+        """Return the part of a micro-batch of the loss.
 
         Args:
-            number: Of the micro-batch.
+            number: The index of the micro-batch.
             microbatch: Its examples.
-            outputs: The model's outputs for them.
-            states: Values of `states`.
-            layer_states: Values of `layer_states`.
-            parameters: Values of `parameters`.
-            divisors: What `divisors` returned for the global batch, or an empty tensor.
-            scale: What one unit of loss counts in gradients, a scalar in Keras' float type.
+            outputs: The outputs of the model for them.
+            states: The values of `states`.
+            layer_states: The values of `layer_states`.
+            parameters: The values of `parameters`.
+            divisors: The divisors of the global batch, or an empty tensor.
+            scale: The gradient of one unit of loss, a scalar in Keras' float type.
         """
-        given = [microbatch.batch, [one.tensor for one in outputs], [one.mask for one in outputs], list(states)]
-        given += [list(layer_states), list(parameters)]
-        counts = [tf.constant(number, tf.int64), microbatch.counted, microbatch.size, microbatch.num_examples]
-        results = self._function(*given, counts, divisors, scale)
-        value, of_outputs, gradients, new_states, new_layer_states, of_weights = results
-        found = iter(gradients)
-        every = [next(found) if sends else None for sends in self.sends_back]
-        rows = list(map(numbered, of_weights, self.kinds))
-        return LossPart(value, of_outputs, every, new_states, new_layer_states, rows)
+        tensors, masks = [one.tensor for one in outputs], [one.mask for one in outputs]
+        arguments = LossArguments(
+            microbatch.batch,
+            tensors,
+            masks,
+            metric_states=list(states),
+            layer_states=list(layer_states),
+            parameters=list(parameters),
+            number=tf.constant(number, tf.int64),
+            counted=microbatch.counted,
+            size=microbatch.size,
+            num_examples=microbatch.num_examples,
+            divisors=divisors,
+            scale=scale,
+        )
+        results = LossResults(*self.function(*arguments))
+        found = iter(results.gradients)
+        gradients = [next(found) if has_gradient else None for has_gradient in self.has_output_gradients]
+        rows = list(map(numbered, results.weight_gradients, self.kinds))
+        return LossPart(results.value, results.of_outputs, gradients, results.metric_states, results.layer_states, rows)
 
     def sum_rows(self, before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
-        """Add a micro-batch's gradients of `parameters` to those of the ones before; None for the first one."""
+        """Add the gradients of `parameters` of a micro-batch to the earlier sum; None for the first one."""
         return [
             add_rows(one, other, kinds) if one is not None and kinds else plus(one, other)
             for one, other, kinds in zip(before, now, self.kinds, strict=True)
         ]
 
     def joined(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return summed gradients of `parameters` as tensors, slices or None: each as one device has it."""
+        """Return summed gradients of `parameters` as tensors, slices or None, as one device has them."""
         return joined(gradients, self.kinds, self.parameters)
 
-    def divisors(self, batch: Any, num_examples: tf.Tensor, call: Callable[[Any], Any]) -> tf.Tensor:
-        """Return what the losses over a global batch are divided by, where masks or weights decide.
 
-        Of the model only what masks need is run: TensorFlow leaves out the rest.
+def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Sequence[Any]) -> LossProgram:
+    """Compile the loss of a model.
 
-        Args:
-            batch: The global batch.
-            num_examples: Its size, an int64 scalar.
-            call: Returns the model's outputs for its inputs, each with its mask.
+    Args:
+        loss: The loss of the model.
+        outputs: The structure of the model's outputs, with a `ValueSpec` for each tensor.
+        batch: The spec of a batch of any size, `(inputs, targets, sample_weight)` as far as given.
+        metric_states: Variables of metrics that `compute_loss` itself may update.
+    """
+    variables = LossVariables(tuple(metric_states))
+    with random_state.stand_in_generator():
+        function, trace = trace_loss(loss, outputs, batch, variables)
+    layer_states = [*trace.unlisted_states, *([random_state.state_of_no_layer()] if trace.draws_from_no_layer else [])]
+    parameters = _captured_weights(loss.model, function)
+    if parameters or layer_states:
+        variables = LossVariables(tuple(metric_states), tuple(layer_states), tuple(parameters))
+        function, trace = trace_loss(loss, outputs, batch, variables)
+    kinds = known_kinds(function.graph, trace.weight_gradients, trace.varying)
+    return LossProgram(loss, variables, trace, kinds, function)
 
-        Returns:
-            float64 `[divisors]`.
-        """
-        found: list[tf.Tensor] = []
 
-        def note(weight: tf.Tensor) -> tf.Tensor:
-            found.append(tf.cast(weight, tf.float64))
-            return weight
-
-        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        one = tf.ones((), keras.config.floatx())
-        with keras.StatelessScope(), self._reduced(num_examples, one, num_examples, note), tf.device(self.device):
-            self._value(inputs, targets, call(inputs), weights)
-        return tf.stack(found)
-
-    def _body(
-        self, batch: Any, tensors: list[tf.Tensor], masks: list[Any], states: list[tf.Tensor],
-        layer_states: list[tf.Tensor], parameters: list[tf.Tensor], counts: list[tf.Tensor], divisors: tf.Tensor,
-        scale: tf.Tensor,
-    ) -> Any:  # fmt: skip
-        number, counted, size, num_examples = counts
-        share = tf.cast(counted > 0, keras.config.floatx())
-        outputs = [keras_pipeline.with_mask(one, mask) for one, mask in zip(tensors, masks, strict=True)]
-        taken = 0
-
-        def known(weight: tf.Tensor) -> tf.Tensor:
-            nonlocal taken
-            taken += 1
-            return tf.cast(divisors[taken - 1], weight.dtype)
-
-        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        mapping = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self._trackers]
-        variables = (*self.states, *self.layer_states, *self.parameters)
-        mapping += zip(variables, (*states, *layer_states, *parameters), strict=True)
-        with (
-            tf.device(self.device),
-            keras.StatelessScope(mapping) as scope,
-            keras_model.replica_seeds(lambda: number),
-            keras_losses.scalars_weighted(lambda _: counted / num_examples),
-            tf_function.own_traces(),
-            self._reduced(size, share, num_examples, known),
-        ):
-            packed = keras.tree.pack_sequence_as(self._outputs, outputs)
-            value = self._value(inputs, targets, packed, weights)
-            totals = [scope.get_current_value(variable) for variable in self._trackers]
-            self._note_moved(scope)
-            new_states = [scope.get_current_value(variable) for variable in self.states]
-            self._counts = [new is not old for new, old in zip(new_states, states, strict=True)]
-            new_layer_states = [scope.get_current_value(variable) for variable in self.layer_states]
-            sources = [dense_part(one) for one, flow in zip(outputs, self._flows, strict=True) if flow.needs_gradient]
-            gradients, of_weights = [], []
-            if self._training:
-                found = tf.gradients(value, [*sources, *parameters], tf.cast(scale, value.dtype))
-                gradients, of_weights = found[: len(sources)], list(map(by_lookup, found[len(sources) :]))
-        # A tracker's total is the loss times the number of examples, its count that number.
-        of_outputs = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
-        self.num_divisors = taken
-        self._of_weights = of_weights
-        self._varying = tensors_of([batch, tensors, masks, states, layer_states, number, counted, size])
-        self._found = [gradient is not None for gradient in gradients]
-        dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
-        return value, of_outputs, dense, new_states, new_layer_states, of_weights
-
-    def _value(self, inputs: Any, targets: Any, outputs: Any, weights: Any) -> tf.Tensor:
-        """Return what Keras computes; zero where all losses are those that layers add."""
-        if not keras_model.flat_losses(self._model) and not keras_model.overridden(self._model, "compute_loss"):
-            return tf.zeros((), keras.config.floatx())
-        value: tf.Tensor = keras_model.compute_loss(self._model, inputs, targets, outputs, weights, self._training)
-        return value
-
-    @contextlib.contextmanager
-    def _reduced(
-        self, size: tf.Tensor, share: tf.Tensor, num_examples: tf.Tensor, sum_divisors: Callable[[tf.Tensor], tf.Tensor]
-    ) -> Iterator[None]:
-        """Divide losses by what the global batch says; leave out what layers add and penalties, counted elsewhere."""
-        with (
-            self._division.reduce_globally(self._training, [size], share, num_examples, sum_divisors),
-            keras_pipeline.without_added_losses(),
-        ):
-            yield
-
-    def _note_moved(self, scope: keras.StatelessScope) -> None:
-        """Note the states that the loss moves and that are no arguments yet."""
-        known = {id(state) for state in (*self.states, *self.layer_states)}
-        others = [state for state in self._model.non_trainable_variables if id(state) not in known]
-        self._moved = [state for state in others if scope.get_current_value(state) is not None]
-        self._draws_from_no_layer = random_state.draws_from_no_layer(scope, self.layer_states)
-
-    def _read(self) -> list[keras.Variable]:
-        """Return the weights that train and that the loss reads by itself."""
-        handles = {id(outer) for outer, _ in self._function.graph.captures if outer.dtype == tf.resource}
-        return [variable for variable in self._model.trainable_variables if id(variable.value.handle) in handles]
+def _captured_weights(model: keras.Model, function: Any) -> list[keras.Variable]:
+    """Return the trained weights that a function reads by itself, not as its arguments."""
+    handles = {id(outer) for outer, _ in function.graph.captures if outer.dtype == tf.resource}
+    return [variable for variable in model.trainable_variables if id(variable.value.handle) in handles]

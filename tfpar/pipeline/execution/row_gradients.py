@@ -11,15 +11,15 @@ import tensorflow as tf
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.gradient_addition import reached_from
 
+Kinds = tuple[tuple[indexed_slices.Kind | None, ...], ...]  # by weight and lookup
+
 
 def by_lookup(gradient: Any) -> Any:
     """Return the rows of each lookup of a gradient of slices, while it is traced; another as it is."""
     return tuple(indexed_slices.pieces(gradient)) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def known_kinds(
-    graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]
-) -> list[tuple[indexed_slices.Kind | None, ...]]:
+def known_kinds(graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]) -> Kinds:
     """Return the kinds of the lookups behind each gradient, None for one that the graph does not tell.
 
     Args:
@@ -30,14 +30,14 @@ def known_kinds(
     # A position is looked up whatever the examples are; what is drawn at random is another for each micro-batch.
     drawn = [tensor for op in graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
     varying = reached_from([*given, *drawn])
-    return [
+    return tuple(
         tuple(
             indexed_slices.known_kind(piece.indices) if piece.indices.op in varying else "alike" for piece in gradient
         )
         if isinstance(gradient, tuple)
         else ()
         for gradient in gradients
-    ]
+    )
 
 
 def numbered(gradient: Any, kinds: Sequence[indexed_slices.Kind | None]) -> Any:

@@ -74,7 +74,7 @@ class StepVariables:
         return [(variable, self._merged(variable, found)) for variable, found in self._changed.values()]
 
     def _merged(self, variable: keras.Variable, found: list[tuple[tf.Tensor, Microbatch]]) -> tf.Tensor:
-        first, counts = found[0][0], any(id(variable) in program.counters for program in self._programs)
+        first, counts = found[0][0], any(id(variable) in program.metric_states for program in self._programs)
         with tf.device(variable.value.device):
             if not first.dtype.is_floating and not counts:
                 return tf.identity(first)

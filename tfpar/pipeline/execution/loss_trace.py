@@ -1,0 +1,204 @@
+"""The loss of one micro-batch and its gradients, traced as one TensorFlow graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_losses, keras_model, keras_pipeline, random_state, tf_function
+from tfpar.pipeline.execution.model_loss import ModelLoss
+from tfpar.pipeline.execution.row_gradients import by_lookup
+from tfpar.pipeline.execution.stage_values import ValueSpec
+from tfpar.pipeline.execution.trace_record import trace_with_record
+from tfpar.reduction.gradient_addition import dense_part, tensors_of
+
+
+@dataclasses.dataclass(frozen=True)
+class LossVariables:
+    """The variables whose values are arguments of the loss.
+
+    Args:
+        metric_states: Variables of metrics that `compute_loss` may update.
+        layer_states: States that it changes: those of layers that it calls, and of Keras' global generator.
+        parameters: Trained weights that it reads.
+    """
+
+    metric_states: tuple[Any, ...]
+    layer_states: tuple[Any, ...] = ()
+    parameters: tuple[Any, ...] = ()
+
+
+class LossArguments(NamedTuple):
+    """The arguments of the compiled loss: tensors, or their specs.
+
+    Args:
+        batch: The examples, `(inputs, targets, sample_weight)` as far as given.
+        outputs: The flat outputs of the model.
+        masks: The Keras mask of each output; None for none.
+        metric_states: The values of the metrics' variables.
+        layer_states: The values of the layers' states.
+        parameters: The values of the parameters.
+        number: The index of the micro-batch, an int64 scalar.
+        counted: Its number of examples without padding, an int64 scalar.
+        size: Its number of examples, an int64 scalar.
+        num_examples: That of the global batch, an int64 scalar.
+        divisors: The divisors of the global batch, float64 `[divisors]`.
+        scale: The gradient of one unit of loss, a scalar in Keras' float type.
+    """
+
+    batch: Any
+    outputs: Sequence[Any]
+    masks: Sequence[Any]
+    metric_states: Sequence[Any]
+    layer_states: Sequence[Any]
+    parameters: Sequence[Any]
+    number: Any
+    counted: Any
+    size: Any
+    num_examples: Any
+    divisors: Any
+    scale: Any
+
+
+class LossResults(NamedTuple):
+    """The results of the compiled loss: tensors.
+
+    Args:
+        value: The part of the micro-batch of the global loss, a scalar.
+        of_outputs: The same for single outputs, where Keras logs them.
+        gradients: Those of the outputs that have one, `[examples, ...]` each.
+        metric_states: The new values of the metrics' variables.
+        layer_states: The new values of the layers' states.
+        weight_gradients: Those of the parameters: a tensor, the rows of each lookup, or None for none.
+    """
+
+    value: tf.Tensor
+    of_outputs: list[tf.Tensor]
+    gradients: list[tf.Tensor]
+    metric_states: list[tf.Tensor]
+    layer_states: list[tf.Tensor]
+    weight_gradients: list[Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossTrace:
+    """What the trace of a loss finds.
+
+    Args:
+        num_divisors: The number of losses whose divisor depends on masks or weights of the whole batch.
+        has_gradient: Whether the loss depends on each output.
+        updates_metric: Whether the loss changes each variable of `metric_states`.
+        unlisted_states: States that the loss changes and that are not arguments.
+        draws_from_no_layer: Whether it draws from Keras' global generator, whose state is not an argument.
+        weight_gradients: Those of the parameters, as tensors of the graph.
+        varying: Tensors of the graph that differ between micro-batches.
+    """
+
+    num_divisors: int
+    has_gradient: tuple[bool, ...]
+    updates_metric: tuple[bool, ...]
+    unlisted_states: tuple[Any, ...]
+    draws_from_no_layer: bool
+    weight_gradients: tuple[Any, ...]
+    varying: tuple[tf.Tensor, ...]
+
+
+def trace_loss(loss: ModelLoss, outputs: Any, batch: Any, variables: LossVariables) -> tuple[Any, LossTrace]:
+    """Trace the loss of a micro-batch and, for training, its gradients.
+
+    Args:
+        loss: The loss of the model.
+        outputs: The structure of the model's outputs, with a `ValueSpec` for each tensor.
+        batch: The spec of a batch of any size, `(inputs, targets, sample_weight)` as far as given.
+        variables: The variables whose values are arguments.
+
+    Returns:
+        The concrete function of `LossArguments` to `LossResults`, and what the trace found.
+    """
+    flows: list[ValueSpec] = keras.tree.flatten(outputs)
+
+    def body(*given: Any) -> Any:
+        return _body(loss, outputs, flows, variables, LossArguments(*given))
+
+    count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
+    specs = LossArguments(
+        batch,
+        outputs=[one.spec for one in flows],
+        masks=[one.mask for one in flows],
+        metric_states=_specs(variables.metric_states),
+        layer_states=_specs(variables.layer_states),
+        parameters=_specs(variables.parameters),
+        number=count,
+        counted=count,
+        size=count,
+        num_examples=count,
+        divisors=tf.TensorSpec([None], tf.float64),
+        scale=scalar,
+    )
+    return trace_with_record(keras_pipeline.noinline_function, body, *specs)
+
+
+def _specs(variables: Sequence[Any]) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
+
+
+def _body(
+    loss: ModelLoss, outputs: Any, flows: Sequence[ValueSpec], variables: LossVariables, given: LossArguments
+) -> tuple[LossResults, LossTrace]:
+    share = tf.cast(given.counted > 0, keras.config.floatx())
+    tensors = [keras_pipeline.with_mask(one, mask) for one, mask in zip(given.outputs, given.masks, strict=True)]
+    divisors: list[tf.Tensor] = []
+
+    def known(weight: tf.Tensor) -> tf.Tensor:
+        divisors.append(tf.cast(given.divisors[len(divisors)], weight.dtype))
+        return divisors[-1]
+
+    trackers = [variable for one in keras_pipeline.trackers_of_losses(loss.model) for variable in one.variables]
+    mapping = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in trackers]
+    arguments = (*variables.metric_states, *variables.layer_states, *variables.parameters)
+    mapping += zip(arguments, (*given.metric_states, *given.layer_states, *given.parameters), strict=True)
+    with (
+        tf.device(loss.device),
+        keras.StatelessScope(mapping) as scope,
+        keras_model.replica_seeds(lambda: given.number),
+        keras_losses.scalars_weighted(lambda _: given.counted / given.num_examples),
+        tf_function.own_traces(),
+        loss.reduced(given.size, share, given.num_examples, known),
+    ):
+        value = loss.value(given.batch, keras.tree.pack_sequence_as(outputs, tensors))
+        totals, metric_states, layer_states = (
+            [scope.get_current_value(variable) for variable in some]
+            for some in (trackers, variables.metric_states, variables.layer_states)
+        )
+        sources = [dense_part(one) for one, flow in zip(tensors, flows, strict=True) if flow.needs_gradient]
+        found: list[Any] = []
+        if loss.training:
+            found = tf.gradients(value, [*sources, *given.parameters], tf.cast(given.scale, value.dtype))
+    of_outputs, of_weights = found[: len(sources)], list(map(by_lookup, found[len(sources) :]))
+    remaining = iter(of_outputs)
+    has_gradient = tuple(loss.training and flow.needs_gradient and next(remaining) is not None for flow in flows)
+    trace = LossTrace(
+        len(divisors),
+        has_gradient,
+        tuple(new is not old for new, old in zip(metric_states, given.metric_states, strict=True)),
+        _unlisted_states(loss.model, variables, scope),
+        random_state.draws_from_no_layer(scope, variables.layer_states),
+        tuple(of_weights),
+        tuple(tensors_of([*given[:5], given.number, given.counted, given.size])),
+    )
+    # The total of a tracker is the loss times the number of examples, its count that number.
+    logged = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
+    dense = [tf.convert_to_tensor(gradient) for gradient in of_outputs if gradient is not None]
+    return LossResults(value, logged, dense, metric_states, layer_states, of_weights), trace
+
+
+def _unlisted_states(
+    model: keras.Model, variables: LossVariables, scope: keras.StatelessScope
+) -> tuple[keras.Variable, ...]:
+    known = {id(state) for state in (*variables.metric_states, *variables.layer_states)}
+    others = [state for state in model.non_trainable_variables if id(state) not in known]
+    return tuple(state for state in others if scope.get_current_value(state) is not None)

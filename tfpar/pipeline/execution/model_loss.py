@@ -1,0 +1,87 @@
+"""The loss of a model over a micro-batch, divided by what the global batch requires."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_model, keras_pipeline
+from tfpar.reduction.loss_decomposition import LossDecomposition
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelLoss:
+    """The loss that Keras computes for a model, without added losses and penalties, which are computed elsewhere.
+
+    Args:
+        model: A compiled model.
+        decomposition: How its losses decompose over parts of a batch.
+        training: Whether the model is trained.
+        device: The device that computes it.
+    """
+
+    model: keras.Model
+    decomposition: LossDecomposition
+    training: bool
+    device: str
+
+    def value(self, batch: Any, outputs: Any) -> tf.Tensor:
+        """Return the loss, a scalar; zero where the model has only losses that layers add.
+
+        Args:
+            batch: `(inputs, targets, sample_weight)` as far as given.
+            outputs: The outputs of the model for the inputs.
+        """
+        if not keras_model.flat_losses(self.model) and not keras_model.overridden(self.model, "compute_loss"):
+            return tf.zeros((), keras.config.floatx())
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        value: tf.Tensor = keras_model.compute_loss(self.model, inputs, targets, outputs, weights, self.training)
+        return value
+
+    @contextlib.contextmanager
+    def reduced(
+        self, size: tf.Tensor, share: tf.Tensor, num_examples: tf.Tensor, sum_divisors: Callable[[tf.Tensor], tf.Tensor]
+    ) -> Iterator[None]:
+        """Reduce the losses of part of a batch to their part of the loss of the global batch inside this context.
+
+        Args:
+            size: The number of examples of the part, an int64 scalar.
+            share: The weight of an example of the part: 1, or 0 in a padding batch.
+            num_examples: The number of examples of the global batch, an int64 scalar.
+            sum_divisors: Returns the divisor of the global batch for that of the part.
+        """
+        with (
+            self.decomposition.reduce_globally(self.training, [size], share, num_examples, sum_divisors),
+            keras_pipeline.without_added_losses(),
+        ):
+            yield
+
+    def divisors(self, batch: Any, num_examples: tf.Tensor, call: Callable[[Any], Any]) -> tf.Tensor:
+        """Return the divisors of the losses over a global batch, where masks or weights determine them.
+
+        TensorFlow prunes all operations of the model but those that the masks depend on.
+
+        Args:
+            batch: The global batch.
+            num_examples: Its size, an int64 scalar.
+            call: Returns the outputs of the model for its inputs, each with its mask.
+
+        Returns:
+            float64 `[divisors]`.
+        """
+        found: list[tf.Tensor] = []
+
+        def note(weight: tf.Tensor) -> tf.Tensor:
+            found.append(tf.cast(weight, tf.float64))
+            return weight
+
+        one = tf.ones((), keras.config.floatx())
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with keras.StatelessScope(), self.reduced(num_examples, one, num_examples, note), tf.device(self.device):
+            self.value(batch, call(inputs))
+        return tf.stack(found)

@@ -1,0 +1,272 @@
+"""The forward and backward pass of a stage, traced together as one TensorFlow graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_losses, keras_model, keras_pipeline, random_state
+from tfpar.pipeline.execution.row_gradients import by_lookup
+from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_made
+from tfpar.pipeline.execution.trace_record import trace_with_record
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.partition.stages import Stage
+from tfpar.reduction.gradient_addition import dense_part, reached_from, tensors_of
+from tfpar.reduction.losses_in_call import Way, in_part
+
+
+class StageVariables(NamedTuple):
+    """The variables of a stage.
+
+    Args:
+        parameters: Weights that are trained.
+        states: All others, such as moving averages and random seeds.
+    """
+
+    parameters: tuple[Any, ...]
+    states: tuple[Any, ...]
+
+
+class BackwardTrace(NamedTuple):
+    """The tensors of a traced backward pass.
+
+    Args:
+        output_gradients: A placeholder for the gradient of each output of the stage; None for one without a gradient.
+        input_gradients: The gradient of each input of the stage; None for none.
+        weight_gradients: The gradient of each parameter: a tensor, the rows of each lookup, or None for none.
+        totals: A placeholder for the sum of earlier gradients of each parameter; None where it has no dense gradient.
+        sums: Each weight gradient, added to its total if it has one.
+    """
+
+    output_gradients: tuple[tf.Tensor | None, ...]
+    input_gradients: tuple[Any, ...]
+    weight_gradients: tuple[Any, ...]
+    totals: tuple[tf.Tensor | None, ...]
+    sums: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageTrace:
+    """The traced graph of a stage, with its tensors by role.
+
+    Args:
+        graph: The graph of the forward and the backward pass.
+        values: The inputs of the stage, then their masks.
+        variables: The values of its parameters, then of its states.
+        place: The micro-batch in its global batch.
+        scale: The gradient of one unit of each added loss, `[losses]`.
+        outputs: The outputs of the stage.
+        masks: The Keras mask of each output; None for none.
+        new_states: The new value of each state; None for an unchanged one.
+        losses: The losses that the layers add, scalars.
+        ways: What the losses computed by its layers need of the whole batch.
+        draws_from_no_layer: Whether a layer draws from Keras' global generator, whose state is not an argument.
+        backward: The backward pass.
+    """
+
+    graph: Any
+    values: tuple[Any, ...]
+    variables: tuple[tf.Tensor, ...]
+    place: Place
+    scale: tf.Tensor
+    outputs: tuple[Any, ...]
+    masks: tuple[tf.Tensor | None, ...]
+    new_states: tuple[tf.Tensor | None, ...]
+    losses: tuple[tf.Tensor, ...]
+    ways: tuple[Way, ...]
+    draws_from_no_layer: bool
+    backward: BackwardTrace
+
+    @property
+    def arguments(self) -> list[tf.Tensor]:
+        """The arguments of the forward pass."""
+        return tensors_of([*self.values, *self.variables, self.place, self.scale])
+
+    @property
+    def inputs(self) -> list[tf.Tensor]:
+        """The arguments of the forward and the backward pass."""
+        return [*self.arguments, *tensors_of([self.backward.output_gradients, self.backward.totals])]
+
+    @property
+    def results(self) -> list[tf.Tensor]:
+        """The results of the forward pass."""
+        return tensors_of([self.outputs, self.masks, self.new_states, self.losses])
+
+    @property
+    def output_specs(self) -> list[ValueSpec]:
+        """The spec of each output, in the order of the outputs of the stage."""
+        tensors = zip(self.outputs, self.masks, self.backward.output_gradients, strict=True)
+        return [
+            ValueSpec(spec_of_made(made), spec_of_made(mask), gradient is not None) for made, mask, gradient in tensors
+        ]
+
+
+def trace_stage(
+    stage: Stage,
+    inputs: Sequence[ValueSpec],
+    variables: StageVariables,
+    device: str,
+    *,
+    training: bool,
+    unused_outputs: frozenset[model_graph.Value] = frozenset(),
+    ways: Sequence[Way] = (),
+) -> StageTrace:
+    """Trace the forward pass of a stage and, for training, its backward pass.
+
+    Args:
+        stage: Its layer calls, inputs and outputs.
+        inputs: The specs of its inputs.
+        variables: The variables whose values are arguments of the graph.
+        device: The device of the stage.
+        training: Whether the model is trained.
+        unused_outputs: Outputs that no loss depends on.
+        ways: What the losses computed by layers need of the whole batch, for this stage and all later ones.
+
+    Raises:
+        ValueError: If a layer assigns a trained weight, or computes from a loss what micro-batches would change.
+    """
+
+    def body(
+        values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
+    ) -> tuple[Any, StageTrace]:
+        with tf.device(device):
+            masks = iter(values[len(inputs) :])
+            tensors: dict[model_graph.Value, Any] = {}
+            for value, spec, tensor in zip(stage.inputs, inputs, values, strict=False):
+                tensors[value] = keras_pipeline.with_mask(tensor, next(masks) if spec.mask is not None else None)
+        forward = _forward_pass(stage, tensors, variables, variable_values, place, device, training, ways)
+        with tf.device(device):
+            outputs = tuple(tensors[value] for value in stage.outputs)
+            output_masks = tuple(map(keras_pipeline.mask_of, outputs))
+            # A layer may add one value for each example; Keras sums them.
+            losses = tuple(tf.reduce_sum(loss) for loss in forward.losses)
+            if training:
+                _check_losses_in_call(stage, forward.whole_losses, outputs, losses, values)
+            needs_gradient = [value not in unused_outputs for value in stage.outputs]
+            pairs = zip(inputs, values, strict=False)  # masks come after the values
+            sources = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
+            parameters = variable_values[: len(variables.parameters)]
+            backward = _differentiate(outputs, needs_gradient, losses, scale, sources, parameters, training=training)
+        trace = StageTrace(
+            tf.compat.v1.get_default_graph(), tuple(values), tuple(variable_values), place, scale, outputs,
+            output_masks, forward.new_states, losses, forward.ways, forward.draws_from_no_layer, backward,
+        )  # fmt: skip
+        return tensors_of([outputs, backward.input_gradients, backward.sums]), trace
+
+    specs = [spec.spec for spec in inputs] + [spec.mask for spec in inputs if spec.mask is not None]
+    variable_specs = [tf.TensorSpec(v.shape, v.dtype) for v in (*variables.parameters, *variables.states)]
+    place = Place(tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), tf.TensorSpec([None, 2], tf.float64))
+    scale = tf.TensorSpec([None], keras.config.floatx())
+    _, trace = trace_with_record(_concrete_function, body, specs, variable_specs, place, scale)
+    return trace
+
+
+def _concrete_function(body: Callable[..., Any], *specs: Any) -> Any:
+    return tf.function(body, autograph=False).get_concrete_function(*specs)
+
+
+class _Forward(NamedTuple):
+    new_states: tuple[tf.Tensor | None, ...]
+    losses: Sequence[tf.Tensor]
+    ways: tuple[Way, ...]
+    whole_losses: Sequence[tf.Tensor]
+    draws_from_no_layer: bool
+
+
+def _forward_pass(
+    stage: Stage, tensors: dict[model_graph.Value, Any], variables: StageVariables, values: Sequence[tf.Tensor],
+    place: Place, device: str, training: bool, ways: Sequence[Way],
+) -> _Forward:  # fmt: skip
+    """Add the layer calls of a stage to the graph, and their outputs to `tensors`."""
+    mapping = list(zip((*variables.parameters, *variables.states), values, strict=True))
+    with (
+        tf.device(device),
+        keras.StatelessScope(mapping, collect_losses=True) as scope,
+        keras_model.replica_seeds(lambda: place.number),
+        # A scalar in a layer's metric stands for the whole batch, and every micro-batch counts it once.
+        keras_losses.scalars_weighted(lambda _: place.part),
+        in_part(ways, place.sums, place.part) as in_call,
+    ):
+        model_graph.run(stage.calls, tensors, training)
+        after = [scope.get_current_value(variable) for variable, _ in mapping]
+        draws_from_no_layer = random_state.draws_from_no_layer(scope, variables.states)
+    changed = [None if new is old else new for new, old in zip(after, values, strict=True)]
+    num_parameters = len(variables.parameters)
+    _check_parameters(variables.parameters, changed[:num_parameters])
+    whole = [loss for way, loss in in_call if way == "whole"]
+    in_order = tuple(way for way, _ in in_call)
+    return _Forward(tuple(changed[num_parameters:]), scope.losses, in_order, whole, draws_from_no_layer)
+
+
+def _check_parameters(parameters: Sequence[Any], changed: Sequence[tf.Tensor | None]) -> None:
+    for variable, new in zip(parameters, changed, strict=True):
+        if new is not None:
+            raise ValueError(
+                f"In a pipeline only the optimizer may change a trained weight, and a layer assigns "
+                f"{variable.path!r} while it is called (as SpectralNormalization does). Leave that layer out, or "
+                "train on SingleDevice()."
+            )
+
+
+def _check_losses_in_call(
+    stage: Stage,
+    whole: Sequence[tf.Tensor],
+    outputs: Sequence[Any],
+    losses: Sequence[tf.Tensor],
+    values: Sequence[Any],
+) -> None:
+    """Refuse a result of a whole-batch loss and of examples, since every micro-batch has other examples."""
+    if not whole:
+        return
+    later = reached_from(whole)
+    if any(dense_part(output).op in later for output in outputs):
+        raise ValueError(
+            "In a pipeline a loss object's value of which more is made than a multiple, or whose weights are "
+            f"trained, must be used in the stage that computes it, and stage {stage.index} sends it on. "
+            "Choose other cuts with balance, or train on SingleDevice() or Mirrored()."
+        )
+    gradients = tf.gradients(list(losses), list(whole)) if losses else []
+    varying = reached_from(values, stop=[loss.op for loss in whole])
+    for gradient in gradients:
+        if gradient is not None and gradient.op in varying:
+            raise ValueError(
+                "In a pipeline a layer may add a loss object's value, or a function of it, but not its product "
+                f"with something else of the examples, as a layer of stage {stage.index} does. Add both as "
+                "losses of their own, or train on SingleDevice() or Mirrored()."
+            )
+
+
+def _differentiate(
+    outputs: Sequence[Any], needs_gradient: Sequence[bool], losses: Sequence[tf.Tensor], scale: tf.Tensor,
+    sources: Sequence[Any], parameters: Sequence[tf.Tensor], *, training: bool,
+) -> BackwardTrace:  # fmt: skip
+    """Add the backward pass to the graph that is being traced."""
+    given = [source for source in sources if source is not None]
+    reached = reached_from([*given, *parameters]) if training else set()
+    parts = list(map(dense_part, outputs))
+    upstream = tuple(
+        tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
+        if needed and tensor.dtype.is_floating and tensor.op in reached
+        else None
+        for tensor, needed in zip(parts, needs_gradient, strict=True)
+    )
+    ends = [(tensor, gradient) for tensor, gradient in zip(parts, upstream, strict=True) if gradient is not None]
+    ends += [(loss, tf.cast(scale[i], loss.dtype)) for i, loss in enumerate(losses) if loss.op in reached]
+    found: Sequence[Any] = [None] * (len(given) + len(parameters))
+    if ends:
+        found = tf.gradients([end for end, _ in ends], [*given, *parameters], [gradient for _, gradient in ends])
+    of_inputs = iter(found[: len(given)])
+    input_gradients = tuple(None if source is None else next(of_inputs) for source in sources)
+    weight_gradients = tuple(map(by_lookup, found[len(given) :]))
+    # A sum is added while its gradient is in the processor's cache, and overwrites its memory.
+    totals = tuple(
+        tf.compat.v1.placeholder(one.dtype, one.shape) if isinstance(one, tf.Tensor) else None
+        for one in weight_gradients
+    )
+    pairs = zip(weight_gradients, totals, strict=True)
+    sums = tuple(one if total is None else total + one for one, total in pairs)
+    return BackwardTrace(upstream, input_gradients, weight_gradients, totals, sums)

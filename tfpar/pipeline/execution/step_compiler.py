@@ -1,0 +1,164 @@
+"""The compiled functions of a model's steps, one set for each kind of batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_model
+from tfpar.pipeline.execution.compiled_stages import Programs, StagesOfModel
+from tfpar.pipeline.execution.lookup_trials import find_kinds
+from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
+from tfpar.pipeline.execution.model_loss import ModelLoss
+from tfpar.pipeline.execution.stage_chain import StepPrograms
+from tfpar.pipeline.execution.step_results import compile_metrics_update
+from tfpar.pipeline.graph.trial_batch import Examples
+from tfpar.reduction.gradient_addition import spec_of
+from tfpar.reduction.loss_decomposition import LossDecomposition
+from tfpar.reduction.losses_in_call import Way
+
+
+class StepCompiler:
+    """Compiles the stages, the loss and the metrics of a model, once for each kind of batch.
+
+    A kind of batch is its structure, shapes and types, in training or in inference.
+
+    Args:
+        stages: The stages of a built and compiled model, its weights on the devices of their stages.
+        num_microbatches: The number of micro-batches of a batch.
+        adds_losses: Whether a layer adds a loss.
+        allows_mixing: Whether micro-batches may change what layers compute.
+    """
+
+    def __init__(self, stages: StagesOfModel, num_microbatches: int, *, adds_losses: bool, allows_mixing: bool) -> None:
+        self.staged = stages.staged
+        self.compilation = keras_model.compilation(self.staged.model)
+        self.examples = Examples()
+        self._stages, self._num_microbatches = stages, num_microbatches
+        self._adds_losses, self._allows_mixing = adds_losses, allows_mixing or num_microbatches == 1
+        self._decomposition: LossDecomposition | None = None
+        self._compiled: dict[Any, StepPrograms] = {}
+
+    @property
+    def decomposition(self) -> LossDecomposition:
+        """How the losses of the model decompose over micro-batches; `prepare` determines it."""
+        assert self._decomposition is not None, "prepare comes before the steps"
+        return self._decomposition
+
+    def prepare(self, batch: Any) -> None:
+        """Determine how the losses of the model decompose over micro-batches.
+
+        Args:
+            batch: The first global batch.
+
+        Raises:
+            ValueError: If a loss does not decompose.
+        """
+        model = self.staged.model
+        # Else the shapes of the losses suffice: to run a large model without a graph takes long.
+        needs_values = self._adds_losses or not self.staged.has_output_shapes or bool(keras_model.own_metrics(model))
+        call = self._call if needs_values else self._zeros
+        self._decomposition = LossDecomposition(model, batch, call, communicates=False, values_call=self._call)
+
+    def prepare_loss(self, batch: Any, training: bool) -> None:
+        """Determine how the result of an overridden `compute_loss` decomposes over micro-batches.
+
+        Args:
+            batch: The first global batch.
+            training: Whether train steps follow, or evaluate steps.
+
+        Raises:
+            ValueError: If it does not decompose.
+        """
+        self.decomposition.find_own_loss(self.staged.model, batch, training, self._call)
+
+    def _call(self, model: keras.Model, inputs: Any, training: bool) -> Any:
+        return self.staged.call(inputs, training)
+
+    def _zeros(self, model: keras.Model, inputs: Any, training: bool) -> Any:
+        return self.staged.zeros(inputs)
+
+    def ways(self, training: bool) -> tuple[Way, ...]:
+        """Return what losses computed by layers need of the whole batch; nothing where it is the only micro-batch."""
+        if self._decomposition is None or self._num_microbatches == 1:
+            return ()
+        return self._decomposition.ways[training]
+
+    def stages(self, inputs: Any, *, training: bool) -> Programs:
+        """Return the compiled stages.
+
+        Args:
+            inputs: Inputs of the model, or tensors like them.
+            training: Whether the model is trained.
+        """
+        trainable = tuple(map(id, self.staged.model.trainable_variables))
+        return self._stages.programs(_specs(inputs), trainable, self.ways(training), training=training)
+
+    def compile(self, batch: Any, *, training: bool) -> StepPrograms:
+        """Return the compiled stages, loss and metrics, from a cache if the same weights are still trainable.
+
+        Args:
+            batch: A global batch, or tensors like it.
+            training: Whether the model is trained.
+
+        Raises:
+            ValueError: If micro-batches would change a lookup, or a user's own `compute_loss` meets other losses.
+        """
+        specs = _specs(batch)
+        key = (training, str(specs))  # the trained weights are fixed when a step is first traced, as in Keras
+        if key not in self._compiled:
+            compiled = self._compile(batch, specs, training=training)
+            self._compiled = {other: one for other, one in self._compiled.items() if other[0] != training}
+            self._compiled[key] = compiled
+        return self._compiled[key]
+
+    def _compile(self, batch: Any, specs: Any, *, training: bool) -> StepPrograms:
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
+        programs = self.stages(inputs, training=training)
+        loss = self._compile_loss(programs, specs, training=training)
+        if training:
+            live = [value for value, has in zip(programs.outputs, loss.has_output_gradients, strict=True) if has]
+            programs = self._stages.without_dead_ends(programs, live)
+            examples = self.examples.like(batch)
+            programs, loss = find_kinds(programs, loss, examples, self.staged.flat_inputs, mixing=self._allows_mixing)
+        check_own_loss(self.staged.model, programs)
+        metrics = None
+        if keras_model.counts_metrics(self.staged.model):
+            metrics = compile_metrics_update(self.staged, [programs.flows[value] for value in programs.outputs], specs)
+        return StepPrograms(programs, loss, metrics)
+
+    def _compile_loss(self, programs: Programs, specs: Any, *, training: bool) -> LossProgram:
+        model, device = self.staged.model, self.staged.devices[-1]
+        outputs = keras.tree.map_structure(lambda value: programs.flows[value], self.staged.graph.outputs)
+        in_stages = {id(state) for program in programs.stages for state in program.states}
+        own = [state for metric in keras_model.own_metrics(model) for state in metric.variables]
+        metric_states = [state for state in own if id(state) not in in_stages]
+        return compile_loss(ModelLoss(model, self.decomposition, training, device), outputs, specs, metric_states)
+
+
+def check_own_loss(model: keras.Model, programs: Programs) -> None:
+    """Refuse a user's own `compute_loss` in a model with other losses, which it would have to add.
+
+    Args:
+        model: A compiled model.
+        programs: Its compiled stages.
+
+    Raises:
+        ValueError: If the model overrides `compute_loss`, and has a penalty on a weight or a layer that adds a loss.
+    """
+    penalized = [variable.path for variable in model.trainable_variables if variable.regularizer is not None]
+    adds = [program.stage.index for program in programs.stages if program.num_losses]
+    if keras_model.overridden(model, "compute_loss") and (penalized or adds):
+        what = f"a penalty on {penalized[0]!r}" if penalized else f"an added loss in stage {adds[0]}"
+        raise ValueError(
+            f"In a pipeline a model that overrides compute_loss can have no other losses, and "
+            f"{type(model).__name__} has {what}: what its compute_loss makes of them is not known. Leave "
+            "compute_loss to Keras, or train on SingleDevice()."
+        )
+
+
+def _specs(structure: Any) -> Any:
+    """Return the specs of a batch of any size."""
+    return tf.nest.map_structure(lambda tensor: None if tensor is None else spec_of(tensor), structure)
