@@ -23,6 +23,8 @@ from tensorflow.python.eager import context
 
 from tfpar._compat import versions
 
+_STAND_IN = "tfpar_stand_in_generator"
+
 
 def state_of_no_layer() -> Any:
     """Return the state of Keras 3.15's global generator, which draws for `keras.random` without a seed.
@@ -68,20 +70,34 @@ def draws_from_no_layer(scope: keras.StatelessScope, known: Iterable[Any]) -> bo
 
 @contextlib.contextmanager
 def stand_in_generator() -> Iterator[None]:
-    """Let Keras' global generator be after this context as before: in the same state, or not there yet.
+    """Preserve Keras' global generator: after this context it has the same state, or does not exist yet.
 
-    Inside of it there is one. Nothing is drawn from Python's `random` to make it.
+    Inside there is one, made without a number from Python's `random`.
     """
     before = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
-    value = None if before is None else before.state.numpy()
-    if before is None:
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, keras.random.SeedGenerator(0, name="stand_in"))
+    generator = before or _stand_in()
+    value = generator.state.numpy()
+    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
     try:
         yield
     finally:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, before)
-        if before is not None:
-            before.state.assign(value)
+        generator.state.assign(value)
+
+
+def _stand_in() -> keras.random.SeedGenerator:
+    """Return a generator, the same one for all uses of a thread outside of a `tf.distribute` strategy.
+
+    TensorFlow 2.21 traces a function again if its first trace created a variable, also in `tf.init_scope`, and refuses
+    a variable that a later trace creates (`_call` in tensorflow/python/eager/polymorphic_function/
+    polymorphic_function.py). The functions of a pipeline are compiled in the trace of its first step.
+    """
+    generator: keras.random.SeedGenerator | None = global_state.get_global_attribute(_STAND_IN)
+    if generator is None or tf.distribute.has_strategy():
+        generator = keras.random.SeedGenerator(0, name="stand_in")
+        if not tf.distribute.has_strategy():
+            global_state.set_global_attribute(_STAND_IN, generator)
+    return generator
 
 
 @contextlib.contextmanager
