@@ -1,4 +1,4 @@
-"""One traced graph cut into pieces: what runs in which, and in which order."""
+"""The subgraphs of a traced graph: what runs in which, and in which order."""
 
 from typing import Any
 
@@ -39,24 +39,25 @@ def values(named: dict[str, Any]) -> dict[Any, tf.Tensor]:
     }
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_pieces_give_together_what_the_graph_gives(chain: tuple[Any, dict[str, Any]], again: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_subgraphs_compute_together_what_the_graph_computes(chain: tuple[Any, dict[str, Any]], recompute: bool) -> None:
     graph, named = chain
     wanted = [named["made"], named["dx"], *named["sums"]]
     known = values(named)
     given = dict(known)
     (whole,) = extract_subgraphs(graph, named["inputs"], [wanted], "CPU:0")
     whole(known)
-    for piece in extract_subgraphs(graph, named["inputs"], [wanted[:1], wanted[1:2], wanted[2:]], "CPU:0", again=again):
-        piece(given)
+    results = [wanted[:1], wanted[1:2], wanted[2:]]
+    for subgraph in extract_subgraphs(graph, named["inputs"], results, "CPU:0", recompute=recompute):
+        subgraph(given)
     for tensor in wanted:
         tf.debugging.assert_near(given[tensor.ref()], known[tensor.ref()], rtol=1e-14)
 
 
-def before(piece: Subgraph, name: str) -> set[str]:
+def before(subgraph: Subgraph, name: str) -> set[str]:
     """The names of all operations that must have run before one."""
     found: set[str] = set()
-    waiting = [piece.function.graph.get_operation_by_name(name)]
+    waiting = [subgraph.function.graph.get_operation_by_name(name)]
     while waiting:
         op = waiting.pop()
         more = [*(tensor.op for tensor in op.inputs), *op.control_inputs]

@@ -67,14 +67,14 @@ def predict_step_time(
         (2, 2)
     """
     programs = lowering.compiler.compile(batch, training=True).programs
-    saved = [program.kept(microbatch_size) for program in programs.stages]
+    saved = [program.saved_bytes(microbatch_size) for program in programs.stages]
     durations = dataclasses.replace(
         step_timing.measure_durations(schedule, lambda actions: lowering.timed(batch, actions)),
         update_seconds=step_timing.measure_updates(lowering.compiler.staged.model.optimizer, programs),
-        activation_bytes=tuple(one.activation for one in saved),
-        backward_temporary_bytes=tuple(one.backward for one in saved),
-        weight_gradient_temporary_bytes=tuple(one.weight_gradient for one in saved),
-        until_weight_gradient_bytes=tuple(one.waiting for one in saved),
+        activation_bytes=tuple(one.activations for one in saved),
+        backward_temporary_bytes=tuple(one.input_gradient_temporaries for one in saved),
+        weight_gradient_temporary_bytes=tuple(one.weight_gradient_temporaries for one in saved),
+        until_weight_gradient_bytes=tuple(one.until_weight_gradient for one in saved),
         fixed_bytes=tuple(memory.fixed_bytes(costs) for costs in partition.stage_costs),
     )
     cut_values = partition.cut_values

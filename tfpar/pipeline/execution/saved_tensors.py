@@ -1,4 +1,4 @@
-"""What a micro-batch keeps on a stage between the pieces of its forward and backward pass, in bytes."""
+"""The memory of the tensors that a micro-batch saves on a stage between its subgraphs, in bytes."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ import tensorflow as tf
 
 from tfpar.pipeline.execution.subgraphs import Subgraph
 
-_LOOKS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
+_VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
 
 
 class SavedBytes(NamedTuple):
-    """What one micro-batch keeps on a stage, in bytes.
+    """The memory of one micro-batch on one stage, in bytes.
 
     Args:
-        activation: From its forward pass to the end of its backward pass.
-        backward: What the backward pass, or its part for the inputs, makes again and has besides while it runs.
-        weight_gradient: The same of its part for the weights.
-        waiting: From the end of its part for the inputs to the end of that for the weights.
+        activations: Saved from the forward pass to the end of the backward pass.
+        input_gradient_temporaries: Recomputed activations during the backward pass, or during its part for the inputs.
+        weight_gradient_temporaries: Recomputed activations during the weight gradient.
+        until_weight_gradient: Saved from the end of the input gradient to the end of the weight gradient.
     """
 
-    activation: int
-    backward: int
-    weight_gradient: int
-    waiting: int
+    activations: int
+    input_gradient_temporaries: int
+    weight_gradient_temporaries: int
+    until_weight_gradient: int
 
 
-def kept_between(
-    before: Sequence[tf.Tensor], later: Sequence[Subgraph], upstream: Sequence[tf.Tensor], num_examples: int
+def saved_bytes(
+    before: Sequence[tf.Tensor], later: Sequence[Subgraph], output_gradients: Sequence[tf.Tensor], num_examples: int
 ) -> SavedBytes:
-    """Return what the pieces of a backward pass keep from a forward pass and from each other.
+    """Return the memory that a backward pass needs for saved and recomputed tensors.
 
     Args:
-        before: What the forward pass takes and gives.
-        later: The backward pass: one piece, or that for the inputs and that for the weights.
-        upstream: The gradients that the backward pass begins with.
-        num_examples: Of the micro-batch.
+        before: The inputs and outputs of the forward pass.
+        later: The backward pass: one subgraph, or that of the input gradients and that of the weight gradients.
+        output_gradients: The gradients with which the backward pass begins.
+        num_examples: The size of the micro-batch.
     """
     first, *others = later
-    taken = [tensor for piece in later for tensor in piece.takes]
-    handed_on = [tensor for piece in others for tensor in piece.takes]
+    used = [tensor for subgraph in later for tensor in subgraph.inputs]
+    used_last = [tensor for subgraph in others for tensor in subgraph.inputs]
     return SavedBytes(
-        _bytes(_among(before, taken), num_examples),
-        _made_again(first, num_examples),
-        sum(_made_again(piece, num_examples) for piece in others),
-        _bytes(_among([*first.gives, *upstream], handed_on), num_examples),
+        _bytes(_among(before, used), num_examples),
+        _recomputed_bytes(first, num_examples),
+        sum(_recomputed_bytes(subgraph, num_examples) for subgraph in others),
+        _bytes(_among([*first.outputs, *output_gradients], used_last), num_examples),
     )
 
 
@@ -56,9 +56,10 @@ def _among(tensors: Sequence[tf.Tensor], others: Sequence[tf.Tensor]) -> list[tf
     return [tensor for tensor in others if tensor.ref() in references]
 
 
-def _made_again(piece: Subgraph, num_examples: int) -> int:
-    taken = {tensor.ref() for tensor in piece.takes}
-    return _bytes([tensor for tensor in map(_buffer, piece.again) if tensor.ref() not in taken], num_examples)
+def _recomputed_bytes(subgraph: Subgraph, num_examples: int) -> int:
+    inputs = {tensor.ref() for tensor in subgraph.inputs}
+    recomputed = [tensor for tensor in map(_buffer, subgraph.recomputed) if tensor.ref() not in inputs]
+    return _bytes(recomputed, num_examples)
 
 
 def _bytes(tensors: Sequence[tf.Tensor], num_examples: int) -> int:
@@ -67,8 +68,8 @@ def _bytes(tensors: Sequence[tf.Tensor], num_examples: int) -> int:
 
 
 def _buffer(tensor: tf.Tensor) -> tf.Tensor:
-    """Return the tensor whose memory a tensor is another look at."""
-    while tensor.op.type in _LOOKS:
+    """Return the tensor whose memory a view shares; another tensor as it is."""
+    while tensor.op.type in _VIEWS:
         tensor = tensor.op.inputs[0]
     return tensor
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_pipeline, random_state
 from tfpar.pipeline.execution.row_gradients import Kinds, add_rows, joined, known_kinds, numbered
-from tfpar.pipeline.execution.saved_tensors import SavedBytes, kept_between
+from tfpar.pipeline.execution.saved_tensors import SavedBytes, saved_bytes
 from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables, trace_stage
 from tfpar.pipeline.execution.stage_values import Forward, MaskedTensor, Place, ValueSpec
 from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
@@ -104,15 +104,15 @@ class StageProgram:
         """Return summed gradients of `parameters` as tensors, slices or None, as one device has them."""
         return joined(gradients, self.kinds, self.parameters)
 
-    def kept(self, microbatch_size: int) -> SavedBytes:
+    def saved_bytes(self, microbatch_size: int) -> SavedBytes:
         """Return the memory of the saved tensors of a micro-batch, in bytes.
 
         Args:
             microbatch_size: The number of examples.
         """
         later = [graph for graph in (self.backward_graph, self.weight_graph) if graph is not None]
-        saved = [*tensors_of(self.trace.values), *self.forward_graph.gives]
-        return kept_between(saved, later, tensors_of(self.trace.backward.output_gradients), microbatch_size)
+        saved = [*tensors_of(self.trace.values), *self.forward_graph.outputs]
+        return saved_bytes(saved, later, tensors_of(self.trace.backward.output_gradients), microbatch_size)
 
     def forward(
         self, values: Sequence[MaskedTensor], variables: Sequence[tf.Tensor], place: Place, scale: Any
@@ -265,7 +265,13 @@ def _extract(trace: StageTrace, device: str, options: StageOptions) -> list[Subg
         results += [of_inputs, of_weights] if options.splits_backward else [[*of_inputs, *of_weights]]
     sums = [one for one, total in zip(backward.sums, backward.totals, strict=True) if total is not None]
     return extract_subgraphs(
-        trace.graph, trace.inputs, results, device, sums=sums, again=options.recompute, jit_compile=options.jit_compile
+        trace.graph,
+        trace.inputs,
+        results,
+        device,
+        sums=sums,
+        recompute=options.recompute,
+        jit_compile=options.jit_compile,
     )
 
 

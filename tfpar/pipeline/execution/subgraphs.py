@@ -1,11 +1,11 @@
-"""One traced graph cut into functions that run at different times: forward, backward, weight gradient.
+"""The subgraphs of a traced function that run at different times: forward pass, backward pass, weight gradient.
 
-    graph     x ─► h = x w ─► y            f: everything that y needs           saves x, h
-              dx ◄── dh ◄──── dy           b: what else dx needs                saves dh
-              dw ◄── x, dh                 w: what else dw needs
+    graph     x ─► h = x w ─► y            f: all operations that y needs     saves x, h
+              dx ◄── dh ◄──── dy           b: those that dx needs besides     saves dh
+              dw ◄── x, dh                 w: those that dw needs besides
 
-TensorFlow differentiates the graph as a whole; a piece is the set of operations that its results need and that no piece
-before it has run, and what it takes from those is saved for it, nothing else.
+TensorFlow differentiates the graph as a whole. A subgraph consists of the operations that its results need and that no
+earlier subgraph runs. Its inputs from earlier subgraphs are the saved tensors; nothing else is saved.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ import tensorflow as tf
 
 from tfpar._compat.keras_pipeline import noinline_function
 
-_SUMS_BEHIND = 2  # a product and a bias: two threads may work beside each other
+_PENDING_SUMS = 2  # of a kernel and a bias: two threads may compute at the same time
 
 
 @dataclasses.dataclass(frozen=True)
 class Subgraph:
-    """A part of a traced graph as a compiled function.
+    """A compiled part of a traced graph.
 
     Args:
-        takes: Tensors of the traced graph, in the order of the function's arguments.
-        gives: Tensors of the traced graph, in the order of its results.
-        again: Tensors of the traced graph that a piece before has made and let go, and that it makes again.
-        function: From the ones to the others.
+        inputs: Tensors of the traced graph, in the order of the function's arguments.
+        outputs: Tensors of the traced graph, in the order of its results.
+        recomputed: Tensors of the traced graph that an earlier subgraph computed and did not save.
+        function: Computes the outputs from the inputs.
     """
 
-    takes: tuple[tf.Tensor, ...]
-    gives: tuple[tf.Tensor, ...]
-    again: tuple[tf.Tensor, ...]
+    inputs: tuple[tf.Tensor, ...]
+    outputs: tuple[tf.Tensor, ...]
+    recomputed: tuple[tf.Tensor, ...]
     function: Any
 
     def __call__(self, known: dict[Any, tf.Tensor]) -> None:
-        """Take the values of what it takes from `known`, by reference, and add what it gives.
+        """Compute the outputs and add them to `known`.
 
         Args:
-            known: Values by `tensor.ref()` of the traced graph.
+            known: Values by `tensor.ref()` of the traced graph, among them those of the inputs.
         """
-        results = self.function(*(known[tensor.ref()] for tensor in self.takes)) if self.gives else []
-        known.update(zip((tensor.ref() for tensor in self.gives), results, strict=True))
+        results = self.function(*(known[tensor.ref()] for tensor in self.inputs)) if self.outputs else []
+        known.update(zip((tensor.ref() for tensor in self.outputs), results, strict=True))
 
 
 def extract_subgraphs(
@@ -56,73 +56,72 @@ def extract_subgraphs(
     device: str,
     *,
     sums: Sequence[tf.Tensor] = (),
-    again: bool = False,
+    recompute: bool = False,
     jit_compile: bool = False,
 ) -> list[Subgraph]:
-    """Cut a traced function into pieces that run one after the other.
+    """Split a traced function into subgraphs that run one after the other.
 
     Args:
         graph: The graph of a concrete function.
-        inputs: Its tensors that are known to every piece.
-        results: For each piece the tensors that it must give.
-        device: Where the pieces run.
-        sums: Tensors of the graph that a piece shall make as soon as it can.
-        again: Whether the others run what they need of the first again, instead of taking what was saved.
-        jit_compile: Compile the pieces with XLA.
+        inputs: Its tensors that every subgraph may use.
+        results: The tensors that each subgraph must compute.
+        device: The device of all subgraphs.
+        sums: Tensors of the graph that a subgraph computes as early as possible.
+        recompute: Whether later subgraphs recompute what they need of the first, instead of using saved tensors.
+        jit_compile: Compile the subgraphs with XLA.
 
     Returns:
-        One piece each; a piece takes inputs of the graph and what pieces before it give.
+        One subgraph for each item of `results`. Its inputs are inputs of the graph and outputs of earlier subgraphs.
     """
     known = {tensor.op for tensor in (*inputs, *graph.inputs)}
     stateful = [op for op in graph.control_outputs if op not in known]
-    pieces_ops: list[set[tf.Operation]] = []
+    ops_of: list[set[tf.Operation]] = []
     for number, wanted in enumerate(results):
         ops = _needed(wanted, [] if number else stateful, stop=known)
-        pieces_ops.append(ops)
-        # What draws at random by TensorFlow's own state would draw something else a second time.
-        known = known | ({op for op in ops if op.op_def.is_stateful} if again and number == 0 else ops)
-    pieces, whole = [], graph.as_graph_def()
-    for number, ops in enumerate(pieces_ops):
-        takes = _taken(ops)
-        later = _wanted(pieces_ops[number + 1 :], results[number + 1 :])
-        if again and number == 0:
+        ops_of.append(ops)
+        # A random operation with TensorFlow's own state would draw other numbers when it is recomputed.
+        known = known | ({op for op in ops if op.op_def.is_stateful} if recompute and number == 0 else ops)
+    subgraphs, whole = [], graph.as_graph_def()
+    for number, ops in enumerate(ops_of):
+        outer = _outer_inputs(ops)
+        later = _used(ops_of[number + 1 :], results[number + 1 :])
+        if recompute and number == 0:
             later = [tensor for tensor in later if tensor.op.op_def.is_stateful]
-        gives = [tensor for tensor in _unique([*results[number], *later]) if tensor.op in ops]
-        repeated = ops & pieces_ops[0] if number else set()
-        made_again = [tensor for tensor in (*_taken(ops - repeated), *gives) if tensor.op in repeated]
-        pieces.append(
-            _piece(graph, whole, ops, takes, gives, made_again, _turns(graph, ops, sums), device, jit_compile)
-        )
-    return pieces
+        outputs = [tensor for tensor in _unique([*results[number], *later]) if tensor.op in ops]
+        repeated = ops & ops_of[0] if number else set()
+        recomputed = [tensor for tensor in (*_outer_inputs(ops - repeated), *outputs) if tensor.op in repeated]
+        turns = _turns(graph, ops, sums)
+        subgraphs.append(_compile(graph, whole, ops, outer, outputs, recomputed, turns, device, jit_compile))
+    return subgraphs
 
 
 def _turns(graph: Any, ops: set[tf.Operation], sums: Sequence[tf.Tensor]) -> dict[str, str]:
-    """Return which operation waits for which sum, by their names.
+    """Return the sum that must precede each operation, both by name.
 
     dz3 ─► dw3 ─► sum
      ▼
-    dz2 ─► dw2 ─► sum          TensorFlow goes down to the end first, and keeps every dz for its dw
+    dz2 ─► dw2 ─► sum          without it TensorFlow computes every dz first, and all are in memory at once
      ▼
-    dz1 waits for the sum of dw3
+    dz1 comes after the sum of dw3
     """
     ends = {total.op for total in sums if total.op in ops}
     if not ends:
         return {}
     place: dict[tf.Operation, float] = {op: number for number, op in enumerate(graph.get_operations()) if op in ops}
-    for op in ends:  # behind what it adds, not at the end of the graph, where it was made
+    for op in ends:  # after its summands, not at the end of the graph, where it was added
         place[op] = 0.5 + max((place[tensor.op] for tensor in op.inputs if tensor.op in ops), default=0.0)
     ended: list[str] = []
     turns = {}
     for op in _in_order(ops, place):
-        if len(ended) > _SUMS_BEHIND and op.type != "Const":
-            turns[op.name] = ended[-1 - _SUMS_BEHIND]
+        if len(ended) > _PENDING_SUMS and op.type != "Const":
+            turns[op.name] = ended[-1 - _PENDING_SUMS]
         if op in ends:
             ended.append(op.name)
     return turns
 
 
 def _in_order(ops: set[tf.Operation], place: Mapping[tf.Operation, float]) -> Iterator[tf.Operation]:
-    """Go through operations by their places, each after what it needs: a loop takes what its gradient made later."""
+    """Yield operations by their places, but each after its inputs: a loop may have inputs that its gradient added."""
     needs = {op: [one for one in (*(t.op for t in op.inputs), *op.control_inputs) if one in ops] for op in ops}
     sorter = graphlib.TopologicalSorter(needs)
     sorter.prepare()
@@ -136,13 +135,13 @@ def _in_order(ops: set[tf.Operation], place: Mapping[tf.Operation, float]) -> It
         sorter.done(op)
 
 
-def _wanted(pieces_ops: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
-    """Return what some pieces take and give: what is among them and known before shall be saved for them."""
-    return [tensor for ops in pieces_ops for tensor in _taken(ops)] + [t for wanted in results for t in wanted]
+def _used(ops_of: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """Return the inputs and results of subgraphs: those that an earlier subgraph computes must be saved."""
+    return [tensor for ops in ops_of for tensor in _outer_inputs(ops)] + [t for wanted in results for t in wanted]
 
 
 def _needed(tensors: Sequence[tf.Tensor], more: Iterable[tf.Operation], stop: set[tf.Operation]) -> set[tf.Operation]:
-    """Return the operations behind some tensors, up to those that are known already."""
+    """Return the ancestors of some tensors, up to operations that have run already."""
     found: set[tf.Operation] = set()
     waiting = [*(tensor.op for tensor in tensors), *more]
     while waiting:
@@ -155,8 +154,8 @@ def _needed(tensors: Sequence[tf.Tensor], more: Iterable[tf.Operation], stop: se
     return found
 
 
-def _taken(ops: set[tf.Operation]) -> list[tf.Tensor]:
-    """Return what operations take from others; constants are not taken but made again."""
+def _outer_inputs(ops: set[tf.Operation]) -> list[tf.Tensor]:
+    """Return the inputs of operations from others, without constants: every subgraph has its own copy of these."""
     outer = [tensor for op in ops for tensor in op.inputs if tensor.op not in ops and tensor.op.type != "Const"]
     return _unique(sorted(outer, key=lambda tensor: tensor.name))
 
@@ -165,32 +164,40 @@ def _unique(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list({tensor.ref(): tensor for tensor in tensors}.values())
 
 
-def _piece(
-    graph: Any, whole: Any, ops: set[tf.Operation], takes: Sequence[tf.Tensor], gives: Sequence[tf.Tensor],
-    made_again: Sequence[tf.Tensor], turns: Mapping[str, str], device: str, jit: bool,
-) -> Subgraph:  # fmt: skip
+def _compile(
+    graph: Any,
+    whole: Any,
+    ops: set[tf.Operation],
+    inputs: Sequence[tf.Tensor],
+    outputs: Sequence[tf.Tensor],
+    recomputed: Sequence[tf.Tensor],
+    turns: Mapping[str, str],
+    device: str,
+    jit_compile: bool,
+) -> Subgraph:
     constants = {tensor.op for op in ops for tensor in op.inputs if tensor.op.type == "Const"}
     names = {op.name for op in ops | constants}
     part = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
     for node in whole.node:
         if node.name in names:
-            kept = part.node.add()
-            kept.CopyFrom(node)
-            kept.input[:] = [name for name in node.input if not name.startswith("^") or name[1:] in names]
+            copy = part.node.add()
+            copy.CopyFrom(node)
+            copy.input[:] = [name for name in node.input if not name.startswith("^") or name[1:] in names]
             if node.name in turns:
-                kept.input.append(f"^{turns[node.name]}")
-            kept.attr.pop("_class", None)  # it may name operations of another piece
-            kept.device = ""
+                copy.input.append(f"^{turns[node.name]}")
+            copy.attr.pop("_class", None)  # it may name operations of another subgraph
+            copy.device = ""
     captured = {inner.ref(): outer for outer, inner in graph.captures}
-    arguments = [tensor for tensor in takes if tensor.ref() not in captured]
+    arguments = [tensor for tensor in inputs if tensor.ref() not in captured]
 
     def body(*values: tf.Tensor) -> list[tf.Tensor]:
         known = {tensor.name: value for tensor, value in zip(arguments, values, strict=True)}
         here = tf.compat.v1.get_default_graph()
-        known |= {tensor.name: here.capture(captured[tensor.ref()]) for tensor in takes if tensor.ref() in captured}
+        known |= {tensor.name: here.capture(captured[tensor.ref()]) for tensor in inputs if tensor.ref() in captured}
         with tf.device(device):
-            imported = tf.graph_util.import_graph_def(part, known, [tensor.name for tensor in gives], name="")
+            imported = tf.graph_util.import_graph_def(part, known, [tensor.name for tensor in outputs], name="")
         return list(imported)
 
     specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments]
-    return Subgraph(tuple(arguments), tuple(gives), tuple(made_again), noinline_function(body, *specs, jit_compile=jit))
+    function = noinline_function(body, *specs, jit_compile=jit_compile)
+    return Subgraph(tuple(arguments), tuple(outputs), tuple(recomputed), function)
