@@ -1,4 +1,4 @@
-"""All stages of a model compiled, each for what those before it send and those behind it send back."""
+"""The compiled stages of a model, each for the values that it receives from other stages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Programs(NamedTuple):
     """The compiled stages of a model.
 
     Args:
-        stages: One program each.
+        stages: The program of each stage.
         outputs: The model's flat outputs.
-        flows: What is known of each value that travels.
+        specs: The spec of each value that a stage receives or sends.
     """
 
     stages: list[StageProgram]
     outputs: tuple[Value, ...]
-    flows: dict[Value, ValueSpec]
+    specs: dict[Value, ValueSpec]
 
 
 def compile_stages(
@@ -40,40 +40,40 @@ def compile_stages(
     options: StageOptions,
     ways: Sequence[Way] = (),
 ) -> Programs:
-    """Compile the stages of a model, each for what those before it send.
+    """Compile the stages of a model, each for the values that earlier stages send.
 
     Args:
         stages: The stages in order.
-        inputs: What is known of the model's inputs.
+        inputs: The specs of the model's inputs.
         outputs: The model's flat outputs.
-        devices: One a stage.
+        devices: The device of each stage.
         options: How they are compiled.
-        ways: What the losses that layers compute need of the whole batch, in the order of the stages.
+        ways: What the losses computed by layers need of the whole batch, in the order of the stages.
     """
-    flows, left = dict(inputs), tuple(ways)
+    specs, remaining = dict(inputs), tuple(ways)
     programs = []
     for stage, device in zip(stages, devices, strict=True):
-        program = compile_stage(stage, [flows[value] for value in stage.inputs], device, options, ways=left)
-        left = left[len(program.ways) :]
-        flows.update(zip(stage.outputs, program.output_specs, strict=True))
+        program = compile_stage(stage, [specs[value] for value in stage.inputs], device, options, ways=remaining)
+        remaining = remaining[len(program.ways) :]
+        specs.update(zip(stage.outputs, program.output_specs, strict=True))
         programs.append(program)
-    return Programs(programs, tuple(outputs), flows)
+    return Programs(programs, tuple(outputs), specs)
 
 
 def without_dead_ends(programs: Programs, live: Iterable[Value], options: StageOptions) -> Programs:
-    """Compile again the stages that make what no loss depends on: weights behind that have no gradient, not zero.
+    """Compile again the stages with outputs that no loss depends on, so that their weights have no gradient.
 
-    Keras leaves a weight without a gradient alone, and decays one whose gradient is zero.
+    Keras does not update a weight without a gradient, but decays one whose gradient is zero.
 
     Args:
         programs: The compiled stages.
-        live: The outputs of the model that the loss sends a gradient for.
+        live: The outputs of the model that the loss depends on.
         options: How they are compiled.
     """
     alive, stages = set(live), list(programs.stages)
     for index, program in reversed(list(enumerate(programs.stages))):
         sends = zip(program.stage.outputs, program.output_specs, strict=True)
-        unused_outputs = frozenset(value for value, flow in sends if flow.needs_gradient and value not in alive)
+        unused_outputs = frozenset(value for value, spec in sends if spec.needs_gradient and value not in alive)
         if unused_outputs:
             stages[index] = compile_stage(
                 program.stage, program.input_specs, program.device, options,
@@ -85,17 +85,17 @@ def without_dead_ends(programs: Programs, live: Iterable[Value], options: StageO
 
 
 class StagesOfModel:
-    """The stages of one model, compiled when first asked for, and kept when the model is compiled again by Keras.
+    """The stages of one model, compiled on first use, and cached for later calls of the model's `compile`.
 
-    What they compute depends on the weights that train and on XLA, not on losses, metrics or the optimizer.
+    They depend on the trained weights and on XLA, not on losses, metrics or the optimizer.
 
     Args:
         model: A built model.
-        graph: Its operations.
+        graph: Its layer calls.
         stages: Its stages.
-        devices: One a stage.
-        recompute: Whether the backward pass runs the forward pass again.
-        splits_backward: Whether weight gradients are functions of their own.
+        devices: The device of each stage.
+        recompute: Whether the backward pass recomputes the forward pass.
+        splits_backward: Whether the weight gradient is a subgraph of its own.
     """
 
     def __init__(
@@ -110,33 +110,33 @@ class StagesOfModel:
     ) -> None:
         self.staged = StagedModel(model, graph, stages, devices)
         self._recompute, self._splits_backward = recompute, splits_backward
-        self._compiled: dict[bool, tuple[Any, Programs]] = {}  # evaluate and predict have theirs in common
+        self._compiled: dict[bool, tuple[Any, Programs]] = {}  # evaluate and predict share theirs
 
     def programs(self, inputs: Any, trainable: Any, ways: Sequence[Way] = (), *, training: bool) -> Programs:
         """Return the compiled stages.
 
         Args:
             inputs: Specs of a batch of any size, in the structure that the model is called with.
-            trainable: A key of the weights that train.
-            ways: What the losses that layers compute need of the whole batch, in the order of the stages.
-            training: Whether the model trains.
+            trainable: A key of the trained weights.
+            ways: What the losses computed by layers need of the whole batch, in the order of the stages.
+            training: Whether the model is trained.
         """
         key = str(inputs), trainable, bool(self.staged.model.jit_compile), tuple(ways)
         if training not in self._compiled or self._compiled[training][0] != key:
             outputs = keras.tree.flatten(self.staged.graph.outputs)
             programs = compile_stages(
-                self.staged.stages, self._flows(inputs), outputs, self.staged.devices,
+                self.staged.stages, self._input_specs(inputs), outputs, self.staged.devices,
                 self._options(training=training), ways,
             )  # fmt: skip
             self._compiled[training] = key, programs
         return self._compiled[training][1]
 
     def without_dead_ends(self, programs: Programs, live: Iterable[Value]) -> Programs:
-        """Return stages that train, without what no loss depends on.
+        """Return stages for training, without gradients of outputs that no loss depends on.
 
         Args:
             programs: The compiled stages.
-            live: The outputs of the model that the loss sends a gradient for.
+            live: The outputs of the model that the loss depends on.
         """
         return without_dead_ends(programs, live, self._options(training=True))
 
@@ -149,8 +149,8 @@ class StagesOfModel:
             model_variables=self.staged.model.variables,
         )
 
-    def _flows(self, inputs: Any) -> dict[Value, ValueSpec]:
-        """Return what is known of the model's inputs."""
+    def _input_specs(self, inputs: Any) -> dict[Value, ValueSpec]:
+        """Return the specs of the model's inputs."""
 
         def flat(inputs: Any) -> list[tf.Tensor]:
             return model_graph.standardize(self.staged.model, inputs)

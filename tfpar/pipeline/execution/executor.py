@@ -167,12 +167,12 @@ class Execution:
         place = Place(tf.constant(number, tf.int64), self.microbatches[number].part, self._sums_in_call[stage])
         done = program.forward(values, variables, place, scales)
         self._forwards[stage, number] = done
-        self._values[number] |= dict(zip(program.stage.outputs, done.made, strict=True))
-        self._variables.note(program.states, number, done.states, self.microbatches[number])
+        self._values[number] |= dict(zip(program.stage.outputs, done.outputs, strict=True))
+        self._variables.note(program.states, number, done.new_states, self.microbatches[number])
         self.losses += [
             factor * tf.cast(loss, factor.dtype) for factor, loss in zip(factors, done.losses, strict=False)
         ]
-        ends = tensors_of([value.tensor for value in done.made])
+        ends = tensors_of([value.tensor for value in done.outputs])
         if self._loss is not None and stage == len(self._programs.stages) - 1:
             part = self._loss(self, number, self.outputs(number))
             for value, gradient in zip(self._programs.outputs, part.gradients, strict=True):

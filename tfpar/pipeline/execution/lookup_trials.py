@@ -1,4 +1,4 @@
-"""Find out, before the first step, how rows that stages and the loss look up for micro-batches are one device's."""
+"""The kinds of lookups that a traced graph does not determine, inferred from trials on a few examples."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tfpar.reduction import indexed_slices
 from tfpar.reduction.gradient_addition import dense_part
 from tfpar.reduction.indexed_slices import Observed
 
-Numbers = list[list[list[np.ndarray]]]  # row numbers by stage and at last the loss, by weight and lookup
+Numbers = list[list[list[np.ndarray]]]  # row numbers by stage, the loss last, by weight and by lookup
 Flat = Callable[[Any], dict[Any, Any]]
 
 
-def find_kinds(
+def infer_lookup_kinds(
     programs: Programs, loss: LossProgram, batch: Any, flat: Flat, *, mixing: bool
 ) -> tuple[Programs, LossProgram]:
     """Return stages and loss with the kinds of those lookups that their graphs do not determine.
@@ -94,7 +94,7 @@ def _without_kind(weight: keras.Variable, *, mixing: bool) -> indexed_slices.Kin
 
 
 def _row_numbers(programs: Programs, loss: LossProgram, flat: Flat, microbatch: Microbatch) -> Numbers:
-    """Run the stages, each with a gradient of ones behind it, and the loss; return what their lookups look up."""
+    """Run the stages, each with output gradients of ones, and the loss; return the row numbers of their lookups."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(microbatch.batch)
     values = {value: MaskedTensor(tensor) for value, tensor in flat(inputs).items()}
     variables, found = StepVariables(programs.stages), []
@@ -104,7 +104,7 @@ def _row_numbers(programs: Programs, loss: LossProgram, flat: Flat, microbatch: 
         sums = tf.ones([len(program.ways), 2], tf.float64)
         place = Place(tf.constant(0, tf.int64), tf.constant(1.0, tf.float64), sums)
         done = program.forward(taken, variables.read(index, 0), place, scale)
-        values.update(zip(program.stage.outputs, done.made, strict=True))
+        values.update(zip(program.stage.outputs, done.outputs, strict=True))
         gradients = _gradients(program, done) if any(program.kinds) else [None for _ in program.kinds]
         found.append(_numbers(gradients))
     outputs = [values[value].on(loss.device) for value in programs.outputs]
@@ -132,8 +132,8 @@ def _gradients_of_loss(
 
 def _gradients(program: StageProgram, done: Forward) -> list[Any]:
     upstream = [
-        tf.ones_like(dense_part(made.tensor)) if flow.needs_gradient else None
-        for made, flow in zip(done.made, program.output_specs, strict=True)
+        tf.ones_like(dense_part(output.tensor)) if spec.needs_gradient else None
+        for output, spec in zip(done.outputs, program.output_specs, strict=True)
     ]
     _, gradients = program.backward(done, upstream, None)
     return program.weight_gradients(done, None) if gradients is None else gradients

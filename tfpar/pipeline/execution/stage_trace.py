@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_losses, keras_model, keras_pipeline, random_state
 from tfpar.pipeline.execution.row_gradients import by_lookup
-from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_made
+from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
 from tfpar.pipeline.execution.trace_record import trace_with_record
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.stages import Stage
@@ -101,7 +101,8 @@ class StageTrace:
         """The spec of each output, in the order of the outputs of the stage."""
         tensors = zip(self.outputs, self.masks, self.backward.output_gradients, strict=True)
         return [
-            ValueSpec(spec_of_made(made), spec_of_made(mask), gradient is not None) for made, mask, gradient in tensors
+            ValueSpec(spec_of_output(output), spec_of_output(mask), gradient is not None)
+            for output, mask, gradient in tensors
         ]
 
 

@@ -1,4 +1,4 @@
-"""What travels in and out of stages: what is known of a value, the value of a micro-batch, and a forward pass."""
+"""The values that stages receive and send: their specs, their tensors for one micro-batch, and a forward pass."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True)
 class ValueSpec:
-    """What is known of a value that travels between stages.
+    """The spec of a value that a stage receives or sends.
 
     Args:
         spec: Its shape `[None, ...]` and type.
-        mask: Those of the Keras mask that travels with it; None for none.
-        needs_gradient: Whether a gradient travels back.
+        mask: Those of its Keras mask; None for none.
+        needs_gradient: Whether the backward pass computes its gradient.
     """
 
     spec: tf.TensorSpec
@@ -31,18 +31,19 @@ class MaskedTensor:
     mask: tf.Tensor | None = None
 
     def on(self, device: str) -> MaskedTensor:
-        """Return it on a device; it leaves for there as soon as it is made."""
+        """Return a copy on a device; TensorFlow sends it as soon as it is computed."""
         with tf.device(device):
             return MaskedTensor(tf.identity(self.tensor), None if self.mask is None else tf.identity(self.mask))
 
 
 class Place(NamedTuple):
-    """What a micro-batch is in its global batch.
+    """The place of a micro-batch in its global batch.
 
     Args:
-        number: Which micro-batch, an int64 scalar.
-        part: The part of the batch that it is, from 0 to 1, a float64 scalar.
-        sums: What the losses that the stage's layers compute take of the whole batch, float64 `[losses, 2]`.
+        number: The index of the micro-batch, an int64 scalar.
+        part: Its part of the examples of the batch, from 0 to 1, a float64 scalar.
+        sums: The sum and weight over the whole batch of each loss that the stage's layers compute, float64
+            `[losses, 2]`.
     """
 
     number: Any
@@ -54,20 +55,20 @@ class Forward(NamedTuple):
     """The forward pass of one micro-batch through a stage.
 
     Args:
-        made: What the stage makes.
-        states: The new value of each of its states; None where it stays.
-        losses: What its layers add to the loss.
-        known: What the backward pass takes.
+        outputs: The outputs of the stage.
+        new_states: The new value of each of its states; None for an unchanged one.
+        losses: The losses that its layers add, scalars.
+        known: The saved tensors, by `tensor.ref()` of the traced graph.
     """
 
-    made: list[MaskedTensor]
-    states: list[tf.Tensor | None]
+    outputs: list[MaskedTensor]
+    new_states: list[tf.Tensor | None]
     losses: list[tf.Tensor]
     known: dict[Any, tf.Tensor]
 
 
-def spec_of_made(tensor: Any) -> Any:
-    """Return the spec of a tensor that a stage makes, or of a mask; None of None."""
+def spec_of_output(tensor: Any) -> Any:
+    """Return the spec of an output of a stage, or of a mask; None of None."""
     if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
         return tf.type_spec_from_value(tensor)
     return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)

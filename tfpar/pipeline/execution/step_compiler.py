@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model
 from tfpar.pipeline.execution.compiled_stages import Programs, StagesOfModel
-from tfpar.pipeline.execution.lookup_trials import find_kinds
+from tfpar.pipeline.execution.lookup_trials import infer_lookup_kinds
 from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
 from tfpar.pipeline.execution.model_loss import ModelLoss
 from tfpar.pipeline.execution.stage_chain import StepPrograms
@@ -122,16 +122,18 @@ class StepCompiler:
             live = [value for value, has in zip(programs.outputs, loss.has_output_gradients, strict=True) if has]
             programs = self._stages.without_dead_ends(programs, live)
             examples = self.examples.like(batch)
-            programs, loss = find_kinds(programs, loss, examples, self.staged.flat_inputs, mixing=self._allows_mixing)
+            programs, loss = infer_lookup_kinds(
+                programs, loss, examples, self.staged.flat_inputs, mixing=self._allows_mixing
+            )
         check_own_loss(self.staged.model, programs)
         metrics = None
         if keras_model.counts_metrics(self.staged.model):
-            metrics = compile_metrics_update(self.staged, [programs.flows[value] for value in programs.outputs], specs)
+            metrics = compile_metrics_update(self.staged, [programs.specs[value] for value in programs.outputs], specs)
         return StepPrograms(programs, loss, metrics)
 
     def _compile_loss(self, programs: Programs, specs: Any, *, training: bool) -> LossProgram:
         model, device = self.staged.model, self.staged.devices[-1]
-        outputs = keras.tree.map_structure(lambda value: programs.flows[value], self.staged.graph.outputs)
+        outputs = keras.tree.map_structure(lambda value: programs.specs[value], self.staged.graph.outputs)
         in_stages = {id(state) for program in programs.stages for state in program.states}
         own = [state for metric in keras_model.own_metrics(model) for state in metric.variables]
         metric_states = [state for state in own if id(state) not in in_stages]
