@@ -1,8 +1,8 @@
 """A schedule lowered to one TensorFlow graph: every action a function call on its device, in the device's order.
 
-device 0   F0.0 ─► F0.1 ─────────► B0.0 ─► B0.1       ─►  the device's order: a control dependency
-             └─┐      └─┐          ┌─┘       ┌─┘       ┐  a value or its gradient: TensorFlow sends it as soon as
-device 1      F1.0 ─► B1.0 ─► F1.1 ─► B1.1             └  it is made, while both devices compute
+device 0   F0.0 ─► F0.1 ─────────► B0.0 ─► B0.1       ─►  the order of the device: a control dependency
+             └─┐      └─┐          ┌─┘       ┌─┘       ┐  a transfer: TensorFlow sends an activation or a gradient
+device 1      F1.0 ─► B1.0 ─► F1.1 ─► B1.1             └  as soon as it is computed, while both devices compute
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ class Execution:
 
     Args:
         programs: The compiled stages.
-        microbatches: One each.
-        inputs: For each micro-batch the model's inputs by value.
-        scale: What one unit of loss counts in gradients, a scalar in Keras' float type.
-        added_factors: For each micro-batch, what each loss added by a layer counts in the whole, in the stages' order.
-        loss: Computes a micro-batch's loss; None where there is none.
-        sums_in_call: What the losses that layers compute take of the whole batch, in the stages' order, float64
-            `[losses, 2]`; None where they are not of interest.
-        timed: Whether to note when each action runs.
+        microbatches: The micro-batches of the batch.
+        inputs: The inputs of the graph for each micro-batch.
+        scale: The gradient of one unit of loss, a scalar in Keras' float type.
+        added_factors: For each micro-batch, the weight of each added loss in the loss of the batch, in the order of the
+            stages.
+        loss: Computes the loss of a micro-batch; None for prediction.
+        sums_in_call: The sum and weight over the whole batch of each loss computed by a layer, in the order of the
+            stages, float64 `[losses, 2]`; None where no loss is computed.
+        timed: Whether to measure when each action runs.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Execution:
         self.moments: list[Moment] = []
 
     def run(self, actions: Iterable[Action]) -> None:
-        """Add actions to the graph, in an order in which each comes after what it needs."""
+        """Add actions to the graph, in an order in which each comes after those that it depends on."""
         for action in actions:
             device = self.devices[action.stage]
             if action.kind == "F":
@@ -112,27 +113,27 @@ class Execution:
         return {key: sum_on(None, gradients) for key, gradients in found.items()}
 
     def state(self, variable: keras.Variable, microbatch: int) -> tf.Tensor:
-        """Return what a state is for a micro-batch, after the actions so far, on the last stage's device."""
+        """Return the value of a state for a micro-batch, after the actions so far, on the last stage's device."""
         return self._variables.state(variable, microbatch, self.devices[-1])
 
     def note(self, variables: Sequence[keras.Variable], microbatch: int, states: Sequence[tf.Tensor]) -> None:
-        """Take in what the loss made of states for a micro-batch."""
+        """Note the values of states after the loss of a micro-batch."""
         self._variables.note(variables, microbatch, states, self.microbatches[microbatch])
 
     def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return every state that changed with its value after the step."""
+        """Return each changed state with its value after the step."""
         return self._variables.new_states()
 
     @property
     def ends(self) -> list[tf.Tensor]:
-        """What stands at the end of each device's order: after it, everything has run."""
+        """Tensors of the last action of each device: after them, all actions have run."""
         return [tensor for tensors in self._before.values() for tensor in tensors]
 
     def _stage(self, action: Action) -> Stage:
         return self._programs.stages[action.stage].stage
 
     def _on(self, value: Value, microbatch: int, device: str) -> MaskedTensor:
-        """Return a value on a device; it is sent there once, as soon as it is made."""
+        """Return a value on a device; it is sent there once, as soon as it is computed."""
         key = (value, microbatch, device)
         if key not in self._arrived:
             self._arrived[key] = self._values[microbatch][value].on(device)
@@ -144,7 +145,7 @@ class Execution:
     def _at(
         self, action: Action, device: str, arrived: Sequence[tf.Tensor], act: Callable[[], list[tf.Tensor]]
     ) -> None:
-        """Run an action when its device has done those before, and, to be timed, when what it takes has arrived."""
+        """Run an action after the earlier ones of its device and, to be timed, after its transfers have arrived."""
         with tf.device(device), tf.control_dependencies(self._before[device]):
             if not self._timed:
                 self._before[device] = act()

@@ -1,4 +1,4 @@
-"""One global batch cut into micro-batches, and what each counts in the whole."""
+"""The micro-batches of a global batch, and the weight of each."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tfpar import data
 class Microbatch:
     """Consecutive examples of a global batch.
 
-    Where there are fewer examples than micro-batches, some micro-batches borrow an example that counts nothing: no
-    stage ever runs on nothing, which layers, and TensorFlow's fused convolutions, do not expect.
+    With fewer examples than micro-batches, some micro-batches repeat an example with weight 0: layers, and TensorFlow's
+    fused convolutions, do not support empty batches.
 
     Args:
         batch: The examples, in the structure of the global batch.
-        counted: How many of them count, an int64 scalar.
-        size: How many there are, an int64 scalar, at least 1.
-        num_examples: How many examples the global batch has, an int64 scalar.
+        counted: The number of examples with weight 1, an int64 scalar.
+        size: The number of examples, an int64 scalar, at least 1.
+        num_examples: The number of examples of the global batch, an int64 scalar.
     """
 
     batch: Any
@@ -32,23 +32,23 @@ class Microbatch:
 
     @property
     def share(self) -> tf.Tensor:
-        """What an example counts: 1, or 0 where it is borrowed; a scalar in Keras' float type."""
+        """The weight of each example: 1, or 0 if it is repeated; a scalar in Keras' float type."""
         return tf.cast(self.counted > 0, keras.config.floatx())
 
     @property
     def part(self) -> tf.Tensor:
-        """The part of the global batch that it is, from 0 to 1, a scalar in float64."""
+        """Its part of the examples of the global batch, from 0 to 1, a float64 scalar."""
         return tf.cast(self.counted, tf.float64) / tf.cast(self.num_examples, tf.float64)
 
 
 def cut_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
-    """Cut a global batch into micro-batches whose sizes differ by at most one.
+    """Split a global batch into micro-batches whose sizes differ by at most one.
 
         7 examples, 3 micro-batches:  0 1 2 | 3 4 | 5 6          2 examples, 3 micro-batches:  0 | 1 | (1)
 
     Args:
         batch: A structure of tensors or None, `[batch, ...]` each, at least one example.
-        num_microbatches: How many.
+        num_microbatches: The number of micro-batches.
 
     Example:
         >>> [int(part.size) for part in cut_batch(tf.zeros([7, 2]), 3)]

@@ -1,4 +1,4 @@
-"""What regularizers of weights add to the loss: once a step, on each weight's device, however it is cut."""
+"""The penalties of weight regularizers: computed once a step, on the device of each weight."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from tfpar.reduction.gradient_addition import plus
 
 
 def add_penalties(model: keras.Model, gradients: dict[int, Any], scale: tf.Tensor) -> list[tf.Tensor]:
-    """Return the penalties on a model's weights, scalars, and add their gradients to those of the other losses.
+    """Return the penalties on a model's weights, and add their gradients to those of the other losses.
 
     Args:
         model: A built model.
         gradients: The gradient of each trainable weight by the weight's `id`; changed in place.
-        scale: What one unit of loss counts in gradients, a scalar.
+        scale: The gradient of one unit of loss, a scalar.
+
+    Returns:
+        A scalar for each weight with a regularizer.
     """
     penalties = []
     for variable in model.trainable_variables:

@@ -1,4 +1,4 @@
-"""Gradients of rows of a weight, lookup by lookup, and how those of micro-batches add up."""
+"""The gradients of rows of a weight for each lookup, and their sum over micro-batches."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Kinds = tuple[tuple[indexed_slices.Kind | None, ...], ...]  # by weight and look
 
 
 def by_lookup(gradient: Any) -> Any:
-    """Return the rows of each lookup of a gradient of slices, while it is traced; another as it is."""
+    """Return the rows of each lookup of an IndexedSlices gradient, during a trace; a dense gradient as it is."""
     return tuple(indexed_slices.pieces(gradient)) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def known_kinds(graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]) -> Kinds:
-    """Return the kinds of the lookups behind each gradient, None for one that the graph does not tell.
+    """Return the kinds of the lookups of each gradient, None for one that the graph does not determine.
 
     Args:
-        graph: What was traced.
+        graph: The traced graph.
         gradients: As `by_lookup` returns them.
-        given: What differs from micro-batch to micro-batch.
+        given: Tensors that differ between micro-batches.
     """
-    # A position is looked up whatever the examples are; what is drawn at random is another for each micro-batch.
+    # Lookups of positions do not depend on the examples; random numbers differ between micro-batches.
     drawn = [tensor for op in graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
     varying = reached_from([*given, *drawn])
     return tuple(
@@ -41,7 +41,7 @@ def known_kinds(graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]
 
 
 def numbered(gradient: Any, kinds: Sequence[indexed_slices.Kind | None]) -> Any:
-    """Return a micro-batch's gradient, the rows of its shared lookups numbered to be merged with those of others."""
+    """Return a micro-batch's gradient, with the rows of shared lookups numbered for their later merge."""
     if not kinds:
         return gradient
     return tuple(
@@ -55,12 +55,12 @@ def add_rows(
     now: Sequence[indexed_slices.RowSlices],
     kinds: Sequence[indexed_slices.Kind | None],
 ) -> Any:
-    """Add the rows of a micro-batch, lookup by lookup, to those of the ones before.
+    """Add the rows of each lookup of a micro-batch to those of earlier micro-batches.
 
     Args:
-        before: The lookups so far.
-        now: Those of the micro-batch.
-        kinds: What becomes of rows of the same number; those of one micro-batch and another are merged at the end.
+        before: The sums over earlier micro-batches, one for each lookup.
+        now: The rows of the micro-batch, for each lookup.
+        kinds: The kind of each lookup. Shared rows are merged after the last micro-batch.
     """
     return tuple(
         one._replace(values=one.values + other.values)
@@ -75,7 +75,7 @@ def add_rows(
 def joined(
     gradients: Sequence[Any], kinds: Sequence[Sequence[indexed_slices.Kind | None]], weights: Sequence[keras.Variable]
 ) -> list[Any]:
-    """Return summed gradients of weights as tensors, slices or None: each as one device has it."""
+    """Return summed gradients of weights as tensors, slices or None, as one device has them."""
     return [
         join_rows(gradient, of_one, weight.shape) if of_one else gradient
         for gradient, of_one, weight in zip(gradients, kinds, weights, strict=True)
@@ -85,7 +85,7 @@ def joined(
 def join_rows(
     pieces: Sequence[indexed_slices.RowSlices], kinds: Sequence[indexed_slices.Kind | None], shape: Sequence[int]
 ) -> tf.IndexedSlices:
-    """Return one gradient of the rows of several lookups, those that one device has once merged."""
+    """Return one gradient for the rows of several lookups; shared rows are merged as on one device."""
     pairs = zip(pieces, kinds, strict=True)
     merged = [indexed_slices.merged(piece) if kind == "shared" else piece for piece, kind in pairs]
     return indexed_slices.join(

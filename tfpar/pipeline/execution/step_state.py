@@ -1,4 +1,4 @@
-"""Weights and states of all stages as one step sees them, and what it makes of the states."""
+"""The weights and states of all stages in one step, and the new values of the states."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tfpar.pipeline.execution.stage_program import StageProgram
 
 
 class StepVariables:
-    """Weights and states of all stages as a step sees them.
+    """The weights and states of all stages in one step.
 
-    Weights are read once. A state (a moving average, a random seed) is read once too: every micro-batch starts from
-    what it was before the step. Where several stages use a layer, its state goes on from one to the next.
+    Every weight and state (a moving average, a random seed) is read once: each micro-batch starts with its value before
+    the step. Where several stages use a layer, each starts with the value of its state after the stage before.
 
     Args:
         programs: The compiled stages.
@@ -31,13 +31,13 @@ class StepVariables:
         self._counted: dict[Any, tf.Tensor] = {}  # by micro-batches and shape
 
     def read(self, stage: int, number: int) -> list[tf.Tensor]:
-        """Return what a stage's parameters and states are for a micro-batch."""
+        """Return the values of a stage's parameters and states for a micro-batch."""
         program = self._programs[stage]
         parameters = [self._on(variable, program.device) for variable in program.parameters]
         return [*parameters, *(self.state(variable, number, program.device) for variable in program.states)]
 
     def state(self, variable: keras.Variable, number: int, device: str) -> tf.Tensor:
-        """Return what a state is for a micro-batch, after what has been noted."""
+        """Return the value of a state for a micro-batch, as last noted."""
         return self._now.get((id(variable), number), self._on(variable, device))
 
     def _on(self, variable: keras.Variable, device: str) -> tf.Tensor:
@@ -57,7 +57,7 @@ class StepVariables:
         states: Sequence[tf.Tensor | None],
         microbatch: Microbatch,
     ) -> None:
-        """Take in what a stage, or the loss, made of its states for a micro-batch; None where one stays."""
+        """Note the values of states after a stage, or the loss, of a micro-batch; None for an unchanged one."""
         for variable, state in zip(variables, states, strict=True):
             if state is None:
                 continue
@@ -66,10 +66,10 @@ class StepVariables:
             found[:] = [pair for pair in found if pair[1] is not microbatch] + [(state, microbatch)]
 
     def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return every state that changed, with the mean over micro-batches, by their examples, of its new values.
+        """Return each changed state with the mean of its new values over micro-batches, weighted by their sizes.
 
-        What is counted in whole numbers moves as one micro-batch moves it: a seed is drawn once a step. Metrics that
-        layers hold add up.
+        An integer state changes as in one micro-batch: a seed advances once a step. The states of metrics that layers
+        hold are summed.
         """
         return [(variable, self._merged(variable, found)) for variable, found in self._changed.values()]
 
@@ -78,8 +78,8 @@ class StepVariables:
         with tf.device(variable.value.device):
             if not first.dtype.is_floating and not counts:
                 return tf.identity(first)
-            # As a mean of changes, so that a state that none moves stays to the last bit; of all micro-batches
-            # at once, since operations for each would be half of the graph of a model with BatchNormalization.
+            # The mean of the changes, so that an unchanged state is equal to the last bit; of all micro-batches at
+            # once, since operations for each would be half of the graph of a model with BatchNormalization.
             before = self._read[id(variable)]
             states, microbatches = zip(*found, strict=True)
             changes = tf.stack(states) - before
@@ -87,7 +87,7 @@ class StepVariables:
             return before + tf.reduce_sum(weights * changes, 0)
 
     def _weights(self, microbatches: Sequence[Microbatch], rank: int, dtype: Any, *, counts: bool) -> tf.Tensor:
-        """Return what the change by each micro-batch counts, `[microbatches, 1, ...]`."""
+        """Return the weight of the change by each micro-batch, `[microbatches, 1, ...]`."""
         key = tuple(map(id, microbatches)), rank, dtype, counts
         if key not in self._counted:
             weights = tf.stack([one.share if counts else one.part for one in microbatches])
