@@ -7,6 +7,8 @@ import tensorflow as tf
 
 from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
 
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
 NUM_LAYERS = 6
 
 
