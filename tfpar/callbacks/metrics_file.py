@@ -21,7 +21,7 @@ class MetricsFile(keras.callbacks.Callback):
         path: The file, by convention `metrics.jsonl`; its folder must exist.
 
     Example:
-        >>> trainer.fit(dataset, callbacks=[MetricsFile("runs/digits/metrics.jsonl")])
+        >>> trainer.fit(dataset, callbacks=[tfpar.MetricsFile("metrics.jsonl")])
     """
 
     chief_only = True

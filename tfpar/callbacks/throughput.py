@@ -24,8 +24,8 @@ class Throughput(keras.callbacks.Callback):
     Example:
         >>> throughput = tfpar.Throughput()
         >>> trainer.fit(dataset, epochs=2, callbacks=[throughput])
-        >>> throughput.summary["examples_per_second"]
-        25310.4
+        >>> sorted(throughput.summary)
+        ['data_wait_share', 'examples_per_second', 'step_milliseconds']
     """
 
     single_batches = False
