@@ -3,7 +3,7 @@
     lookup of every example       part 0: rows 3 5    part 1: rows 5 7    one device: rows 3 5 5 7    (listed)
     product with a sparse tensor  part 0: rows 3 5    part 1: rows 5 7    one device: rows 3 5 7      (shared)
     positions of a sequence       part 0: rows 0 1    part 1: rows 0 1    one device: rows 0 1        (shared)
-    constant row numbers          part 0: rows 0 4    part 1: rows 0 4    one device: rows 0 4        (alike)
+    constant row numbers          part 0: rows 0 4    part 1: rows 0 4    one device: rows 0 4        (equal)
 
 The kinds matter for optimizers that are not linear in the gradient: Keras 3.15 applies duplicate rows separately. The
 row numbers that a layer computes for some examples and for parts of them determine the kind, except for constants. A
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-Kind = Literal["listed", "shared", "alike"]
+Kind = Literal["listed", "shared", "equal"]
 
 _NUMBERS = 2**32  # more than the rows of any weight
 
@@ -97,7 +97,7 @@ def known_kind(indices: tf.Tensor) -> Kind | None:
     ops = _ancestors(indices)
     if any("Random" in op.type or "Sampler" in op.type or "Multinomial" in op.type for op in ops):
         return "listed"
-    return "alike" if all(op.type == "Const" or (op.inputs and not op.op_def.is_stateful) for op in ops) else None
+    return "equal" if all(op.type == "Const" or (op.inputs and not op.op_def.is_stateful) for op in ops) else None
 
 
 def to_send(piece: RowSlices, kind: Kind, share: tf.Tensor, counted: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
@@ -109,7 +109,7 @@ def to_send(piece: RowSlices, kind: Kind, share: tf.Tensor, counted: tf.Tensor) 
         share: Scalar, the weight of an example; less than 1 if several replicas compute it.
         counted: Scalar, the number of its examples to count; of replicas with equal batches, one counts all.
     """
-    if kind == "alike":
+    if kind == "equal":
         return piece.values
     if kind == "shared":
         return tf.IndexedSlices(*numbered(piece))
@@ -126,7 +126,7 @@ def summed(piece: RowSlices, kind: Kind, total: tf.Tensor | tf.IndexedSlices) ->
         kind: The kind of the lookup.
         total: The result of the all-reduce or the all-gather.
     """
-    if kind == "alike":
+    if kind == "equal":
         return piece._replace(values=total)
     rows = RowSlices(total.values, total.indices)
     rows = merged(rows) if kind == "shared" else rows

@@ -32,7 +32,7 @@ def known_kinds(graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]
     varying = reached_from([*given, *drawn])
     return tuple(
         tuple(
-            indexed_slices.known_kind(piece.indices) if piece.indices.op in varying else "alike" for piece in gradient
+            indexed_slices.known_kind(piece.indices) if piece.indices.op in varying else "equal" for piece in gradient
         )
         if isinstance(gradient, tuple)
         else ()
@@ -64,7 +64,7 @@ def add_rows(
     """
     return tuple(
         one._replace(values=one.values + other.values)
-        if kind == "alike"
+        if kind == "equal"
         else one._replace(
             values=tf.concat([one.values, other.values], 0), indices=tf.concat([one.indices, other.indices], 0)
         )
