@@ -4,7 +4,8 @@ Several names run one after the other, `all` runs every one:
 
     python -m benchmarks host_bound cnn --rounds 5 --output results.json
 
-The all-reduce by size and algorithm is a command of its own, `python -m benchmarks.all_reduce`.
+The results are written after each round. The same command with `--resume` keeps the finished rounds of an interrupted
+run and measures the others.
 """
 
 from __future__ import annotations
@@ -12,32 +13,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import rich.console
 from absl import app, flags
 
-from benchmarks import parity_table, restart
+from benchmarks import all_reduce
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.harness import Experiment, run_rounds
 from benchmarks.machine import describe_machine
-from benchmarks.pipelines import harness as pipelines
-from benchmarks.pipelines import worker as pipelines_worker
+from benchmarks.parity_table import PARITY_TABLE
 from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
-from benchmarks.pipelines.report import report_of
 from benchmarks.process import WorkerError
-from benchmarks.report import machine_table, result_table, write_json
-from benchmarks.worker import measure
+from benchmarks.report import machine_table, print_result
+from benchmarks.restart import RESTART
+from benchmarks.results import ResultFile
 
-ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each contender has its turn.", 1)
+ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each setting has its turn.", 1)
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; replaced if it exists.")
+RESUME = flags.DEFINE_bool("resume", False, "Keep the finished rounds that --output holds, and measure the others.")
+SIZES = flags.DEFINE_list("sizes", list(all_reduce.SIZES), "all_reduce: sizes in KB or MB.")
+ALGORITHM = flags.DEFINE_multi_enum(
+    "algorithm", list(all_reduce.ALGORITHMS), list(all_reduce.ALGORITHMS), "all_reduce: which; may be repeated."
+)
 
-SPEED = {experiment.name: experiment for experiment in EXPERIMENTS}
-PIPELINE = {experiment.name: experiment for experiment in PIPELINE_EXPERIMENTS}
-SUMMARIES = {
-    **{name: experiment.summary for name, experiment in (*SPEED.items(), *PIPELINE.items())},
-    restart.NAME: restart.SUMMARY,
-    parity_table.NAME: parity_table.SUMMARY,
+ALL = {
+    experiment.name: experiment
+    for experiment in (*EXPERIMENTS, *PIPELINE_EXPERIMENTS, all_reduce.ALL_REDUCE, RESTART, PARITY_TABLE)
 }
 
 
@@ -45,67 +46,38 @@ def main(arguments: Sequence[str]) -> None:
     """List the experiments, or run those named."""
     # In a file or a log, rich would otherwise break lines and names at 80 columns.
     console = rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 130)
-    names = list(SUMMARIES) if "all" in arguments[1:] else arguments[1:]
-    unknown = [name for name in names if name not in SUMMARIES]
+    names = list(ALL) if "all" in arguments[1:] else arguments[1:]
+    unknown = [name for name in names if name not in ALL]
     if unknown:
-        sys.exit(f"There is no experiment {unknown[0]!r}. There are: {', '.join(SUMMARIES)}, all.")
+        sys.exit(f"There is no experiment {unknown[0]!r}. There are: {', '.join(ALL)}, all.")
     if not names:
-        for name, summary in SUMMARIES.items():
-            console.print(f"{name:22}{summary}", soft_wrap=True)
+        for name, experiment in ALL.items():
+            console.print(f"{name:22}{experiment.summary}", soft_wrap=True)
         return
     try:
-        _run(names, console)
+        _run([_experiment(name) for name in names], console)
     except OSError as error:
         sys.exit(f"The results cannot be written: {error}. Give --output a file in an existing folder.")
-    except WorkerError as error:
-        sys.exit(f"A measurement failed: {error}")
+    except (ValueError, WorkerError) as error:
+        sys.exit(f"A measurement failed: {error}" if isinstance(error, WorkerError) else str(error))
 
 
-def _run(names: Sequence[str], console: rich.console.Console) -> None:
+def _experiment(name: str) -> Experiment:
+    if name != all_reduce.NAME:
+        return ALL[name]
+    return all_reduce.experiment(ALGORITHM.value, [all_reduce.size_bytes(text) for text in SIZES.value])
+
+
+def _run(experiments: Sequence[Experiment], console: rich.console.Console) -> None:
+    if RESUME.value and OUTPUT.value is None:
+        raise ValueError("--resume reads the file of --output, and there is none: add --output.")
     machine = describe_machine()
+    results = ResultFile(Path(OUTPUT.value) if OUTPUT.value is not None else None, machine, RESUME.value)
+    finished = [results.rounds_of(experiment) for experiment in experiments]
     console.print(machine_table(machine))
-    entries: list[dict[str, Any]] = []
-    _write(machine, entries)
-    for name in names:
-        entries.append(_run_one(name, console))
-        _write(machine, entries)
-
-
-def _run_one(name: str, console: rich.console.Console) -> dict[str, Any]:
-    if name in SPEED:
-        return _run_speed(SPEED[name], console)
-    if name in PIPELINE:
-        return _run_pipeline(PIPELINE[name], console)
-    return _run_restart(console) if name == restart.NAME else _run_parity_table(console)
-
-
-def _run_restart(console: rich.console.Console) -> dict[str, Any]:
-    result = restart.run_rounds(ROUNDS.value, console.print)
-    console.print(restart.table_of(result))
-    return result
-
-
-def _run_speed(experiment: Experiment, console: rich.console.Console) -> dict[str, Any]:
-    result = run_rounds(experiment, ROUNDS.value, measure, console.print)
-    console.print(result_table(result))
-    return result.as_json()
-
-
-def _run_pipeline(experiment: pipelines.Experiment, console: rich.console.Console) -> dict[str, Any]:
-    result = pipelines.run_rounds(experiment, ROUNDS.value, pipelines_worker.measure, console.print)
-    console.print(report_of(result))
-    return result.as_json()
-
-
-def _run_parity_table(console: rich.console.Console) -> dict[str, Any]:
-    table = parity_table.run_table(report=console.print)
-    print(parity_table.as_markdown(table))  # not through rich, which would break the lines
-    return parity_table.as_json(table)
-
-
-def _write(machine: dict[str, Any], entries: Sequence[dict[str, Any]]) -> None:
-    if OUTPUT.value is not None:
-        write_json(Path(OUTPUT.value), machine, entries)
+    for experiment, rounds in zip(experiments, finished, strict=True):
+        result = run_rounds(experiment, ROUNDS.value, console.print, rounds, results.save)
+        print_result(result, console)
 
 
 if __name__ == "__main__":

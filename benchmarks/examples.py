@@ -1,4 +1,4 @@
-"""The data that is timed, as arrays, the same for every contender; NumPy only, for PyTorch's process reads it too."""
+"""The data that is timed, as arrays, the same for every trainer; NumPy only, for PyTorch's process reads it too."""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.harness import Experiment, Measurement, Target
+from benchmarks.harness import Experiment, Target
+from benchmarks.measurement import Measurement
+from benchmarks.worker import measure
 
 _HOST_BOUND = Measurement("host_bound", "tfpar", batch_size=32, num_steps=10_000, num_warm_up_steps=640)
 
@@ -12,12 +14,13 @@ HOST_BOUND = Experiment(
     name="host_bound",
     summary="Two Dense layers, batch 32, 10,000 steps: how much of a step is Python?",
     figure="steps_per_second",
-    contenders={
+    measure=measure,
+    settings={
         "tfpar": _HOST_BOUND,
         "Keras fit": replace(_HOST_BOUND, trainer="keras"),
         "Keras fit, steps_per_execution=32": replace(_HOST_BOUND, trainer="keras", steps_per_execution=32),
     },
-    targets=(
+    findings=(
         Target(("tfpar",), ("Keras fit",), 6.0),
         Target(("tfpar",), ("Keras fit, steps_per_execution=32",), 1.0),
     ),
@@ -35,7 +38,8 @@ CNN = Experiment(
     name="cnn",
     summary="Convolutions of 32 and 64 filters, batch 64, one device: does the loop cost anything?",
     figure="examples_per_second",
-    contenders={
+    measure=measure,
+    settings={
         name: contender
         for setting, measurement in _CNN_SETTINGS.items()
         for name, contender in (
@@ -43,7 +47,7 @@ CNN = Experiment(
             (f"Keras fit, {setting}", replace(measurement, trainer="keras")),
         )
     },
-    targets=(
+    findings=(
         *(Target((f"tfpar, {setting}",), (f"Keras fit, {setting}",), 1.0) for setting in _CNN_SETTINGS),
         Target(
             tuple(f"tfpar, {setting}" for setting in _CNN_SETTINGS),
@@ -61,12 +65,13 @@ MIRRORED = Experiment(
     name="mirrored",
     summary="The same CNN over two logical CPUs of one core each, batch 128, against one core, batch 64",
     figure="examples_per_second",
-    contenders={
+    measure=measure,
+    settings={
         "tfpar.SingleDevice, 1 core": _ONE_CORE,
         "tfpar.Mirrored, 2 logical CPUs": _TWO_CORES,
         "Keras fit, MirroredStrategy, 2 logical CPUs": replace(_TWO_CORES, trainer="keras"),
     },
-    targets=(
+    findings=(
         Target(("tfpar.Mirrored, 2 logical CPUs",), ("tfpar.SingleDevice, 1 core",), 1.6),
         Target(("tfpar.Mirrored, 2 logical CPUs",), ("Keras fit, MirroredStrategy, 2 logical CPUs",), 1.0),
     ),
@@ -79,14 +84,15 @@ MULTI_WORKER = Experiment(
     name="multi_worker",
     summary="The same CNN in two worker processes of one core each, batch 64 a worker, beside DDP and legacy tf_keras",
     figure="examples_per_second",
-    contenders={
+    measure=measure,
+    settings={
         "tfpar.MultiWorker, 2 workers": _TWO_WORKERS,
         "tfpar, 1 worker": _ONE_CORE,
         "PyTorch DDP, 2 workers": replace(_TWO_WORKERS, trainer="torch"),
         "PyTorch, 1 worker": replace(_ONE_CORE, trainer="torch"),
         "tf_keras fit, MultiWorkerMirroredStrategy, 2 workers": replace(_TWO_WORKERS, trainer="tf_keras"),
     },
-    targets=(
+    findings=(
         Target(("tfpar.MultiWorker, 2 workers",), ("PyTorch DDP, 2 workers",), 1.3),
         Target(("tfpar.MultiWorker, 2 workers",), ("tf_keras fit, MultiWorkerMirroredStrategy, 2 workers",), 2.5),
         # Scaling efficiency is half of the ratio: 0.88 of two workers.
@@ -105,14 +111,15 @@ COMMUNICATION_BOUND = Experiment(
     name="communication_bound",
     summary="5 x Dense(2048), 21 million weights, batch 16 a worker; one worker shows the step without communication",
     figure="examples_per_second",
-    contenders={
+    measure=measure,
+    settings={
         "tfpar, float32": _DENSE_TWO,
         "tfpar, bfloat16": replace(_DENSE_TWO, compression="bfloat16"),
         "tfpar, 1 worker": _DENSE_ONE,
         "PyTorch DDP, float32": replace(_DENSE_TWO, trainer="torch"),
         "PyTorch, 1 worker": replace(_DENSE_ONE, trainer="torch"),
     },
-    targets=(
+    findings=(
         Target(("tfpar, float32",), ("PyTorch DDP, float32",), 1.0),
         Target(("tfpar, bfloat16",), ("PyTorch DDP, float32",), 1.3),
         Target(("tfpar, float32",), ("tfpar, 1 worker",)),
@@ -127,12 +134,13 @@ CHECKPOINT_COST = Experiment(
     name="checkpoint_cost",
     summary="5 x Dense(2048) on one core, a checkpoint of 84 MB every second: what does a step pay?",
     figure="steps_per_second",
-    contenders={
+    measure=measure,
+    settings={
         "no checkpoints": _SAVING,
         "asynchronous": replace(_SAVING, checkpoints="asynchronous"),
         "synchronous": replace(_SAVING, checkpoints="synchronous"),
     },
-    targets=(
+    findings=(
         Target(("asynchronous",), ("no checkpoints",)),
         Target(("synchronous",), ("no checkpoints",)),
     ),

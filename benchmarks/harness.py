@@ -1,10 +1,11 @@
-"""Rounds, medians and ratios: contenders take turns, each measurement in a fresh process. No TensorFlow here.
+"""The harness of every experiment: settings take turns, figures are compared within a round. No TensorFlow here.
 
-    round 1   ours  Keras  Keras with other settings   ─► ratio ─┐
-    round 2   ours  Keras  Keras with other settings   ─► ratio ─┼─► median
-    round 3   ours  Keras  Keras with other settings   ─► ratio ─┘
+    round 1   ours  theirs  others   ─► ratios, differences, … ─┐
+    round 2   ours  theirs  others   ─► ratios, differences, … ─┼─► medians
+    round 3   ours  theirs  others   ─► ratios, differences, … ─┘
 
-The processes of a round run next to each other, so a machine that slows down for a while slows both sides of a ratio.
+A turn measures one setting in fresh processes. The turns of a round follow each other, so a machine that slows down for
+a while slows both sides of a ratio.
 """
 
 from __future__ import annotations
@@ -12,78 +13,62 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-Workload = Literal["host_bound", "cnn", "dense"]
-TrainerName = Literal["keras", "tfpar", "tf_keras", "torch"]
-Compression = Literal["bfloat16"]
-CheckpointWriting = Literal["asynchronous", "synchronous"]
-Figure = Literal["steps_per_second", "examples_per_second"]
+Answer = Mapping[str, Any]  # figures of one turn by name: numbers, or a text where there is no number
+Round = Mapping[str, Answer]  # by the names of the settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
-    """What one process trains and measures.
+class Finding:
+    """A figure that follows from the answers of one round; its median over the rounds counts.
 
     Args:
-        workload: Model and data, see `benchmarks.workloads`.
-        trainer: Who trains: Keras' `fit`, tfpar's, that of legacy tf_keras, or PyTorch.
-        batch_size: Global batch size.
-        num_steps: Steps of the timed call of `fit`.
-        num_warm_up_steps: Steps of the call before, which compiles and is not timed.
-        num_replicas: Logical CPUs that share each global batch; 1 for no strategy.
-        cores: Processor cores that the process may use; None for all.
-        intra_op_threads: Threads inside one operation; None for TensorFlow's choice.
-        inter_op_threads: Operations at a time; None for TensorFlow's choice.
-        steps_per_execution: What Keras' `compile` gets; tfpar is left to choose by itself.
-        num_workers: Processes that train together, one core and one thread each; 1 for a process by itself.
-        compression: What `tfpar.MultiWorker` gets.
-        checkpoints: How tfpar writes a checkpoint every second; None for no checkpoints.
+        text: What the figure says.
+        of: Computes it.
+        at_least: The least to reach; None for no such limit.
+        at_most: The most to stay under; None for no such limit.
     """
 
-    workload: Workload
-    trainer: TrainerName
-    batch_size: int
-    num_steps: int
-    num_warm_up_steps: int
-    num_replicas: int = 1
-    cores: int | None = None
-    intra_op_threads: int | None = None
-    inter_op_threads: int | None = None
-    steps_per_execution: int = 1
-    num_workers: int = 1
-    compression: Compression | None = None
-    checkpoints: CheckpointWriting | None = None
+    text: str
+    of: Callable[[Round], float]
+    at_least: float | None = None
+    at_most: float | None = None
 
+    def finding_of(self, result: Result) -> Finding:
+        """Return itself: the same for all results."""
+        return self
 
-class Timing(NamedTuple):
-    """What one measurement took.
-
-    Args:
-        training_seconds: From the call of `fit` to its `on_train_end`; this is what counts.
-        return_seconds: From there until `fit` returned, which is no training (see `benchmarks.worker`).
-        processor_seconds: What all threads of the process spent in training; on a core of its own, the difference to
-            `training_seconds` is waiting, for peers or for others who use the machine.
-    """
-
-    training_seconds: float
-    return_seconds: float
-    processor_seconds: float = 0.0
+    def met_by(self, value: float) -> bool:
+        """Return whether a value is within the limits."""
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """The best of some contenders shall be at least so many times as fast as the best of others.
+    """The ratio of the best of some settings to the best of others, in the figure of their experiment.
 
     Args:
-        ours: Names of contenders.
-        theirs: Names of contenders.
-        at_least: The ratio to reach; 0 where it is only told.
+        ours: Names of settings.
+        theirs: Names of settings.
+        at_least: The ratio to reach; None for no such limit.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    at_least: float = 0.0
+    at_least: float | None = None
+
+    def finding_of(self, result: Result) -> Finding:
+        """Return the ratio of the two settings with the best medians.
+
+        Args:
+            result: All rounds.
+        """
+        figure = result.experiment.figure
+        ours, theirs = (max(names, key=lambda name: result.median(name, figure)) for names in (self.ours, self.theirs))
+        return Finding(
+            f"{ours} / {theirs}", lambda answers: answers[ours][figure] / answers[theirs][figure], self.at_least
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,134 +77,115 @@ class Experiment:
 
     Args:
         name: What the command line calls it.
-        summary: One line: what is trained, and against what.
-        figure: What is compared.
-        contenders: Measurements by name, in the order of their turns.
-        targets: The ratios to report.
+        summary: One line: what is measured, against what.
+        figure: The figure of an answer that matters most; the table shows how far it differs between rounds.
+        settings: What is measured, dataclasses by name, in the order of their turns.
+        measure: Runs one setting in fresh processes and returns its figures.
+        findings: What to report.
+        has_rounds: Whether figures differ from round to round; otherwise one round is all.
     """
 
     name: str
     summary: str
-    figure: Figure
-    contenders: Mapping[str, Measurement]
-    targets: tuple[Target, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The ratio that a target found, and between whom."""
-
-    target: Target
-    ours: str
-    theirs: str
-    ratio: float
-
-    @property
-    def met(self) -> bool:
-        """Whether the ratio is reached."""
-        return self.ratio >= self.target.at_least
+    figure: str
+    settings: Mapping[str, Any]
+    measure: Callable[[Any], Answer]
+    findings: tuple[Finding | Target, ...] = ()
+    has_rounds: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The figures of all rounds of an experiment.
-
-    Args:
-        experiment: What was measured.
-        timings: For each contender one timing a round.
-    """
+    """The answers of all rounds of an experiment."""
 
     experiment: Experiment
-    timings: Mapping[str, Sequence[Timing]]
+    rounds: Sequence[Round]
 
     @property
-    def figures(self) -> dict[str, list[float]]:
-        """For each contender one figure a round."""
-        return {name: [self._per_second(name, timing) for timing in timings] for name, timings in self.timings.items()}
+    def findings(self) -> list[Finding]:
+        """The findings, with the best settings chosen where a target leaves the choice."""
+        return [finding.finding_of(self) for finding in self.experiment.findings]
 
-    def _per_second(self, contender: str, timing: Timing) -> float:
-        measurement = self.experiment.contenders[contender]
-        steps_per_second = measurement.num_steps / timing.training_seconds
-        examples_per_second = steps_per_second * measurement.batch_size
-        return steps_per_second if self.experiment.figure == "steps_per_second" else examples_per_second
+    def figures(self, setting: str, figure: str) -> list[float]:
+        """Return a figure of a setting, one value a round."""
+        return [answers[setting][figure] for answers in self.rounds]
 
-    def median(self, contender: str) -> float:
-        """Return the median of a contender's rounds."""
-        return statistics.median(self.figures[contender])
+    def median(self, setting: str, figure: str) -> float:
+        """Return the median of a figure of a setting over the rounds."""
+        return statistics.median(self.figures(setting, figure))
 
-    def outcomes(self) -> list[Outcome]:
-        """Return what came of each target.
+    def found(self, finding: Finding) -> float:
+        """Return the median of a finding over the rounds."""
+        return statistics.median(finding.of(answers) for answers in self.rounds)
 
-        The best contender on either side is the one with the best median; the ratio of the two is taken within each
-        round, and its median over the rounds is reported.
-        """
-        return [self._outcome(target) for target in self.experiment.targets]
-
-    def _outcome(self, target: Target) -> Outcome:
-        ours = max(target.ours, key=self.median)
-        theirs = max(target.theirs, key=self.median)
-        pairs = zip(self.figures[ours], self.figures[theirs], strict=True)
-        return Outcome(target, ours, theirs, statistics.median(our / their for our, their in pairs))
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON holds it."""
-        return {
-            "name": self.experiment.name,
-            "summary": self.experiment.summary,
-            "figure": self.experiment.figure,
-            "contenders": {
-                name: {
-                    "median": self.median(name),
-                    "rounds": self.figures[name],
-                    "timings": [timing._asdict() for timing in self.timings[name]],
-                    "measurement": dataclasses.asdict(measurement),
-                }
-                for name, measurement in self.experiment.contenders.items()
-            },
-            "targets": [
-                {
-                    "ours": outcome.ours,
-                    "theirs": outcome.theirs,
-                    "ratio": outcome.ratio,
-                    "at_least": outcome.target.at_least,
-                    "met": outcome.met,
-                }
-                for outcome in self.outcomes()
-            ],
-        }
+    def met(self, finding: Finding) -> bool:
+        """Return whether the median of a finding is within its limits."""
+        return finding.met_by(self.found(finding))
 
 
 def run_rounds(
     experiment: Experiment,
     num_rounds: int,
-    measure: Callable[[Measurement], Timing],
     report: Callable[[str], None] = lambda line: None,
+    finished: Sequence[Round] = (),
+    save: Callable[[Result], None] = lambda result: None,
 ) -> Result:
-    """Measure every contender once a round, one after the other.
+    """Give every setting its turn once a round, one after the other.
 
     Args:
         experiment: What to measure.
-        num_rounds: Rounds, at least 1.
-        measure: Runs one measurement.
-        report: Is told each figure as it comes.
+        num_rounds: Rounds, at least 1; an experiment without rounds has one.
+        report: Gets a line for each answer as it comes.
+        finished: Rounds of an earlier run, which count.
+        save: Gets the result after each round.
 
     Returns:
-        All figures.
+        All answers.
 
     Raises:
         ValueError: If `num_rounds` is below 1.
 
     Example:
-        >>> result = run_rounds(experiment, 5, measure)
-        >>> result.outcomes()[0].ratio
+        >>> result = run_rounds(experiment, 5)
+        >>> result.found(result.findings[0])
         6.4
     """
     if num_rounds < 1:
         raise ValueError(f"An experiment needs at least 1 round, received {num_rounds}.")
-    timings: dict[str, list[Timing]] = {name: [] for name in experiment.contenders}
-    result = Result(experiment, timings)
-    for number in range(1, num_rounds + 1):
-        for name, measurement in experiment.contenders.items():
-            timings[name].append(measure(measurement))
-            report(f"{experiment.name}, round {number} of {num_rounds}: {name} {result.figures[name][-1]:,.0f}")
+    num_rounds = num_rounds if experiment.has_rounds else 1
+    rounds = list(finished)
+    result = Result(experiment, rounds)
+    for number in range(len(rounds) + 1, num_rounds + 1):
+        answers: dict[str, Answer] = {}
+        for name, setting in experiment.settings.items():
+            answers[name] = experiment.measure(setting)
+            figures = ", ".join(" ".join(shown(figure, value)) for figure, value in answers[name].items())
+            report(f"{experiment.name}, round {number} of {num_rounds}: {name}: {figures}")
+        rounds.append(answers)
+        save(result)
     return result
+
+
+def shown(figure: str, value: Any) -> tuple[str, str]:
+    """Return a figure's title and its value, in the unit that suits a reader.
+
+    Args:
+        figure: Its name; `_seconds` are shown in ms, `_bytes` in MB.
+        value: Its value.
+
+    Example:
+        >>> shown("step_seconds", 0.0125)
+        ('step ms', '12.5')
+    """
+    title = figure.replace("_", " ")
+    if not is_number(value):
+        return title, str(value)
+    for suffix, unit, factor in (("_seconds", " ms", 1e3), ("_bytes", " MB", 1e-6)):
+        if figure.endswith(suffix):
+            return title[: -len(suffix)] + unit, f"{factor * value:,.1f}"
+    return title, f"{value:,.0f}" if abs(value) >= 100 or value == round(value) else f"{value:.3g}"
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of an answer is a number, so that it has a median."""
+    return isinstance(value, int | float)

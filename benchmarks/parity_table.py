@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from benchmarks import process
+from benchmarks.harness import Answer, Experiment, Finding, Result
 
 NAME = "parity_table"
-SUMMARY = "Weights after 20 steps on 2 replicas against 1 device, in float64: Keras' fit and tfpar, as Markdown"
 TRAINERS = {"keras": "Keras `fit`, `MirroredStrategy`", "tfpar": "`tfpar.Mirrored`"}
 CASES = (
     "full batches",
@@ -42,25 +41,15 @@ _PREFIX = re.compile(r"\x1b\[\d*m|\{\{.*?\}\}|\(\d+\) [A-Z_]+:|^\w+Error:")
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What became of one case under one trainer.
+    """One case under one trainer.
 
     Args:
-        difference: Largest relative difference of a weight; None after a crash.
-        error: The first words of the error; empty without one.
+        case: A name in `CASES`.
+        trainer: A name in `TRAINERS`.
     """
 
-    difference: float | None = None
-    error: str = ""
-
-    @property
-    def text(self) -> str:
-        """The cell as a reader sees it."""
-        if self.difference is None:
-            return f"crashes: {self.error}"
-        return "equal" if self.difference <= TOLERANCE else f"differs by {self.difference:.1e}"
-
-
-Table = Mapping[str, Mapping[str, Cell]]
+    case: str
+    trainer: str
 
 
 def first_words(message: str) -> str:
@@ -78,51 +67,69 @@ def first_words(message: str) -> str:
     return " ".join(_PREFIX.sub("", (telling or ["no message"])[0]).split()[:NUM_WORDS_OF_ERROR])
 
 
-def run_table(
-    cases: Sequence[str] = CASES,
-    ask: Callable[..., dict[str, Any]] = process.ask,
-    report: Callable[[str], None] = lambda line: None,
-) -> Table:
-    """Run every case under both trainers, each in a fresh process.
+def measure(cell: Cell) -> Answer:
+    """Return the largest relative difference of a weight; after a crash the first words of the error.
 
     Args:
-        cases: Names of cases.
-        ask: Runs a process; tests give another.
-        report: Is told each cell as it comes.
-
-    Returns:
-        Cells by case and trainer.
+        cell: What to compare with one device.
     """
-    table: dict[str, dict[str, Cell]] = {case: {} for case in cases}
-    for case in cases:
-        for trainer in TRAINERS:
-            table[case][trainer] = _run_cell(case, trainer, ask)
-            report(f"{NAME}: {case}, {trainer}: {table[case][trainer].text}")
-    return table
-
-
-def _run_cell(case: str, trainer: str, ask: Callable[..., dict[str, Any]]) -> Cell:
     try:
-        return Cell(**ask("benchmarks.parity_cases", {"case": case, "trainer": trainer}, TIMEOUT_SECONDS))
+        return process.ask("benchmarks.parity_cases", dataclasses.asdict(cell), TIMEOUT_SECONDS)
     except process.WorkerError as error:  # the process died or hangs, which no `except` inside it could catch
-        return Cell(error=first_words(str(error)))
+        return {"error": first_words(str(error))}
 
 
-def as_markdown(table: Table) -> str:
-    """Return the table as Markdown."""
+def experiment(cases: Sequence[str] = CASES) -> Experiment:
+    """Return the experiment of some cases, each under both trainers.
+
+    Args:
+        cases: Names in `CASES`.
+    """
+    return Experiment(
+        name=NAME,
+        summary="Weights after 20 steps on 2 replicas against 1 device, in float64: Keras' fit and tfpar, as Markdown",
+        figure="difference",
+        settings={_name(case, trainer): Cell(case, trainer) for case in cases for trainer in TRAINERS},
+        measure=measure,
+        findings=(_equal_cases("keras", cases), _equal_cases("tfpar", cases, at_least=len(cases))),
+        has_rounds=False,
+    )
+
+
+def _name(case: str, trainer: str) -> str:
+    return f"{case}, {trainer}"
+
+
+def _equal_cases(trainer: str, cases: Sequence[str], at_least: float | None = None) -> Finding:
+    return Finding(
+        f"{trainer}: cases that equal one device, of {len(cases)}",
+        lambda answers: sum(text_of(answers[_name(case, trainer)]) == "equal" for case in cases),
+        at_least,
+    )
+
+
+def text_of(answer: Answer) -> str:
+    """Return a cell as a reader sees it.
+
+    Args:
+        answer: Of `measure`.
+    """
+    if "difference" not in answer:
+        return f"crashes: {answer['error']}"
+    return "equal" if answer["difference"] <= TOLERANCE else f"differs by {answer['difference']:.1e}"
+
+
+def as_markdown(result: Result) -> str:
+    """Return the table as Markdown.
+
+    Args:
+        result: Of `experiment`.
+    """
+    (answers,) = result.rounds
+    cases = dict.fromkeys(cell.case for cell in result.experiment.settings.values())
     rows = [["Case", *TRAINERS.values()], ["---"] * (1 + len(TRAINERS))]
-    rows += [[case, *(cells[trainer].text for trainer in TRAINERS)] for case, cells in table.items()]
+    rows += [[case, *(text_of(answers[_name(case, trainer)]) for trainer in TRAINERS)] for case in cases]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
-def as_json(table: Table) -> dict[str, Any]:
-    """Return the table as JSON holds it."""
-    return {
-        "name": NAME,
-        "summary": SUMMARY,
-        "tolerance": TOLERANCE,
-        "cases": {
-            case: {trainer: {**dataclasses.asdict(cell), "text": cell.text} for trainer, cell in cells.items()}
-            for case, cells in table.items()
-        },
-    }
+PARITY_TABLE = experiment()

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tfpar.launcher.worker_group import free_addresses
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -73,6 +75,24 @@ def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds:
     if failed:
         raise WorkerError("; ".join(failed))
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+
+
+def ask_workers(module: str, setting: Any, num_workers: int) -> list[dict[str, Any]]:
+    """Run `python -m module` once a worker, all at the same time, and return the answers by rank.
+
+    Each gets a request of the `setting`, its `rank` and the `addresses` of all workers, none for a single one.
+
+    Args:
+        module: Name of a module whose `__main__` calls `answer`.
+        setting: A dataclass: what to measure.
+        num_workers: Processes.
+
+    Raises:
+        WorkerError: As `ask_all`.
+    """
+    addresses = free_addresses(num_workers) if num_workers > 1 else []
+    requests = [{"setting": vars(setting), "rank": rank, "addresses": addresses} for rank in range(num_workers)]
+    return ask_all(module, requests)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -1,15 +1,15 @@
-"""What a run of the benchmarks prints and writes."""
+"""What a run of the benchmarks prints."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
+import rich.console
 import rich.table
 
-from benchmarks.harness import Outcome, Result
+from benchmarks import all_reduce, parity_table
+from benchmarks.harness import Finding, Result, is_number, shown
 
 
 def machine_table(machine: Mapping[str, Any]) -> rich.table.Table:
@@ -20,42 +20,59 @@ def machine_table(machine: Mapping[str, Any]) -> rich.table.Table:
     return table
 
 
-def result_table(result: Result) -> rich.table.Table:
-    """Return medians, the spread over the rounds and the ratios as a table for `rich.print`.
+def print_result(result: Result, console: rich.console.Console) -> None:
+    """Print the medians of each setting, and the findings with their targets.
 
     Args:
-        result: The figures of an experiment.
+        result: The answers of an experiment.
+        console: Where to print.
     """
-    experiment = result.experiment
-    table = rich.table.Table(
-        title=f"{experiment.name}: {experiment.summary}",
-        caption="\n".join(_sentence(outcome) for outcome in result.outcomes()),
-        caption_justify="left",
-    )
-    table.add_column("")
-    for column in (f"{experiment.figure.replace('_', ' ')}, median", "slowest round", "fastest round"):
-        table.add_column(column, justify="right")
-    for name, figures in result.figures.items():
-        table.add_row(name, *(f"{figure:,.0f}" for figure in (result.median(name), min(figures), max(figures))))
+    if result.experiment.name == parity_table.NAME:
+        print(parity_table.as_markdown(result))  # not through rich, which would break the lines
+    elif result.experiment.name == all_reduce.NAME:
+        console.print(all_reduce.table_of(result))
+    else:
+        console.print(_settings(result))
+    if result.findings:
+        console.print(_findings(result))
+
+
+def _settings(result: Result) -> rich.table.Table:
+    experiment, first = result.experiment, result.rounds[0]
+    table = rich.table.Table(title=f"{experiment.name}: {experiment.summary}")
+    # Not every setting has every figure: a dict keeps each once, in the order in which they come.
+    figures = dict.fromkeys(figure for answer in first.values() for figure, value in answer.items() if is_number(value))
+    table.add_column("medians of the rounds")
+    for figure in figures:
+        title = shown(figure, 0.0)[0]
+        for column in (title, "lowest", "highest") if figure == experiment.figure else (title,):
+            table.add_column(column, justify="right")
+    for name in first:
+        table.add_row(name, *(cell for figure in figures for cell in _cells(result, name, figure)))
     return table
 
 
-def _sentence(outcome: Outcome) -> str:
-    ratio = f"{outcome.ours} / {outcome.theirs}: {outcome.ratio:.3f}x"
-    if not outcome.target.at_least:
-        return ratio
-    return f"{ratio}, target {outcome.target.at_least:g}x {'met' if outcome.met else 'MISSED'}"
+def _cells(result: Result, name: str, figure: str) -> list[str]:
+    """Return the median of a figure, and for the figure of the experiment its lowest and highest round."""
+    is_compared = figure == result.experiment.figure
+    if figure not in result.rounds[0][name]:
+        return ["", "", ""] if is_compared else [""]
+    values = result.figures(name, figure)
+    numbers = [result.median(name, figure), min(values), max(values)] if is_compared else [result.median(name, figure)]
+    return [shown(figure, number)[1] for number in numbers]
 
 
-def write_json(path: Path, machine: Mapping[str, Any], experiments: Sequence[Mapping[str, Any]]) -> None:
-    """Write what is known so far; called before the first experiment as well, so a bad path shows at once.
+def _findings(result: Result) -> rich.table.Table:
+    table = rich.table.Table()
+    for column in ("within each round", "median", "target", ""):
+        table.add_column(column, justify="right" if column == "median" else "left")
+    for finding in result.findings:
+        target = _target(finding)
+        verdict = ("met" if result.met(finding) else "MISSED") if target else ""
+        table.add_row(finding.text, f"{result.found(finding):.3f}", target, verdict)
+    return table
 
-    Args:
-        path: The file; replaced if it exists.
-        machine: From `benchmarks.machine.describe_machine`.
-        experiments: One entry an experiment.
 
-    Raises:
-        OSError: If the file cannot be written.
-    """
-    path.write_text(json.dumps({"machine": machine, "experiments": experiments}, indent=2) + "\n", encoding="utf-8")
+def _target(finding: Finding) -> str:
+    limits = {"at least": finding.at_least, "at most": finding.at_most}
+    return ", ".join(f"{word} {limit:.3g}" for word, limit in limits.items() if limit is not None)

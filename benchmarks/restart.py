@@ -6,23 +6,20 @@ steps ── steps ── kill -9 ──┬── noticed, all stopped ── Te
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import rich.table
-
+from benchmarks.harness import Answer, Experiment
 from benchmarks.process import ROOT, WorkerError
 
-NAME = "restart"
-SUMMARY = "Two workers of the CNN, kill -9 of worker 1: seconds to the next trained step under tfpar.launch"
 CHECKPOINT_SECONDS = 1.0
 
 
@@ -34,52 +31,37 @@ class Step(NamedTuple):
     seconds: float
 
 
-def run_rounds(
-    num_rounds: int, report: Callable[[str], None] = lambda line: None, timeout_seconds: float = 180.0
-) -> dict[str, Any]:
-    """Kill a worker once a round.
+@dataclasses.dataclass(frozen=True)
+class Restart:
+    """One kill.
 
     Args:
-        num_rounds: Rounds, at least 1.
-        report: Is told each figure as it comes.
-        timeout_seconds: For a round.
+        num_workers: Workers of the job; the one of rank 1 is killed.
+        timeout_seconds: From the start of the job to the first step after the kill.
+    """
 
-    Returns:
-        The seconds of each round, their median, and how many steps were trained twice, as JSON holds it.
+    num_workers: int = 2
+    timeout_seconds: float = 180.0
+
+
+def measure(setting: Restart) -> Answer:
+    """Return the seconds from the kill to the next trained step, and how many steps were trained twice.
+
+    Args:
+        setting: The job.
 
     Raises:
-        WorkerError: If the workers did not train in time.
+        WorkerError: If the workers do not train in time.
     """
-    rounds = []
-    for number in range(1, num_rounds + 1):
-        found = _one_round(timeout_seconds)
-        report(f"{NAME}, round {number} of {num_rounds}: {found['seconds']:.1f} s")
-        rounds.append(found)
-    seconds = [found["seconds"] for found in rounds]
-    return {"name": NAME, "summary": SUMMARY, "median_seconds": statistics.median(seconds), "rounds": rounds}
-
-
-def table_of(result: dict[str, Any]) -> rich.table.Table:
-    """Return the result as a table for `rich.print`."""
-    table = rich.table.Table(title=f"{NAME}: {SUMMARY}")
-    for column in ("seconds, median", "fastest", "slowest", "steps trained twice, median"):
-        table.add_column(column, justify="right")
-    seconds = [found["seconds"] for found in result["rounds"]]
-    again = statistics.median(found["steps_again"] for found in result["rounds"])
-    table.add_row(*(f"{value:.1f}" for value in (result["median_seconds"], min(seconds), max(seconds), again)))
-    return table
-
-
-def _one_round(timeout_seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "tfpar.launch", "--num_workers", "2", "--max_restarts", "1", "--grace_seconds"]
-        command += ["5", "--", "-m", "benchmarks.restart_worker", name]
+        command = [sys.executable, "-m", "tfpar.launch", "--num_workers", str(setting.num_workers)]
+        command += ["--max_restarts", "1", "--grace_seconds", "5", "--", "-m", "benchmarks.restart_worker", name]
         errors = folder / "errors"
         with errors.open("wb") as file:
             launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=file)
         try:
-            return _kill_and_wait(folder, launcher, timeout_seconds)
+            return _kill_and_wait(folder, launcher, setting.timeout_seconds)
         except WorkerError as error:
             last_lines = "\n".join(errors.read_text(errors="replace").splitlines()[-10:])
             raise WorkerError(f"{error}; {last_lines}") from None
@@ -87,7 +69,7 @@ def _one_round(timeout_seconds: float) -> dict[str, Any]:
             _end(launcher)
 
 
-def _kill_and_wait(folder: Path, launcher: subprocess.Popen[bytes], timeout_seconds: float) -> dict[str, Any]:
+def _kill_and_wait(folder: Path, launcher: subprocess.Popen[bytes], timeout_seconds: float) -> Answer:
     deadline = time.monotonic() + timeout_seconds
     # Some steps after a checkpoint, as in the middle of a run.
     _wait(lambda: any((folder / "checkpoints").glob("*.npz")), launcher, deadline)
@@ -99,7 +81,7 @@ def _kill_and_wait(folder: Path, launcher: subprocess.Popen[bytes], timeout_seco
     steps = record(folder, 1)
     last = max(step.step for step in steps if step.pid == victim)
     first = next(step for step in steps if step.pid != victim)
-    return {"seconds": first.seconds - killed, "steps_again": max(0, last - first.step + 1)}
+    return {"restart_seconds": first.seconds - killed, "steps_again": max(0, last - first.step + 1)}
 
 
 def record(folder: Path, rank: int) -> list[Step]:
@@ -143,3 +125,12 @@ def as_lines(steps: Sequence[Step]) -> str:
         steps: In order.
     """
     return "".join(f"{step.pid} {step.step} {step.seconds!r}\n" for step in steps)
+
+
+RESTART = Experiment(
+    name="restart",
+    summary="Two workers of the CNN, kill -9 of worker 1: seconds to the next trained step under tfpar.launch",
+    figure="restart_seconds",
+    settings={"tfpar.launch, 2 workers": Restart()},
+    measure=measure,
+)

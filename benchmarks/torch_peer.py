@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import peers
 from benchmarks.examples import ARRAYS, NUM_CLASSES, WIDTH
-from benchmarks.harness import Measurement, Timing
+from benchmarks.measurement import Measurement, Timing
 
 
 def train(measurement: Measurement, rank: int, addresses: list[str]) -> Timing:

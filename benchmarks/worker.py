@@ -1,4 +1,4 @@
-"""The process of one measurement: `python -m benchmarks.worker '{"measurement": {…}, …}'` prints seconds as JSON.
+"""The process of one measurement: `python -m benchmarks.worker '{"setting": {…}, …}'` prints seconds as JSON.
 
 The clock stops at `on_train_end`, not when `fit` returns. On its way out `fit` destroys the iterator of its data, and
 with tf.data's autotuning on (the default) TensorFlow 2.21 then often sleeps until 10 ms x (2^k - 1) after the start:
@@ -17,21 +17,29 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import peers, process, torch_peer
-from benchmarks.harness import Measurement, Timing
-from tfpar.launcher.worker_group import free_addresses
+from benchmarks.harness import Answer
+from benchmarks.measurement import Measurement, Timing
 
 
-def measure(measurement: Measurement) -> Timing:
-    """Return what the timed call of `fit` took, in fresh processes; of several workers the slowest counts."""
+def measure(measurement: Measurement) -> Answer:
+    """Return the time of the timed call of `fit` and its speed, in fresh processes; the slowest worker counts.
+
+    Args:
+        measurement: What to train.
+
+    Raises:
+        WorkerError: If a process fails.
+    """
     if measurement.trainer in peers.REQUIREMENTS:
         peers.install(measurement.trainer)
-    several = measurement.num_workers > 1
-    addresses = free_addresses(measurement.num_workers) if several else []
-    requests = [
-        {"measurement": vars(measurement), "rank": rank, "addresses": addresses}
-        for rank in range(measurement.num_workers)
-    ]
-    return max(Timing(**answer) for answer in process.ask_all("benchmarks.worker", requests))
+    answers = process.ask_workers("benchmarks.worker", measurement, measurement.num_workers)
+    timing = max(Timing(**answer) for answer in answers)
+    steps_per_second = measurement.num_steps / timing.training_seconds
+    return {
+        "steps_per_second": steps_per_second,
+        "examples_per_second": steps_per_second * measurement.batch_size,
+        **timing._asdict(),
+    }
 
 
 def run_here(measurement: Measurement, rank: int = 0, addresses: list[str] | None = None) -> Timing:
@@ -137,7 +145,7 @@ def _checkpoints(measurement: Measurement) -> Any:
 
 
 def _answer(received: dict[str, Any]) -> Timing:
-    return run_here(Measurement(**received["measurement"]), received["rank"], received["addresses"])
+    return run_here(Measurement(**received["setting"]), received["rank"], received["addresses"])
 
 
 if __name__ == "__main__":

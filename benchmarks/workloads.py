@@ -1,4 +1,4 @@
-"""The models that are timed, the same for every contender that speaks Keras."""
+"""The models that are timed, the same for every library that speaks Keras."""
 
 from __future__ import annotations
 

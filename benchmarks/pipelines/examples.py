@@ -26,7 +26,7 @@ def arrays(workload: str, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs and targets of noise: `[num_rows, ...]` each, of the same shape but for class labels.
 
     Args:
-        workload: A name in `benchmarks.pipelines.harness.Workload`.
+        workload: A name in `benchmarks.pipelines.setting.Workload`.
         num_rows: Rows.
 
     Returns:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from benchmarks.harness import Experiment, Finding
 from benchmarks.pipelines.figures import quotient, ratio, saved, saved_share
-from benchmarks.pipelines.harness import Experiment, Finding, Setting
+from benchmarks.pipelines.setting import Setting
 from benchmarks.pipelines.speed import PIPELINE_MLP, PIPELINE_TRANSFORMER, TRANSFORMER
+from benchmarks.pipelines.worker import measure
 
 NUMBERS_OF_MICROBATCHES = (8, 16, 32, 64)
 
@@ -33,7 +35,7 @@ def _memory() -> Experiment:
         *(_recomputation(schedule, number) for schedule, number in (("1f1b", 8), ("gpipe", 8), ("gpipe", 64))),
     )
     summary = "16 x (Dense(2048), Dense(16)) in 2 stages, micro-batches of 128: a step's most memory above that before"
-    return Experiment("pipeline_memory", summary, settings, findings)
+    return Experiment("pipeline_memory", summary, "peak_bytes", settings, measure, findings)
 
 
 def _kept(schedule: str, num_microbatches: int, recompute: bool = False) -> str:
@@ -82,7 +84,7 @@ def _prediction() -> Experiment:
     ]
     findings += [finding for number in (8, 4) for finding in _zero_bubble(f"{number} micro-batches")]
     summary = "The transformer on 2 logical CPUs, 32 examples a step: predicted and measured step time by schedule"
-    return Experiment("pipeline_prediction", summary, settings, tuple(findings))
+    return Experiment("pipeline_prediction", summary, "step_seconds", settings, measure, tuple(findings))
 
 
 def _zero_bubble(size: str) -> Iterator[Finding]:
@@ -122,7 +124,7 @@ def _first_step() -> Experiment:
         Finding(f"{one_device} / {theirs}", ratio(one_device, theirs, "first_step_seconds")),
     )
     summary = "ResNet50, 32 images of 64x64x3, 4 stages, 8 micro-batches: from making the model to the first step's end"
-    return Experiment("pipeline_first_step", summary, settings, findings)
+    return Experiment("pipeline_first_step", summary, "first_step_seconds", settings, measure, findings)
 
 
 PIPELINE_MEMORY = _memory()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.pipelines.harness import Round, Setting
+from benchmarks.harness import Round
+from benchmarks.pipelines.setting import Setting
 
 Figure = Callable[[Round], float]
 

@@ -13,10 +13,11 @@ import keras
 import tensorflow as tf
 
 import tfpar
+from benchmarks.harness import Answer
 from benchmarks.pipelines.examples import arrays
-from benchmarks.pipelines.harness import Answer, Setting
 from benchmarks.pipelines.memory import together_bytes
 from benchmarks.pipelines.models import BUILD_MODEL
+from benchmarks.pipelines.setting import Setting
 
 CLEAR_REFERENCES = Path("/proc/self/clear_refs")
 STATM = Path("/proc/self/statm")

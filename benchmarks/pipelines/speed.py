@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from benchmarks.harness import Experiment, Finding
 from benchmarks.pipelines.figures import efficiency, ratio, spread
-from benchmarks.pipelines.harness import Experiment, Finding, Setting
+from benchmarks.pipelines.setting import Setting
+from benchmarks.pipelines.worker import measure
 
 EFFICIENCY = 0.92
 
@@ -27,7 +29,7 @@ def _speed(name: str, summary: str, base: Setting, times_as_fast: float) -> Expe
     settings |= _one_core(finer) | _two_stages(finer, "1f1b")
     findings += [replace(finding, at_least=None) for finding in _findings(finer, "1f1b")]
     same_layers = Finding("most / fewest weights of a model", spread(list(settings), "num_parameters"), 1.0, 1.0)
-    return Experiment(name, summary, settings, (*findings, same_layers))
+    return Experiment(name, summary, "step_seconds", settings, measure, (*findings, same_layers))
 
 
 def _size(point: Setting) -> str:

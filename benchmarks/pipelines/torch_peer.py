@@ -23,7 +23,7 @@ from benchmarks.pipelines.examples import (
     WIDTH,
     arrays,
 )
-from benchmarks.pipelines.harness import Setting
+from benchmarks.pipelines.setting import Setting
 
 SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
 

@@ -6,8 +6,8 @@ import os
 import statistics
 
 from benchmarks import peers, process
-from benchmarks.pipelines.harness import Answer, Setting
-from tfpar.launcher.worker_group import free_addresses
+from benchmarks.harness import Answer
+from benchmarks.pipelines.setting import Setting
 
 
 def measure(setting: Setting) -> Answer:
@@ -20,11 +20,9 @@ def measure(setting: Setting) -> Answer:
         WorkerError: If a process fails.
     """
     if setting.trainer != "torch":
-        return process.ask("benchmarks.pipelines.worker", vars(setting))
+        return process.ask_workers("benchmarks.pipelines.worker", setting, 1)[0]
     peers.install("torch")
-    addresses = free_addresses(setting.num_stages) if setting.num_stages > 1 else []
-    requests = [{"setting": vars(setting), "rank": rank, "addresses": addresses} for rank in range(setting.num_stages)]
-    stages = process.ask_all("benchmarks.pipelines.torch_peer", requests)
+    stages = process.ask_workers("benchmarks.pipelines.torch_peer", setting, setting.num_stages)
     return {
         "step_seconds": max(statistics.median(stage["lap_seconds"]) for stage in stages),
         "processor_seconds": sum(statistics.median(stage["lap_processor_seconds"]) for stage in stages),
@@ -68,5 +66,5 @@ def _start_tensorflow(setting: Setting) -> None:
 
 
 if __name__ == "__main__":
-    process.answer(run_here(Setting(**process.request())))
+    process.answer(run_here(Setting(**process.request()["setting"])))
     os._exit(0)  # as benchmarks.worker

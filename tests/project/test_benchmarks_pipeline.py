@@ -1,22 +1,19 @@
 """The pipeline experiments: rounds, findings, what stands beside what, tables; and each question asked once."""
 
-import io
-import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import rich.console
 
 from benchmarks import peers, process
-from benchmarks.pipelines import harness, report, worker
+from benchmarks.harness import Experiment, Round
+from benchmarks.pipelines import worker
 from benchmarks.pipelines.examples import arrays
 from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS, PIPELINE_MEMORY, PIPELINE_PREDICTION
 from benchmarks.pipelines.figures import efficiency, quotient, ratio, saved, saved_share, spread
-from benchmarks.pipelines.harness import Experiment, Finding, Setting, shown
+from benchmarks.pipelines.setting import Setting
 from benchmarks.pipelines.speed import PIPELINE_MLP, PIPELINE_TRANSFORMER
 from benchmarks.process import WorkerError
 
@@ -29,64 +26,7 @@ FIGURES = {
 }
 
 
-def toy(**limits: float) -> Experiment:
-    faster = Finding("theirs / ours", ratio("theirs", "ours", "step_seconds"), **limits)
-    return Experiment("toy", "a toy", {"ours": OURS, "theirs": replace(OURS, trainer="torch")}, (faster,))
-
-
-def three_rounds(**limits: float) -> harness.Result:
-    # The machine is three times slower in the second round.
-    seconds = {"pipeline": iter([0.02, 0.06, 0.01]), "torch": iter([0.03, 0.09, 0.04])}
-
-    def measure(setting: Setting) -> dict[str, float]:
-        bytes_too = {"peak_bytes": 2.5e6} if setting.trainer == "torch" else {}
-        return {"step_seconds": next(seconds[setting.trainer]), **bytes_too}
-
-    return harness.run_rounds(toy(**limits), 3, measure)
-
-
-# Rounds and findings
-
-
-def test_settings_take_turns_round_by_round() -> None:
-    turns: list[str] = []
-
-    def measure(setting: Setting) -> dict[str, float]:
-        turns.append(setting.trainer)
-        return {"step_seconds": 1.0}
-
-    lines: list[str] = []
-    harness.run_rounds(toy(), 2, measure, lines.append)
-    assert turns == ["pipeline", "torch"] * 2
-    assert lines[2] == "toy, round 2 of 2: ours: step ms 1,000.0"
-
-
-def test_no_round_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 round, received 0"):
-        harness.run_rounds(toy(), 0, lambda setting: {})
-
-
-def test_a_finding_is_the_median_of_what_the_rounds_found() -> None:
-    result = three_rounds()
-    # Within the rounds 1.5, 1.5 and 4; the ratio of the medians would be 2.
-    assert result.found(result.experiment.findings[0]) == pytest.approx(1.5)
-    assert result.median("theirs", "step_seconds") == pytest.approx(0.04)
-
-
-@pytest.mark.parametrize(
-    ("limits", "met"),
-    [
-        ({}, True),
-        ({"at_least": 1.49}, True),
-        ({"at_least": 1.51}, False),
-        ({"at_most": 1.51}, True),
-        ({"at_most": 1.49}, False),
-        ({"at_least": 1.6, "at_most": 1.7}, False),
-    ],
-)
-def test_a_finding_is_met_within_its_limits(limits: dict[str, float], met: bool) -> None:
-    result = three_rounds(**limits)
-    assert result.met(result.experiment.findings[0]) is met
+# Findings
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches", "ideal"), [(2, 8, 0.5625), (4, 8, 0.34375), (1, 8, 1.0)])
@@ -108,7 +48,7 @@ def test_efficiency_is_1_where_only_the_bubble_is_lost(num_stages: int, num_micr
         (quotient(saved("few", "many", "peak_bytes"), saved("few", "many", "predicted_bytes")), 1.5),
     ],
 )
-def test_figures_are_computed_from_one_round(figure: Callable[[harness.Round], float], value: float) -> None:
+def test_figures_are_computed_from_one_round(figure: Callable[[Round], float], value: float) -> None:
     answers = {"few": {"peak_bytes": 2.0, "predicted_bytes": 2.0}, "many": {"peak_bytes": 8.0, "predicted_bytes": 6.0}}
     assert figure(answers) == pytest.approx(value)
 
@@ -175,44 +115,6 @@ def test_a_workload_has_as_many_rows_as_asked_for(
     workload: str, inputs: tuple[int, ...], targets: tuple[int, ...]
 ) -> None:
     assert tuple(array.shape for array in arrays(workload, 2)) == (inputs, targets)
-
-
-# Tables and files
-
-
-@pytest.mark.parametrize(
-    ("figure", "value", "expected"),
-    [
-        ("step_seconds", 1.25, ("step ms", "1,250.0")),
-        ("peak_bytes", 2.5e9, ("peak MB", "2,500.0")),
-        ("num_parameters", 2_101_248, ("num parameters", "2,101,248")),
-    ],
-)
-def test_a_figure_is_shown_in_a_readers_unit(figure: str, value: float, expected: tuple[str, str]) -> None:
-    assert shown(figure, value) == expected
-
-
-def test_the_tables_show_medians_and_a_missed_target_and_leave_out_what_was_not_asked() -> None:
-    console = rich.console.Console(width=120, file=io.StringIO())
-    console.print(report.report_of(three_rounds(at_least=1.6)))
-    text = console.file.getvalue()
-    for part in (
-        r"step ms ┃ peak MB",
-        r"ours +│ +20\.0 │ +│",
-        r"theirs +│ +40\.0 │ +2\.5 │",
-        r"theirs / ours +│ +1\.500 │ at least 1\.6 │ MISSED",
-    ):
-        assert re.search(part, text), f"no {part!r} in\n{text}"
-
-
-def test_the_file_holds_settings_rounds_and_findings() -> None:
-    entry = json.loads(json.dumps(three_rounds(at_most=2.0).as_json()))
-    assert entry["settings"]["ours"]["setting"]["microbatch_size"] == 64
-    assert entry["settings"]["theirs"]["medians"] == pytest.approx({"step_seconds": 0.04, "peak_bytes": 2.5e6})
-    assert [answer["step_seconds"] for answer in entry["settings"]["ours"]["rounds"]] == [0.02, 0.06, 0.01]
-    (finding,) = entry["findings"]
-    assert finding["rounds"] == pytest.approx([1.5, 1.5, 4.0])
-    assert (finding["at_least"], finding["at_most"], finding["met"]) == (None, 2.0, True)
 
 
 # Turns

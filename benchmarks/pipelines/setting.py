@@ -1,0 +1,51 @@
+"""What one turn of a pipeline experiment trains and measures. No TensorFlow here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+Workload = Literal["mlp", "transformer", "wide", "resnet50"]
+TrainerName = Literal["pipeline", "one_device", "keras", "torch"]
+Question = Literal["laps", "prediction", "memory", "first_step"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is trained in one turn, by whom, and what is asked.
+
+    Args:
+        workload: Model and data, see `benchmarks.pipelines.examples`.
+        trainer: `tfpar.Pipeline`, `tfpar.SingleDevice` (the whole batch at once), Keras' `fit`, or
+            `torch.distributed.pipelining` in one process a stage.
+        num_microbatches: Micro-batches of a step; of a trainer without any they only make the batch.
+        microbatch_size: Rows of a micro-batch.
+        schedule: Name of the schedule.
+        num_stages: Stages.
+        num_devices: Logical CPUs, of one core and one thread each.
+        recompute: Whether stages keep only their inputs.
+        balance: What `tfpar.Pipeline` balances the stages by.
+        question: "laps" asks for the time of a step, "prediction" also for what the simulator says, "memory" for the
+            most bytes of a step, "first_step" for the seconds until the first step is done, with all cores and
+            TensorFlow's own choice of threads.
+        num_laps: Timed groups of steps; the group before them compiles and is not timed.
+        steps_per_lap: Steps of a group.
+    """
+
+    workload: Workload
+    trainer: TrainerName
+    num_microbatches: int
+    microbatch_size: int
+    schedule: str = "1f1b"
+    num_stages: int = 2
+    num_devices: int = 2
+    recompute: bool = False
+    balance: str = "time"
+    question: Question = "laps"
+    num_laps: int = 5
+    steps_per_lap: int = 20
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch."""
+        return self.num_microbatches * self.microbatch_size
