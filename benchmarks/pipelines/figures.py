@@ -31,7 +31,7 @@ def spread(settings: Sequence[str], figure: str) -> Figure:
     """
 
     def of(answers: Round) -> float:
-        values = [answers[name][figure] for name in settings]
+        values = [float(answers[name][figure]) for name in settings]
         return max(values) / min(values)
 
     return of
