@@ -4,13 +4,19 @@ import collections
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support import once
 from tests.support.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
+
+if TYPE_CHECKING:
+    from tests.support import command
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; processes of tests would inherit it.
@@ -54,6 +60,23 @@ def logical_cpus() -> list[str]:
 
     tfpar.use_logical_cpus(4)
     return ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+
+
+@pytest.fixture
+def call(
+    request: pytest.FixtureRequest,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    logical_cpus: list[str],
+) -> "command.InProcess":
+    """The train command inside this process, in a folder with `own.py` if the test's module has its text, `OWN`."""
+    from tests.support import command  # imports Keras
+
+    if hasattr(request.module, "OWN"):
+        monkeypatch.delitem(sys.modules, "own", raising=False)
+        (tmp_path / "own.py").write_text(request.module.OWN)
+    return command.InProcess(capfd, monkeypatch, tmp_path)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -119,13 +119,6 @@ SMALL = [
 ]
 
 
-@pytest.fixture
-def call(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logical_cpus: list[str]
-) -> command.InProcess:
-    return command.InProcess(capfd, monkeypatch, tmp_path)
-
-
 def test_a_training_without_a_reader_saves_its_step_and_resumes(
     call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,6 @@ class Unforeseen(Good):
     def fit(self, *arguments, **more):
         raise tf.errors.InternalError(None, None, "Graph execution error:\\n\\nDetected at node x\\nthe true reason")
 """
-
-
-@pytest.fixture
-def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> command.InProcess:
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    (tmp_path / "own.py").write_text(OWN)
-    return command.InProcess(capfd, monkeypatch, tmp_path)
 
 
 @pytest.fixture(autouse=True)

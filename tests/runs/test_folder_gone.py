@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -50,15 +49,6 @@ class Disturbed(Regression):
         return super().fit(*arguments, callbacks=[*callbacks, Disturbs(self.moment, type(self).act)], **more)
 """
 STEP, LAST_EPOCH, END = ("step", 8), ("epoch", 3), ("end", 0)
-
-
-@pytest.fixture
-def call(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logical_cpus: list[str]
-) -> command.InProcess:
-    (tmp_path / "own.py").write_text(OWN)
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    return command.InProcess(capfd, monkeypatch, tmp_path)
 
 
 @pytest.fixture(scope="module")

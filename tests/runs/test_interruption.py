@@ -143,13 +143,6 @@ SMALL = [
 
 
 @pytest.fixture
-def call(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logical_cpus: list[str]
-) -> command.InProcess:
-    return command.InProcess(capfd, monkeypatch, tmp_path)
-
-
-@pytest.fixture
 def crashed(call: command.InProcess, tmp_path: Path) -> RunDirectory:
     """A run that lost its process after the last checkpoint but one; `whole/` beside it is the same run, to its end."""
     assert call(*SMALL).code == 0

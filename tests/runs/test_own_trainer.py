@@ -1,6 +1,5 @@
 """A trainer class of one's own under the train command: its options, what it reads, and what is said and recorded."""
 
-import sys
 import tomllib
 from pathlib import Path
 
@@ -62,15 +61,6 @@ class OneName(Free):
 class NoModel(Free):
     Options = dict
 """
-
-
-@pytest.fixture
-def call(
-    logical_cpus: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> command.InProcess:
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    (tmp_path / "own.py").write_text(OWN)
-    return command.InProcess(capfd, monkeypatch, tmp_path)
 
 
 def flags(name: str, *overrides: str) -> list[str]:

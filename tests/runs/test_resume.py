@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -78,15 +77,6 @@ class Silent(Constant):
     def rate_of(self, run):
         return Unsaved()
 """
-
-
-@pytest.fixture
-def call(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logical_cpus: list[str]
-) -> command.InProcess:
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    (tmp_path / "own.py").write_text(OWN)
-    return command.InProcess(capfd, monkeypatch, tmp_path)
 
 
 def one_line(text: str) -> str:
