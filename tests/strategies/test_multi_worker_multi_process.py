@@ -292,7 +292,8 @@ def test_evaluate_and_predict_equal_one_device(job: workers.Workers) -> None:
 
 @pytest.mark.parametrize("kind", cases.SHARDED, ids=lambda kind: kind.replace(" ", "_"))
 def test_shards_that_workers_read_apart_train_as_on_one_device(job: workers.Workers, kind: str) -> None:
-    expected = cases.with_shards(kind, tfpar.SingleDevice())
+    trainer = tfpar.Trainer(cases.sharded_model(kind), tfpar.SingleDevice(), seed=0)
+    expected = cases.with_shards(kind, trainer)
     for answers in asked(job, f"sharded {kind}"):
         for name, answer in answers.items():
             assert_same(answer, expected, name=name)

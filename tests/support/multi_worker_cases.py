@@ -170,6 +170,25 @@ class Interrupt(keras.callbacks.Callback):
             self._trainer.interrupt()
 
 
+class Reused:
+    """A trainer that starts again from its initial state, so that one compilation serves many trainings.
+
+    Args:
+        strategy: The strategy of the trainer.
+        build: Its model function.
+    """
+
+    def __init__(self, strategy: tfpar.Strategy, build: Callable[[], keras.Model] = small.build_model) -> None:
+        self._trainer = tfpar.Trainer(build, strategy, seed=0)
+        self._again = small.Again(self._trainer.model)
+
+    def initial(self) -> tfpar.Trainer:
+        """Return the trainer, with weights, optimizer and seeds of a new one."""
+        keras.utils.set_random_seed(0)
+        self._again.reset()
+        return self._trainer
+
+
 # --- parameter averaging
 
 
@@ -282,11 +301,16 @@ SHARDED: dict[str, Callable[[], Any]] = {
 SHARDED_ON = {kind: ("one device", "two devices") if kind.endswith("first") else ("one device",) for kind in SHARDED}
 
 
-def with_shards(kind: str, strategy: tfpar.Strategy) -> tuple[Trained, Any, Any]:
+# Where the chief has examples of others only, it still finds out how the losses divide.
+adds_loss = parity_cases.classifier(layers=lambda: [parity_cases.AddsLoss()])
+
+
+def sharded_model(kind: str) -> Callable[[], keras.Model]:
+    return adds_loss if kind.endswith("nothing") else small.build_model
+
+
+def with_shards(kind: str, trainer: tfpar.Trainer) -> tuple[Trained, Any, Any]:
     """Train, evaluate and predict with data in shards."""
-    # Where the chief has examples of others only, it still finds out how the losses divide.
-    adds_loss = parity_cases.classifier(layers=lambda: [parity_cases.AddsLoss()])
-    trainer = tfpar.Trainer(adds_loss if kind.endswith("nothing") else small.build_model, strategy, seed=0)
     history = trainer.fit(SHARDED[kind](), epochs=2, verbose=0, validation_data=SHARDED[kind]()).history
     trained = Trained(history, state(trainer.model))
     evaluated = trainer.evaluate(SHARDED[kind](), verbose=0)

@@ -43,6 +43,10 @@ class Questions:
     def _two_devices(self) -> tfpar.MultiWorker:
         return tfpar.MultiWorker()
 
+    @functools.cached_property
+    def _small(self) -> cases.Reused:
+        return cases.Reused(self._plain)
+
     # --- parity beyond the table
 
     def drop_in(self) -> Any:
@@ -86,11 +90,11 @@ class Questions:
         return trained(tfpar.Trainer(cases.mixed_precision, self._plain, seed=0), small.data())
 
     def steps_of_an_endless_dataset(self) -> Any:
-        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        trainer = self._small.initial()
         return trained(trainer, small.data().repeat(), steps_per_epoch=7, epochs=3)
 
     def arrays_and_a_split(self) -> Any:
-        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        trainer = self._small.initial()
         arrays = cases.arrays()
         return trained(trainer, arrays[0], y=arrays[1], batch_size=8, shuffle=False, validation_split=0.2)
 
@@ -123,10 +127,8 @@ class Questions:
 
     def _averaged(self, steps_per_call: list[int | None], average_optimizer: bool) -> Any:
         strategy = tfpar.MultiWorker(ONE, sync="average", every=4, average_optimizer=average_optimizer)
-        return [
-            trained(tfpar.Trainer(small.build_model, strategy, seed=0), cases.equal_parts(), steps_per_call=steps)
-            for steps in steps_per_call
-        ]
+        reused = cases.Reused(strategy)
+        return [trained(reused.initial(), cases.equal_parts(), steps_per_call=steps) for steps in steps_per_call]
 
     # --- methods of the model's class
 
@@ -143,19 +145,17 @@ class Questions:
         return trained(trainer, small.data(), epochs=12, validation_data=small.data(), callbacks=cases.deciding())
 
     def stopped_on_worker_1_in_a_batch(self) -> Any:
-        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
-        return trained(trainer, small.data(), callbacks=[cases.Stop(RANK == 1, at_step=4)])
+        return trained(self._small.initial(), small.data(), callbacks=[cases.Stop(RANK == 1, at_step=4)])
 
     def stopped_on_worker_1_after_an_epoch(self) -> Any:
-        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
-        return trained(trainer, small.data(), epochs=5, callbacks=[cases.Stop(RANK == 1, at_epoch=1)])
+        return trained(self._small.initial(), small.data(), epochs=5, callbacks=[cases.Stop(RANK == 1, at_epoch=1)])
 
     def ended_by_worker_1(self) -> Any:
         trainer = tfpar.Trainer(hooks.build(3), self._plain, seed=0)
         return hooks.of_endless_data(trainer, RANK == 1)
 
     def interrupted_on_worker_1(self) -> Any:
-        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        trainer = self._small.initial()
         callback = cases.Interrupt(trainer if RANK == 1 else None, at_step=13)
         # The worker has no disk: below a file there can be no folder.
         checkpoints = tfpar.Checkpoints(self._chiefs_only("interrupted"), every_seconds=1000)
@@ -164,11 +164,13 @@ class Questions:
 
     def with_few_and_many_checkpoints(self) -> Any:
         """The same training: undisturbed, with a checkpoint after each call, and interrupted and resumed."""
+        reused = self._small, cases.Reused(self._plain)
         histories = []
         for name, every_seconds, stops in (("few", 1000.0, ()), ("many", 0.0, ()), ("resumed", 1000.0, (20, 33))):
             folder = self._chiefs_only(name)
-            for step in (*stops, 0):
-                trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+            trainers = [one.initial() for one in reused]
+            for index, step in enumerate((*stops, 0)):
+                trainer = trainers[index % 2]  # it resumes with a new trainer, or one with the sums of another step
                 history = trainer.fit(
                     small.parity_cases.batches(400, 7),
                     verbose=0,
@@ -179,7 +181,7 @@ class Questions:
         return histories
 
     def not_finite(self) -> Any:
-        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        trainer = self._small.initial()
         try:
             trainer.fit(cases.not_finite(), verbose=0, steps_per_call=1)
         except FloatingPointError as error:
@@ -222,7 +224,7 @@ class Questions:
         return trained(trainer, small.data(), epochs=4, callbacks=[backup])
 
     def saved(self) -> Any:
-        trainer = tfpar.Trainer(small.build_model, self._plain, seed=0)
+        trainer = self._small.initial()
         trainer.fit(small.data(), verbose=0)
         trainer.save(self._chiefs_only("saved") / "model.keras")
         return trainer.model.get_weights()
@@ -238,7 +240,18 @@ class Questions:
     # --- shards
 
     def sharded(self, kind: str) -> Any:
-        return {name: cases.with_shards(kind, self._strategies()[name]) for name in cases.SHARDED_ON[kind]}
+        return {name: cases.with_shards(kind, self._sharded_trainer(kind, name)) for name in cases.SHARDED_ON[kind]}
+
+    def _sharded_trainer(self, kind: str, name: str) -> tfpar.Trainer:
+        build = cases.sharded_model(kind)
+        if build is small.build_model and name == "one device":
+            return self._small_of_shards.initial()
+        return tfpar.Trainer(build, self._strategies()[name], seed=0)
+
+    @functools.cached_property
+    def _small_of_shards(self) -> cases.Reused:
+        """Its first training is of shards."""
+        return cases.Reused(self._plain)
 
     # --- workers that are not alike
 
