@@ -320,7 +320,7 @@ INDIVISIBLE = {
         parity_cases.classifier(loss=lambda: returns_a_scalar), "loss function that returns a scalar must be a sum or"
     ),
     "a loss with a __call__ of its own": (
-        parity_cases.classifier(loss=SelfReducing), "SelfReducing has a __call__ of its own"
+        parity_cases.classifier(loss=SelfReducing), "SelfReducing overrides __call__"
     ),
     "a loss that spreads over the batch": (
         parity_cases.classifier(loss=lambda: compares_examples), "one value per example"

@@ -172,7 +172,9 @@ def assert_same_values(actual: dict[str, Any], expected: dict[str, Any]) -> None
 @pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
 def test_entries_that_depend_on_examples_are_refused_where_a_batch_is_shared(strategy: str, verb: str) -> None:
     trainer = tfpar.Trainer(build(OfTheBatch), STRATEGIES[strategy](), seed=0)
-    message = "an entry that compute_metrics adds must follow from the model's metrics, and 'mean_output' of OfTheBatch"
+    message = (
+        "an entry that compute_metrics adds must be computed from the model's metrics, and 'mean_output' of OfTheBatch"
+    )
     with pytest.raises(ValueError, match=message):
         getattr(trainer, verb)(data(), verbose=0)
     assert int(trainer.model.optimizer.iterations.numpy()) == 0, "before the first step"

@@ -224,7 +224,7 @@ def test_wrong_kinds_of_argument_are_refused(settings: Any, message: str) -> Non
         (None, TypeError, r"must return a list of tfpar\.Objective, received None"),
         (["loss"], TypeError, r"must return a list of tfpar\.Objective"),
         ([], ValueError, "at least one objective"),
-        ([tfpar.Objective("a", print), tfpar.Objective("a", print)], ValueError, "a name of its own"),
+        ([tfpar.Objective("a", print), tfpar.Objective("a", print)], ValueError, "with different names"),
     ],
 )
 def test_wrong_lists_of_objectives_are_refused(returned: Any, error: type[Exception], message: str) -> None:

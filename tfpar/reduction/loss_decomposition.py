@@ -1,4 +1,4 @@
-"""The reduction of one model's losses over replicas or micro-batches, found before the first step."""
+"""The decomposition of one model's losses over replicas or micro-batches, from trials before the first step."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from tfpar.reduction.whole_batch import Trial, losses_in_call
 
 
 class LossDecomposition:
-    """How the losses of one model divide over replicas or micro-batches; found out before the first step.
+    """The kinds of the losses of one model: sums or means over the batch.
 
-    Keras' own losses are divided by their true weights, summed over the replicas. What a layer adds with `add_loss`,
-    and what an overridden `compute_loss` returns, says nothing about how it was averaged, and on one device it makes
-    no difference. So those are computed on two parts of a batch and on both together: a sum adds up, a mean averages,
-    anything else cannot be divided. A loss object that `call` itself calls gives the loss of the whole batch there,
-    as on one device, if what is made of it divides so; or else that of the part. Micro-batches, which run one after the
-    other, have there what `tfpar.reduction.losses_in_call` says. A loss function that returns a scalar is classified in
-    the same way, and so is a metric function, which must average.
+    A loss of Keras is a sum and a weight, and both are reduced over the replicas. A loss from `add_loss`, from an
+    overridden `compute_loss` or from a loss function that returns a scalar has no weight. A trial computes such a loss
+    on two parts of a batch and on both together: it is a sum if the values of the parts add up, a mean if they average,
+    and refused otherwise. Scalars of metric functions are classified in the same way and must be means.
+
+    A loss object inside of `call` returns the loss of the whole batch, as on one device, if the losses that depend on
+    it are then sums or means; otherwise the loss of the part. `tfpar.reduction.losses_in_call` describes its value in a
+    micro-batch.
 
     Args:
         model: A built and compiled model.
         batch: Its first global batch, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
-        call: Runs the model, in the order in which its added losses shall count; None for the model's own.
-        communicates: Whether parts can add up values while the model is called; micro-batches cannot.
-        values_call: As `call`, where that returns outputs of the right shapes but not of the right values.
+        call: Calls the model, with its added losses in the order of the step.
+        communicates: Whether parts can all-reduce values inside of `call`; micro-batches cannot.
+        values_call: Calls the model where the values of its outputs count; None for `call`.
 
     Raises:
-        ValueError: If a loss cannot be divided over replicas.
+        ValueError: If a loss is neither a sum nor a mean over the batch.
     """
 
     def __init__(
@@ -53,19 +54,19 @@ class LossDecomposition:
         values_call: Callable[..., Any] | None = None,
     ) -> None:
         trial_losses.check_divisible(model)
-        # With several outputs Keras keeps the loss of each in its logs, and needs it as of the global batch.
+        # With several outputs Keras logs the loss of each, which must be the value over the global batch.
         self.partial_values = len(keras_model.flat_losses(model)) < 2
         self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
-        # By the order in which Keras reduces the losses of `compile`; None for one with a value per example.
+        # In the order in which Keras reduces the losses of `compile`; None for a loss with a value per example.
         self._scalar_losses: list[Kind | None] = []
         self.counts_scalars = False
-        # Whether a loss that `call` computes is that of the whole batch: in training, and in evaluation.
+        # Whether a loss inside of `call` is the loss of the whole batch: in training, and in evaluation.
         self._whole_in_call = {True: communicates, False: communicates}
-        # Where parts do not communicate, what they need of the whole batch for each of these losses.
+        # If parts do not communicate, the way of each of these losses.
         self.ways: dict[bool, tuple[Way, ...]] = {True: (), False: ()}
         self._communicates = communicates
-        # A model may run in training only: RandomCrop gives images of another size in inference.
+        # Some models run in training only: in inference RandomCrop returns images of another size.
         self._infers = True
         parts = parts_of(batch)
         call, values_call = (self._in_either_mode(one) for one in (call, values_call or call))
@@ -74,14 +75,14 @@ class LossDecomposition:
                 self._check_metrics(model, parts, values_call)
             if not keras_model.overridden(model, "compute_loss"):
                 self._find_losses(model, parts, call, values_call)
-            else:  # asked as training or as evaluation asks it, in `find_own_loss`
+            else:  # `find_own_loss` classifies it for training and evaluation
                 self._whole_in_call = {True: False, False: False}
             if keras_model.own_metrics(model):
                 trial = self._trial(parts, training=False)
                 trial_losses.check_counted_scalars(model, parts, values_call, trial)
 
     def _in_either_mode(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what calls a model as in training if it does not run in inference."""
+        """Return a call of the model in training mode if inference fails."""
 
         def called(model: keras.Model, inputs: Any, training: bool) -> Any:
             if not training and self._infers:
@@ -104,11 +105,11 @@ class LossDecomposition:
             )
         added_losses = functools.partial(trial_losses.added_losses, call=call)
         find = functools.partial(self._find_added_losses, model, parts)
-        alike = self.ways[True] == self.ways[False]  # weights may be trained in training only
+        same_ways = self.ways[True] == self.ways[False]  # the weights of a loss may be trained in training mode only
         evaluating = find(False, functools.partial(added_losses, training=False))
         training = functools.partial(added_losses, training=True)
-        # As in evaluation, if it shows the kind: classified in inference mode, where dropout is off.
-        as_in_evaluation = alike and None not in evaluating and len(training(model, parts[0])) == len(evaluating)
+        # Without dropout, inference shows the kinds of the losses in training too.
+        as_in_evaluation = same_ways and None not in evaluating and len(training(model, parts[0])) == len(evaluating)
         if as_in_evaluation:
             self._whole_in_call[True], self.ways[True] = self._whole_in_call[False], self.ways[False]
         kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
@@ -117,16 +118,16 @@ class LossDecomposition:
     def find_own_loss(
         self, model: keras.Model, batch: Any, training: bool, call: Callable[..., Any] = keras_model.call_model
     ) -> None:
-        """Find out how what an overridden `compute_loss` returns divides; a model that has none is left alone.
+        """Classify the loss of an overridden `compute_loss`; without one there is nothing to do.
 
         Args:
             model: The model.
             batch: Its first global batch.
-            training: What `compute_loss` is told, as by the steps that follow.
-            call: Runs the model, as in training without its chance.
+            training: The argument `training` of `compute_loss`, as in the next steps.
+            call: Calls the model, without random numbers.
 
         Raises:
-            ValueError: If it is neither a sum nor a mean over the batch.
+            ValueError: If the loss is neither a sum nor a mean over the batch.
         """
         if not keras_model.overridden(model, "compute_loss"):
             return
@@ -140,17 +141,17 @@ class LossDecomposition:
             except ValueError:
                 if not training or losses_of(model, parts[0]) == losses_of(model, parts[0]):
                     raise
-                # It draws random numbers in training, which hide what it is; evaluation does without.
+                # Random numbers in training hide the kind of the loss; evaluation has none.
                 (kind,) = self._kind_of_own_loss(model, parts, functools.partial(losses_of, training=False))
         self._own_losses[training] = kind or "mean"
 
     def _kind_of_own_loss(self, model: keras.Model, parts: Sequence[Any], losses_of: Any) -> list[Kind | None]:
-        return kinds_of(model, parts, losses_of, f"What {type(model).__name__}.compute_loss returns")
+        return kinds_of(model, parts, losses_of, f"The loss of {type(model).__name__}.compute_loss")
 
     def _find_added_losses(
         self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]
     ) -> list[Kind | None]:
-        """Find out the kind of each loss that layers add; None for one that is zero on every part."""
+        """Return the kind of each loss that layers add; None for a loss that is zero on every part."""
         what = f"A loss added with add_loss to {model.name!r}"
         if self._whole_in_call[training]:
             with contextlib.suppress(ValueError):
@@ -168,32 +169,32 @@ class LossDecomposition:
         self.ways[True] = cheapest_ways(functools.partial(call, model, inputs, True), trainable)
         if self._infers:
             self.ways[False] = cheapest_ways(functools.partial(call, model, inputs, False), trainable)
-        if not self._infers:  # not found out until it was called
+        if not self._infers:  # unknown before this call
             self.ways[False] = self.ways[True]
 
     def _trial(self, parts: Sequence[Any], training: bool) -> Trial | PartTrial | None:
-        """Return what gives parts the losses that `call` computes as they will have them."""
+        """Return the trial for losses inside of `call`, as replicas or micro-batches compute them."""
         if self._whole_in_call[training]:
             return Trial()
         return PartTrial(self.ways[training], int(data.num_rows(parts[2]))) if self.ways[training] else None
 
     def _check_metrics(self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
-        """Refuse a metric function that returns a scalar which is no mean over the batch."""
+        """Refuse a metric function that returns a scalar other than a mean over the batch."""
         what = "A metric function that returns a scalar"
         kinds = kinds_of(model, parts, functools.partial(trial_losses.scalar_metrics, call=call), what)
         self.counts_scalars = True
         if "sum" in kinds:
             raise ValueError(
-                f"{what} must average over the batch to be counted over replicas or micro-batches, and this one sums. "
+                f"{what} must average over the batch to be reduced over replicas or micro-batches, and this one sums. "
                 "Let it return one value per example, or train on SingleDevice()."
             )
 
     def to_json(self) -> str:
-        """Return the reductions as JSON, for other workers."""
+        """Return the kinds of the losses as JSON, for a broadcast."""
         return json.dumps([self._scalar_losses, *([found[True], found[False]] for found in self._found)])
 
     def load_json(self, text: str) -> None:
-        """Replace the reductions by those of another worker."""
+        """Replace the kinds of the losses by those of another worker."""
         self._scalar_losses, *others = json.loads(text)
         for found, (training, evaluating) in zip(self._found, others, strict=True):
             found[True], found[False] = training, evaluating
@@ -203,7 +204,7 @@ class LossDecomposition:
         return self._own_losses, self._added_losses, self._whole_in_call
 
     def added_factors(self, training: bool, counts: BatchWeights) -> list[tf.Tensor]:
-        """Return, for each loss that layers add, the share of a part's value that counts in the whole."""
+        """Return, for each loss that layers add, the weight of a part's value in the value of the whole batch."""
         one = tf.ones((), keras.config.floatx())
         alone = counts._replace(sum_divisors=None, partial_values=True)
         return [_reduce_kind(kind, one, alone) for kind in self._added_losses[training]]
@@ -221,10 +222,10 @@ class LossDecomposition:
 
         Args:
             training: Whether the model trains or is evaluated.
-            num_examples: The number of examples of each local replica, int scalars, at least 1.
-            share: Scalar, what each of them counts: 1, or less where every replica has all examples.
-            everywhere: The size of the global batch; None where no worker knows it.
-            sum_divisors: Returns the sum over all parts of a divisor; None lets the replicas add up theirs.
+            num_examples: The size of the per-replica batch of each local replica, int scalars, at least 1.
+            share: Scalar, the weight of an example: 1, or less if several replicas compute it.
+            everywhere: The size of the global batch; None if it is unknown on every worker.
+            sum_divisors: Returns the sum of a divisor over all parts; None for an all-reduce over the replicas.
         """
         added: dict[int, list[Any]] = collections.defaultdict(list)
         positions: collections.Counter[int] = collections.Counter()
@@ -247,7 +248,7 @@ class LossDecomposition:
             replica = local_replica_id()
             value = keras_model.aggregate_added_loss(model, loss)
             position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
-            # A weight's penalty is not in the list: it is the same on every replica, and so a mean.
+            # The penalty of a weight is not in the list: it has the same value on every replica, as a mean does.
             kind = "mean" if position is None else self._added_losses[training][position]
             return _reduce_kind(kind, value, counts())
 

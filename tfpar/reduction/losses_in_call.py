@@ -1,16 +1,16 @@
-"""Losses that `call` computes where the parts of a batch run one after the other, as micro-batches do.
+"""Losses inside of `call` for micro-batches.
 
-    whole batch, before     what masks and weights need ── weight 7 ─┐
-    micro-batch 0           sum 3.0 ─────────────────────────────────┼─ 3.0 / 7
-    micro-batch 1           sum 2.0 ─────────────────────────────────┴─ 2.0 / 7
+    first pass, whole batch    masks and weights ── weight 7 ─┐
+    micro-batch 0              sum 3.0 ───────────────────────┼─ 3.0 / 7
+    micro-batch 1              sum 2.0 ───────────────────────┴─ 2.0 / 7
 
-Replicas add up sums and weights while they are called. A micro-batch cannot wait for those after it, so what it needs
-of the whole batch is computed before. Of each loss that is as little as can be, its *way*:
+Replicas all-reduce sums and weights inside of `call`. Micro-batches run one after another, so a first pass computes
+their totals over the whole batch. The *way* of a loss is the smallest set of totals that it needs:
 
-    "alone"      nothing: every example has equally many values, and the loss is a mean over them
-    "sum"        nothing: the loss is a sum, which counts more in a part than in the mean over parts
-    "by weight"  the weight of the whole batch, which depends on masks and weights that are not trained
-    "whole"      its sum too: a layer makes something of its value that is not linear, or its weights are trained
+    "alone"      no totals: each example has the same number of values, and the loss is a mean over them
+    "sum"        no totals: the loss is a sum, divided by the fraction of the batch in the micro-batch
+    "by weight"  the total weight: it depends on masks and on weights that are not trained
+    "whole"      total sum and weight: a layer uses the loss in a nonlinear function, or its weights are trained
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tfpar.reduction.losses import dense_losses, loss_sums
 from tfpar.reduction.whole_batch import reduces
 
 Way = Literal["alone", "sum", "by weight", "whole"]
-_KNOW_ENOUGH = ("alone", "sum")
+_WITHOUT_TOTALS = ("alone", "sum")
 _Sums = tuple[tf.Tensor, tf.Tensor]
 
 
 def sums_of(loss: Any) -> _Sums | None:
-    """Return the sum of a loss over the examples at hand and its weight, scalars; None if it is not reduced.
+    """Return the sum and weight of a loss over the given examples, scalars; None for a loss without reduction.
 
     Args:
-        loss: What Keras reduces: values, sample weight, mask, reduction and dtype.
+        loss: The arguments of Keras' reduction: values, sample weight, mask, reduction and dtype.
     """
     if not reduces(*loss):
         return None
@@ -47,7 +47,7 @@ def sums_of(loss: Any) -> _Sums | None:
 
 @contextlib.contextmanager
 def _each(reduce: Callable[[Any, _Sums], Any]) -> Iterator[None]:
-    """Let a function reduce each loss that `call` computes inside this context, given its sum and weight."""
+    """Reduce each loss that `call` computes inside this context by a function of its sum and weight."""
 
     def reduce_all(*loss: Any) -> Any:
         sums = sums_of(loss)
@@ -58,9 +58,9 @@ def _each(reduce: Callable[[Any, _Sums], Any]) -> Iterator[None]:
 
 
 def cheapest_ways(run: Callable[[], Any], trainable: Sequence[Any]) -> tuple[Way, ...]:
-    """Return what each loss that `call` computes needs of the whole batch, unless more is made of it than a mean.
+    """Return the cheapest way of each loss that `call` computes, valid if layers use the losses linearly.
 
-    It is read off the graph, not off values: a batch may happen to have nothing to mask.
+    The ways follow from the graph and not from values: the first batch may have nothing to mask.
 
     Args:
         run: Runs the model on a batch of a known size.
@@ -74,7 +74,7 @@ def cheapest_ways(run: Callable[[], Any], trainable: Sequence[Any]) -> tuple[Way
         def note(loss: Any, sums: _Sums) -> tf.Tensor:
             values, sample_weight, mask, reduction, _ = loss
             by_weight = mask is not None or (reduction == "mean_with_sample_weight" and sample_weight is not None)
-            # A size that is not known although that of the batch is: a layer leaves some values out.
+            # The batch has a known size, so an unknown size means that a layer filters values.
             counts = by_weight or not dense_losses(values, reduction).shape.is_fully_defined()
             found.append("sum" if reduction == "sum" else sums[1] if counts else "alone")
             return tf.math.divide_no_nan(*sums)
@@ -93,10 +93,10 @@ def cheapest_ways(run: Callable[[], Any], trainable: Sequence[Any]) -> tuple[Way
 
 
 def other_ways(ways: Sequence[Way]) -> list[tuple[Way, ...]]:
-    """Return, in the order of their costs, what losses may need of which a layer makes more than a mean.
+    """Return alternative ways for losses that a layer does not use as means, from the cheapest to the most expensive.
 
     Args:
-        ways: What they need at least.
+        ways: The cheapest ways.
     """
     sums_alone: list[Way] = ["alone" if way == "sum" else way for way in ways]
     all_whole: list[Way] = ["whole" for _ in ways]
@@ -104,20 +104,20 @@ def other_ways(ways: Sequence[Way]) -> list[tuple[Way, ...]]:
 
 
 def needs_pass(ways: Sequence[Way]) -> bool:
-    """Say whether losses need something of the whole batch, so that `counting` must find it."""
-    return any(way not in _KNOW_ENOUGH for way in ways)
+    """Return whether losses need a first pass over the whole batch, inside of `counting`."""
+    return any(way not in _WITHOUT_TOTALS for way in ways)
 
 
 def loss_of_part(way: Way, sums: _Sums, of_batch: _Sums, part: Any) -> tf.Tensor:
-    """Return a loss as a part of a batch sees it, a scalar, such that the mean over parts is that of the whole batch.
+    """Return the loss of one part of a batch, a scalar; the mean over all parts is the loss of the whole batch.
 
-    Its gradient is the part's own of the loss over the whole batch, to be weighted by the size of the part as well.
+    The same holds for its gradient. Both means weight a part by its fraction of the batch.
 
     Args:
-        way: What is known of the whole batch.
+        way: The way of the loss.
         sums: The sum and weight of the part.
-        of_batch: Those of the whole batch, as far as the way says.
-        part: The part of the batch that it is, from 0 to 1, a scalar.
+        of_batch: The sum and weight of the whole batch; zero where the way does not need them.
+        part: The fraction of the batch in this part, from 0 to 1, a scalar.
     """
     total, weight = sums
     if way == "alone":
@@ -135,17 +135,17 @@ def loss_of_part(way: Way, sums: _Sums, of_batch: _Sums, part: Any) -> tf.Tensor
 
 @contextlib.contextmanager
 def counting(ways: Sequence[Way], found: list[tf.Tensor]) -> Iterator[None]:
-    """Note, for each loss that `call` computes on the whole batch inside this context, what its parts need.
+    """Collect the totals of each loss that `call` computes on the whole batch inside this context.
 
     Args:
-        ways: Of the losses, in their order.
-        found: Gets the sum and weight of each, float64 `[2]`; zero for what is not needed.
+        ways: The ways of the losses, in their order.
+        found: Receives the sum and weight of each loss, float64 `[2]`; zero where the way does not need them.
     """
 
     def note(loss: Any, sums: _Sums) -> tf.Tensor:
         way, nothing = ways[len(found)], tf.zeros([], tf.float64)
         total, weight = (tf.cast(one, tf.float64) for one in sums)
-        found.append(tf.stack([total if way == "whole" else nothing, nothing if way in _KNOW_ENOUGH else weight]))
+        found.append(tf.stack([total if way == "whole" else nothing, nothing if way in _WITHOUT_TOTALS else weight]))
         return tf.math.divide_no_nan(*sums)
 
     with _each(note):
@@ -154,15 +154,16 @@ def counting(ways: Sequence[Way], found: list[tf.Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_part(ways: Sequence[Way], of_batch: tf.Tensor, part: tf.Tensor) -> Iterator[list[tuple[Way, tf.Tensor]]]:
-    """Let every loss that `call` computes inside this context be one of a part of the batch.
+    """Compute every loss of `call` inside this context as the loss of one part of the batch.
 
     Args:
-        ways: Of the losses, in their order, and perhaps of others after them; "alone" where none is left.
-        of_batch: What `counting` found, stacked, float64 `[losses, 2]`.
-        part: The part of the batch that it is, a scalar.
+        ways: The ways of the losses, in their order. There may be more ways than losses; losses without one are
+            "alone".
+        of_batch: The totals from `counting`, stacked, float64 `[losses, 2]`.
+        part: The fraction of the batch in this part, a scalar.
 
     Yields:
-        A list that gets the way and the value of each loss.
+        A list that receives the way and the value of each loss.
     """
     found: list[tuple[Way, tf.Tensor]] = []
 
@@ -170,7 +171,7 @@ def in_part(ways: Sequence[Way], of_batch: tf.Tensor, part: tf.Tensor) -> Iterat
         index = len(found)
         way: Way = ways[index] if index < len(ways) else "alone"
         of_this = sums if way == "alone" else (of_batch[index, 0], of_batch[index, 1])
-        # As Keras divides it, where nothing else is needed.
+        # Without totals, the division of Keras.
         value = keras_losses.reduce_of_these(*loss) if way == "alone" else loss_of_part(way, sums, of_this, part)
         found.append((way, value))
         return value
@@ -180,11 +181,11 @@ def in_part(ways: Sequence[Way], of_batch: tf.Tensor, part: tf.Tensor) -> Iterat
 
 
 class PartTrial:
-    """The losses that `call` computes, recorded on a batch and then as its parts will see them.
+    """A trial of the losses that `call` computes: recorded on a batch, then computed on its two parts.
 
     Args:
-        ways: Of the losses, in their order.
-        num_examples: Of the batch; the first part of it is one example, the second the others.
+        ways: The ways of the losses, in their order.
+        num_examples: The size of the batch. Its first part is one example, its second part all others.
     """
 
     def __init__(self, ways: Sequence[Way], num_examples: int) -> None:
@@ -193,7 +194,7 @@ class PartTrial:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record inside this context the losses of the batch."""
+        """Record the losses of the batch inside this context."""
         self._recorded = []
 
         def record(loss: Any, sums: _Sums) -> tf.Tensor:
@@ -205,7 +206,7 @@ class PartTrial:
 
     @contextlib.contextmanager
     def replaying(self, start: int) -> Iterator[None]:
-        """Let losses be those of a part inside this context.
+        """Compute the losses of one part inside this context.
 
         Args:
             start: The number of the part's first example.

@@ -1,8 +1,8 @@
 """The logs of a model: results of its metrics, and the entries that an overridden `compute_metrics` adds.
 
-Keras 3.15 logs what `compute_metrics` returned for the last batch, unless it has exactly the names of the model's
-metrics. On one device that is kept in variables. Where replicas or micro-batches each see a part of the batch, an
-entry is computed again from what all of them counted, which is exact if it depends on metrics alone.
+Keras 3.15 logs the values that `compute_metrics` returned for the last batch, unless their names are exactly those of
+the model's metrics. On one device variables store these values. With replicas or micro-batches an entry is recomputed
+from the metrics of all of them, which is exact if the entry depends on metrics alone.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tfpar._compat import keras_metrics, keras_model, tf_function
 
 @dataclasses.dataclass
 class Entries:
-    """What `compute_metrics` of one model returns.
+    """The logs from `compute_metrics` of one model.
 
     Args:
-        specs: Of its arguments.
-        values: Variables with what it returned for the last batch, in its structure; None for parts of batches.
+        specs: The specs of its arguments; None for whole batches.
+        values: Variables with its result for the last batch, in the same structure; None for parts of batches.
     """
 
     specs: Any
@@ -37,15 +37,15 @@ _entries: weakref.WeakKeyDictionary[keras.Model, Entries] = weakref.WeakKeyDicti
 
 
 def update_metrics(model: keras.Model, inputs: Any, targets: Any, outputs: Any, weights: Any, *, whole: bool) -> None:
-    """Add examples to the compiled metrics, or to those that an overridden `compute_metrics` counts.
+    """Update the compiled metrics, or the metrics in an overridden `compute_metrics`.
 
     Args:
         model: A compiled model.
-        inputs: What the model took, `[batch, ...]` each.
+        inputs: The inputs of the model, `[batch, ...]` each.
         targets: Its targets, or None.
         outputs: Its outputs.
         weights: Sample weights, or None.
-        whole: Whether these are the whole global batch, on one device.
+        whole: Whether the examples are the whole global batch, on one device.
     """
     returned = model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
     if not keras_model.overridden(model, "compute_metrics") or not isinstance(returned, dict):
@@ -55,17 +55,17 @@ def update_metrics(model: keras.Model, inputs: Any, targets: Any, outputs: Any, 
         return
     if whole:
         before = _entries.get(model)
-        _entries[model] = Entries(None, _kept(model, returned, None if before is None else before.values))
+        _entries[model] = Entries(None, _stored(model, returned, None if before is None else before.values))
     else:
         _entries[model] = Entries(_specs((inputs, targets, outputs, weights)), None)
 
 
 def results(model: keras.Model) -> dict[str, Any]:
-    """Return the logs, from what has been counted: of all replicas where read outside of them.
+    """Return the logs, reduced over all replicas if called in cross-replica context.
 
     Raises:
-        ValueError: If an entry of `compute_metrics` depends on the examples of a batch of which replicas or
-            micro-batches see a part each.
+        ValueError: If replicas or micro-batches compute parts of a batch, and an entry of `compute_metrics` depends on
+            its examples.
     """
     entries = _entries.get(model)
     logs: dict[str, Any]
@@ -75,11 +75,11 @@ def results(model: keras.Model) -> dict[str, Any]:
     if entries.values is not None:
         logs = keras.tree.map_structure(lambda variable: variable.read_value(), entries.values)
         return logs
-    return _computed_again(model, entries)
+    return _recomputed(model, entries)
 
 
-def _kept(model: keras.Model, returned: dict[str, Any], before: Any) -> Any:
-    """Assign what was returned to variables, made with the first trace."""
+def _stored(model: keras.Model, returned: dict[str, Any], before: Any) -> Any:
+    """Assign the result of `compute_metrics` to variables, which the first trace creates."""
     tensors = keras.tree.map_structure(tf.convert_to_tensor, returned)
     if model.jit_compile:
         _check_fixed_shapes(model, tensors)
@@ -102,7 +102,7 @@ def _check_fixed_shapes(model: keras.Model, tensors: dict[str, Any]) -> None:
 
 
 def _layout(values: Any) -> Any:
-    """Return the structure, with the type and the shape of each value."""
+    """Return the type and shape of each value, in the same structure."""
     return keras.tree.map_structure(lambda value: f"{value.dtype.name} {value.shape}", values)
 
 
@@ -120,8 +120,8 @@ def _specs(arguments: Any) -> Any:
     return keras.tree.map_structure(spec, arguments)
 
 
-def _computed_again(model: keras.Model, entries: Entries) -> dict[str, Any]:
-    """Return what `compute_metrics` makes of the metrics as they are; no example is counted."""
+def _recomputed(model: keras.Model, entries: Entries) -> dict[str, Any]:
+    """Return the result of `compute_metrics` for the present metrics, without an update of them."""
     found = {id(variable): variable for metric in all_metrics(model) for variable in metric.variables}
     variables = list(found.values())
     feeds: list[tf.Tensor] = []
@@ -130,7 +130,7 @@ def _computed_again(model: keras.Model, entries: Entries) -> dict[str, Any]:
     def compute(batch: Any, counts: list[tf.Tensor]) -> Any:
         feeds[:], examples[:] = counts, tf.nest.flatten(batch, expand_composites=True)
         inputs, targets, outputs, weights = batch
-        # The counts are read outside: TensorFlow 2.21 may read a variable in a function before it was assigned.
+        # Read outside of the function: inside of one TensorFlow 2.21 may read a variable before its assignment.
         held = keras.StatelessScope(list(zip(variables, counts, strict=True)))
         with held, tf_function.own_traces(), _no_updates(model):
             returned = model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
@@ -141,8 +141,8 @@ def _computed_again(model: keras.Model, entries: Entries) -> dict[str, Any]:
     for name, value in wrapped.structured_outputs.items():
         if any(_depends(tensor, examples) for tensor in keras.tree.flatten(value)):
             raise ValueError(
-                f"Where replicas or micro-batches share a batch, an entry that compute_metrics adds must follow from "
-                f"the model's metrics, and {name!r} of {type(model).__name__} depends on the examples. Count it in a "
+                f"With replicas or micro-batches an entry that compute_metrics adds must be computed from the model's "
+                f"metrics, and {name!r} of {type(model).__name__} depends on the examples. Count it in a "
                 "keras.metrics.Mean of the model and return its result, or train on SingleDevice()."
             )
     counts = [tf.convert_to_tensor(variable.value) for variable in variables]
@@ -152,7 +152,7 @@ def _computed_again(model: keras.Model, entries: Entries) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_updates(model: keras.Model) -> Iterator[None]:
-    """Let the metrics of a model ignore examples inside this context."""
+    """Ignore updates of the metrics of a model inside this context."""
     with contextlib.ExitStack() as stack:
         for metric in all_metrics(model):
             stack.enter_context(mock.patch.dict(vars(metric), {"update_state": lambda *_, **__: None}))
@@ -160,7 +160,7 @@ def _no_updates(model: keras.Model) -> Iterator[None]:
 
 
 def all_metrics(model: keras.Model) -> list[keras.Metric]:
-    """Return the metrics that a model lists, those that it and its layers hold, and those inside of them."""
+    """Return the metrics of a model and its layers, and the metrics inside of these metrics."""
     waiting, found = [*model.metrics, *keras_model.own_metrics(model), keras_model.loss_tracker(model)], {}
     while waiting:
         metric = waiting.pop()
@@ -171,7 +171,7 @@ def all_metrics(model: keras.Model) -> list[keras.Metric]:
 
 
 def _depends(tensor: tf.Tensor, on: list[Any]) -> bool:
-    """Say whether a tensor is computed from others."""
+    """Return whether a tensor depends on others in the graph."""
     sources = {one.op for one in on if isinstance(one, tf.Tensor)}
     waiting, seen = [tensor.op], set()
     while waiting:

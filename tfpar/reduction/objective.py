@@ -1,9 +1,9 @@
-"""Objectives: losses of the user's own, each with the weights that it trains, as in a GAN or a contrastive model.
+"""Objectives: several losses, each with the layers that it trains, as in a GAN or a contrastive model.
 
-    batch ──► discriminator's loss ──► its gradients, summed ──► its optimizer ──► generator's loss ──► …
+    batch ──► discriminator loss ──► all-reduce of gradients ──► its optimizer ──► generator loss ──► …
 
-A model with a method `objectives` trains by them instead of by one loss of its outputs. A strategy runs them one after
-the other in one step: a loss over the examples at hand, one division by the whole batch, one update of the weights.
+A model with a method `objectives` minimizes these losses in place of the loss of `compile`. A strategy runs them one
+after another in each step: it computes the loss of the per-replica batch, reduces it and updates the weights.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ _EXAMPLES = "one value per example, [batch, ...], or a pair (sum, weight) of sca
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Objective:
-    """A loss, the layers that it trains and their optimizer; what a model's method `objectives` returns a list of.
+    """A loss, the layers that it trains and their optimizer.
 
-    Keras models with a `train_step` of their own say in it how a loss becomes an update. Over several replicas the loss
-    of a part, its share of the whole batch and the sum of the gradients come in between, so the model gives the parts
-    that are its own and the strategy does the rest.
+    A model's method `objectives` returns a list of them. It replaces an overridden `train_step`, which computes losses
+    and updates on one device: the strategy reduces the losses and gradients between the two.
 
     Args:
-        name: The name in the logs. A `keras.metrics.Mean` of this name that the model holds counts the loss; "loss" is
-            the entry of the whole step, the sum of all objectives.
+        name: The name in the logs. If the model has a `keras.metrics.Mean` of this name, it averages the loss. The
+            entry "loss" is the sum of all objectives.
         loss: Takes a batch, as `keras.Model.train_step` does, and whether the model trains. Returns one value per
-            example, `[batch, ...]`, whose mean is minimized, or a pair (sum, weight) of scalars, whose quotient over
-            the whole batch is. What compares examples takes them from `tfpar.gather`.
+            example, `[batch, ...]`, and their mean is minimized; or a pair (sum, weight) of scalars, and the quotient
+            of their totals over the batch is minimized. A loss that compares examples uses `tfpar.gather`.
         layers: The layer or layers that it trains; None for the whole model.
-        optimizer: Theirs; None for the one of `compile`.
+        optimizer: The optimizer of these layers; None for the optimizer of `compile`.
 
     Raises:
-        TypeError: If an argument is of another kind.
+        TypeError: If an argument has the wrong type.
 
     Example:
         >>> class Autoencoder(keras.Model):
@@ -61,7 +60,7 @@ class Objective:
     optimizer: keras.Optimizer | None = None
 
     def __post_init__(self) -> None:
-        """Check the kinds of the arguments."""
+        """Check the types of the arguments."""
         layers = [] if self.layers is None else _listed(self.layers)
         kinds = {
             "name": ("a string", isinstance(self.name, str)),
@@ -80,14 +79,14 @@ def _listed(layers: Any) -> list[Any]:
 
 
 def objectives_of(model: keras.Model) -> list[Objective]:
-    """Return the objectives of a model, in their order; none for a model that trains by the loss of `compile`.
+    """Return the objectives of a model, in their order; an empty list for a model without them.
 
     Args:
         model: Any model.
 
     Raises:
-        TypeError: If its method `objectives` returns something else.
-        ValueError: If it returns none, or two have the same name.
+        TypeError: If its method `objectives` does not return a list of `Objective`.
+        ValueError: If the list is empty, or two objectives have the same name.
     """
     method = getattr(model, "objectives", None)
     if not callable(method):
@@ -98,20 +97,20 @@ def objectives_of(model: keras.Model) -> list[Objective]:
     names = [one.name for one in found]
     if not names or len(set(names)) < len(names):
         raise ValueError(
-            f"{type(model).__name__}.objectives must return at least one objective, each with a name of its own, "
-            f"received {names}."
+            f"{type(model).__name__}.objectives must return at least one objective, with different names, "
+            f"received the names {names}."
         )
     return list(found)
 
 
 def has_objectives(model: keras.Model) -> bool:
-    """Say whether a model trains by objectives.
+    """Return whether a model has objectives.
 
     Args:
         model: Any model.
 
     Raises:
-        ValueError: If its method `objectives` makes an optimizer each time it is called, whose state would be lost.
+        ValueError: If every call of its method `objectives` creates new optimizers, without the earlier state.
     """
     pairs = zip(objectives_of(model), objectives_of(model), strict=True)
     for first, second in pairs:
@@ -129,13 +128,13 @@ def optimizer_of(model: keras.Model, objective: Objective) -> Any:
 
 
 def trained_by(model: keras.Model, objective: Objective) -> list[keras.Variable]:
-    """Return the weights that an objective trains, each once."""
+    """Return the weights that an objective trains, without duplicates."""
     layers = [model] if objective.layers is None else _listed(objective.layers)
     return list({id(weight): weight for layer in layers for weight in layer.trainable_variables}.values())
 
 
 def updates_of(model: keras.Model) -> list[tuple[Any, list[keras.Variable]]]:
-    """Return every optimizer of a model with the weights that it trains.
+    """Return the optimizers of a model, each with the weights that it trains.
 
     Args:
         model: A compiled model, with or without objectives.
@@ -151,12 +150,12 @@ def updates_of(model: keras.Model) -> list[tuple[Any, list[keras.Variable]]]:
 
 
 def counts_steps(model: keras.Model) -> bool:
-    """Say whether the optimizer of `compile` trains nothing, and so counts steps only if a step says so."""
+    """Return whether the step must increment `iterations` of the optimizer of `compile`, which trains no weights."""
     return all(optimizer is not model.optimizer for optimizer, _ in updates_of(model))
 
 
 def build(model: keras.Model, batch: Any) -> None:
-    """Create what waits for data: weights, slots of all optimizers, and a metric for each objective.
+    """Create the variables that need data: weights, optimizer slots, and a metric for each objective.
 
     Args:
         model: A compiled model with objectives; runs inside the strategy's scope.
@@ -175,19 +174,19 @@ def build(model: keras.Model, batch: Any) -> None:
 
 
 def tracker_of(model: keras.Model, objective: Objective) -> keras.metrics.Mean | None:
-    """Return the metric that counts an objective's loss."""
+    """Return the metric that averages an objective's loss; None if there is none."""
     held = keras_objectives.held_metrics(model)
     return next((one for one in held if isinstance(one, keras.metrics.Mean) and one.name == objective.name), None)
 
 
 def loss_of(objective: Objective, batch: Any, training: bool, counts: BatchWeights) -> tf.Tensor:
-    """Compute an objective's loss over the whole batch, a scalar; its gradient is that of the examples at hand.
+    """Compute an objective's loss over the global batch, a scalar with the gradient of the per-replica batch.
 
     Args:
         objective: The objective.
-        batch: The examples at hand.
+        batch: The per-replica batch.
         training: Whether the model trains.
-        counts: How many examples there are, here and in all.
+        counts: The numbers of examples in the per-replica batch and in the global batch.
 
     Raises:
         ValueError: If the loss is a scalar without a weight.
@@ -207,8 +206,8 @@ def forward_backward(
     Args:
         model: A built and compiled model.
         objective: One of its objectives.
-        batch: The examples at hand.
-        counts: How many examples there are, here and in all.
+        batch: The per-replica batch.
+        counts: The numbers of examples in the per-replica batch and in the global batch.
     """
     with tf.GradientTape() as tape:
         loss = loss_of(objective, batch, True, counts)
@@ -218,12 +217,12 @@ def forward_backward(
 
 
 def count(model: keras.Model, losses: Sequence[tf.Tensor], num_examples: tf.Tensor) -> tf.Tensor:
-    """Count the losses of a step in the metrics of the objectives; return their sum, which is the log entry "loss".
+    """Update the metrics of the objectives with the losses of a step; return their sum, the log entry "loss".
 
     Args:
         model: A built and compiled model with objectives.
-        losses: Of its objectives over the whole batch, scalars.
-        num_examples: How many examples they count.
+        losses: The losses of its objectives over the global batch, scalars.
+        num_examples: The weight of the losses in the metrics.
     """
     total = tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses])
     keras_model.loss_tracker(model).update_state(total, sample_weight=num_examples)
@@ -235,7 +234,7 @@ def count(model: keras.Model, losses: Sequence[tf.Tensor], num_examples: tf.Tens
 
 
 def _values(objective: Objective, batch: Any, training: bool) -> Any:
-    """Return what the loss function gives: values of examples, or a tuple (sum, weight)."""
+    """Return the result of the loss function: one value per example, or a tuple (sum, weight)."""
     packed = keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(batch))
     values = objective.loss(packed, training)
     if isinstance(values, tuple | list) and len(values) == 2:
@@ -253,17 +252,17 @@ def _values(objective: Objective, batch: Any, training: bool) -> Any:
 
 
 def check(model: keras.Model, batch: Any) -> None:
-    """Refuse objectives whose value for one example depends on the others in a way that parts would not show.
+    """Refuse objectives in which the loss of one example depends on the others without `tfpar.gather`.
 
-    What draws other numbers in each run, and not by functions of Keras or TensorFlow, is not checked. What a loss takes
-    from `tfpar.gather` is that of both parts.
+    Inside of the check `tfpar.gather` returns the examples of both parts. A loss with random numbers that are not from
+    Keras or TensorFlow is not checked.
 
     Args:
         model: A built and compiled model with objectives.
         batch: A global batch of at least one example.
 
     Raises:
-        ValueError: If the values of two parts of the batch are not those of both together.
+        ValueError: If the values of two parts of the batch differ from the values of both together.
     """
     num_examples = int(data.num_rows(batch))
     if num_examples < 2:

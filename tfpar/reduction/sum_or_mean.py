@@ -1,4 +1,4 @@
-"""Whether a loss is a sum or a mean over the batch, found out from its values on two parts of one and on both."""
+"""The kind of a loss, sum or mean over the batch, from its values on two parts of a batch and on both together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Kind = Literal["mean", "sum"]
 
 
 def parts_of(batch: Any) -> tuple[Any, Any, Any]:
-    """Return one example, up to three others (the same if there are none), and all of them."""
+    """Return one example, up to three others (the same example if there are no others), and all of them."""
     num_examples = int(data.num_rows(batch))
     first = data.take_rows(batch, 0, 1)
     others = data.take_rows(batch, 1, min(4, num_examples)) if num_examples > 1 else first
@@ -27,7 +27,7 @@ def parts_of(batch: Any) -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def restored(model: keras.Model) -> Iterator[None]:
-    """Leave the model's weights and states as they were before this context."""
+    """Restore the model's weights and states at the end of this context."""
     before = [(variable, variable.numpy()) for variable in model.variables]
     try:
         yield
@@ -39,13 +39,13 @@ def restored(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
-    """Let a trial change no weight, state and random state; where it draws random numbers, it draws typical ones."""
+    """Restore weights, states and random states after a trial, and replace its random numbers by typical values."""
     with random_state.preserved_random_state(), restored(model), typical_draws.typical_draws():
         yield
 
 
-def _shake(model: keras.Model) -> None:
-    """Move all weights a little."""
+def _perturb(model: keras.Model) -> None:
+    """Add small random numbers to all weights."""
     random = np.random.default_rng(0)
     for variable in model.trainable_variables:
         variable.assign_add(random.uniform(0.1, 0.3, variable.shape))
@@ -58,33 +58,34 @@ def kinds_of(
     what: str,
     trial: Trial | PartTrial | None = None,
 ) -> list[Kind | None]:
-    """Classify each loss by its values on one example, on some others, and on all of them together.
+    """Classify each loss by its values on one example, on some others, and on all of them.
 
     Args:
         model: The model.
         parts: One example, some others, all of them.
         losses_of: Returns the losses of a part.
-        what: Names a loss in messages.
-        trial: Gives parts the losses that `call` computes as replicas or micro-batches have them; None for their own.
+        what: The name of a loss in messages.
+        trial: Computes the losses inside of `call` as replicas or micro-batches do; None for the losses of the part
+            alone.
 
     Returns:
-        The kind of each; None where it is zero on every part.
+        The kind of each loss; None for a loss that is zero on every part.
     """
 
     def measure() -> list[list[float]]:
         with trial.recording() if trial else keras_losses.losses_in_call():
             both = losses_of(model, parts[2])
         found = []
-        for start, part in enumerate(parts[:2] if both else ()):  # most models add no loss, and large ones take long
+        for start, part in enumerate(parts[:2] if both else ()):  # most models add no loss: skip two slow calls
             with trial.replaying(start) if trial else keras_losses.losses_in_call():
                 found.append(losses_of(model, part))
         return [*found, both] if both else []
 
     num_others = float(data.num_rows(parts[1]))
     kinds = [_kind(values, num_others, what) for values in zip(*measure(), strict=True)]
-    if None in kinds:  # nothing to see with these weights: zero on every part
+    if None in kinds:  # zero on every part, perhaps only with these weights
         with restored(model):
-            _shake(model)
+            _perturb(model)
             again = zip(*measure(), strict=True)
         kinds = [kind or _kind(values, num_others, what) for kind, values in zip(kinds, again, strict=True)]
     return kinds
@@ -99,7 +100,7 @@ def _kind(values: Sequence[float], num_others: float, what: str) -> Kind | None:
     if _close(one + others, both):
         return "sum"
     raise ValueError(
-        f"{what} must be a sum or a mean over the batch to be divided over replicas or micro-batches, received "
+        f"{what} must be a sum or a mean over the batch to be computed by replicas or micro-batches, received "
         f"{one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. Let it sum or average "
         "over the examples, or train on SingleDevice()."
     )

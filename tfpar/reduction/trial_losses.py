@@ -1,4 +1,4 @@
-"""Values of losses and of scalar metrics on a part of a batch, for the trials before the first step."""
+"""Losses and scalar metrics of parts of a batch, for the trials before the first step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def check_divisible(model: keras.Model) -> None:
     """Refuse losses of a batch that cannot be computed from its parts.
 
     Raises:
-        ValueError: If a loss object reduces in a `__call__` of its own, or compares the examples of a batch, or if
-            `compute_loss` is overridden with several losses.
+        ValueError: If a loss object overrides `__call__` or compares the examples of a batch, or if a model with
+            several losses overrides `compute_loss`.
     """
     losses = keras_model.flat_losses(model)
     for loss in losses:
@@ -32,8 +32,8 @@ def check_divisible(model: keras.Model) -> None:
             )
         if isinstance(loss, keras.losses.Loss) and type(loss).__call__ is not keras.losses.Loss.__call__:
             raise ValueError(
-                f"Under several replicas or micro-batches a loss must leave the average over the batch to Keras, and "
-                f"{type(loss).__name__} has a __call__ of its own. Override `call` and return one value per example."
+                "With several replicas or micro-batches the Loss class of Keras must average over the batch, and "
+                f"{type(loss).__name__} overrides __call__. Override `call` and return one value per example."
             )
     if keras_model.overridden(model, "compute_loss") and len(losses) > 1:
         raise ValueError(
@@ -44,13 +44,13 @@ def check_divisible(model: keras.Model) -> None:
 
 
 def added_losses(model: keras.Model, batch: Any, training: bool, call: Callable[..., Any]) -> list[float]:
-    """Return what the layers of a model add to its loss.
+    """Return the losses that the layers of a model add.
 
     Args:
         model: A built and compiled model.
         batch: Some examples, `(inputs, targets, sample_weight)` as far as given.
         training: The argument `training` of the model's call.
-        call: Runs the model.
+        call: Calls the model.
     """
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     added: list[Any] = []
@@ -62,16 +62,16 @@ def added_losses(model: keras.Model, batch: Any, training: bool, call: Callable[
 def check_shapes(
     model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of the losses of `compile` in their order.
+    """Return the shapes of the losses of `compile`, in their order.
 
     Args:
         model: A built and compiled model.
         parts: Two parts of a batch of different sizes.
-        call: Runs the model; its outputs need only the right shapes.
-        training: What an overridden `compute_loss` is told.
+        call: Calls the model; only the shapes of its outputs count.
+        training: The argument `training` of an overridden `compute_loss`.
 
     Raises:
-        ValueError: If a loss has another number of values for an example among others.
+        ValueError: If the number of values per example depends on the number of examples.
     """
     shapes: list[list[tuple[int, ...]]] = [[], []]
     for part, seen in zip(parts, shapes, strict=True):
@@ -89,7 +89,7 @@ def check_shapes(
 
 
 def check_unweighted(sample_weight: Any, mask: Any) -> None:
-    """Refuse weights and masks for a scalar, which Keras would multiply with their mean."""
+    """Refuse sample weights and masks for a scalar: Keras would multiply it by their mean."""
     if sample_weight is not None or mask is not None:
         raise ValueError(f"{ONE_VALUE} where there are sample weights or masks, received a scalar. {WAY_OUT}")
 
@@ -120,7 +120,7 @@ def _note_losses(
 def scalar_kinds(
     model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], trial: Trial | PartTrial | None
 ) -> list[Kind | None]:
-    """Return the kind of each loss of `compile` that is a scalar, None for the others, in their order.
+    """Return the kind of each scalar loss of `compile`, None for the others, in their order.
 
     Args:
         model: A built and compiled model.
@@ -146,7 +146,7 @@ def scalar_kinds(
 
 
 def scalar_metrics(model: keras.Model, part: Any, call: Callable[..., Any]) -> list[float]:
-    """Return the scalars that metric functions give to their means.
+    """Return the scalars that metric functions return.
 
     Args:
         model: A built and compiled model.
@@ -158,20 +158,20 @@ def scalar_metrics(model: keras.Model, part: Any, call: Callable[..., Any]) -> l
     if keras_model.counts_metrics(model):
         outputs = call(model, inputs, training=False)
         scalars = keras_losses.scalars_weighted(lambda value: found.append(float(value)))
-        # What a user's own compute_metrics cannot do here, it does in the step.
+        # An overridden compute_metrics may fail outside of a step.
         with contextlib.suppress(Exception), keras.StatelessScope(), scalars:
             model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
     return found
 
 
 def own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> list[float]:
-    """Return what an overridden `compute_loss` returns.
+    """Return the value of an overridden `compute_loss`.
 
     Args:
         model: A built and compiled model.
         batch: Some examples.
-        call: Runs the model.
-        training: What `compute_loss` is told.
+        call: Calls the model.
+        training: The argument `training` of `compute_loss`.
     """
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
     outputs = call(model, inputs, training=False)
@@ -179,18 +179,19 @@ def own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training:
 
 
 def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> None:
-    """Refuse masks and weights that losses in an overridden `compute_loss` are divided by.
+    """Refuse losses in an overridden `compute_loss` that are divided by masks or sample weights.
 
-    Their sum over the whole batch has no way into it, and a batch that happens to have nothing to mask hides them.
+    Such a loss needs their sum over the whole batch, which `compute_loss` cannot receive. The check reads the
+    arguments of the losses and not their values: the first batch may have nothing to mask.
 
     Args:
         model: A built and compiled model.
         batch: Some examples.
-        call: Runs the model.
-        training: What `compute_loss` is told.
+        call: Calls the model.
+        training: The argument `training` of `compute_loss`.
 
     Raises:
-        ValueError: If there are any.
+        ValueError: If there is such a loss.
     """
 
     def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
@@ -211,7 +212,7 @@ def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], 
 def check_counted_scalars(
     model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], trial: Trial | PartTrial | None
 ) -> None:
-    """Refuse scalars that layers count in metrics and that parts of a batch would count differently.
+    """Refuse scalars that layers add to metrics if parts of a batch would give another result.
 
     Args:
         model: A built and compiled model.
@@ -220,7 +221,7 @@ def check_counted_scalars(
         trial: As for `tfpar.reduction.sum_or_mean.kinds_of`.
 
     Raises:
-        ValueError: If a `Mean` is given a scalar that is no mean over the batch, or a `Sum` one that is no sum.
+        ValueError: If a `Mean` receives a scalar that is not a mean over the batch, or a `Sum` one that is not a sum.
     """
     metrics: list[keras.Metric] = []
 
