@@ -28,7 +28,7 @@ REPLICAS, STAGES = ("mirrored",), ("pipeline",)
 EXPECTED = [
     Expected(
         "*",
-        r"overrides (train|test|predict)_step, which a strategy replaces",
+        r"overrides (train|test|predict)_step, and a strategy does not call it",
         "A strategy has steps of its own, so that a step that a model overrides would never run.",
     ),
     Expected(

@@ -599,7 +599,7 @@ def test_a_model_that_overrides_a_step_is_refused(step: str) -> None:
         model.compile("sgd", "mse")
         return model
 
-    with pytest.raises(ValueError, match=f"Own overrides {step}, which a strategy replaces by its own"):
+    with pytest.raises(ValueError, match=f"Own overrides {step}, and a strategy does not call it"):
         tfpar.Trainer(build)
 
 

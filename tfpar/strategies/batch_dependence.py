@@ -1,8 +1,8 @@
-"""Batch-dependent layers on replicas: refused, or computed on the whole batch.
+"""Batch-dependent layers on replicas: refused, or called with the whole batch.
 
-replica 0   a b ─┐             ┌─ layer on a b c d ─► its rows a b
-                 ├─ a b c d ───┤
-replica 1   c d ─┘             └─ layer on a b c d ─► its rows c d
+replica 0   a b ─┐                          ┌─ layer(a b c d) ─► rows a b
+                 ├─ all-gather ─ a b c d ───┤
+replica 1   c d ─┘                          └─ layer(a b c d) ─► rows c d
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Mixed(NamedTuple):
 
     Args:
         operation: A layer, an operation of a Functional model, or a model.
-        args: For each leaf of its positional arguments, whether it has a row for each example.
-        kwargs: The same for its named arguments.
-        outputs: The same for what it returns.
+        args: For each leaf of its positional arguments, whether it has one row per example; None if unknown.
+        kwargs: The same for its keyword arguments.
+        outputs: The same for its outputs.
     """
 
     operation: Any
@@ -59,13 +59,13 @@ def refusal(names: Sequence[str], gathers: bool, training: bool) -> ValueError:
     """Return the error for batch-dependent calls.
 
     Args:
-        names: Of the calls, as far as this worker knows them.
-        gathers: Whether it was tried to compute them on the whole batch.
-        training: Whether they mix in training, or in inference.
+        names: The names of the calls; empty if another worker found them.
+        gathers: Whether the strategy tried to call them with the whole batch.
+        training: Whether they are batch-dependent in training, or in inference.
     """
     known = ", ".join(map(repr, names)) or "one"
     way_out = (
-        "what they mix cannot be gathered from outside; call tfpar.gather in the layer"
+        "calling it with the whole batch does not give the result of one device; call tfpar.gather in the layer"
         if gathers
         else "set batch_dependent_layers='gather' to compute it on the whole batch"
     )
@@ -79,15 +79,15 @@ def refusal(names: Sequence[str], gathers: bool, training: bool) -> ValueError:
 def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
     """Return the names of batch-dependent calls on which the outputs of a model depend.
 
-    BatchNormalization is let through in training: its statistics are those of a replica unless it is synchronized.
+    BatchNormalization is allowed in training: without `synchronized=True` it has statistics of each replica.
 
     Args:
         model: A built model.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
-        training: Whether the model is going to train, or to evaluate and predict.
+        training: Whether the model will train, or evaluate and predict.
 
     Raises:
-        ValueError: If it does not run on parts of a batch.
+        ValueError: If the model fails on parts of a batch.
     """
     inputs = _examples(batch)
     graph = _graph(model, inputs)
@@ -99,13 +99,13 @@ def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
     except ValueError as error:
         raise ValueError(str(error).replace("use num_microbatches=1", "train on SingleDevice()")) from error
     names = tuple(call.name for call in graph.calls if call.name in names and _reaches_outputs(graph, call, training))
-    # What a call itself asks of the whole batch, it gets.
-    asks = bool(names) and _asks(model, inputs, training)
-    return [] if asks and not mixes(model, inputs, training) else list(names)
+    # A call that gathers the batch computes the same on each replica as on one device.
+    gathers = bool(names) and _gathers(model, inputs, training)
+    return [] if gathers and not mixes(model, inputs, training) else list(names)
 
 
-def _asks(model: keras.Model, inputs: Any, training: bool) -> bool:
-    """Say whether a model's `call` gathers the batch or computes a loss of all of it."""
+def _gathers(model: keras.Model, inputs: Any, training: bool) -> bool:
+    """Return whether a model's `call` gathers the batch or computes a loss over the whole batch."""
     trial = whole_batch.Trial()
     with (
         trial.recording(),
@@ -119,16 +119,16 @@ def _asks(model: keras.Model, inputs: Any, training: bool) -> bool:
 
 @random_state.preserved_random_state()
 def resolve(model: keras.Model, batch: Any, names: Sequence[str], training: bool = True) -> list[Mixed]:
-    """Return what is to be called on the whole batch, so that nothing mixes the examples of a part.
+    """Return the operations to call with the whole batch, such that replicas compute the outputs of one device.
 
     Args:
         model: A built model.
         batch: A batch, as for `find`.
-        names: What `find` found.
+        names: The names that `find` returned.
         training: As for `find`.
 
     Raises:
-        ValueError: If that is not enough.
+        ValueError: If the outputs would still differ.
     """
     inputs = _examples(batch)
     graph = _graph(model, inputs)
@@ -146,7 +146,7 @@ def resolve(model: keras.Model, batch: Any, names: Sequence[str], training: bool
 
 
 def _axes(graph: Graph, inputs: Sequence[Any], training: bool) -> dict[Value, int | None]:
-    """Return the axis of the examples for each value of a graph; None for one that is the same for every batch."""
+    """Return the axis of the examples in each value of a graph; None for a value that does not depend on the batch."""
     sizes: list[dict[Value, Any]] = []
     for size in (len(inputs[0]), len(inputs[0]) // 2):
         known = dict(zip(graph.inputs, (tensor[:size] for tensor in inputs), strict=True))
@@ -171,10 +171,10 @@ def _mixed(call: Call, axes: dict[Value, int | None]) -> Mixed:
 
 @contextlib.contextmanager
 def on_whole_batch(mixed: Sequence[Mixed]) -> Iterator[None]:
-    """Call operations on the whole batch inside this context, and return the rows of the replica.
+    """Call operations with the whole batch inside this context, and return the rows of the calling replica.
 
     Args:
-        mixed: The operations; one that is called several times once is enough.
+        mixed: The operations; duplicates are ignored.
     """
     with contextlib.ExitStack() as stack:
         for one in {id(one.operation): one for one in mixed}.values():
@@ -198,7 +198,7 @@ def _on_whole_batch(mixed: Mixed, call: Callable[..., Any]) -> Callable[..., Any
 
 
 def _map(function: Callable[[Any], Any], structure: Any, rows: list[bool] | None) -> Any:
-    """Apply a function to the leaves that have a row for each example; all tensors where that is not known."""
+    """Apply a function to the leaves with one row per example; to all tensors if these leaves are unknown."""
     leaves = keras.tree.flatten(structure)
     known = rows if rows is not None and len(rows) == len(leaves) else [True] * len(leaves)
     new = [function(leaf) if has and _has_rows(leaf) else leaf for leaf, has in zip(leaves, known, strict=True)]
@@ -210,7 +210,7 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _examples(batch: Any) -> Any:
-    """Return the inputs of four examples, or of two; one is repeated."""
+    """Return the inputs of four or two examples; a single example is repeated."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     size = min(NUM_EXAMPLES, int(data.num_rows(inputs)))
     few = data.take_rows(inputs, 0, size)
@@ -218,7 +218,7 @@ def _examples(batch: Any) -> Any:
 
 
 def _graph(model: keras.Model, inputs: Any) -> Graph | None:
-    """Return the model's operations; None where its `call` cannot be read, or takes what is not dense."""
+    """Return the graph of the model; None if its `call` cannot be traced, or if an input is not dense."""
     if not all(isinstance(leaf, tf.Tensor) or leaf is None for leaf in tf.nest.flatten(inputs)):
         return None
     with contextlib.suppress(Exception), keras_model.collect_added_losses(list):
@@ -227,13 +227,13 @@ def _graph(model: keras.Model, inputs: Any) -> Graph | None:
 
 
 def _operations(model: keras.Model) -> list[Any]:
-    """Return all layers of a model, and the operations of its Functional models: those that its `call` calls."""
+    """Return all layers of a model and the operations of its Functional models."""
     layers = [model, *keras_model.all_layers(model)]
     return [*layers, *(operation for one in layers for operation in getattr(one, "operations", ()))]
 
 
 def _reaches_outputs(graph: Graph, call: Call, training: bool) -> bool:
-    """Say whether what a call makes has an influence on the outputs, and not only on losses that layers add."""
+    """Return whether the model's outputs, and not only losses that layers add, depend on a layer call."""
     found: list[bool] = []
 
     def traced(tensors: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""From the settings of a run to its strategy."""
+"""The strategy of a run, created from its settings."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _CLASSES: dict[str, type[Strategy]] = {
     "multi_worker": MultiWorker,
     "pipeline": Pipeline,
 }
-_OF_NO_CONSTRUCTOR = ("kind", "num_logical_cpus")
+_NOT_ARGUMENTS = ("kind", "num_logical_cpus")
 
 
 def from_settings(settings: config.Strategy) -> Strategy:
-    """Build the strategy that a run asks for; splits the CPU into logical devices first, if it asks for that.
+    """Create the strategy of a run; split the CPU into logical CPUs first if the settings say so.
 
     Args:
-        settings: The `strategy` section of a run.
+        settings: The `strategy` section of the configuration.
 
     Raises:
         ValueError: If a device does not exist, or the strategy refuses another setting.
-        RuntimeError: If TensorFlow runs already with another number of CPU devices.
+        RuntimeError: If TensorFlow has started with another number of CPU devices.
 
     Example:
         >>> from_settings(config.SingleDevice()).describe()
@@ -45,18 +45,18 @@ def from_settings(settings: config.Strategy) -> Strategy:
     if num_workers > 1 and not isinstance(settings, config.MultiWorker):
         raise ValueError(
             f'The environment describes a job of {num_workers} workers, and strategy.kind = "{settings.kind}" would '
-            'let each train by itself. Set "multi_worker" or "auto", or start one process without TF_CONFIG.'
+            'train a separate model in each. Set "multi_worker" or "auto", or start one process without TF_CONFIG.'
         )
-    names = [name for name in type(settings).model_fields if name not in _OF_NO_CONSTRUCTOR]
+    names = [name for name in type(settings).model_fields if name not in _NOT_ARGUMENTS]
     return _CLASSES[settings.kind](**{name: getattr(settings, name) for name in names})
 
 
 def _split_cpu(settings: config.Strategy) -> None:
     num_cpus = getattr(settings, "num_logical_cpus", 1)
     if num_cpus > 1:
-        # Stages run different layers at the same time: each device gets its share of the cores.
-        share = max(1, cores.num_allowed_cores() // num_cpus) if isinstance(settings, config.Pipeline) else None
-        cluster.use_logical_cpus(num_cpus, share)
+        # Stages run at the same time: each device uses an equal part of the cores.
+        num_cores = max(1, cores.num_allowed_cores() // num_cpus) if isinstance(settings, config.Pipeline) else None
+        cluster.use_logical_cpus(num_cpus, num_cores)
 
 
 def _automatic(settings: config.Auto, num_workers: int) -> config.Strategy:

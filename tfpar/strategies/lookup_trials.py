@@ -1,4 +1,4 @@
-"""Trials before the first step that find how embedding rows of replicas combine to those of one device.
+"""Trials before the first step for the kinds of lookups: how rows of replicas combine to rows of one device.
 
 whole    [a b]   row numbers 3 5 5 7     [a a]   3 5 3 5         listed: those of the parts one after another
 parts    [a] [b]             3 5, 5 7    [a] [a] 3 5, 3 5        shared: each as often as in the part with the most
@@ -26,7 +26,7 @@ from tfpar.strategies.single_device import forward_backward
 # Layers of Keras that read rows of a weight, or run a function of the user's; all others multiply their weights.
 _LOOKING_UP = (keras.layers.Embedding, keras.layers.Lambda)
 
-# A divisor over the examples of one device is that of the whole batch.
+# With one device the divisor of a loss needs no sum over parts.
 _ALL = BatchWeights(partial_values=True, sum_divisors=lambda weight: weight)
 
 Run = Callable[[Callable[[], None]], Any]
@@ -35,7 +35,7 @@ Numbers = list[list[Any]]  # the row numbers of each lookup, by gradient
 
 
 def may_look_up(model: keras.Model, batch: Any) -> bool:
-    """Return whether a model may have indexed slices as gradients; other layers than Keras' dense ones may give some.
+    """Return whether the gradients of a model may be indexed slices, as from layers that are not of Keras.
 
     Args:
         model: A built and compiled model.
@@ -56,19 +56,19 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
 
 @random_state.preserved_random_state()
 def find_kinds(model: keras.Model, batch: Any, run: Run) -> list[list[list[Kind]]]:
-    """Return the kinds of the lookups behind the gradient of each trained weight, for each objective of the model.
+    """Return the kinds of the lookups in the gradient of each trained weight, for each objective of the model.
 
     Args:
-        model: A built and compiled model; without objectives, its loss is the only one.
+        model: A built and compiled model; without objectives, its loss is the only objective.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
-        run: Runs a function on every replica: TensorFlow reads a variable in other operations there than elsewhere.
+        run: Runs a function on every replica, where TensorFlow reads variables with other operations than elsewhere.
 
     Returns:
-        By objective, weight and lookup; no lookups where the gradient is dense, or where the model does not run on a
-        few examples.
+        The kinds by objective, weight and lookup; no lookups for a dense gradient, or if the model fails on a few
+        examples.
 
     Raises:
-        ValueError: If rows of a weight are looked up in a way that replicas would change.
+        ValueError: If the row numbers of a lookup depend on the batch in a way that replicas would change.
     """
     return [
         [
@@ -80,7 +80,7 @@ def find_kinds(model: keras.Model, batch: Any, run: Run) -> list[list[list[Kind]
 
 
 def _gradients_of(model: keras.Model) -> Iterator[tuple[Gradients, Sequence[keras.Variable]]]:
-    """Yield what computes gradients on one device, and of which weights."""
+    """Yield functions that compute gradients on one device, with the weights of these gradients."""
 
     def of_loss(batch: Any) -> list[Any]:
         return forward_backward(model, *keras.utils.unpack_x_y_sample_weight(batch))[2]
@@ -112,9 +112,9 @@ def _checked(kinds: list[Kind | None], weight: keras.Variable, eagerly: bool) ->
 
 
 def _kinds(gradients: Gradients, batch: Any, run: Run) -> list[list[Kind | None]]:
-    """Return the kinds of the lookups behind each gradient, None for one that is of no kind; nothing if it fails."""
+    """Return the kinds of the lookups of each gradient, None for a lookup of no kind; nothing if the trial fails."""
     for trial in (_Compiled, _Eager):
-        with contextlib.suppress(Exception):  # it may need values, or not run on a few examples
+        with contextlib.suppress(Exception):  # the model may need values, or fail on a few examples
             tried = trial(gradients, batch, run)
             observed = [tried.observe(*pair) for pair in tried.pairs]
             return [
@@ -125,7 +125,7 @@ def _kinds(gradients: Gradients, batch: Any, run: Run) -> list[list[Kind | None]
 
 
 class _Eager:
-    """A model tried out on few examples and on halves of them.
+    """Eager trial of a model on a few examples and on halves of them.
 
     Args:
         gradients: Computes gradients.
@@ -139,7 +139,7 @@ class _Eager:
         self.known: list[list[Kind | None]] = []
 
     def observe(self, one: Any, other: Any) -> list[list[Observed]]:
-        """Return the row numbers of the lookups behind each gradient, for two halves and both together."""
+        """Return the row numbers of the lookups of each gradient, for two halves and for both together."""
         whole, halves = self._run(data.join_batches([one, other]))
         halves = halves or [self._run(half)[0] for half in (one, other)]
         return [
@@ -151,7 +151,7 @@ class _Eager:
         return self._numbers(batch)
 
     def _numbers(self, batch: Any) -> tuple[Numbers, list[Numbers]]:
-        """Return row numbers for some examples, and for their halves where `call` asks for the whole batch."""
+        """Return row numbers for some examples, and for their halves if `call` gathers the whole batch."""
         trial = whole_batch.Trial()
         with trial.recording():
             whole = self._lookups(batch)
@@ -178,7 +178,7 @@ class _Eager:
 
 
 class _Compiled(_Eager):
-    """The same in a graph, which separates the lookups of one weight."""
+    """Trial in a graph, which separates the lookups of one weight."""
 
     def __init__(self, gradients: Gradients, batch: Any, run: Run) -> None:
         super().__init__(gradients, batch, run)

@@ -1,4 +1,4 @@
-"""Data parallelism on one machine: every device holds the model and takes its part of each global batch."""
+"""Data parallelism on the devices of one machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_devic
 
 
 class Mirrored(DataParallel):
-    """Train on several devices of this machine with `tf.distribute.MirroredStrategy`, equal to one device.
+    """Data parallelism on several devices of this machine, with `tf.distribute.MirroredStrategy`.
+
+    Every device has a replica of the model and computes its per-replica batch. The results are those of one device.
 
     Args:
         devices: Device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or, on a machine without one, all
@@ -26,9 +28,9 @@ class Mirrored(DataParallel):
         all_reduce: How gradients are summed. On GPUs `"nccl"`, `"hierarchical_copy"`, `"reduction_to_one_device"`,
             or `"auto"` for TensorFlow's choice. On CPUs always `"reduction_to_one_device"`: TensorFlow's default
             crashes there when one process trains a second model (the table of `docs/exactness.md`).
-        pack_bytes: Gradients are sent in packs of about this many bytes; None leaves it to TensorFlow.
-        batch_dependent_layers: How a layer is treated in which examples depend on each other: `"refuse"` it before the
-            first step, or `"gather"` the batch, so that every replica computes the layer on all of it.
+        pack_bytes: Gradients are sent in packs of about this many bytes; None for TensorFlow's default.
+        batch_dependent_layers: `"refuse"` batch-dependent layers before the first step, or `"gather"` the batch:
+            every replica calls such a layer with the whole batch.
 
     Raises:
         ValueError: If a device does not exist or is named twice, or the all-reduce does not run on the devices.
@@ -52,8 +54,8 @@ class Mirrored(DataParallel):
         self.devices = cluster.resolve_devices(devices)
         if not self.devices:  # in a job TensorFlow lists no device by a local name
             raise ValueError(
-                "Mirrored trains in one process, and this process has joined a job of several workers, whose devices "
-                "it sees too: use MultiWorker here, or Mirrored in a process of its own."
+                "Mirrored trains in one process, and this process has joined a job of several workers. Use MultiWorker "
+                "here, or Mirrored in another process."
             )
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
@@ -64,7 +66,7 @@ class Mirrored(DataParallel):
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
-        """Wrap a `tf.distribute.MirroredStrategy` in whose scope a model was built."""
+        """Return the tfpar strategy for the `tf.distribute.MirroredStrategy` in whose scope a model was built."""
         mirrored = cls.__new__(cls)
         devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in devices]
@@ -74,7 +76,7 @@ class Mirrored(DataParallel):
         return mirrored
 
     def describe(self) -> str:
-        """Say in one line which devices hold a replica."""
+        """Return one line with the devices of the replicas."""
         replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
         return f"Mirrored over {replicas} on {', '.join(self.devices)}"
 
@@ -82,7 +84,7 @@ class Mirrored(DataParallel):
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
         _, _, _, num_examples = batch
         outputs = self._runs_of(model).predict(model, batch, lambda outputs: outputs)
-        # If every replica computed the whole batch, the outputs of the first are enough.
+        # If every replica computed the whole batch, only the outputs of the first replica count.
         return data.take_rows(data.join_batches(outputs), 0, num_examples)
 
 

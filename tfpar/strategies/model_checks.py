@@ -1,4 +1,4 @@
-"""What is checked of a model before the first step, and what the first batch lets us build."""
+"""Checks of a model before the first step, and the creation of its variables from the first batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no Keras model.
+    """Refuse the result of a model function that is not a Keras model.
 
     Raises:
-        TypeError: If it is no `keras.Model`.
+        TypeError: If it is not a `keras.Model`.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(
@@ -29,20 +29,20 @@ def check_model(model: Any) -> None:
 
 
 def check_steps(model: keras.Model, *methods: str) -> None:
-    """Refuse a model whose own steps would never run.
+    """Refuse a model that overrides a step, because a strategy would not call it.
 
     Args:
         model: Any model.
-        *methods: "fit", "evaluate" or "predict": what is about to run, or may.
+        *methods: "fit", "evaluate" or "predict": the methods to check.
 
     Raises:
-        ValueError: If its class overrides the step of Keras' trainer behind one of them.
+        ValueError: If its class overrides the step that Keras runs in one of these methods.
     """
     replaced = {"train_step", "test_step"} if objective.has_objectives(model) else set()
     for step, method in _STEPS.items():
         if method in methods and keras_model.overridden(model, step) and step not in replaced:
             raise ValueError(
-                f"{type(model).__name__} overrides {step}, which a strategy replaces by its own. Put the difference "
+                f"{type(model).__name__} overrides {step}, and a strategy does not call it. Put the difference "
                 f"into the layers, a loss or tfpar.Objective, or use keras' own {method}."
             )
 
@@ -55,7 +55,7 @@ def check_compiled(model: keras.Model, method: str) -> None:
         method: "fit" or "evaluate".
 
     Raises:
-        ValueError: If it is not compiled, or `fit` has no optimizer.
+        ValueError: If the model is not compiled, or has no optimizer for `fit`.
     """
     if not model.compiled:
         raise ValueError(
@@ -69,14 +69,14 @@ def check_compiled(model: keras.Model, method: str) -> None:
 
 
 def check_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
-    """Refuse to move a model into a strategy when it holds variables whose memory belongs to no Keras variable.
+    """Refuse to move a model with plain `tf.Variable` objects into a strategy.
 
     Args:
         model: Any model.
-        home: The strategy that its variables are to belong to; None for plain memory.
+        home: The new `tf.distribute` strategy of its variables; None for no strategy.
 
     Raises:
-        ValueError: If a layer holds a `tf.Variable`.
+        ValueError: If a layer has a `tf.Variable` that belongs to no Keras variable.
     """
     for layer, variable in keras_variables.bare_variables(model, home):
         raise ValueError(
@@ -87,10 +87,10 @@ def check_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> 
 
 
 def check_inputs(model: keras.Model, inputs: Any) -> None:
-    """Refuse inputs that do not fit the shapes with which a functional model was built.
+    """Refuse inputs that do not have the declared shapes of a functional model.
 
     Args:
-        model: Any model; one without declared inputs passes.
+        model: Any model; a model without declared inputs is not checked.
         inputs: Tensors or specs `[batch, ...]`.
 
     Raises:
@@ -101,11 +101,11 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
         return
     given = keras.tree.flatten(inputs)
     if isinstance(inputs, dict):
-        # Keras takes from a dict what bears the name of an input.
+        # Keras takes the entries of a dict that have the name of an input.
         if not all(tensor.name in inputs for tensor in declared):
             return
         given = [inputs[tensor.name] for tensor in declared]
-    # The batch may have any size: a model without keras.Input declares that of the first batch it saw.
+    # The batch may have any size: without keras.Input a model declares the size of its first batch.
     shapes = [None if tensor is None else (None, *tensor.shape[1:]) for tensor in given]
     wanted = [(None, *tensor.shape[1:]) for tensor in declared]
     if len(given) != len(wanted) or not all(map(_fits, shapes, wanted)):
@@ -119,8 +119,8 @@ def check_batched(model: keras.Model, spec: Any) -> None:
     """Refuse a dataset of single examples.
 
     Args:
-        model: Any model; one that declares its inputs tells an example from a batch.
-        spec: The structure of an element, as `tf.data.Dataset.element_spec` says it.
+        model: Any model; declared inputs show whether an element is an example or a batch.
+        spec: The `element_spec` of the `tf.data.Dataset`.
 
     Raises:
         ValueError: If an element has no axis over examples.
@@ -129,7 +129,7 @@ def check_batched(model: keras.Model, spec: Any) -> None:
     given = _known_shapes(keras.utils.unpack_x_y_sample_weight(spec)[0])
     declared = [tuple(tensor.shape[1:]) for tensor in getattr(model, "inputs", None) or ()]
     are_examples = bool(given) and len(given) == len(declared) and all(map(_is_example, given, declared))
-    # Where a model declares its inputs, they may have different numbers of rows, as the edges and nodes of graphs have.
+    # Declared inputs may have different numbers of rows, such as the edges and nodes of a graph.
     differ = not declared and len({shape[0] for shape in shapes if shape and shape[0] is not None}) > 1
     if () in shapes or differ or are_examples:
         raise ValueError(
@@ -155,7 +155,7 @@ def _is_example(shape: tuple[int | None, ...], wanted: tuple[int | None, ...]) -
 def _fits(shape: tuple[int | None, ...] | None, wanted: tuple[int | None, ...]) -> bool:
     if shape is None:
         return True  # Keras knows which inputs are optional.
-    # Keras itself adds or drops a last axis of size one.
+    # Keras adds or drops a last axis of size one.
     candidates = [shape, (*shape, 1)] + ([shape[:-1]] if shape[-1:] == (1,) else [])
     return any(
         len(candidate) == len(wanted)
@@ -169,10 +169,9 @@ def _text(shapes: Sequence[tuple[int | None, ...] | None]) -> str:
 
 
 def build(model: keras.Model, batch: Any, kind: str) -> None:
-    """Create weights, metrics and optimizer slots as far as they wait for data; runs inside the strategy's scope.
+    """Create the weights, metrics and optimizer slots that need data, inside the strategy's scope.
 
-    The optimizer is built for the weights that train when training begins, as in Keras: layers may be frozen between
-    an evaluation and the first `fit`.
+    The optimizer is built at the first `fit`, as in Keras: layers may be frozen between an evaluation and that `fit`.
 
     Args:
         model: Any model for "predict", else a compiled one.
@@ -180,7 +179,7 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
         kind: "train", "evaluate" or "predict".
 
     Raises:
-        ValueError: If data and model do not fit together.
+        ValueError: If the data do not have the shapes that the model needs.
     """
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if kind == "predict":
@@ -197,7 +196,7 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
 
 
 def _reduce_dense(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
-    """Reduce a loss as Keras does, with one sentence for ragged values that it cannot reduce."""
+    """Reduce a loss as Keras does, and refuse ragged values with a clear error."""
     loss: tf.Tensor = keras_model.reduce_weighted_values(
         dense_losses(values, reduction), weight, mask, reduction, dtype
     )

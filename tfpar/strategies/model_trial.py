@@ -1,4 +1,4 @@
-"""Whether the outputs of a model for an example depend on the others of its batch, from runs of the whole model."""
+"""Trials of a whole model: does the output for one example depend on the other examples of the batch?"""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tfpar.reduction import whole_batch
 
 
 def mixes(model: keras.Model, inputs: Any, training: bool) -> bool:
-    """Say whether the outputs for some examples depend on others, from runs on all of them and on parts.
+    """Return whether the outputs of a model for some examples depend on others, from calls with all and with parts.
 
     Args:
         model: A built model.
-        inputs: What it takes, four examples or two.
-        training: Whether it runs as in training, or as in inference. A model that draws numbers in training that no
-            seed repeats counts as in inference.
+        inputs: Inputs of four or two examples.
+        training: Whether the model is called in training or in inference mode. If its random numbers in training have
+            no seed, it is called in inference mode too.
     """
     found = _ModelTrial(model, inputs, training).mixes()
     if found is None and training:
-        with contextlib.suppress(Exception):  # a model may run in training only: RandomCrop crops nothing in inference
+        with contextlib.suppress(Exception):  # RandomCrop does not crop in inference, and other layers may fail then
             found = _ModelTrial(model, inputs, training=False).mixes()
     return bool(found)
 
 
 class _ModelTrial:
-    """Runs of a model on examples and on two halves of them, which have what it computes of the whole batch."""
+    """Calls of a model with examples and with two halves of them, which receive its gathered tensors of both halves."""
 
     def __init__(self, model: keras.Model, inputs: Any, training: bool) -> None:
         self._size = size = int(data.num_rows(inputs)) // 2
@@ -43,7 +43,7 @@ class _ModelTrial:
         self._whole = whole_batch.Trial()
 
     def mixes(self) -> bool | None:
-        """Say whether examples depend on others; None where each run draws other numbers."""
+        """Return whether examples depend on others; None if calls with one seed draw different random numbers."""
         unusual: tuple[float, ...] = ()
         seeds = range(1)
         with typical_draws.typical_draws() as drawn:
@@ -69,12 +69,12 @@ class _ModelTrial:
         return not all(_agree(expected, part, of) for part, of in zip(parts, rows, strict=True))
 
     def _is_random(self) -> bool:
-        """Say whether numbers are drawn that are not typical ones."""
+        """Return whether the outputs depend on the seed although typical values replace random numbers."""
         one = self._recorded()
         return not all(_agree(one, self._recorded(seed), slice(None)) for seed in range(1, 1 + NUM_SEEDS))
 
     def _depends_on_neighbours(self, seed: int) -> bool | None:
-        """Say whether the first half changes with the second; None where no run draws the same numbers."""
+        """Return whether outputs of the first half depend on the second; None if one seed gives different outputs."""
         again, expected = self._recorded(seed), self._recorded(seed)
         if not _agree(expected, again, slice(None)):
             return None
@@ -107,7 +107,7 @@ def _agree(one: Sequence[Any], other: Sequence[Any], rows: slice) -> bool:
 
 
 def _rows(tensor: Any, rows: slice) -> tf.Tensor:
-    """Return rows of an output; of a ragged one as a tensor that is as wide as these rows, not as the batch."""
+    """Return rows of an output; rows of a ragged output are padded to the longest of these rows."""
     if isinstance(tensor, tf.RaggedTensor):
         return tensor[rows].to_tensor()
     dense = _dense(tensor)

@@ -26,16 +26,16 @@ def train(
     apply: Callable[[Any, list[keras.Variable], Any], None],
     metrics_counted: Counting,
 ) -> tf.Tensor:
-    """Do one update for each objective of a model; return the sum of their losses, a scalar.
+    """Run one update for each objective of a model; return the sum of their losses, a scalar.
 
     Args:
         model: A built and compiled model.
         batch: An element of the distributed dataset, `(parts, sizes, share, num_examples)`.
-        run: Runs a function on every replica's part, as `DataParallel` does.
-        sum_gradients: Sums gradients over all replicas, in replica context; takes what an example counts, how
-            many of them the replica counts, and the number of the objective.
-        apply: Runs an optimizer on every replica with weights and their summed gradients.
-        metrics_counted: The context in which a replica's forward pass updates metrics of layers.
+        run: Runs a function on every replica with its per-replica batch, as `DataParallel` does.
+        sum_gradients: All-reduces gradients in replica context. Its arguments are the model, the gradients, the weight
+            of an example, the number of examples that the replica adds to metrics, and the number of the objective.
+        apply: Applies an optimizer on every replica to weights with their reduced gradients.
+        metrics_counted: The context for a forward pass of a replica, in which layers update metrics.
     """
     losses = []
     _, _, share, _ = batch
@@ -58,13 +58,13 @@ def train(
 
 
 def evaluate(model: keras.Model, batch: Any, run: Run, metrics_counted: Counting) -> tf.Tensor:
-    """Count the losses of a model's objectives over the parts of a batch; return their sum, a scalar.
+    """Evaluate the objectives of a model on a batch and update their metrics; return the sum of their losses, a scalar.
 
     Args:
         model: A built and compiled model.
         batch: An element of the distributed dataset.
-        run: Runs a function on every replica's part.
-        metrics_counted: The context in which a replica's forward pass updates metrics of layers.
+        run: Runs a function on every replica with its per-replica batch.
+        metrics_counted: The context for a forward pass of a replica, in which layers update metrics.
     """
     losses = []
     for one in objective.objectives_of(model):
@@ -84,7 +84,7 @@ def _counts(part: Any, batch: Any) -> BatchWeights:
 
 
 def _count(model: keras.Model, losses: list[tf.Tensor], batch: Any, run: Run, *, training: bool) -> tf.Tensor:
-    """Count the losses on every replica for its own examples, unless another replica counts them."""
+    """Update the metrics of the objectives on every replica, each example on one replica alone."""
 
     def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
         def count() -> tf.Tensor:

@@ -1,4 +1,4 @@
-"""From what a user has in hand, a strategy, its name, its class, TensorFlow's or a model, to the strategy meant."""
+"""Conversion of an argument, such as a strategy of `tf.distribute` or a model, to a strategy of tfpar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker.strategy import MultiWorker
 from tfpar.strategies.single_device import SingleDevice
 
-# How each is written, for the way out.
+# The code for each strategy in messages.
 _WRITTEN = {
     "SingleDevice": "tfpar.SingleDevice()",
     "Mirrored": "tfpar.Mirrored()",
@@ -24,14 +24,14 @@ _WRITTEN = {
 
 
 def strategy_of(model: keras.Model) -> Strategy:
-    """Return the strategy under whose scope a model was built, or else its layers.
+    """Return the strategy in whose scope a model, or its layers, were built.
 
     Args:
-        model: A model built under the scope of a `tf.distribute.MirroredStrategy`, of a
-            `tf.distribute.MultiWorkerMirroredStrategy`, of a tfpar strategy, or of none.
+        model: A model built in the scope of a `tf.distribute.MirroredStrategy`, of a
+            `tf.distribute.MultiWorkerMirroredStrategy`, of a tfpar strategy, or in no scope.
 
     Raises:
-        TypeError: If it was built under another kind of `tf.distribute` strategy.
+        TypeError: If it was built in the scope of another `tf.distribute` strategy.
     """
     home = keras_variables.belongs_to(model)
     if home is None:
@@ -47,7 +47,7 @@ def strategy_of(model: keras.Model) -> Strategy:
 
 
 def _wrapping(strategy: tf.distribute.Strategy) -> Strategy | None:
-    """Return the tfpar strategy for a strategy of `tf.distribute`, the one that created it if one did; else None."""
+    """Return the tfpar strategy that created, or can wrap, a strategy of `tf.distribute`; None if there is none."""
     known: Strategy | None = getattr(strategy, "tfpar_strategy", None)
     if known is not None:
         return known
@@ -61,14 +61,14 @@ def _wrapping(strategy: tf.distribute.Strategy) -> Strategy | None:
 
 
 def resolve(strategy: Any) -> Strategy:
-    """Return the strategy that a user named.
+    """Return the tfpar strategy for an argument `strategy`.
 
     Args:
         strategy: A tfpar strategy; a `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy`; None for
             `SingleDevice()`.
 
     Raises:
-        TypeError: If it is something else; the message says what to write.
+        TypeError: If it is something else, such as a name or a class.
 
     Example:
         >>> resolve(tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])).describe()

@@ -1,4 +1,4 @@
-"""The stages of each model in a pipeline: cost measurement, partition, placement of weights, compiled programs."""
+"""The stages of each model in a pipeline: measured costs, partition, placement of weights, compiled stages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tfpar.pipeline.partition.placement import place_weights
 
 
 class StagePlanner:
-    """Divide models into stages and place the weights of each stage on its device.
+    """The partitions of models into stages, with the weights of each stage on its device.
 
     Args:
         schedule: The schedule for a model with enough layer calls.
@@ -52,7 +52,7 @@ class StagePlanner:
         self._checked: PerModel[dict[bool, Any]] = PerModel()  # the checked compilation, by whether the model trains
 
     def forget_moved(self, model: keras.Model) -> bool:
-        """Drop the stages of a model whose weights another strategy has moved; return whether there were any moves."""
+        """Delete the stages of a model if another strategy has moved its weights; return whether it has."""
         if (self._num_moves.get(model) or 0) == keras_variables.num_moves(model.variables):
             return False
         self._partitions.pop(model)
@@ -69,20 +69,20 @@ class StagePlanner:
             )
 
     def check_again(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Check the stages that a model has for batch-dependent layers, in training or in inference."""
+        """Check an already divided model for batch-dependent layers, in training or in inference."""
         if model in self._stages:
             self._check_batch_dependence(model, self._partitions[model].graph, batch, training)
 
     def divide(self, model: keras.Model, batch: Any, training: bool) -> bool | None:
-        """Divide a model into stages with its first batch, or again where a new optimizer needs more memory.
+        """Divide a model into stages at its first batch, and again for an optimizer that needs more memory.
 
         Args:
             model: A compiled model.
             batch: The first global batch.
-            training: Whether train steps follow.
+            training: Whether training steps follow.
 
         Returns:
-            Whether a layer adds a loss; None if the model had stages already.
+            Whether a layer adds a loss; None if the model already had stages.
 
         Raises:
             ValueError: If the model cannot be divided, or a layer is batch-dependent.
@@ -115,11 +115,11 @@ class StagePlanner:
         return self._partitions[model]
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
-        """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""
+        """Return the schedule of a model, with fewer stages if the model has fewer layer calls."""
         return self._schedules.get(model) or self._schedule
 
     def memory_of(self, model: keras.Model) -> MemoryNeeds:
-        """Return the memory that the stages of a model need besides weights and gradients."""
+        """Return the memory that the stages of a model need in addition to weights and gradients."""
         # With a split backward pass, recomputed activations are saved until the weight gradient.
         one_at_a_time = self._recompute and not self._schedule.splits_backward
         num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
@@ -127,7 +127,7 @@ class StagePlanner:
         return MemoryNeeds(self._memory_limit_bytes, num_slots, num_activations)
 
     def microbatch_size(self, inputs: Any) -> int:
-        """Return the examples of the largest micro-batch of a batch."""
+        """Return the number of examples in the largest micro-batch of a batch."""
         return -(-int(data.num_rows(inputs)) // self._schedule.num_microbatches)
 
     def stage_devices(self, model: keras.Model) -> list[str]:
@@ -150,7 +150,7 @@ class StagePlanner:
         return bool(adds) or any(layer.activity_regularizer for layer in keras_model.all_layers(model))
 
     def _check_batch_dependence(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:
-        """Refuse batch-dependent layers in training, or in inference; once for each compilation."""
+        """Refuse batch-dependent layers in training or in inference; check once per compilation."""
         compilation, checked = keras_model.compilation(model), self._checked.setdefault(model, {})
         allowed = self._schedule.num_microbatches == 1 or self._allow_batch_dependence
         if allowed or checked.get(training, self) is compilation:
@@ -180,7 +180,7 @@ class StagePlanner:
         self._stages.pop(model)
 
     def _fitted_schedule(self, model: keras.Model, graph: model_graph.Graph) -> schedules.Schedule:
-        """Return a schedule with at most as many stages as the model has layer calls; warn if that is fewer."""
+        """Return the schedule, with fewer stages and a warning if the model has fewer layer calls than stages."""
         num_calls = len(graph.calls)
         if not isinstance(self._balance, str) or num_calls >= self._schedule.num_stages:
             return self._schedule
@@ -189,7 +189,7 @@ class StagePlanner:
             warnings.warn(
                 f"{model.name!r} has {num_calls} layer call{'s' * (num_calls > 1)} for {self._schedule.num_stages} "
                 f"stages: it runs in {fitted.num_stages} on {', '.join(self._devices[: fitted.num_devices])}. Set "
-                "num_stages to no more, or use Mirrored, which needs no layers to divide.",
+                "num_stages to no more, or use Mirrored, which does not divide the model.",
                 stacklevel=2,
             )
         return fitted
