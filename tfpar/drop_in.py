@@ -1,4 +1,4 @@
-"""`tfpar.fit`, `tfpar.evaluate` and `tfpar.predict`: the drop-ins for those of a model that already exists."""
+"""`tfpar.fit`, `tfpar.evaluate` and `tfpar.predict`: drop-in replacements for the methods of a built model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tfpar.trainer import Trainer
 
 
 def fit(model: keras.Model, *data: Any, **settings: Any) -> keras.callbacks.History:
-    """Train a model under the strategy in whose scope it was built; the drop-in for `model.fit(x, y, …)`.
+    """Train a model under the strategy in whose scope it was built; replaces `model.fit(x, y, …)`.
 
-    A model that belongs to a `tfpar.Trainer` trains under the strategy of that trainer.
+    A model of a `tfpar.Trainer` trains under the strategy of that trainer.
 
     Args:
-        model: A compiled model, built under `tf.distribute.MirroredStrategy().scope()`, under the scope of a tfpar
-            strategy, or under none.
-        *data: As for `tfpar.Trainer.fit`, which takes what `keras.Model.fit` does: a `tf.data.Dataset` batched to the
-            global batch, or arrays `[examples, ...]` with targets, and so on.
+        model: A compiled model, built in `tf.distribute.MirroredStrategy().scope()`, in the scope of a tfpar strategy,
+            or in no scope.
+        *data: As for `tfpar.Trainer.fit` and `keras.Model.fit`: a `tf.data.Dataset` batched to the global batch, or
+            arrays `[examples, ...]` with targets, and so on.
         **settings: As for `tfpar.Trainer.fit`.
 
     Returns:
-        The history of logs, one entry an epoch.
+        The history of logs, with one entry per epoch.
 
     Raises:
-        TypeError: If it is no model, or was built under a strategy that tfpar does not know.
+        TypeError: If it is not a model, or was built under a strategy that tfpar does not support.
         ValueError: As `tfpar.Trainer.fit`; also if the model is not compiled.
 
     Example:
@@ -39,14 +39,14 @@ def fit(model: keras.Model, *data: Any, **settings: Any) -> keras.callbacks.Hist
         >>> tfpar.fit(model, dataset, epochs=5)
     """
     trainer = _trainer_of(model, "fit")
-    if model._tfpar_trainer is trainer and isinstance(trainer.strategy, SingleDevice):  # nobody chose that strategy
-        _mention_other_devices()
+    if model._tfpar_trainer is trainer and isinstance(trainer.strategy, SingleDevice):  # the default strategy
+        _print_other_devices()
     history: keras.callbacks.History = trainer.fit(*data, **settings)
     return history
 
 
 def evaluate(model: keras.Model, *data: Any, **settings: Any) -> Any:
-    """Compute loss and metrics of a model where its weights are; the drop-in for `model.evaluate(x, y, …)`.
+    """Compute loss and metrics of a model under its strategy; replaces `model.evaluate(x, y, …)`.
 
     Args:
         model: A compiled model, as for `tfpar.fit`.
@@ -57,7 +57,7 @@ def evaluate(model: keras.Model, *data: Any, **settings: Any) -> Any:
         The loss, or a list or dict of the loss and the metrics.
 
     Raises:
-        TypeError: If it is no model, or was built under a strategy that tfpar does not know.
+        TypeError: If it is not a model, or was built under a strategy that tfpar does not support.
         ValueError: As `tfpar.Trainer.evaluate`; also if the model is not compiled.
 
     Example:
@@ -67,10 +67,10 @@ def evaluate(model: keras.Model, *data: Any, **settings: Any) -> Any:
 
 
 def predict(model: keras.Model, *data: Any, **settings: Any) -> Any:
-    """Return a model's outputs, computed where its weights are; the drop-in for `model.predict(x, …)`.
+    """Return the outputs of a model, computed under its strategy; replaces `model.predict(x, …)`.
 
     Args:
-        model: A model as for `tfpar.fit`, compiled or not; also one made of the layers of a trained model.
+        model: A model as for `tfpar.fit`, compiled or not; also a model of some layers of a trained model.
         *data: As for `tfpar.Trainer.predict`.
         **settings: As for `tfpar.Trainer.predict`.
 
@@ -78,7 +78,7 @@ def predict(model: keras.Model, *data: Any, **settings: Any) -> Any:
         The outputs `[examples, ...]` as NumPy arrays, in the order of the inputs.
 
     Raises:
-        TypeError: If it is no model, or was built under a strategy that tfpar does not know.
+        TypeError: If it is not a model, or was built under a strategy that tfpar does not support.
         ValueError: As `tfpar.Trainer.predict`.
 
     Example:
@@ -89,20 +89,20 @@ def predict(model: keras.Model, *data: Any, **settings: Any) -> Any:
 
 
 def _trainer_of(model: keras.Model, method: str) -> Trainer:
-    """Return the trainer of a model, one for all calls: a second one runs what the first one compiled."""
+    """Return the trainer of a model; all calls share one trainer and its compiled functions."""
     if not isinstance(model, keras.Model):
         raise TypeError(f"tfpar.{method} takes a keras.Model, received {type(model).__name__}.")
     found: Any = getattr(model, "_tfpar_trainer", None)
     trainer: Trainer | None = found() if isinstance(found, weakref.ref) else found
     if trainer is None:
         trainer = Trainer(model, strategies.strategy_of(model), seed=None)
-        model._tfpar_trainer = trainer  # for as long as the model lives
+        model._tfpar_trainer = trainer  # kept alive by the model
     return trainer
 
 
 @functools.cache
-def _mention_other_devices() -> None:
-    """Say once that training could be faster, where it could."""
+def _print_other_devices() -> None:
+    """Print a line, once per process, if training could use more devices."""
     devices = cluster.resolve_devices(None)
     if len(devices) > 1:
         print(

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a training runs: finish the step, write a checkpoint, stop."""
+"""Interrupts by Ctrl-C and SIGTERM: training stops after its step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPEATED_SECONDS = 0.5
 
 
 class Interruptible(Protocol):
-    """A trainer, or anything else that stops after its current step when it is asked to."""
+    """A trainer, or another object that can stop after its current step."""
 
     def interrupt(self) -> None:
         """Stop after the current step."""
@@ -21,13 +21,13 @@ class Interruptible(Protocol):
 
 @contextlib.contextmanager
 def interruptible(trainer: Interruptible) -> Iterator[None]:
-    """Let the first Ctrl-C or SIGTERM end `fit` after its step, with a checkpoint; a second Ctrl-C ends it at once.
+    """Stop `fit` after its step, with a checkpoint, on Ctrl-C or SIGTERM; stop at once on a second Ctrl-C.
 
-    Over several workers a signal to one stops all at the same step. SIGTERM may come several times: batch systems send
-    it to every process, and so does the launcher. Works in the main thread, as all of Python's signal handlers.
+    A signal to one of several workers stops all of them after the same step. SIGTERM may arrive several times: batch
+    systems and the launcher send it to every process. Works in the main thread only, as all signal handlers of Python.
 
     Args:
-        trainer: Its `interrupted` says afterwards whether the training was cut short.
+        trainer: The trainer. Its `interrupted` is afterwards whether it was interrupted.
 
     Example:
         >>> with tfpar.interruptible(trainer):
@@ -35,14 +35,14 @@ def interruptible(trainer: Interruptible) -> Iterator[None]:
         >>> if trainer.interrupted:
         ...     raise SystemExit(130)
     """
-    asked_at: list[float] = []
+    times: list[float] = []
 
     def stop(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and asked_at and time.monotonic() - asked_at[0] > REPEATED_SECONDS:
+        if number == signal.SIGINT and times and time.monotonic() - times[0] > REPEATED_SECONDS:
             raise KeyboardInterrupt
-        if not asked_at:
+        if not times:
             print("\nStopping after this step; Ctrl-C once more stops at once.", file=sys.stderr)
-            asked_at.append(time.monotonic())
+            times.append(time.monotonic())
         trainer.interrupt()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

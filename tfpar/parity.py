@@ -1,4 +1,4 @@
-"""A check of parity: does a model train under a strategy as on one device?"""
+"""A comparison of the training of a model under a strategy and on one device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TOLERANCES = {"float64": 1e-9, "float32": 1e-5}
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far one weight, or one entry of the logs, is from one device's, relative to its largest value.
+    """The relative difference between a strategy and one device, of one weight or one entry of the logs.
 
     Args:
         name: Path of the weight, or name in the logs.
-        after_first_step: Relative difference after one step; not a number for logs.
-        after_last_step: Relative difference at the end.
+        after_first_step: Difference relative to the largest value, after one step; NaN for logs.
+        after_last_step: The same after the last step.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """What `check_parity` found.
+    """The result of `check_parity`.
 
     Args:
-        strategy: The strategy's description of itself.
-        num_steps: Steps trained.
-        tolerance: Largest relative difference that counts as equal.
-        weights: One entry a weight, in the order of the model.
-        logs: One entry for the loss and each metric.
+        strategy: The description of the strategy.
+        num_steps: The number of steps.
+        tolerance: The largest relative difference that is regarded as equal.
+        weights: One entry per weight, in the order of the model.
+        logs: One entry for the loss and for each metric.
     """
 
     strategy: str
@@ -64,7 +64,7 @@ class ParityReport:
 
     @property
     def first_difference(self) -> str | None:
-        """Path of the first weight that differs, after the first step where one does already; None if equal."""
+        """Path of the first weight that differs after the first step, or else after the last; None if there is none."""
         for field in ("after_first_step", "after_last_step"):
             for entry in self.weights:
                 if not getattr(entry, field) <= self.tolerance:
@@ -99,27 +99,26 @@ def check_parity(
     dtype: str = "float64",
     verbose: int = 1,
 ) -> ParityReport:
-    """Train a model with Keras' own `fit` on one device and under a strategy, and compare.
+    """Train a model with Keras' `fit` on one device and under a strategy, and compare weights and logs.
 
-    In float64 nothing hides in rounding, so a difference above 1e-9 is a real one: Dropout, whose masks differ by
-    nature, BatchNormalization without `synchronized=True`, or a layer that looks at the whole batch. Global random
-    states are afterwards as before.
+    In float64 a difference above 1e-9 is not due to rounding, but for example to the random masks of Dropout, to
+    BatchNormalization without `synchronized=True`, or to a batch-dependent layer. Global random states do not change.
 
     Args:
         build_model: The model function, as for `tfpar.Trainer`.
-        dataset: Global batches; the first `num_steps` are used, twice in the same order.
+        dataset: Global batches; both trainings use the first `num_steps` in the same order.
         strategy: The strategy to check.
-        num_steps: Steps to train, at least 1.
+        num_steps: The number of steps, at least 1.
         seed: Seed of the weights.
-        dtype: "float64", or "float32" to see the rounding of ordinary training.
+        dtype: "float64", or "float32" to compare with the rounding of usual training.
         verbose: 1 prints the table, 0 nothing.
 
     Returns:
-        The differences, by weight and by entry of the logs.
+        The differences of each weight and each entry of the logs.
 
     Raises:
-        TypeError: If an argument is of another kind, or the model function returns the same model each time.
-        ValueError: If an argument is out of range, or the strategy cannot honour the model.
+        TypeError: If an argument has the wrong type, or the model function returns the same model in each call.
+        ValueError: If an argument is out of range, or the strategy refuses the model.
 
     Example:
         >>> report = tfpar.check_parity(build_model, dataset, tfpar.Mirrored())
@@ -186,7 +185,7 @@ def check_parity(
 
 
 def _without_numbers(logs: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Drop the numbers that Keras gives to the second metric of a name in one process, such as `auc_1`."""
+    """Remove the numbers that Keras appends to equal names of metrics in one process, such as `auc_1`."""
     return {re.sub(r"_\d+$", "", name): values for name, values in logs.items()}
 
 
@@ -207,7 +206,7 @@ def relative_difference(actual: np.ndarray, expected: np.ndarray) -> float:
 
 
 class _FirstStep(keras.callbacks.Callback):
-    """Keep the weights after the first step."""
+    """Callback that stores the weights after the first step."""
 
     single_batches = True
 

@@ -1,4 +1,4 @@
-"""The trainer: a Keras model, a strategy, and Keras' own verbs."""
+"""The trainer: a Keras model under a strategy, with the methods of `keras.Model`."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ Callbacks: TypeAlias = keras.callbacks.Callback | Sequence[keras.callbacks.Callb
 
 
 class Trainer:
-    """Train a Keras model under a strategy, with the results of one device and the methods of `keras.Model`.
+    """Trainer of a Keras model under a strategy, with the methods of `keras.Model` and the results of one device.
 
     Args:
-        build_model: Returns a compiled `keras.Model`; runs inside the strategy's scope. Or a model that exists: it
-            keeps its weights, optimizer state and random state, which move to the devices of the strategy.
-        strategy: Where and how a step runs; None for `SingleDevice()`, or for the strategy under which a model that
-            exists was built. A `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy` counts as `Mirrored`
-            or `MultiWorker`.
-        seed: What `keras.utils.set_random_seed` gets before the model function runs, so that plain Keras with the
-            same seed has the same weights; it also orders arrays given to `fit`. None sets nothing.
+        build_model: The model function: it returns a compiled `keras.Model`, and is called in the strategy's scope. Or
+            a built model, whose weights, optimizer state and random state move to the devices of the strategy.
+        strategy: The strategy; None for `SingleDevice()`, or for the strategy in whose scope a given model was built.
+            A `tf.distribute.MirroredStrategy` or `MultiWorkerMirroredStrategy` is used as `Mirrored` or
+            `MultiWorker`.
+        seed: The seed for `keras.utils.set_random_seed` before the model function is called. Keras with the same seed
+            creates the same weights. It is also the seed to shuffle arrays in `fit`. None sets nothing.
 
     Raises:
-        TypeError: If an argument is of another kind, or the model function returns something else than a
-            `keras.Model`.
-        ValueError: If the model overrides a step of Keras' own trainer, which would never run, or holds variables
-            that cannot move to the strategy's devices.
+        TypeError: If an argument has the wrong type, or the model function does not return a `keras.Model`.
+        ValueError: If the model overrides a step of Keras' trainer, or has variables that cannot move to the devices
+            of the strategy.
 
     Example:
         >>> trainer = tfpar.Trainer(build_model, tfpar.Mirrored(), seed=0)
@@ -65,20 +64,20 @@ class Trainer:
         self.strategy = strategies.strategy_of(build_model) if exists else strategies.resolve(strategy)
         self.seed = None if seed is None else int(seed)
         self.model = model_of(build_model, self.strategy, self.seed)
-        self.model._tfpar_trainer = weakref.ref(self)  # what tfpar.fit runs on this model, while this trainer is there
+        self.model._tfpar_trainer = weakref.ref(self)  # tfpar.fit uses this trainer while it exists
         self.interrupted = False
         self._preparation = Preparation(self.model, self.strategy)
         self._begun: tuple[Any, EpochIterator] | None = None
 
     def interrupt(self) -> None:
-        """Let `fit` stop after the steps that run now, write a checkpoint and return; meant for signal handlers."""
+        """Stop `fit` after the current call, with a checkpoint; safe in a signal handler."""
         self.interrupted = True
 
     def build(self, x: Any, y: Any = None, batch_size: int | None = None) -> Any:
-        """Create and check with the first batch all that `fit` would before its first step.
+        """Build the model from the first batch, and run all checks of `fit` before its first step.
 
-        A `fit` on the same dataset then begins with that batch: a shuffled dataset has another order each time it is
-        read, and looking ahead must not change what is trained on.
+        The next `fit` on the same dataset starts with this batch. A shuffled dataset has another order in each pass,
+        and `build` must not change the order in which `fit` trains.
 
         Args:
             x: A dataset or arrays, as for `fit`.
@@ -86,12 +85,12 @@ class Trainer:
             batch_size: Global batch of arrays; None for 32.
 
         Returns:
-            The first global batch, as this worker has it.
+            The first local batch of this worker.
 
         Raises:
             ValueError: As `fit`.
         """
-        # A Python source is shuffled as fit shuffles by default: it can go on with this first look only if it is.
+        # Shuffle a Python source, the default of fit: fit reuses the batch only with the same argument.
         shuffle = data.is_python_source(x)
         dataset = self._preparation.batches(
             self._looked_at(x, None, shuffle), y, batch_size=batch_size, shuffle=shuffle
@@ -101,11 +100,11 @@ class Trainer:
         return self.strategy.local_batch(stream.peek())
 
     def preview(self, x: Any, y: Any = None, batch_size: int | None = None) -> Preview:
-        """Show what a step will be like, before anything trains: measured on the first batch, and computed from that.
+        """Predict a step before training, from measurements on the first batch.
 
-        A notebook shows the result as text and picture. A `fit` on the same dataset trains as it would have without:
-        weights, optimizer, random state and the order of a shuffled dataset stay as they are (with `class_weight` or
-        another dataset object, a shuffled dataset is read again).
+        A notebook displays the result as text and picture. The preview does not change the next `fit` on the same
+        dataset: weights, optimizer, random state and the order of a shuffled dataset stay the same. With
+        `class_weight` or another dataset object, a shuffled dataset is read again.
 
         Args:
             x: A dataset or arrays, as for `fit`.
@@ -113,8 +112,8 @@ class Trainer:
             batch_size: Global batch of arrays; None for 32.
 
         Returns:
-            For a pipeline its stages, its step as predicted and the picture of its schedule; for other strategies the
-            devices with their examples and memory.
+            For a pipeline the stages, the prediction and a picture of the schedule; for other strategies the devices
+            with their examples and memory.
 
         Raises:
             ValueError: As `fit`.
@@ -127,7 +126,7 @@ class Trainer:
         return self.strategy.preview(self.model, self.build(x, y, batch_size))
 
     def __repr__(self) -> str:
-        """Return the model, the optimizer, the steps done and the strategy in a line."""
+        """Return one line with the model, the optimizer, the number of steps and the strategy."""
         model, optimizer = self.model, self.model.optimizer
         parameters = f"{model.count_params():,} parameters" if model.built else "parameters not yet counted"
         trained = ""
@@ -136,14 +135,14 @@ class Trainer:
         return f"<Trainer of {model.name!r}, {parameters}{trained}, on {self.strategy.describe()}>"
 
     def compile(self, *arguments: Any, **settings: Any) -> None:
-        """Compile the model again, as `keras.Model.compile` does: for another optimizer, loss or set of metrics.
+        """Compile the model with another optimizer, loss or metrics, as `keras.Model.compile` does.
 
-        `trainer.model.compile(...)` does the same. As in Keras, what changes in the `trainable` attribute of a layer
-        counts from the next compilation on, and an optimizer begins afresh.
+        `trainer.model.compile(...)` does the same. As in Keras, a new value of a layer's `trainable` takes effect at
+        the next compilation, and a new optimizer has no state.
 
         Args:
-            *arguments: As for `compile` of the model, which is usually `keras.Model.compile`.
-            **settings: As for `compile` of the model: `optimizer`, `loss`, `metrics` and so on.
+            *arguments: The positional arguments of the model's `compile`.
+            **settings: The keyword arguments of the model's `compile`: `optimizer`, `loss`, `metrics` and so on.
 
         Example:
             >>> trainer.fit(dataset)  # the new layers
@@ -178,40 +177,40 @@ class Trainer:
         checkpoints: Checkpoints | None = None,
         nonfinite_loss: NonfiniteLoss = "stop",
     ) -> keras.callbacks.History:
-        """Train, as `keras.Model.fit` does.
+        """Train the model, as `keras.Model.fit` does.
 
         Args:
             x: A `tf.data.Dataset` of `(inputs, targets)` or `(inputs, targets, sample_weight)`, batched to the
-                global batch; what yields such batches: a `keras.utils.PyDataset`, a generator, a torch `DataLoader`;
-                or arrays `[examples, ...]` of any kind that Keras takes.
-            y: Targets `[examples, ...]` where `x` is arrays.
+                global batch; a `keras.utils.PyDataset`, a generator or a torch `DataLoader` that yields such batches;
+                or arrays `[examples, ...]` of any type that Keras accepts.
+            y: Targets `[examples, ...]` if `x` is arrays.
             batch_size: Global batch of arrays; None for 32.
-            epochs: The epoch at whose end training stops.
-            verbose: 0 silent, 1 or "auto" a progress bar, 2 a line an epoch.
-            callbacks: Keras callbacks: one, a list of them or a `keras.callbacks.CallbackList`. One that looks at
-                batches makes every call run a single step.
-            validation_split: Share of the arrays' last rows to validate on instead of training on them.
+            epochs: The number of epochs at which training stops; from `initial_epoch` on fewer run.
+            verbose: 0 silent, 1 or "auto" a progress bar, 2 one line per epoch.
+            callbacks: Keras callbacks: one, a list of them or a `keras.callbacks.CallbackList`. With
+                hooks for batches, every call runs a single step.
+            validation_split: Fraction of the arrays, from their end, to validate on instead of training on it.
             validation_data: A dataset, or a tuple of arrays, evaluated after every `validation_freq` epochs.
-            shuffle: Whether arrays are shuffled, in another order every epoch.
-            class_weight: Weight of each class's examples in the loss.
-            sample_weight: Weights `[examples, ...]` where `x` is arrays.
-            initial_epoch: Epoch at which to start.
-            steps_per_epoch: Steps an epoch; None for one pass over the dataset.
-            validation_steps: Steps a validation; None for all of its data.
+            shuffle: Whether to shuffle arrays, in another order every epoch.
+            class_weight: Weight of the examples of each class in the loss.
+            sample_weight: Weights `[examples, ...]` if `x` is arrays.
+            initial_epoch: The first epoch.
+            steps_per_epoch: Steps per epoch; None for one pass over the dataset.
+            validation_steps: Steps per validation; None for all of its data.
             validation_batch_size: Global batch of arrays in validation; None for `batch_size`.
             validation_freq: Epochs from one validation to the next, or the epochs to validate after.
-            steps_per_call: Steps of one call of the inner loop; None for about a tenth of a second's worth.
-            checkpoints: Where to write checkpoints, and from which to resume if there are any.
-            nonfinite_loss: "stop" raises after the step, or the validation, whose loss is not finite; "continue"
-                trains on and reports it, as Keras does.
+            steps_per_call: Steps per call of the compiled loop; None for calls of about a tenth of a second.
+            checkpoints: Where to write checkpoints; training resumes from the last one if there is any.
+            nonfinite_loss: "stop" raises after a step, or a validation, with a loss that is not finite; "continue"
+                trains with it, as Keras does.
 
         Returns:
-            The history of logs, one entry an epoch.
+            The history of logs, with one entry per epoch.
 
         Raises:
-            ValueError: If data and model do not fit together, the strategy cannot honour the model exactly, or the
-                model is not compiled.
-            FloatingPointError: If the loss is no longer finite; the message names the step.
+            ValueError: If the data do not have the shapes of the model, the strategy cannot train the model with
+                parity, or the model is not compiled.
+            FloatingPointError: If the loss is not finite; the message names the step.
         """
         epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch)
         if validation_split and validation_data is None:
@@ -224,12 +223,12 @@ class Trainer:
             class_weight=class_weight,
         )  # fmt: skip
         stream, run_steps = self._preparation.stream(dataset, steps, "train", begun)
-        listeners = self._preparation.listeners(callbacks, verbose, stream, epochs, add_history=True)
+        callback_list = self._preparation.callback_list(callbacks, verbose, stream, epochs, add_history=True)
         self.interrupted = self.model.stop_training = False
         fit_loop = FitLoop(
-            self._preparation.caller(run_steps, stream, listeners, steps_per_call),
+            self._preparation.caller(run_steps, stream, callback_list, steps_per_call),
             self._preparation.validation(
-                validation_data, validation_batch_size or batch_size, validation_steps, validation_freq, listeners
+                validation_data, validation_batch_size or batch_size, validation_steps, validation_freq, callback_list
             ),
             checkpoints,
             lambda: self.interrupted,
@@ -241,11 +240,11 @@ class Trainer:
         self.interrupted = fit_loop.was_interrupted
         if not self.interrupted and epochs > 0:
             self.strategy.finalize_weights(self.model)
-        listeners.on_train_end(logs)
+        callback_list.on_train_end(logs)
         return self.model.history
 
     def _looked_at(self, x: Any, class_weight: dict[int, float] | None, shuffle: bool) -> Any:
-        """Return the batches of Python code at which `build` has looked, if they are those of `x`; else `x`."""
+        """Return the Python source from which `build` read the first batch, if it is the source of `x`; else `x`."""
         looked_at = self._begun[0] if self._begun is not None else None
         if isinstance(looked_at, data.PythonBatches) and looked_at.is_made_of(x, class_weight, shuffle):
             return looked_at
@@ -263,17 +262,17 @@ class Trainer:
         callbacks: Callbacks = None,
         return_dict: bool = False,
     ) -> Any:
-        """Compute loss and metrics, as `keras.Model.evaluate` does.
+        """Compute the loss and the metrics, as `keras.Model.evaluate` does.
 
         Args:
             x: A dataset or arrays, as for `fit`.
-            y: Targets where `x` is arrays.
+            y: Targets if `x` is arrays.
             batch_size: Global batch of arrays; None for 32.
-            verbose: 0 silent, 1 or "auto" a progress bar, 2 a line.
-            sample_weight: Weights where `x` is arrays.
+            verbose: 0 silent, 1 or "auto" a progress bar, 2 one line.
+            sample_weight: Weights if `x` is arrays.
             steps: Number of batches; None for all.
-            callbacks: Keras callbacks; one may set `model.stop_evaluating`.
-            return_dict: Whether to return a dict by name instead of a list.
+            callbacks: Keras callbacks. A callback may set `model.stop_evaluating`.
+            return_dict: Whether to return a dict from names to values in place of a list.
 
         Returns:
             The loss, or a list or dict of the loss and the metrics.
@@ -284,8 +283,8 @@ class Trainer:
         steps = limited_steps(steps)
         dataset = self._preparation.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
         stream, run_steps = self._preparation.stream(dataset, steps, "evaluate")
-        listeners = self._preparation.listeners(callbacks, verbose, stream)
-        logs = evaluate(self._preparation.caller(run_steps, stream, listeners, testing=True))
+        callback_list = self._preparation.callback_list(callbacks, verbose, stream)
+        logs = evaluate(self._preparation.caller(run_steps, stream, callback_list, testing=True))
         return logs if return_dict else keras_model.metrics_in_order(self.model, logs)
 
     @keyword_arguments.named
@@ -302,11 +301,11 @@ class Trainer:
         The model need not be compiled.
 
         Args:
-            x: A dataset (targets are left aside) or arrays.
+            x: A dataset, whose targets are ignored, or arrays.
             batch_size: Global batch of arrays; None for 32.
-            verbose: 0 silent, 1 or "auto" a progress bar, 2 a line.
+            verbose: 0 silent, 1 or "auto" a progress bar, 2 one line.
             steps: Number of batches; None for all.
-            callbacks: Keras callbacks; one may set `model.stop_predicting`.
+            callbacks: Keras callbacks. A callback may set `model.stop_predicting`.
 
         Raises:
             ValueError: If the data are empty or do not fit the model.
@@ -314,16 +313,17 @@ class Trainer:
         steps = limited_steps(steps)
         dataset = self._preparation.batches(x, batch_size=batch_size, steps=steps)
         stream, predict_batch = self._preparation.predictions(dataset, steps)
-        listeners = self._preparation.listeners(callbacks, verbose, stream)
-        return predict(self.model, self.strategy, stream, predict_batch, listeners)
+        callback_list = self._preparation.callback_list(callbacks, verbose, stream)
+        return predict(self.model, self.strategy, stream, predict_batch, callback_list)
 
     def save(self, path: str | Path) -> None:
-        """Save the model as plain Keras, whole or not at all: it is written under another name and renamed.
+        """Save the model as a `.keras` file.
 
-        Over several workers the chief writes it.
+        The file is written under another name and then renamed, so it is never incomplete. Of several workers the chief
+        writes it.
 
         Args:
-            path: A `.keras` file, loaded with `keras.models.load_model`, without tfpar.
+            path: A `.keras` file. `keras.models.load_model` loads it without tfpar.
 
         Raises:
             ValueError: If the name does not end with `.keras`.

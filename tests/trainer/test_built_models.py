@@ -199,7 +199,7 @@ def test_the_three_share_what_one_of_them_compiled(monkeypatch: pytest.MonkeyPat
 
 
 def test_fit_on_one_of_several_devices_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
-    drop_in._mention_other_devices.cache_clear()
+    drop_in._print_other_devices.cache_clear()
     chosen = small.build_model()
     trainer = tfpar.Trainer(chosen, tfpar.SingleDevice())
     tfpar.fit(chosen, small.data(), verbose=0)

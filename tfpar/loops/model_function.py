@@ -1,4 +1,4 @@
-"""From the first argument of a trainer, a model function or a model, to the model."""
+"""The model of a trainer, from its first argument: a model function or a model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
 
 
 def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None) -> keras.Model:
-    """Build a model under a strategy, or take one that is built; its state then lives where the strategy keeps it.
+    """Build a model in the scope of a strategy, or move a built model into it.
 
     Args:
         build_model: The model function, or a model.
-        strategy: Where the model is to live.
-        seed: Set before the model function runs; a model that exists already needs none.
+        strategy: The strategy that places the variables of the model.
+        seed: The seed to set before the model function runs; None sets nothing. Unused for a built model.
 
     Raises:
-        TypeError: If it is neither, or the function does not return a model.
-        ValueError: If the model overrides a step of Keras' own trainer, or cannot move into the strategy.
+        TypeError: If `build_model` does not return a model, or is the class of a model that is not compiled.
+        ValueError: If the model overrides a step of Keras' trainer, or cannot move into the strategy.
     """
     if isinstance(build_model, keras.Model):
         model = build_model
@@ -43,10 +43,10 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
 
 
 def check_arguments(build_model: Any, strategy: Any, seed: Any) -> None:
-    """Refuse what is no model function and no model, or no seed, before anything is built.
+    """Refuse wrong arguments of a trainer before the model is built.
 
     Raises:
-        TypeError: If an argument is of another kind, or the model function has to be given arguments.
+        TypeError: If an argument has the wrong type, or the model function needs arguments.
         ValueError: If the seed is out of range.
     """
     if isinstance(build_model, Strategy | tf.distribute.Strategy):
@@ -68,7 +68,7 @@ def check_arguments(build_model: Any, strategy: Any, seed: Any) -> None:
 
 
 def _check_parameters(build_model: Any) -> None:
-    # A model's class is created by a method of Keras that takes everything.
+    # The signature of a model's class is that of a method of Keras with arbitrary arguments.
     is_class = isinstance(build_model, type)
     function = build_model.__init__ if is_class else build_model
     try:

@@ -1,4 +1,4 @@
-"""What `fit`, `evaluate` and `predict` need before their first step: a stream, a built model, a compiled loop."""
+"""Preparation of `fit`, `evaluate` and `predict`: an epoch iterator, a built model and a compiled loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tfpar.strategies import Distributed, Strategy, model_checks
 
 
 class Preparation:
-    """Prepare one model for its calls of `fit`, `evaluate` and `predict` under one strategy.
+    """Preparation of one model for `fit`, `evaluate` and `predict` under one strategy.
 
     Args:
         model: The model.
-        strategy: Distributes data and supplies the steps.
+        strategy: The strategy, which distributes data and defines the steps.
     """
 
     def __init__(self, model: keras.Model, strategy: Strategy) -> None:
@@ -39,14 +39,17 @@ class Preparation:
         begun: tuple[Any, EpochIterator] | None = None,
         restarts: bool = False,
     ) -> tuple[EpochIterator, RunSteps]:
-        """Distribute a dataset, create what the model only can with its first batch, and compile the loop over it.
+        """Distribute a dataset, build the model from its first batch, and compile the loop.
 
         Args:
             dataset: Global batches.
-            steps: Steps an epoch; None for a whole pass.
+            steps: Steps per epoch; None for one pass over the data.
             kind: "train" or "evaluate".
-            begun: A dataset and a stream of it of which nothing was taken yet.
-            restarts: Whether every epoch begins a pass, also where `steps` is given.
+            begun: A dataset and an unused iterator over it, to use again for the same dataset.
+            restarts: Whether every epoch starts a new pass, even if `steps` is given.
+
+        Returns:
+            The iterator and the compiled loop.
         """
         method = "fit" if kind == "train" else "evaluate"
         with self._strategy.together():
@@ -57,11 +60,11 @@ class Preparation:
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
             return self._strategy.has_more(upcoming, distributed)
 
-        goes_on = begun[1] if begun is not None and begun[0] is dataset else None
+        unused = begun[1] if begun is not None and begun[0] is dataset else None
         together = self._strategy.together
-        stream = EpochIterator(distributed.dataset, steps, has_more, goes_on, source, first, restarts, together)
+        stream = EpochIterator(distributed.dataset, steps, has_more, unused, source, first, restarts, together)
         batch = self._build(stream, distributed, kind)
-        if source is not None and goes_on is None:
+        if source is not None and unused is None:
             source.start(self._strategy.broadcast)
         training = kind == "train"
         if not objective.objectives_of(self._model):
@@ -73,7 +76,7 @@ class Preparation:
         return stream, self._compiled.loop(kind, distributed)
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Callable[[Any], Any]]:
-        """Distribute a dataset, build the model with its first batch, and compile what predicts on one element."""
+        """Return an iterator over a distributed dataset and the compiled prediction of one batch; build the model."""
         with self._strategy.together():
             model_checks.check_steps(self._model, "predict")
             whole = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
@@ -90,7 +93,7 @@ class Preparation:
     def _distribute(
         self, dataset: data.Batches
     ) -> tuple[Distributed, data.PythonBatches | None, tf.data.Dataset | None]:
-        """Return the distributed dataset, the Python code behind it, and one element to look at before that runs."""
+        """Return the distributed dataset, its Python source, and a dataset with the first element of that source."""
         if not isinstance(dataset, data.Sharded):
             model_checks.check_batched(self._model, dataset.element_spec)
         if not isinstance(dataset, data.PythonBatches):
@@ -99,7 +102,7 @@ class Preparation:
         return distribute(dataset.dataset), dataset, distribute(dataset.first).dataset
 
     def batches(self, x: Any, y: Any = None, sample_weight: Any = None, **settings: Any) -> data.Batches:
-        """Return `data.as_dataset(...)`; where one worker's data are refused, all workers raise.
+        """Return `data.as_dataset(...)`; if it raises on one worker, raise on all workers.
 
         Args:
             x: As for `data.as_dataset`.
@@ -114,30 +117,30 @@ class Preparation:
         with self._strategy.together():
             batch = self._strategy.local_batch(stream.peek())
             model_checks.check_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
-        # What differs would be noticed in the middle of what workers create together, and some would wait there.
+        # Workers with different shapes would create different variables, and wait for each other without end.
         self._strategy.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
-        self._strategy.adopt(self._model)  # the model may be compiled again since, outside of the scope
+        self._strategy.adopt(self._model)  # it may have been compiled again outside of the scope
         with self._strategy.together(), self._strategy.scope():
             self._strategy.place(self._model, batch, kind == "train")
             model_checks.build(self._model, batch, kind)
-        self._strategy.adopt(self._model)  # metrics of the user's own belong to the model only now
+        self._strategy.adopt(self._model)  # a build may add metrics to the model
         return batch
 
     def caller(
         self,
         run_steps: RunSteps,
         stream: EpochIterator,
-        listeners: keras.callbacks.CallbackList,
+        callbacks: keras.callbacks.CallbackList,
         steps_per_call: int | None = None,
         testing: bool = False,
     ) -> StepCalls:
-        """Return what calls a compiled loop on a stream."""
-        return StepCalls(run_steps, self._model, self._strategy, stream, listeners, steps_per_call, testing)
+        """Return the calls of a compiled loop over an iterator."""
+        return StepCalls(run_steps, self._model, self._strategy, stream, callbacks, steps_per_call, testing)
 
-    def listeners(
+    def callback_list(
         self, callbacks: Any, verbose: int | str, stream: EpochIterator, epochs: int = 1, add_history: bool = False
     ) -> Any:
-        """Return the list of callbacks of one call."""
+        """Return the callbacks of one `fit`, `evaluate` or `predict`."""
         return callback_list(
             callbacks, self._model, self._strategy.is_chief, verbose, epochs, stream.steps_per_epoch, add_history
         )
@@ -148,9 +151,9 @@ class Preparation:
         batch_size: int | None,
         steps: int | None,
         frequency: int | Sequence[int],
-        listeners: keras.callbacks.CallbackList,
+        callbacks: keras.callbacks.CallbackList,
     ) -> Callable[[int], dict[str, float]]:
-        """Return what evaluates after an epoch and gives its logs, none where none is due.
+        """Return a function from an epoch to the logs of its validation, empty if none is due.
 
         Raises:
             ValueError: If the frequency is neither a number of epochs nor a list of them.
@@ -165,7 +168,7 @@ class Preparation:
         steps = limited_steps(steps)
         dataset = self.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
         stream, run_steps = self.stream(dataset, steps, "evaluate", restarts=True)
-        caller = self.caller(run_steps, stream, listeners, testing=True)
+        caller = self.caller(run_steps, stream, callbacks, testing=True)
 
         def validate(epoch: int) -> dict[str, float]:
             due = (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency
@@ -175,7 +178,7 @@ class Preparation:
 
 
 def _shapes(spec: Any) -> str:
-    """Return the type and shape of each tensor of an element, without the number of its examples; a line for each."""
+    """Return one line with the type and shape of each tensor of an element, without the number of examples."""
     leaves = keras.tree.flatten_with_path(spec)
     return "\n".join(f"{'/'.join(map(str, path))}: {_shape(leaf)}" for path, leaf in leaves)
 

@@ -1,4 +1,4 @@
-"""Calls of a compiled loop on a stream: how many steps each runs, and the logs that callbacks receive."""
+"""Calls of a compiled loop over an epoch iterator: their numbers of steps, and the logs for callbacks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ RunSteps = Callable[..., CallResult]
 
 @dataclasses.dataclass
 class StepCalls:
-    """Call an inner loop on a stream, as many steps at a time as is right.
+    """Calls of a compiled loop, each with a number of steps that callbacks and the measured time determine.
 
     Args:
         run_steps: The compiled loop.
-        model: The model, whose metrics are the logs.
-        strategy: Its workers run the same number of steps.
-        stream: Where the batches come from.
-        callbacks: They may ask for single batches.
+        model: The model; its metrics are the logs.
+        strategy: The strategy; all its workers run the same number of steps.
+        stream: The iterator over batches.
+        callbacks: The callbacks. If one needs single batches, each call runs a single step.
         steps_per_call: A number of steps for every call; None for `steps_per_execution` of the compiled model, or
             else to choose by time.
         testing: Whether the loop evaluates.
@@ -47,7 +47,7 @@ class StepCalls:
     testing: bool = False
 
     def __post_init__(self) -> None:
-        """Begin with a single step: the first call compiles."""
+        """Start with a single step, because the first call compiles."""
         if self.steps_per_call is not None and self.steps_per_call < 1:
             raise ValueError(
                 f"steps_per_call must be at least 1, received {self.steps_per_call}. Leave it out for auto."
@@ -59,12 +59,12 @@ class StepCalls:
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of an epoch; None for as many as the data have."""
+        """Steps of an epoch; None if the epoch ends with the data."""
         steps = self.stream.steps_per_epoch
         return None if steps is None else whole_executions(steps, self._per_execution)
 
     def wanted_steps(self) -> int:
-        """Return how many steps this worker would run in the next call; the chief's wish counts."""
+        """Return the number of steps of the next call on the chief, and 0 on other workers."""
         if not self.strategy.is_chief:
             return 0
         single = self._fixed is None and any(
@@ -74,11 +74,11 @@ class StepCalls:
         return whole_executions(1 if single else self._steps.next(), multiple)
 
     def ends_at_nonfinite(self, stop: bool) -> bool:
-        """Say whether a call ends after a step whose loss is not finite.
+        """Return whether a call ends after a step with a loss that is not finite.
 
         Args:
-            stop: Whether training stops there. A callback that decides gets to see that batch as under Keras, where
-                it is the last of its execution.
+            stop: Whether training stops after such a step. If a callback decides instead, it is called at the end of
+                the execution, as in Keras.
         """
         decides = any(map(decides_at_nonfinite, self.callbacks.callbacks))
         return self._per_execution == 1 if decides else stop
@@ -87,33 +87,33 @@ class StepCalls:
         """Run the next steps.
 
         Args:
-            first: Number of the first step within its epoch.
-            num_steps: How many steps, or fewer where the epoch ends; the same on all workers.
-            end_at_nonfinite: Whether the call ends after a step whose loss is not finite.
+            first: The index of the first step in its epoch.
+            num_steps: The number of steps, equal on all workers; fewer run at the end of the epoch.
+            end_at_nonfinite: Whether the call ends after a step with a loss that is not finite.
 
         Returns:
-            The steps done, the number that Keras gives the last one, whether the loss is finite, and the logs, in
-            the structure that the model gives them.
+            The number of steps, the index of the last one in Keras' numbering, whether the loss is finite, and the
+            logs of the model.
         """
         limit = self.num_steps
         wanted = num_steps if limit is None else min(num_steps, limit - first)
-        began = time.perf_counter()
+        start = time.perf_counter()
         with self.strategy.step_context():
             result = self.run_steps(self.stream.iterator, self.stream.upcoming, wanted, end_at_nonfinite)
         done = int(result.num_steps)
-        self._steps.record(done, time.perf_counter() - began)
+        self._steps.record(done, time.perf_counter() - start)
         self.stream.advance(result.upcoming, done)
         for callback in self.callbacks.callbacks:
             if isinstance(callback, Throughput):
                 callback.measure_call(done, int(result.num_examples), float(result.data_wait_seconds))
         logs = keras.tree.map_structure(np.asarray, result.logs)
-        # Keras counts whole executions, also where the data end within one.
+        # Keras counts whole executions, also if the data end inside of one.
         last = first + (num_steps if self._per_execution > 1 else done) - 1
         return done, last, bool(result.finite) and bool(np.all(np.isfinite(logs.get("loss", 0.0)))), logs
 
 
 def limited_epochs(epochs: int) -> int:
-    """Return the epochs to train for under `keras.config.set_max_epochs` (or `KERAS_MAX_EPOCHS`)."""
+    """Return the number of epochs, limited by `keras.config.set_max_epochs` (or `KERAS_MAX_EPOCHS`)."""
     limit = keras.config.max_epochs()
     if not limit or limit >= epochs:
         return epochs
@@ -122,7 +122,7 @@ def limited_epochs(epochs: int) -> int:
 
 
 def limited_steps(num_steps: int | None) -> int | None:
-    """Return the steps under `keras.config.set_max_steps_per_epoch` (or `KERAS_MAX_STEPS_PER_EPOCH`), if any."""
+    """Return the steps, limited by `keras.config.set_max_steps_per_epoch` (or `KERAS_MAX_STEPS_PER_EPOCH`)."""
     limit = keras.config.max_steps_per_epoch()
     if not limit or (num_steps and num_steps <= limit):
         return num_steps
@@ -131,14 +131,14 @@ def limited_steps(num_steps: int | None) -> int | None:
 
 
 def whole_executions(num_steps: int, per_execution: int) -> int:
-    """Return the steps of as many executions as `num_steps` need: Keras 3.15 runs whole ones while data last."""
+    """Return `num_steps` rounded up to whole executions, as Keras 3.15 runs them while there are data."""
     return -(-num_steps // per_execution) * per_execution
 
 
 def to_python(logs: dict[str, Any]) -> dict[str, Any]:
     """Return logs as Keras 3.15's `pythonify_logs` does: sorted, flat, floats where `float` takes the value.
 
-    A metric of several values stays an array; so does a vector of one value from NumPy 2.4 on, which gives no float.
+    A metric with several values stays an array, and since NumPy 2.4 a vector with one value does too.
 
     Example:
         >>> to_python({"loss": tf.constant(0.5), "f1_score": tf.constant([1.0])})
