@@ -73,7 +73,7 @@ def test_mirrored_in_a_worker_of_a_job_is_refused(job: workers.Workers) -> None:
     """TensorFlow 2.21 ends the process by SIGSEGV: it lists no device by a local name there."""
     for answer in job.answers("mirrored"):
         assert isinstance(answer, workers.Raised)
-        assert "use MultiWorker here" in answer.message
+        assert "Use MultiWorker here" in answer.message
 
 
 @pytest.mark.parametrize("kind", OTHER_DATA)

@@ -154,7 +154,7 @@ def _is_example(shape: tuple[int | None, ...], wanted: tuple[int | None, ...]) -
 
 def _fits(shape: tuple[int | None, ...] | None, wanted: tuple[int | None, ...]) -> bool:
     if shape is None:
-        return True  # Keras knows which inputs are optional.
+        return True  # an optional input, which Keras checks
     # Keras adds or drops a last axis of size one.
     candidates = [shape, (*shape, 1)] + ([shape[:-1]] if shape[-1:] == (1,) else [])
     return any(
