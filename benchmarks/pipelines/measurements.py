@@ -42,7 +42,7 @@ def _model_of(setting: Setting) -> Any:
     return tfpar.Trainer(build_model, strategy, seed=0)
 
 
-def _outlook(trainer: Any, dataset: Any) -> Any:
+def _prediction_of(trainer: Any, dataset: Any) -> Any:
     """Return what a pipeline says of its step before it trains.
 
     Args:
@@ -63,7 +63,7 @@ def _laps(setting: Setting) -> Answer:
 
 def _prediction(setting: Setting) -> Answer:
     trainer = _model_of(setting)
-    predicted = _outlook(trainer, _batches(setting, setting.batch_size)).planned
+    predicted = _prediction_of(trainer, _batches(setting, setting.batch_size)).planned
     return {**_train_laps(setting, trainer), "predicted_seconds": predicted.step_seconds}
 
 
@@ -144,7 +144,7 @@ def _memory(setting: Setting) -> Answer:
     if setting.trainer == "pipeline":
         trainer = _model_of(setting)  # another, for the first one has been told of the small batch
         trainer.fit(full, verbose=0)
-        answer["predicted_bytes"] = together_bytes(_outlook(trainer, full))
+        answer["predicted_bytes"] = together_bytes(_prediction_of(trainer, full))
     return answer
 
 

@@ -17,24 +17,24 @@ from tfpar.pipeline.schedule import Action
 Corner = tuple[float, float]  # seconds, bytes
 
 
-def together_bytes(outlook: Prediction) -> float:
+def together_bytes(prediction: Prediction) -> float:
     """Return the most bytes of activations that all devices together hold at one time.
 
     `Timeline.peak_bytes` says what each device needs of a memory of its own, and devices need the most at different
     times. What a backward pass makes again grows until the forward pass has run again, and then shrinks.
 
     Args:
-        outlook: A pipeline's predicted step, for a schedule without W.
+        prediction: A pipeline's predicted step, for a schedule without W.
     """
-    forms = list(_forms(outlook))
+    forms = list(_forms(prediction))
     moments = {seconds for form in forms for seconds, _ in form}
     return max(sum(_height(form, moment) for form in forms) for moment in moments)
 
 
-def _forms(outlook: Prediction) -> Iterator[list[Corner]]:
+def _forms(prediction: Prediction) -> Iterator[list[Corner]]:
     """Draw what each micro-batch holds on each stage, as a line from corner to corner."""
-    durations = outlook.durations
-    times = {span.action: (span.begin_seconds, span.end_seconds) for span in outlook.planned.spans}
+    durations = prediction.durations
+    times = {span.action: (span.begin_seconds, span.end_seconds) for span in prediction.planned.spans}
     for kind, stage, microbatch in times:
         if kind == "F":
             kept_bytes, again_bytes = durations.activation_bytes[stage], durations.backward_temporary_bytes[stage]

@@ -63,14 +63,14 @@ def test_what_a_micro_batch_keeps_is_known(schedule: str, recompute: bool, expec
     trainer = tfpar.Trainer(build, pipeline, seed=0)
     arrays = np.ones((20, 8), "float32"), np.ones((20, 4), "float32")
     batch = trainer.build(tf.data.Dataset.from_tensor_slices(arrays).batch(20))
-    outlook = pipeline.predict_step_time(trainer.model, batch)
-    sizes = outlook.durations
+    prediction = pipeline.predict_step_time(trainer.model, batch)
+    sizes = prediction.durations
     saved = (
         *(sizes.activation_bytes, sizes.backward_temporary_bytes),
         *(sizes.weight_gradient_temporary_bytes, sizes.until_weight_gradient_bytes),
     )
     assert list(zip(*saved, strict=True)) == expected
-    assert tuple(row.memory_bytes for row in outlook.rows) == outlook.planned.peak_bytes
+    assert tuple(row.memory_bytes for row in prediction.rows) == prediction.planned.peak_bytes
 
 
 def test_a_traced_step_shows_devices_that_work_at_the_same_time() -> None:

@@ -116,7 +116,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused_when_the_trainer_is_made(
         (own_loss(ScalesLoss, kernel_regularizer="l2"), 2, "ScalesLoss has a penalty on .* train on SingleDevice"),
         (sequential(lambda: layers.SpectralNormalization(layers.Dense(4))), 2, "as SpectralNormalization does"),
     ],
-    ids=["mixing", "training", "own loss of penalties", "assigned weight"],
+    ids=["batch dependence", "training", "own loss of penalties", "assigned weight"],
 )
 def test_a_model_that_micro_batches_would_change_is_refused_before_the_first_step(
     build: Build, num_microbatches: int, message: str

@@ -251,8 +251,8 @@ def test_what_micro_batches_need_of_the_whole_batch_is_no_more_than_weights_wher
     ]:
         trainer = tfpar.Trainer(endpoint(name), pipeline(), seed=0)
         trainer.fit(of_a_pipeline().take(1), verbose=0)
-        (lowering,) = [trainer.strategy._lowerings[trainer.model]]
-        assert lowering.compiler.ways(training=True) == (way,), name
+        (steps,) = [trainer.strategy._steps[trainer.model]]
+        assert steps.compiler.ways(training=True) == (way,), name
 
 
 def test_what_is_not_linear_in_a_loss_is_refused_where_a_cut_parts_it_from_the_loss() -> None:

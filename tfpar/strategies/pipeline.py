@@ -92,7 +92,7 @@ class Pipeline(SingleReplica):
             self.schedule, self.devices, balance, recompute, memory_limit_bytes, allow_batch_dependent_layers
         )
         self._adds_losses: PerModel[bool] = PerModel()
-        self._lowerings: PerModel[PipelineSteps] = PerModel()
+        self._steps: PerModel[PipelineSteps] = PerModel()
         self._present: PerModel[list[bool]] = PerModel()
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -127,7 +127,7 @@ class Pipeline(SingleReplica):
                 "has objectives of its own. Train it with SingleDevice, Mirrored or MultiWorker."
             )
         if self._planner.forget_moved(model):
-            self._lowerings.pop(model)
+            self._steps.pop(model)
         self._planner.place_early(model)
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:
@@ -140,8 +140,8 @@ class Pipeline(SingleReplica):
         """
         data.check_same_inputs(self._present, model, batch)
         self._planner.check_again(model, batch, training)
-        if model in self._lowerings and self._lowerings[model].compiler.compilation is keras_model.compilation(model):
-            self._lowerings[model].compiler.examples.keep(batch)
+        if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
+            self._steps[model].compiler.examples.keep(batch)
             return
         adds_losses = self._planner.divide(model, batch, training)
         if adds_losses is not None:
@@ -151,10 +151,10 @@ class Pipeline(SingleReplica):
             self._planner.stages_of(model),
             schedule.num_microbatches,
             adds_losses=self._adds_losses[model],
-            allows_mixing=self._allow_batch_dependence,
+            allow_batch_dependence=self._allow_batch_dependence,
         )
         compiler.examples.keep(batch)
-        self._lowerings[model] = PipelineSteps(compiler, schedule)
+        self._steps[model] = PipelineSteps(compiler, schedule)
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
         """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""
@@ -176,11 +176,11 @@ class Pipeline(SingleReplica):
             True
         """
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        lowering = self._prepared(model)
+        steps = self._prepared(model)
         with self.step_context():
             return predict_step_time(
                 self._planner.partition_of(model),
-                lowering,
+                steps,
                 self.schedule_of(model),
                 self._planner.stage_devices(model),
                 self._planner.memory_of(model),
@@ -204,26 +204,26 @@ class Pipeline(SingleReplica):
         Raises:
             ValueError: If the model was not prepared since it was last compiled.
         """
-        lowering = self._prepared(model)
+        steps = self._prepared(model)
         with self.step_context():
-            return measure_step(self.schedule_of(model), lambda actions: lowering.timed(batch, actions))
+            return measure_step(self.schedule_of(model), lambda actions: steps.timed(batch, actions))
 
     def _prepared(self, model: keras.Model) -> PipelineSteps:
-        lowering = self._lowerings.get(model)
-        if lowering is None or lowering.compiler.compilation is not keras_model.compilation(model):
+        steps = self._steps.get(model)
+        if steps is None or steps.compiler.compilation is not keras_model.compilation(model):
             raise ValueError(
                 f"A model must be prepared with its first batch before its stages are measured, and {model.name!r} was "
-                f"{'compiled again since' if lowering else 'not yet'}. Call trainer.build(dataset) first."
+                f"{'compiled again since' if steps else 'not yet'}. Call trainer.build(dataset) first."
             )
-        return lowering
+        return steps
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Find the reduction of the losses over micro-batches; raise ValueError if a loss has none."""
-        self._lowerings[model].compiler.prepare(batch)
+        self._steps[model].compiler.prepare(batch)
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Find the reduction of an overridden `compute_loss` over micro-batches, or refuse it."""
-        self._lowerings[model].compiler.prepare_loss(batch, training)
+        self._steps[model].compiler.prepare_loss(batch, training)
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""
@@ -231,16 +231,16 @@ class Pipeline(SingleReplica):
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
-        return self._lowerings[model].train_step(batch)
+        return self._steps[model].train_step(batch)
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
-        return self._lowerings[model].evaluate_step(batch)
+        return self._steps[model].evaluate_step(batch)
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        return self._lowerings[model].predict_step(inputs)
+        return self._steps[model].predict_step(inputs)
 
 
 def _devices(schedule: schedules.Schedule) -> list[str]:

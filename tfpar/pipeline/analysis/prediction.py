@@ -39,7 +39,7 @@ class Prediction:
 
 def predict_step_time(
     partition: Partition,
-    lowering: PipelineSteps,
+    steps: PipelineSteps,
     schedule: Schedule,
     devices: Sequence[str],
     memory: MemoryNeeds,
@@ -50,7 +50,7 @@ def predict_step_time(
 
     Args:
         partition: The stages of the model.
-        lowering: The compiled steps of the model.
+        steps: The compiled steps of the model.
         schedule: The order of the actions.
         devices: The device of each stage.
         memory: The estimate of the memory of weights and optimizer state.
@@ -66,11 +66,11 @@ def predict_step_time(
         >>> len(prediction.rows), prediction.planned.num_devices
         (2, 2)
     """
-    programs = lowering.compiler.compile(batch, training=True).programs
+    programs = steps.compiler.compile(batch, training=True).programs
     saved = [program.saved_bytes(microbatch_size) for program in programs.stages]
     durations = dataclasses.replace(
-        step_timing.measure_durations(schedule, lambda actions: lowering.timed(batch, actions)),
-        update_seconds=step_timing.measure_updates(lowering.compiler.staged.model.optimizer, programs),
+        step_timing.measure_durations(schedule, lambda actions: steps.timed(batch, actions)),
+        update_seconds=step_timing.measure_updates(steps.compiler.staged.model.optimizer, programs),
         activation_bytes=tuple(one.activations for one in saved),
         backward_temporary_bytes=tuple(one.input_gradient_temporaries for one in saved),
         weight_gradient_temporary_bytes=tuple(one.weight_gradient_temporaries for one in saved),

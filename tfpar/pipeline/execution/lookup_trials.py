@@ -27,7 +27,7 @@ Flat = Callable[[Any], dict[Any, Any]]
 
 
 def infer_lookup_kinds(
-    programs: Programs, loss: LossProgram, batch: Any, flat: Flat, *, mixing: bool
+    programs: Programs, loss: LossProgram, batch: Any, flat: Flat, *, allow_batch_dependence: bool
 ) -> tuple[Programs, LossProgram]:
     """Return stages and loss with the kinds of those lookups that their graphs do not determine.
 
@@ -36,7 +36,7 @@ def infer_lookup_kinds(
         loss: The compiled loss, for training.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first examples are used.
         flat: Returns the inputs of the graph for a batch of inputs of the model.
-        mixing: Whether a lookup of no kind counts as one of single examples, instead of being refused.
+        allow_batch_dependence: Whether a lookup of no kind counts as one of single examples, instead of being refused.
 
     Raises:
         ValueError: If micro-batches would change which rows of a weight are looked up.
@@ -53,7 +53,12 @@ def infer_lookup_kinds(
         seen.append((whole, parts))
     found = [
         tuple(
-            _kinds_of_weight(weight, kinds, [_observed(trial, index, number) for trial in seen], mixing=mixing)
+            _kinds_of_weight(
+                weight,
+                kinds,
+                [_observed(trial, index, number) for trial in seen],
+                allow_batch_dependence=allow_batch_dependence,
+            )
             for number, (weight, kinds) in enumerate(zip(user.parameters, user.kinds, strict=True))
         )
         for index, user in enumerate(users)
@@ -74,16 +79,18 @@ def _kinds_of_weight(
     kinds: Sequence[indexed_slices.Kind | None],
     trials: Sequence[Sequence[Observed]],
     *,
-    mixing: bool,
+    allow_batch_dependence: bool,
 ) -> tuple[indexed_slices.Kind, ...]:
     return tuple(
-        kind or indexed_slices.kind_of([trial[place] for trial in trials]) or _without_kind(weight, mixing=mixing)
+        kind
+        or indexed_slices.kind_of([trial[place] for trial in trials])
+        or _without_kind(weight, allow_batch_dependence=allow_batch_dependence)
         for place, kind in enumerate(kinds)
     )
 
 
-def _without_kind(weight: keras.Variable, *, mixing: bool) -> indexed_slices.Kind:
-    if mixing:
+def _without_kind(weight: keras.Variable, *, allow_batch_dependence: bool) -> indexed_slices.Kind:
+    if allow_batch_dependence:
         return "listed"
     raise ValueError(
         "In a pipeline rows of a weight must be looked up by single examples or by the whole batch, received "

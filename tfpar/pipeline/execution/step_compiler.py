@@ -29,15 +29,17 @@ class StepCompiler:
         stages: The stages of a built and compiled model, its weights on the devices of their stages.
         num_microbatches: The number of micro-batches of a batch.
         adds_losses: Whether a layer adds a loss.
-        allows_mixing: Whether micro-batches may change what layers compute.
+        allow_batch_dependence: Whether micro-batches may change what layers compute.
     """
 
-    def __init__(self, stages: StagesOfModel, num_microbatches: int, *, adds_losses: bool, allows_mixing: bool) -> None:
+    def __init__(
+        self, stages: StagesOfModel, num_microbatches: int, *, adds_losses: bool, allow_batch_dependence: bool
+    ) -> None:
         self.staged = stages.staged
         self.compilation = keras_model.compilation(self.staged.model)
         self.examples = Examples()
         self._stages, self._num_microbatches = stages, num_microbatches
-        self._adds_losses, self._allows_mixing = adds_losses, allows_mixing or num_microbatches == 1
+        self._adds_losses, self._allow_batch_dependence = adds_losses, allow_batch_dependence or num_microbatches == 1
         self._decomposition: LossDecomposition | None = None
         self._compiled: dict[Any, StepPrograms] = {}
 
@@ -123,7 +125,7 @@ class StepCompiler:
             programs = self._stages.without_dead_ends(programs, live)
             examples = self.examples.like(batch)
             programs, loss = infer_lookup_kinds(
-                programs, loss, examples, self.staged.flat_inputs, mixing=self._allows_mixing
+                programs, loss, examples, self.staged.flat_inputs, allow_batch_dependence=self._allow_batch_dependence
             )
         check_own_loss(self.staged.model, programs)
         metrics = None
