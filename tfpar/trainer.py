@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data, strategies
-from tfpar._compat import keras_model
+from tfpar._compat import keras_metrics
 from tfpar.checkpoint import Checkpoints
 from tfpar.files import atomic_file
 from tfpar.loops.epoch_iterator import EpochIterator
@@ -285,7 +285,7 @@ class Trainer:
         stream, run_steps = self._preparation.stream(dataset, steps, "evaluate")
         callback_list = self._preparation.callback_list(callbacks, verbose, stream)
         logs = evaluate(self._preparation.caller(run_steps, stream, callback_list, testing=True))
-        return logs if return_dict else keras_model.metrics_in_order(self.model, logs)
+        return logs if return_dict else keras_metrics.metrics_in_order(self.model, logs)
 
     @keyword_arguments.named
     def predict(

@@ -1,110 +1,104 @@
-"""Losses computed inside a model's `call`, apart from those that `compile` was given; and means of whole batches.
+"""Losses of compiled models in the parts that a reduction over a batch needs.
 
-Written for Keras 3.15, as `tfpar._compat.keras_model`, which is at its full length.
+All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as loss_module
 
 LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
-
-# Keras as it is: the loss of the given examples, before any patch.
-reduce_of_these = loss_module.reduce_weighted_values
-
-# The replicas of MirroredStrategy are threads, which take turns where they communicate.
-_thread = threading.local()
+AddedLossReduction = Callable[[keras.Model, Any], tf.Tensor]
 
 
-@contextlib.contextmanager
-def in_call() -> Iterator[None]:
-    """Mark what this thread does inside this context as part of a model's `call`."""
-    before = getattr(_thread, "in_call", False)
-    _thread.in_call = True
-    try:
-        yield
-    finally:
-        _thread.in_call = before
+# Keras as it is, for reductions that build on it.
+reduce_weighted_values = loss_module.reduce_weighted_values
+apply_mask = loss_module.apply_mask
+squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
+aggregate_added_loss = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
 
 
 @contextlib.contextmanager
-def losses_in_call(reduce_loss: LossReduction | None = None) -> Iterator[None]:
-    """Let `reduce_loss` reduce the losses that a model's `call` computes inside this context.
+def loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduction) -> Iterator[None]:
+    """Let `reduce_loss` and `reduce_added_loss` do every division of a loss inside this context.
 
-    Keras 3.15 has one function for every loss, `reduce_weighted_values`, and divides by the number of replicas in it.
-
-    Args:
-        reduce_loss: Takes values, sample weight, mask, reduction and dtype; None for Keras' own reduction over the
-            examples at hand.
+    Keras 3.15 divides a loss in one function, `reduce_weighted_values`, by the count of the replica that calls it, and
+    then by the number of replicas: wrong for uneven batches and masks (keras-team/keras#19246 and the facts in the
+    README). Tracing is single-threaded (the threads of MirroredStrategy take turns), so a patch of the module's
+    attributes reaches every loss of the traced step and nothing else.
     """
-    outside = loss_module.reduce_weighted_values
 
     def reduce(values: Any, sample_weight: Any = None, mask: Any = None,
                reduction: str | None = "sum_over_batch_size", dtype: Any = None) -> tf.Tensor:  # fmt: skip
-        inside = reduce_of_these if reduce_loss is None else reduce_loss
-        function = inside if getattr(_thread, "in_call", False) else outside
-        return function(values, sample_weight, mask, reduction, dtype)
+        return reduce_loss(values, sample_weight, mask, reduction, dtype)
 
-    with mock.patch.object(loss_module, "reduce_weighted_values", reduce), undivided():
+    with (
+        mock.patch.object(loss_module, "reduce_weighted_values", reduce),
+        mock.patch.object(loss_module, "unscale_loss_for_distribution", lambda value: value),
+        mock.patch.object(TensorFlowTrainer, "_aggregate_additional_loss", reduce_added_loss),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def undivided() -> Iterator[None]:
-    """Let no loss be divided by the number of replicas inside this context, as Keras 3.15 does under a strategy."""
-    with mock.patch.object(loss_module, "scale_loss_for_distribution", lambda value: value):
+def local_losses() -> Iterator[None]:
+    """Let every loss inside this context be that of the calling replica's examples alone.
+
+    Keras 3.15 divides losses by the number of replicas wherever a strategy is in force.
+    """
+    aggregate = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
+    with (
+        mock.patch.object(loss_module, "scale_loss_for_distribution", lambda value: value),
+        mock.patch.object(loss_module, "unscale_loss_for_distribution", lambda value: value),
+        mock.patch.object(TensorFlowTrainer, "_aggregate_additional_loss", aggregate),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterator[None]:
-    """Let `keras.metrics.Mean` count a scalar, which stands for a whole batch, with a weight inside this context.
+def compute_loss_then(reduce_loss: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    """Pass what `compute_loss` returns through `reduce_loss`; Keras 3.15's step calls it as `_compute_loss`."""
+    original = keras.Model._compute_loss
 
-    Keras 3.15 counts each with weight one, and every replica has such a scalar for the same batch.
+    def compute(model: keras.Model, *args: Any, **kwargs: Any) -> tf.Tensor:
+        return reduce_loss(original(model, *args, **kwargs))
 
-    Args:
-        weight: Takes the scalar and returns its weight: the share of the batch's examples that the calling replica
-            counts, a scalar; None for one.
+    with mock.patch.object(keras.Model, "_compute_loss", compute):
+        yield
+
+
+@contextlib.contextmanager
+def collect_added_losses(collected: Callable[[], list[Any]]) -> Iterator[None]:
+    """Gather what layers add with `add_loss` in the list that `collected` returns, instead of in the layers.
+
+    Keras 3.15 keeps added losses in the layer objects. The replicas of a strategy share those and take turns wherever
+    they communicate, so one replica would read and clear the losses of another.
     """
 
-    def update_state(metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
-        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
-            sample_weight = weight(tf.convert_to_tensor(values))
-        original(metric, values, sample_weight)
+    def add_loss(layer: keras.Layer, loss: Any) -> None:
+        collected().extend(keras.tree.flatten(loss))
 
-    original = keras.metrics.Mean.update_state
-    with mock.patch.object(keras.metrics.Mean, "update_state", update_state):
+    losses = property(lambda layer: [*collected(), *layer._get_regularization_losses()])
+    with mock.patch.object(keras.Layer, "add_loss", add_loss), mock.patch.object(keras.Layer, "losses", losses):
         yield
 
 
+def flat_losses(model: keras.Model) -> list[Any]:
+    """Return the loss objects and functions of a compiled model (Keras 3.15 keeps them in `_compile_loss`)."""
+    compiled = model._compile_loss
+    return [] if compiled is None else [entry for entry in keras.tree.flatten(compiled._user_loss) if entry is not None]
+
+
 @contextlib.contextmanager
-def scalars_noted(note: Callable[[keras.Metric, tf.Tensor], Any]) -> Iterator[None]:
-    """Let a function take each scalar without a weight that a `Mean` or `Sum` is given inside this context.
-
-    Args:
-        note: Takes the metric, which does not count the scalar, and the scalar.
-    """
-
-    def noting(kind: type[keras.Metric]) -> Callable[..., None]:
-        original = kind.update_state
-
-        def update_state(metric: keras.Metric, values: Any, sample_weight: Any = None) -> None:
-            if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
-                note(metric, tf.convert_to_tensor(values))
-            else:
-                original(metric, values, sample_weight)
-
-        return update_state
-
-    with contextlib.ExitStack() as stack:
-        for kind in (keras.metrics.Mean, keras.metrics.Sum):
-            stack.enter_context(mock.patch.object(kind, "update_state", noting(kind)))
+def without_added_losses() -> Iterator[None]:
+    """Let `Layer.losses` be empty inside this context, so that `compute_loss` adds nothing (Keras 3.15)."""
+    with mock.patch.object(keras.Layer, "losses", property(lambda layer: [])):
         yield

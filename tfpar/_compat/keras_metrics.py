@@ -2,9 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
+
+from tfpar._compat.keras_model import overridden
 
 
 def inner_metrics(metric: keras.Metric) -> list[keras.Metric]:
     """Return the metrics that a metric holds: Keras 3.15 tracks those set as its attributes in `_metrics`."""
     return list(metric._metrics)
+
+
+def own_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Return the metrics that the model and its layers hold and update in their calls (Keras 3.15)."""
+    compiled = [
+        model._loss_tracker,
+        model._compile_metrics,
+        *(model._compile_loss.metrics if model._compile_loss else ()),
+    ]
+    held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
+    return [metric for metric in held if not any(metric is other for other in compiled)]
+
+
+def counts_metrics(model: keras.Model) -> bool:
+    """Say whether a model was compiled with metrics, or counts some of its own (Keras 3.15)."""
+    return model._compile_metrics is not None or overridden(model, "compute_metrics")
+
+
+def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
+    """Return the metric behind the log entry `loss`; `model.metrics` holds it only at no fixed place (Keras 3.15)."""
+    return model._loss_tracker
+
+
+def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Return logs as Keras 3.15's `evaluate` does: a list in its order, or the loss alone."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def trackers_of_losses(model: keras.Model) -> list[keras.metrics.Mean]:
+    """Return the metrics behind the log entries of single outputs' losses (Keras 3.15)."""
+    return list(model._compile_loss.metrics) if model._compile_loss else []
+
+
+def metric_states(layer: keras.Layer) -> list[Any]:
+    """Return the variables of the metrics that a layer holds, which its `variables` leave out (Keras 3.15)."""
+    return [state for one in layer._flatten_layers() for metric in one._metrics for state in metric.variables]
+
+
+def held_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Return the metrics that are attributes of the model itself; `model.metrics` may be overridden (Keras 3.15)."""
+    return list(model._metrics)
+
+
+def add_metric(model: keras.Model, metric: keras.Metric) -> None:
+    """Let a model hold a metric: reset, logged and saved as its own, also once the model is built.
+
+    Keras 3.15 locks the attributes of a built layer (keras/src/layers/layer.py, `_lock_state`), not this list.
+    """
+    model._metrics.append(metric)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -158,3 +158,21 @@ class GeneratorOnReplicas:
                 make_default_seed()
             global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, self._generator)
         return self._generator
+
+
+@contextlib.contextmanager
+def replica_seeds(replica_id: Callable[[], int]) -> Iterator[None]:
+    """Let every replica but the first draw random numbers of its own inside this context.
+
+    A Keras 3.15 `SeedGenerator` holds the same state on all replicas, so that Dropout would drop the same units for
+    the first example of each part, the second, and so on. The replica's number is mixed into the seed drawn.
+    """
+
+    def draw(generator: Any, ordered: bool = True) -> tf.Tensor:
+        seed = original(generator, ordered)
+        # The golden ratio's 32 bits: neighbouring seeds do not meet those of neighbouring replicas.
+        return seed + tf.cast([replica_id() * 2654435769 % 2**31, 0], seed.dtype)
+
+    original = keras.random.SeedGenerator.next
+    with mock.patch.object(keras.random.SeedGenerator, "next", draw):
+        yield

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import attributes
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
 from tfpar._compat import versions
@@ -62,3 +64,64 @@ def eager_functions() -> Iterator[None]:
 
     with mock.patch.object(Function, "__call__", call):
         yield
+
+
+def noinline_function(body: Callable[..., Any], *specs: Any, jit_compile: bool = False) -> Any:
+    """Trace a function that stays one: its calls are not inlined, and not compiled for each of their places anew.
+
+    TensorFlow 2.21's graph optimizer makes a copy of a function for each call with a constant among its arguments or
+    with a result that nobody takes, and optimizes every copy: 3 of 22 seconds until ResNet50's first step in 4 stages.
+    It knows an attribute against that (tensorflow/core/grappler/optimizers/function_optimizer.cc), which
+    `tf.function` does not let through.
+
+    Args:
+        body: What to trace.
+        *specs: Of its arguments.
+        jit_compile: Compile it with XLA.
+    """
+    wanted = {"_noinline", "_nospecialize"}
+    lists = ("POLYMORPHIC_FUNCTION_ALLOWLIST", "TRACING_COMPILATION_ALLOWLIST", "MONOMORPHIC_FUNCTION_ALLOWLIST")
+    with mock.patch.multiple(attributes, **{name: getattr(attributes, name) | wanted for name in lists}):
+        return tf.function(
+            body,
+            autograph=False,
+            jit_compile=jit_compile or None,
+            experimental_attributes=dict.fromkeys(sorted(wanted), True),
+        ).get_concrete_function(*specs)
+
+
+def unordered_timestamp() -> tf.Tensor:
+    """Return the time when it runs, seconds in float64; it waits for the control dependencies given and nothing else.
+
+    TensorFlow 2.21 lets the operations of a function that read the clock run one after the other
+    (tensorflow/python/framework/auto_control_deps.py), and with them everything that is timed.
+    """
+    moment = tf.timestamp()
+    manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+    if manager is not None:
+        manager.run_independently(moment.op)
+    return moment
+
+
+@contextlib.contextmanager
+def short_graph_optimization() -> Iterator[None]:
+    """Spare functions that are traced or called inside this context most of what TensorFlow 2.21 does to their graphs.
+
+    Its graph optimizer has a dozen passes and goes twice over each function. One round of these five takes 2 to 3 of 25
+    seconds less until ResNet50's first step in 4 stages; steps take as long as before, to a few percent. Without any of
+    them roundings differ from those on one device, for which constants are folded. `tf.config.optimizer` chooses for
+    the whole process, and what a user has chosen there stands; this is the calling thread's
+    (tensorflow/python/eager/context.py, FunctionCallOptions).
+    """
+    here = context.context()
+    before = here.function_call_options
+    config = tf.compat.v1.ConfigProto.FromString(before.config_proto_serialized)
+    options = config.graph_options.rewrite_options
+    if not options.ByteSize():
+        options.meta_optimizer_iterations = options.ONE
+        options.optimizers[:] = ["constfold", "remap", "arithmetic", "layout", "dependency"]
+    here.function_call_options = context.FunctionCallOptions(before.executor_type, config)
+    try:
+        yield
+    finally:
+        here.function_call_options = before

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses, keras_model
+from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
 from tfpar.reduction import trial_losses
 from tfpar.reduction.losses import BatchWeights, global_mean, global_sum, reduce_loss
 from tfpar.reduction.losses_in_call import PartTrial, Way, cheapest_ways, other_ways
@@ -55,7 +55,7 @@ class LossDecomposition:
     ) -> None:
         trial_losses.check_divisible(model)
         # With several outputs Keras logs the loss of each, which must be the value over the global batch.
-        self.partial_values = len(keras_model.flat_losses(model)) < 2
+        self.partial_values = len(keras_losses.flat_losses(model)) < 2
         self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
         # In the order in which Keras reduces the losses of `compile`; None for a loss with a value per example.
@@ -77,7 +77,7 @@ class LossDecomposition:
                 self._find_losses(model, parts, call, values_call)
             else:  # `find_own_loss` classifies it for training and evaluation
                 self._whole_in_call = {True: False, False: False}
-            if keras_model.own_metrics(model):
+            if keras_metrics.own_metrics(model):
                 trial = self._trial(parts, training=False)
                 trial_losses.check_counted_scalars(model, parts, values_call, trial)
 
@@ -246,21 +246,21 @@ class LossDecomposition:
 
         def reduce_added_loss(model: keras.Model, loss: Any) -> tf.Tensor:
             replica = local_replica_id()
-            value = keras_model.aggregate_added_loss(model, loss)
+            value = keras_losses.aggregate_added_loss(model, loss)
             position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
             # The penalty of a weight is not in the list: it has the same value on every replica, as a mean does.
             kind = "mean" if position is None else self._added_losses[training][position]
             return _reduce_kind(kind, value, counts())
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(keras_model.collect_added_losses(lambda: added[local_replica_id()]))
+            stack.enter_context(keras_losses.collect_added_losses(lambda: added[local_replica_id()]))
             own_loss = self._own_losses[training]
             if own_loss is None:
-                stack.enter_context(keras_model.loss_reduction(reduce_values, reduce_added_loss))
+                stack.enter_context(keras_losses.loss_reduction(reduce_values, reduce_added_loss))
             else:
-                stack.enter_context(keras_model.local_losses())
-                stack.enter_context(keras_model.compute_loss_then(lambda loss: _reduce_kind(own_loss, loss, counts())))
-            in_call = losses_in_call(counts) if self._whole_in_call[training] else keras_losses.losses_in_call()
+                stack.enter_context(keras_losses.local_losses())
+                stack.enter_context(keras_losses.compute_loss_then(lambda loss: _reduce_kind(own_loss, loss, counts())))
+            in_call = losses_in_call(counts) if self._whole_in_call[training] else keras_losses_in_call.losses_in_call()
             stack.enter_context(in_call)
             yield
 

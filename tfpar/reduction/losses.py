@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar._compat import keras_model
+from tfpar._compat import keras_losses
 from tfpar.reduction.replicas import sum_without_gradient
 
 ONE_VALUE = "Under several replicas or micro-batches a loss must return one value per example"
@@ -145,12 +145,12 @@ def loss_sums(
         reduction: A reduction of `keras.losses.Loss`.
         dtype: The dtype in which to compute.
     """
-    total = keras_model.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype)
+    total = keras_losses.reduce_weighted_values(values, sample_weight, mask, reduction="sum", dtype=dtype)
     if reduction == "sum":
         return total, None
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
-        weights = keras_model.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
-        _, weights = keras_model.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
+        weights = keras_losses.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
+        _, weights = keras_losses.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
         return total, tf.reduce_sum(weights)
     return total, _num_valid(values, mask)
 

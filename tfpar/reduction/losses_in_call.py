@@ -22,7 +22,7 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses
+from tfpar._compat import keras_losses_in_call
 from tfpar.reduction.losses import dense_losses, loss_sums
 from tfpar.reduction.whole_batch import reduces
 
@@ -51,9 +51,9 @@ def _each(reduce: Callable[[Any, _Sums], Any]) -> Iterator[None]:
 
     def reduce_all(*loss: Any) -> Any:
         sums = sums_of(loss)
-        return keras_losses.reduce_of_these(*loss) if sums is None else reduce(loss, sums)
+        return keras_losses_in_call.reduce_of_these(*loss) if sums is None else reduce(loss, sums)
 
-    with keras_losses.losses_in_call(reduce_all):
+    with keras_losses_in_call.losses_in_call(reduce_all):
         yield
 
 
@@ -172,7 +172,9 @@ def in_part(ways: Sequence[Way], of_batch: tf.Tensor, part: tf.Tensor) -> Iterat
         way: Way = ways[index] if index < len(ways) else "alone"
         of_this = sums if way == "alone" else (of_batch[index, 0], of_batch[index, 1])
         # Without totals, the division of Keras.
-        value = keras_losses.reduce_of_these(*loss) if way == "alone" else loss_of_part(way, sums, of_this, part)
+        value = (
+            keras_losses_in_call.reduce_of_these(*loss) if way == "alone" else loss_of_part(way, sums, of_this, part)
+        )
         found.append((way, value))
         return value
 

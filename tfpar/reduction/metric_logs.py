@@ -161,7 +161,7 @@ def _no_updates(model: keras.Model) -> Iterator[None]:
 
 def all_metrics(model: keras.Model) -> list[keras.Metric]:
     """Return the metrics of a model and its layers, and the metrics inside of these metrics."""
-    waiting, found = [*model.metrics, *keras_model.own_metrics(model), keras_model.loss_tracker(model)], {}
+    waiting, found = [*model.metrics, *keras_metrics.own_metrics(model), keras_metrics.loss_tracker(model)], {}
     while waiting:
         metric = waiting.pop()
         if id(metric) not in found:

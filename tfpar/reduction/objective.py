@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_objectives, random_state
+from tfpar._compat import keras_metrics, keras_model, random_state
 from tfpar.reduction.losses import BatchWeights, mean_of_sums, reduce_loss
 from tfpar.reduction.sum_or_mean import restored, unchanged
 from tfpar.reduction.update_order import after_reads
@@ -170,12 +170,12 @@ def build(model: keras.Model, batch: Any) -> None:
             optimizer.build(weights)
     for objective in objectives:
         if objective.name != "loss" and tracker_of(model, objective) is None:
-            keras_objectives.add_metric(model, keras.metrics.Mean(name=objective.name))
+            keras_metrics.add_metric(model, keras.metrics.Mean(name=objective.name))
 
 
 def tracker_of(model: keras.Model, objective: Objective) -> keras.metrics.Mean | None:
     """Return the metric that averages an objective's loss; None if there is none."""
-    held = keras_objectives.held_metrics(model)
+    held = keras_metrics.held_metrics(model)
     return next((one for one in held if isinstance(one, keras.metrics.Mean) and one.name == objective.name), None)
 
 
@@ -225,7 +225,7 @@ def count(model: keras.Model, losses: Sequence[tf.Tensor], num_examples: tf.Tens
         num_examples: The weight of the losses in the metrics.
     """
     total = tf.add_n([tf.cast(loss, losses[0].dtype) for loss in losses])
-    keras_model.loss_tracker(model).update_state(total, sample_weight=num_examples)
+    keras_metrics.loss_tracker(model).update_state(total, sample_weight=num_examples)
     for objective, loss in zip(objectives_of(model), losses, strict=True):
         tracker = tracker_of(model, objective)
         if tracker is not None:

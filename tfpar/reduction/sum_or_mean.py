@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfpar import data
-from tfpar._compat import keras_losses, random_state, typical_draws
+from tfpar._compat import keras_losses_in_call, random_state, typical_draws
 from tfpar.reduction.losses_in_call import PartTrial
 from tfpar.reduction.whole_batch import Trial
 
@@ -73,11 +73,11 @@ def kinds_of(
     """
 
     def measure() -> list[list[float]]:
-        with trial.recording() if trial else keras_losses.losses_in_call():
+        with trial.recording() if trial else keras_losses_in_call.losses_in_call():
             both = losses_of(model, parts[2])
         found = []
         for start, part in enumerate(parts[:2] if both else ()):  # most models add no loss: skip two slow calls
-            with trial.replaying(start) if trial else keras_losses.losses_in_call():
+            with trial.replaying(start) if trial else keras_losses_in_call.losses_in_call():
                 found.append(losses_of(model, part))
         return [*found, both] if both else []
 

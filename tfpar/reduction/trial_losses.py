@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses, keras_model
+from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
 from tfpar.reduction.losses import ONE_VALUE, WAY_OUT, dense_losses
 from tfpar.reduction.losses_in_call import PartTrial
 from tfpar.reduction.sum_or_mean import Kind, kinds_of
@@ -23,7 +23,7 @@ def check_divisible(model: keras.Model) -> None:
         ValueError: If a loss object overrides `__call__` or compares the examples of a batch, or if a model with
             several losses overrides `compute_loss`.
     """
-    losses = keras_model.flat_losses(model)
+    losses = keras_losses.flat_losses(model)
     for loss in losses:
         if isinstance(loss, keras.losses.Circle):
             raise ValueError(
@@ -54,7 +54,7 @@ def added_losses(model: keras.Model, batch: Any, training: bool, call: Callable[
     """
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     added: list[Any] = []
-    with keras_model.collect_added_losses(lambda: added):
+    with keras_losses.collect_added_losses(lambda: added):
         call(model, inputs, training=training)
     return [float(tf.reduce_sum(loss)) for loss in added]
 
@@ -113,7 +113,7 @@ def _note_losses(
 
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
     outputs = call(model, inputs, training=False)
-    with keras_model.loss_reduction(reduce, nothing):
+    with keras_losses.loss_reduction(reduce, nothing):
         keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
 
 
@@ -155,9 +155,9 @@ def scalar_metrics(model: keras.Model, part: Any, call: Callable[..., Any]) -> l
     """
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
     found: list[float] = []
-    if keras_model.counts_metrics(model):
+    if keras_metrics.counts_metrics(model):
         outputs = call(model, inputs, training=False)
-        scalars = keras_losses.scalars_weighted(lambda value: found.append(float(value)))
+        scalars = keras_losses_in_call.scalars_weighted(lambda value: found.append(float(value)))
         # An overridden compute_metrics may fail outside of a step.
         with contextlib.suppress(Exception), keras.StatelessScope(), scalars:
             model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
@@ -203,9 +203,9 @@ def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], 
                 f"examples, received {what} to divide by in {type(model).__name__}. Leave compute_loss to Keras, or "
                 "train on SingleDevice()."
             )
-        return keras_model.reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
+        return keras_losses.reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
 
-    with keras_model.loss_reduction(reduce, keras_model.aggregate_added_loss):
+    with keras_losses.loss_reduction(reduce, keras_losses.aggregate_added_loss):
         own_loss(model, batch, call, training)
 
 
@@ -234,7 +234,7 @@ def check_counted_scalars(
             found.append(float(value))
 
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(part)
-        with keras_losses.scalars_noted(note):
+        with keras_losses_in_call.scalars_noted(note):
             call(model, inputs, training=False)
         return found
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat import keras_losses
+from tfpar._compat import keras_losses_in_call
 from tfpar.reduction.losses import BatchWeights, dense_losses, loss_sums
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 
@@ -103,7 +103,7 @@ class Trial(Rows):
     def recording(self) -> Iterator[None]:
         """Record inside this context the values that a model's `call` computes on the whole batch."""
         self._values, self._replayed = [], None
-        with keras_losses.losses_in_call(self._loss), knowing(self):
+        with keras_losses_in_call.losses_in_call(self._loss), knowing(self):
             yield
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class Trial(Rows):
             start: The number of the part's first example.
         """
         self._replayed, self._start = iter(self._values), start
-        with keras_losses.losses_in_call(self._loss), knowing(self):
+        with keras_losses_in_call.losses_in_call(self._loss), knowing(self):
             yield
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -127,8 +127,8 @@ class Trial(Rows):
 
     def _loss(self, *loss: Any) -> Any:
         if not reduces(*loss):
-            return keras_losses.reduce_of_these(*loss)
-        return self._value(lambda: keras_losses.reduce_of_these(*loss))
+            return keras_losses_in_call.reduce_of_these(*loss)
+        return self._value(lambda: keras_losses_in_call.reduce_of_these(*loss))
 
     def _value(self, compute: Callable[[], Any]) -> Any:
         if self._replayed is not None:
@@ -196,7 +196,7 @@ def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
     def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
         loss = values, sample_weight, mask, reduction, dtype
         if not reduces(*loss):
-            return keras_losses.reduce_of_these(*loss)
+            return keras_losses_in_call.reduce_of_these(*loss)
         share = tf.cast(counts().example_weight, dtype)
         total, weight = loss_sums(
             tf.convert_to_tensor(dense_losses(values, reduction), dtype), sample_weight, mask, reduction or "", dtype
@@ -206,7 +206,7 @@ def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
         # Not derived from the number of examples: a layer may drop values or compute weights.
         return tf.math.divide_no_nan(*tf.unstack(sum_over_replicas(share * tf.stack([total, weight]))))
 
-    with keras_losses.losses_in_call(reduce):
+    with keras_losses_in_call.losses_in_call(reduce):
         yield
 
 

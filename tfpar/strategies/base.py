@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_variables
+from tfpar._compat import keras_variables, tf_distribute
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import metric_logs
 from tfpar.strategies.model_checks import check_variables
@@ -163,7 +163,9 @@ class Strategy(abc.ABC):
         value = tf.convert_to_tensor(variable.value) if keras_variables.is_allocated(variable) else None
         with self.scope():
             keras_variables.re_create(variable, value)
-        if keras_model.is_summed_on_read(variable) and value is not None:  # the new value has all of it on each replica
+        if (
+            tf_distribute.is_summed_on_read(variable) and value is not None
+        ):  # the new value has all of it on each replica
             self.assign(variable, value)
 
     def place(self, model: keras.Model, batch: Any, training: bool) -> None:

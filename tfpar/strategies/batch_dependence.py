@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, random_state, tf_function
+from tfpar._compat import keras_losses, keras_model, random_state, tf_function
 from tfpar.pipeline.graph.batch_dependence import find_batch_dependence
 from tfpar.pipeline.graph.tracing import Call, Graph, Value, run, standardize, trace
 from tfpar.pipeline.graph.trial_batch import moving_statistics
@@ -111,7 +111,7 @@ def _gathers(model: keras.Model, inputs: Any, training: bool) -> bool:
         trial.recording(),
         keras.StatelessScope(),
         tf_function.own_traces(),
-        keras_model.collect_added_losses(list),
+        keras_losses.collect_added_losses(list),
     ):
         keras_model.call_model(model, inputs, training)
     return trial.num_values > 0
@@ -150,7 +150,7 @@ def _axes(graph: Graph, inputs: Sequence[Any], training: bool) -> dict[Value, in
     sizes: list[dict[Value, Any]] = []
     for size in (len(inputs[0]), len(inputs[0]) // 2):
         known = dict(zip(graph.inputs, (tensor[:size] for tensor in inputs), strict=True))
-        with keras.StatelessScope(), keras_model.collect_added_losses(list):
+        with keras.StatelessScope(), keras_losses.collect_added_losses(list):
             run(graph.calls, known, training)
         sizes.append({value: tuple(tensor.shape) for value, tensor in known.items()})
     return {
@@ -221,7 +221,7 @@ def _graph(model: keras.Model, inputs: Any) -> Graph | None:
     """Return the graph of the model; None if its `call` cannot be traced, or if an input is not dense."""
     if not all(isinstance(leaf, tf.Tensor) or leaf is None for leaf in tf.nest.flatten(inputs)):
         return None
-    with contextlib.suppress(Exception), keras_model.collect_added_losses(list):
+    with contextlib.suppress(Exception), keras_losses.collect_added_losses(list):
         return trace(model, inputs)
     return None
 
@@ -238,7 +238,7 @@ def _reaches_outputs(graph: Graph, call: Call, training: bool) -> bool:
 
     def traced(tensors: Sequence[Any]) -> None:
         known = dict(zip(graph.inputs, tensors, strict=True))
-        with keras.StatelessScope(), keras_model.collect_added_losses(list):
+        with keras.StatelessScope(), keras_losses.collect_added_losses(list):
             run(graph.calls, known, training)
         outputs = {known[leaf].op for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)}
         waiting, reached = [known[value] for value in call.outputs], {known[value].op for value in call.outputs}

@@ -12,7 +12,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses, keras_model, keras_variables, random_state
+from tfpar._compat import (
+    keras_losses_in_call,
+    keras_optimizer,
+    keras_variables,
+    random_state,
+    tf_distribute,
+)
 from tfpar.data import Sharded
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective
@@ -72,7 +78,7 @@ class DataParallel(Strategy):
         """Return the context in which the model and its optimizer are created."""
         scope = contextlib.ExitStack()
         scope.enter_context(self._strategy.scope())
-        scope.enter_context(keras_losses.undivided())  # a Functional model may hold a loss among its operations
+        scope.enter_context(keras_losses_in_call.undivided())  # a Functional model may hold a loss among its operations
         return scope
 
     def distribute(self, dataset: tf.data.Dataset | Sharded) -> Distributed:
@@ -216,7 +222,7 @@ class DataParallel(Strategy):
     def _apply(self, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
         """Run an optimizer on every replica, on the local copies of the variables."""
         if variables:
-            with keras_model.one_device_optimizer():
+            with keras_optimizer.one_device_optimizer():
                 self._strategy.extended.update(
                     variables[0].value,
                     lambda _, sums: optimizer.apply(sums, variables),
@@ -248,7 +254,7 @@ class DataParallel(Strategy):
         """Overwrite the weights on every replica with their moving average where the optimizer keeps one."""
         for optimizer, variables in objective.updates_of(model):
             if variables:
-                with self.scope(), keras_model.one_device_optimizer():
+                with self.scope(), keras_optimizer.one_device_optimizer():
                     self._strategy.extended.update(
                         variables[0].value,
                         lambda _, by=optimizer, of=variables: by.finalize_variable_values(of),
@@ -269,5 +275,5 @@ class DataParallel(Strategy):
 
     def assign_parts(self, variable: keras.Variable, parts: np.ndarray) -> None:
         """Restore the metric state of each replica, `[replicas, ...]`, if the number of replicas is the same."""
-        if len(parts) == self.num_replicas and keras_model.is_summed_on_read(variable):
+        if len(parts) == self.num_replicas and tf_distribute.is_summed_on_read(variable):
             assign_local_parts(self._strategy, variable, parts[self.rank * self._num_local_replicas :])

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_variables, random_state
+from tfpar._compat import keras_losses, keras_model, keras_variables, random_state
 from tfpar.pipeline.graph.trial_batch import pairs_of_parts
 from tfpar.reduction import indexed_slices, objective, whole_batch
 from tfpar.reduction.gradient_addition import spec_of
@@ -43,7 +43,7 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
     """
     layers, losses = (
         keras_model.all_layers(model),
-        [one for one in keras_model.flat_losses(model) if not isinstance(one, str)],
+        [one for one in keras_losses.flat_losses(model) if not isinstance(one, str)],
     )
     penalties = [weight.regularizer for weight in model.weights if weight.regularizer is not None]
     users = [*layers, *losses, *penalties, *(loss.fn for loss in losses if hasattr(loss, "fn"))]
@@ -172,7 +172,7 @@ class _Eager:
                 [indexed_slices.lookups(one) if isinstance(one, tf.IndexedSlices) else [] for one in gradients]
             )
 
-        with keras_model.local_losses():
+        with keras_losses.local_losses():
             self._run_on_replicas(on_replica)
         return found[0]
 

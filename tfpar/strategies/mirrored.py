@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import cluster, data
-from tfpar._compat import keras_model
+from tfpar._compat import tf_distribute
 from tfpar.messages import keyword_arguments
 from tfpar.strategies.batch_dependence import BatchDependentLayers, check_choice
 from tfpar.strategies.data_parallel import DataParallel
@@ -71,7 +71,7 @@ class Mirrored(DataParallel):
         devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in devices]
         if all(device.startswith("CPU") for device in mirrored.devices):
-            keras_model.reduce_on_one_device(strategy)
+            tf_distribute.reduce_on_one_device(strategy)
         DataParallel.__init__(mirrored, strategy, None)
         return mirrored
 

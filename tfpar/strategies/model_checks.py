@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_build, keras_model, keras_variables
+from tfpar._compat import keras_build, keras_losses, keras_model, keras_variables
 from tfpar.reduction import objective
 from tfpar.reduction.losses import dense_losses
 
@@ -189,7 +189,7 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
     if objective.objectives_of(model):
         objective.build(model, batch)
         return
-    with keras_model.loss_reduction(_reduce_dense, keras_model.aggregate_added_loss):
+    with keras_losses.loss_reduction(_reduce_dense, keras_losses.aggregate_added_loss):
         keras_build.symbolic_build(model, batch, training=kind == "train")
     if kind == "train" and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
@@ -197,7 +197,7 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
 
 def _reduce_dense(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
     """Reduce a loss as Keras does, and refuse ragged values with a clear error."""
-    loss: tf.Tensor = keras_model.reduce_weighted_values(
+    loss: tf.Tensor = keras_losses.reduce_weighted_values(
         dense_losses(values, reduction), weight, mask, reduction, dtype
     )
     return loss

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, random_state, tf_function, typical_draws
+from tfpar._compat import keras_losses, keras_model, random_state, tf_function, typical_draws
 from tfpar.pipeline.graph.batch_dependence import NUM_SEEDS
 from tfpar.pipeline.graph.example_comparison import close
 from tfpar.pipeline.graph.trial_batch import moving_statistics
@@ -94,7 +94,7 @@ class _ModelTrial:
         drawing = [random_state.state_of_no_layer(), *typical_draws.seed_states(keras_model.all_layers(self._model))]
         with (
             keras.StatelessScope(random_state.seeded(drawing, seed)),
-            keras_model.collect_added_losses(list),
+            keras_losses.collect_added_losses(list),
             tf_function.own_traces(),
             moving_statistics(of_synchronized=not self._training),
         ):

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model
+from tfpar._compat import keras_losses
 from tfpar.reduction import objective
 from tfpar.reduction.losses import BatchWeights
 
@@ -48,7 +48,7 @@ def train(
                 loss, gradients = objective.forward_backward(model, one, part, _counts(part, batch))
             return loss, sum_gradients(model, gradients, share, counted, number)
 
-        with keras_model.local_losses():
+        with keras_losses.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)
         apply(objective.optimizer_of(model, one), objective.trained_by(model, one), gradients)
         losses.append(loss)
@@ -73,7 +73,7 @@ def evaluate(model: keras.Model, batch: Any, run: Run, metrics_counted: Counting
             with metrics_counted(model, counted):
                 return (objective.loss_of(one, part, False, _counts(part, batch)),)
 
-        with keras_model.local_losses():
+        with keras_losses.local_losses():
             losses += run(model, on_replica, batch, training=False)
     return _count(model, losses, batch, run, training=False)
 

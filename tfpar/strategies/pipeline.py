@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import cluster, data
-from tfpar._compat import keras_model, keras_pipeline
+from tfpar._compat import keras_model, keras_weight_placement, tf_function
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
@@ -97,7 +97,7 @@ class Pipeline(SingleReplica):
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created; its weights are allocated with the stages."""
-        return keras_pipeline.deferred_weights()
+        return keras_weight_placement.deferred_weights()
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
@@ -227,7 +227,7 @@ class Pipeline(SingleReplica):
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""
-        return keras_pipeline.short_graph_optimization()
+        return tf_function.short_graph_optimization()
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses, keras_model, random_state
+from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model, random_state
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
@@ -58,7 +58,7 @@ class ReplicaRuns:
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
         """Draw different random numbers on every replica inside this context, with and without a seed."""
-        with self._generator.in_place(), keras_model.replica_seeds(replica_id):
+        with self._generator.in_place(), random_state.replica_seeds(replica_id):
             yield
 
     def run(self, model: keras.Model, on_replica: Callable[[Any, tf.Tensor], Any], batch: Any, training: bool) -> Any:
@@ -81,7 +81,7 @@ class ReplicaRuns:
         def on_own_part(parts: Sequence[Any]) -> Any:
             replica, global_size = local_replica_id(), num_examples
             counts_scalars = self.losses is not None and self.losses.counts_scalars
-            if global_size is None and (counts_scalars or keras_model.own_metrics(model)):
+            if global_size is None and (counts_scalars or keras_metrics.own_metrics(model)):
                 global_size = sum_over_replicas(counted[replica])
             if global_size is not None:
                 fractions[replica] = tf.cast(counted[replica] / global_size, keras.config.floatx())
@@ -89,7 +89,7 @@ class ReplicaRuns:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._drawing())
-            stack.enter_context(keras_losses.scalars_weighted(lambda _: fractions.get(local_replica_id())))
+            stack.enter_context(keras_losses_in_call.scalars_weighted(lambda _: fractions.get(local_replica_id())))
             stack.enter_context(knowing(RowsOfReplicas(counted, share, self._num_replicas, num_examples)))
             stack.enter_context(self.gathering(training))
             if self.losses is not None:
@@ -120,7 +120,7 @@ class ReplicaRuns:
             is_some = tf.cast(share > 0, tf.float32)
             return [None if gradient is None else gradient * tf.cast(is_some, gradient.dtype) for gradient in gradients]
 
-        with self._drawing(), keras_model.local_losses():
+        with self._drawing(), keras_losses.local_losses():
             gradients = self._strategy.run(on_replica, args=(parts,))
             apply(model.optimizer, model.trainable_variables, gradients)
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_model
+from tfpar._compat import keras_metrics, keras_model, tf_distribute
 from tfpar.reduction import metric_logs
 from tfpar.strategies.single_device import update_metrics
 
@@ -18,7 +18,7 @@ from tfpar.strategies.single_device import update_metrics
 @contextlib.contextmanager
 def own_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None]:
     """Restore the metrics of layers after this context if another replica counts the examples."""
-    states = [variable for metric in keras_model.own_metrics(model) for variable in metric.variables]
+    states = [variable for metric in keras_metrics.own_metrics(model) for variable in metric.variables]
     before = [tf.identity(variable.value) for variable in states]
     yield
     for variable, value in zip(states, before, strict=True):
@@ -48,7 +48,7 @@ def own_statistics(model: keras.Model) -> list[keras.Variable]:
 def summed_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the metric variables that are sums over the replicas."""
     found = {id(variable): variable for metric in metric_logs.all_metrics(model) for variable in metric.variables}
-    return [variable for variable in found.values() if keras_model.is_summed_on_read(variable)]
+    return [variable for variable in found.values() if tf_distribute.is_summed_on_read(variable)]
 
 
 def local_parts(strategy: tf.distribute.Strategy, variable: keras.Variable) -> np.ndarray:

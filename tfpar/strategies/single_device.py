@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import cluster, data
-from tfpar._compat import keras_model, keras_variables
+from tfpar._compat import keras_metrics, keras_model, keras_optimizer, keras_variables
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import metric_logs, objective
 from tfpar.reduction.losses import BatchWeights
@@ -69,7 +69,7 @@ class SingleDevice(SingleReplica):
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if gradients:
-                with keras_model.one_device_optimizer():
+                with keras_optimizer.one_device_optimizer():
                     model.optimizer.apply(gradients, model.trainable_variables)
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
@@ -100,7 +100,7 @@ def _train_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
     losses = []
     for one in objective.objectives_of(model):
         loss, gradients = objective.forward_backward(model, one, batch, _ALL)
-        with keras_model.one_device_optimizer():
+        with keras_optimizer.one_device_optimizer():
             objective.optimizer_of(model, one).apply(gradients, objective.trained_by(model, one))
         losses.append(loss)
     if objective.counts_steps(model):
@@ -143,5 +143,5 @@ def update_metrics(
     model: keras.Model, loss: tf.Tensor, num_examples: tf.Tensor, inputs: Any, targets: Any, outputs: Any, weights: Any
 ) -> None:
     """Add examples to the model's metrics, the loss weighted by their number."""
-    keras_model.loss_tracker(model).update_state(loss, sample_weight=num_examples)
+    keras_metrics.loss_tracker(model).update_state(loss, sample_weight=num_examples)
     metric_logs.update_metrics(model, inputs, targets, outputs, weights, whole=not tf.distribute.has_strategy())

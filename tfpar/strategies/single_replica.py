@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model
+from tfpar._compat import keras_optimizer
 from tfpar.reduction import objective
 from tfpar.strategies.base import Distributed, Strategy
 
@@ -35,6 +35,6 @@ class SingleReplica(Strategy):
 
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average, if the optimizer has one."""
-        with keras_model.one_device_optimizer():
+        with keras_optimizer.one_device_optimizer():
             for optimizer, variables in objective.updates_of(model):
                 optimizer.finalize_variable_values(variables)

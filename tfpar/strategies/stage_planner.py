@@ -10,7 +10,14 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_pipeline, keras_tracing, keras_variables, random_state
+from tfpar._compat import (
+    keras_losses,
+    keras_model,
+    keras_optimizer,
+    keras_tracing,
+    keras_variables,
+    random_state,
+)
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.execution.compiled_stages import StagesOfModel
@@ -123,7 +130,7 @@ class StagePlanner:
         # With a split backward pass, recomputed activations are saved until the weight gradient.
         one_at_a_time = self._recompute and not self._schedule.splits_backward
         num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
-        num_slots = keras_pipeline.slots_per_weight(keras_variables.optimizer_of(model))
+        num_slots = keras_optimizer.slots_per_weight(keras_variables.optimizer_of(model))
         return MemoryNeeds(self._memory_limit_bytes, num_slots, num_activations)
 
     def microbatch_size(self, inputs: Any) -> int:
@@ -140,7 +147,7 @@ class StagePlanner:
         model_graph.build(model, given)
         with random_state.stand_in_generator():
             added: list[Any] = []
-            with keras_model.collect_added_losses(lambda: added):
+            with keras_losses.collect_added_losses(lambda: added):
                 graph = model_graph.trace(model, given)
             self._check_batch_dependence(model, graph, batch, training)
             inputs = model_graph.standardize(model, given)

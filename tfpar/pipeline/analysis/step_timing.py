@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_model
+from tfpar._compat import keras_optimizer
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.schedule import Action, Schedule
@@ -115,7 +115,7 @@ def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Varia
         gradient = tf.zeros(weight.shape, weight.dtype)
 
     def update() -> tf.Tensor:
-        with tf.device(device), keras_model.one_device_optimizer():
+        with tf.device(device), keras_optimizer.one_device_optimizer():
             copy.apply([gradient], [weight])
         return tf.constant(0)
 

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_pipeline
+from tfpar._compat import tf_function
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.loss_program import LossPart
 from tfpar.pipeline.execution.microbatches import Microbatch
@@ -151,11 +151,11 @@ class Execution:
                 self._before[device] = act()
                 return
             with tf.control_dependencies(arrived):
-                begin = keras_pipeline.unordered_timestamp()
+                begin = tf_function.unordered_timestamp()
             with tf.control_dependencies([begin]):
                 done = act()
             with tf.control_dependencies(done):
-                end = keras_pipeline.unordered_timestamp()
+                end = tf_function.unordered_timestamp()
         self.moments.append(Moment(action, begin, end))
         self._before[device] = [end]
 

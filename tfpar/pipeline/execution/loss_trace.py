@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses, keras_model, keras_pipeline, random_state, tf_function
+from tfpar._compat import (
+    keras_losses_in_call,
+    keras_metrics,
+    keras_model,
+    random_state,
+    tf_function,
+)
 from tfpar.pipeline.execution.model_loss import ModelLoss
 from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_values import ValueSpec
@@ -139,7 +145,7 @@ def trace_loss(loss: ModelLoss, outputs: Any, batch: Any, variables: LossVariabl
         divisors=tf.TensorSpec([None], tf.float64),
         scale=scalar,
     )
-    return trace_with_record(keras_pipeline.noinline_function, body, *specs)
+    return trace_with_record(tf_function.noinline_function, body, *specs)
 
 
 def _specs(variables: Sequence[Any]) -> list[tf.TensorSpec]:
@@ -150,22 +156,22 @@ def _body(
     loss: ModelLoss, outputs: Any, flows: Sequence[ValueSpec], variables: LossVariables, given: LossArguments
 ) -> tuple[LossResults, LossTrace]:
     share = tf.cast(given.counted > 0, keras.config.floatx())
-    tensors = [keras_pipeline.with_mask(one, mask) for one, mask in zip(given.outputs, given.masks, strict=True)]
+    tensors = [keras_model.with_mask(one, mask) for one, mask in zip(given.outputs, given.masks, strict=True)]
     divisors: list[tf.Tensor] = []
 
     def known(weight: tf.Tensor) -> tf.Tensor:
         divisors.append(tf.cast(given.divisors[len(divisors)], weight.dtype))
         return divisors[-1]
 
-    trackers = [variable for one in keras_pipeline.trackers_of_losses(loss.model) for variable in one.variables]
+    trackers = [variable for one in keras_metrics.trackers_of_losses(loss.model) for variable in one.variables]
     mapping = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in trackers]
     arguments = (*variables.metric_states, *variables.layer_states, *variables.parameters)
     mapping += zip(arguments, (*given.metric_states, *given.layer_states, *given.parameters), strict=True)
     with (
         tf.device(loss.device),
         keras.StatelessScope(mapping) as scope,
-        keras_model.replica_seeds(lambda: given.number),
-        keras_losses.scalars_weighted(lambda _: given.counted / given.num_examples),
+        random_state.replica_seeds(lambda: given.number),
+        keras_losses_in_call.scalars_weighted(lambda _: given.counted / given.num_examples),
         tf_function.own_traces(),
         loss.reduced(given.size, share, given.num_examples, known),
     ):

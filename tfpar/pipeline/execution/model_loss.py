@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model, keras_pipeline
+from tfpar._compat import keras_losses, keras_model
 from tfpar.reduction.loss_decomposition import LossDecomposition
 
 
@@ -37,7 +37,7 @@ class ModelLoss:
             batch: `(inputs, targets, sample_weight)` as far as given.
             outputs: The outputs of the model for the inputs.
         """
-        if not keras_model.flat_losses(self.model) and not keras_model.overridden(self.model, "compute_loss"):
+        if not keras_losses.flat_losses(self.model) and not keras_model.overridden(self.model, "compute_loss"):
             return tf.zeros((), keras.config.floatx())
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
         value: tf.Tensor = keras_model.compute_loss(self.model, inputs, targets, outputs, weights, self.training)
@@ -57,7 +57,7 @@ class ModelLoss:
         """
         with (
             self.decomposition.reduce_globally(self.training, [size], share, num_examples, sum_divisors),
-            keras_pipeline.without_added_losses(),
+            keras_losses.without_added_losses(),
         ):
             yield
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_pipeline, random_state
+from tfpar._compat import keras_metrics, random_state
 from tfpar.pipeline.execution.row_gradients import Kinds, add_rows, joined, known_kinds, numbered
 from tfpar.pipeline.execution.saved_tensors import SavedBytes, saved_bytes
 from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables, trace_stage
@@ -213,7 +213,7 @@ def compile_stage(
         ValueError: If a layer assigns a trained weight, or computes from a loss what micro-batches would change.
     """
     layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
-    metric_states = [variable for layer in layers for variable in keras_pipeline.metric_states(layer)]
+    metric_states = [variable for layer in layers for variable in keras_metrics.metric_states(layer)]
 
     def trace(variables: StageVariables) -> StageTrace:
         return trace_stage(

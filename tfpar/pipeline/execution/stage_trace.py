@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses, keras_model, keras_pipeline, random_state
+from tfpar._compat import keras_losses_in_call, keras_model, random_state
 from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
 from tfpar.pipeline.execution.trace_record import trace_with_record
@@ -138,11 +138,11 @@ def trace_stage(
             masks = iter(values[len(inputs) :])
             tensors: dict[model_graph.Value, Any] = {}
             for value, spec, tensor in zip(stage.inputs, inputs, values, strict=False):
-                tensors[value] = keras_pipeline.with_mask(tensor, next(masks) if spec.mask is not None else None)
+                tensors[value] = keras_model.with_mask(tensor, next(masks) if spec.mask is not None else None)
         forward = _forward_pass(stage, tensors, variables, variable_values, place, device, training, ways)
         with tf.device(device):
             outputs = tuple(tensors[value] for value in stage.outputs)
-            output_masks = tuple(map(keras_pipeline.mask_of, outputs))
+            output_masks = tuple(map(keras_model.mask_of, outputs))
             # A layer may add one value for each example; Keras sums them.
             losses = tuple(tf.reduce_sum(loss) for loss in forward.losses)
             if training:
@@ -187,9 +187,9 @@ def _forward_pass(
     with (
         tf.device(device),
         keras.StatelessScope(mapping, collect_losses=True) as scope,
-        keras_model.replica_seeds(lambda: place.number),
+        random_state.replica_seeds(lambda: place.number),
         # A scalar in a layer's metric stands for the whole batch, and every micro-batch counts it once.
-        keras_losses.scalars_weighted(lambda _: place.part),
+        keras_losses_in_call.scalars_weighted(lambda _: place.part),
         in_part(ways, place.sums, place.part) as in_call,
     ):
         model_graph.run(stage.calls, tensors, training)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model
+from tfpar._compat import keras_metrics, keras_model
 from tfpar.pipeline.execution.compiled_stages import Programs, StagesOfModel
 from tfpar.pipeline.execution.lookup_trials import infer_lookup_kinds
 from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
@@ -60,7 +60,7 @@ class StepCompiler:
         """
         model = self.staged.model
         # Else the shapes of the losses suffice: to run a large model without a graph takes long.
-        needs_values = self._adds_losses or not self.staged.has_output_shapes or bool(keras_model.own_metrics(model))
+        needs_values = self._adds_losses or not self.staged.has_output_shapes or bool(keras_metrics.own_metrics(model))
         call = self._call if needs_values else self._zeros
         self._decomposition = LossDecomposition(model, batch, call, communicates=False, values_call=self._call)
 
@@ -129,7 +129,7 @@ class StepCompiler:
             )
         check_own_loss(self.staged.model, programs)
         metrics = None
-        if keras_model.counts_metrics(self.staged.model):
+        if keras_metrics.counts_metrics(self.staged.model):
             metrics = compile_metrics_update(self.staged, [programs.specs[value] for value in programs.outputs], specs)
         return StepPrograms(programs, loss, metrics)
 
@@ -137,7 +137,7 @@ class StepCompiler:
         model, device = self.staged.model, self.staged.devices[-1]
         outputs = keras.tree.map_structure(lambda value: programs.specs[value], self.staged.graph.outputs)
         in_stages = {id(state) for program in programs.stages for state in program.states}
-        own = [state for metric in keras_model.own_metrics(model) for state in metric.variables]
+        own = [state for metric in keras_metrics.own_metrics(model) for state in metric.variables]
         metric_states = [state for state in own if id(state) not in in_stages]
         return compile_loss(ModelLoss(model, self.decomposition, training, device), outputs, specs, metric_states)
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses, keras_model, keras_pipeline
+from tfpar._compat import keras_losses_in_call, keras_metrics, keras_model, tf_function
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.staged_model import StagedModel
@@ -40,8 +40,8 @@ def update_loss_trackers(model: keras.Model, batch: Any, loss: tf.Tensor, execut
     num_examples = execution.microbatches[0].num_examples
     # Keras weights the loss of an output by the size of the batch where that is fixed, and else by one.
     fixed_size = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None).shape[0]
-    keras_model.loss_tracker(model).update_state(loss, sample_weight=num_examples)
-    for index, tracker in enumerate(keras_pipeline.trackers_of_losses(model)):
+    keras_metrics.loss_tracker(model).update_state(loss, sample_weight=num_examples)
+    for index, tracker in enumerate(keras_metrics.trackers_of_losses(model)):
         whole = tf.add_n([part.of_outputs[index] for part in execution.loss_parts])
         tracker.update_state(whole, sample_weight=fixed_size)
 
@@ -62,8 +62,8 @@ def compile_metrics_update(staged: StagedModel, outputs: Sequence[ValueSpec], ba
     def update(counted: tf.Tensor, part: tf.Tensor, batch: Any, tensors: list[tf.Tensor], masks: list[Any]) -> Any:
         def count() -> tf.Tensor:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-            packed = staged.packed_outputs(list(map(keras_pipeline.with_mask, tensors, masks)))
-            with keras_losses.scalars_weighted(lambda _: part):
+            packed = staged.packed_outputs(list(map(keras_model.with_mask, tensors, masks)))
+            with keras_losses_in_call.scalars_weighted(lambda _: part):
                 metric_logs.update_metrics(staged.model, inputs, targets, packed, weights, whole=False)
             return tf.constant(True)
 
@@ -72,4 +72,4 @@ def compile_metrics_update(staged: StagedModel, outputs: Sequence[ValueSpec], ba
     counts = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)]
     specs = [*counts, batch, [one.spec for one in outputs], [one.mask for one in outputs]]
     # Inlined, its conditional would become part of the loop around the steps.
-    return keras_pipeline.noinline_function(update, *specs)
+    return tf_function.noinline_function(update, *specs)

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model
+from tfpar._compat import keras_optimizer
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import cut_batch
 from tfpar.pipeline.execution.regularization import add_penalties
@@ -48,7 +48,7 @@ class PipelineSteps:
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
             if after:
                 variables = self._model.trainable_variables
-                with keras_model.one_device_optimizer():
+                with keras_optimizer.one_device_optimizer():
                     self._model.optimizer.apply([after.get(id(variable)) for variable in variables], variables)
         return loss
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat.keras_pipeline import noinline_function
+from tfpar._compat.tf_function import noinline_function
 
 _PENDING_SUMS = 2  # of a kernel and a bias: two threads may compute at the same time
 

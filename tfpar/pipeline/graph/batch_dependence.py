@@ -22,7 +22,7 @@ import tensorflow as tf
 from keras import layers
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_pipeline, random_state, typical_draws
+from tfpar._compat import keras_model, random_state, typical_draws
 from tfpar.pipeline.graph.example_comparison import agree, close, example_axis, joined, part_of
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run
 from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
@@ -275,9 +275,9 @@ class _Trial:
         for value in call.inputs:
             axis, first = self.axes[value], self._halves[0][value]
             if axis is not None:
-                masks = keras_pipeline.mask_of(first)
+                masks = keras_model.mask_of(first)
                 doubled = joined(first, first, axis)
-                neighbours[value] = keras_pipeline.with_mask(
+                neighbours[value] = keras_model.with_mask(
                     doubled, None if masks is None else tf.concat([masks, masks], axis)
                 )
         runs = [self._run(call, tensors, seed) for tensors in (self._whole, self._whole, neighbours)]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_pipeline
+from tfpar._compat import keras_model
 
 # Relative to the largest element, by the bytes of the type: about the square root of its precision.
 _TOLERANCES = {1: 0.5, 2: 0.1, 4: 3e-4, 8: 1e-8}
@@ -106,6 +106,6 @@ def part_of(tensor: Any, start: int, stop: int, axis: int) -> Any:
         begin[axis], size[axis] = start, stop - start
         return tf.sparse.slice(tensor, begin, size)
     where = (*[slice(None)] * axis, slice(start, stop))
-    mask = keras_pipeline.mask_of(tensor)
+    mask = keras_model.mask_of(tensor)
     cut = mask is not None and axis < len(mask.shape)
-    return keras_pipeline.with_mask(tensor[where], mask[where] if cut else mask)
+    return keras_model.with_mask(tensor[where], mask[where] if cut else mask)

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfpar._compat import keras_losses, keras_tracing, tf_function
+from tfpar._compat import keras_losses_in_call, keras_tracing, tf_function
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ def run(calls: Sequence[Call], tensors: dict[Value, Any], training: bool) -> Non
         array([[0., 2.]], dtype=float32)
     """
     one_call = keras_tracing.one_model_call(call.operation for call in calls)
-    with keras_losses.in_call(), tf_function.own_traces(), one_call:
+    with keras_losses_in_call.in_call(), tf_function.own_traces(), one_call:
         for call in calls:
             outputs = keras.tree.flatten(_run_call(call, tensors, training))
             tensors |= dict(zip(call.outputs, outputs, strict=True))

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_pipeline, keras_variables
+from tfpar._compat import keras_optimizer, keras_variables, keras_weight_placement
 from tfpar.pipeline.partition.stages import Stage, owner_of
 
 
@@ -34,10 +34,10 @@ def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence
         'CPU:1'
     """
     owners = owner_of(stages, model.variables)
-    moved = [keras_pipeline.place(variable, devices[owners[id(variable)]]) for variable in model.variables]
+    moved = [keras_weight_placement.place(variable, devices[owners[id(variable)]]) for variable in model.variables]
     optimizer = keras_variables.optimizer_of(model)
     if any(moved) and optimizer is not None and optimizer.built:
-        keras_pipeline.move_optimizer(optimizer, model.trainable_variables)
+        keras_optimizer.move_optimizer(optimizer, model.trainable_variables)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import cluster
-from tfpar._compat import keras_model, tf_server
+from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, rendezvous, tf_config
 from tfpar.config.sections import A_WEEK_SECONDS
 
@@ -91,15 +91,15 @@ def form_cluster(
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         spec, task_type=None if alone else "worker", task_id=None if alone else rank, rpc_layer="grpc"
     )
-    if job is not None and not alone and not keras_model.has_cluster():
-        if keras_model.has_started():
+    if job is not None and not alone and not tf_distribute.has_cluster():
+        if tf_distribute.has_started():
             raise RuntimeError(STARTED)
         rendezvous.connect_workers(job, form_seconds)
     begin = functools.partial(
-        keras_model.form_cluster, resolver, names, form_seconds + SLOW_START_SECONDS, silence_seconds
+        tf_distribute.form_cluster, resolver, names, form_seconds + SLOW_START_SECONDS, silence_seconds
     )
     try:
-        if job is None or alone or keras_model.has_cluster() or not job.is_on_loopback:
+        if job is None or alone or tf_distribute.has_cluster() or not job.is_on_loopback:
             return begin()
         return _begin_confined(begin, job)
     except tf.errors.OpError as error:

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model
+from tfpar._compat import keras_model, tf_distribute
 from tfpar.cluster import tf_config
 from tfpar.data import Sharded
 from tfpar.messages import keyword_arguments
@@ -112,7 +112,7 @@ class MultiWorker(DataParallel):
         worker = cls.__new__(cls)
         job = tf_config.from_environment(os.environ)
         worker.addresses = job.addresses if job is not None else ("localhost:0",)
-        worker.num_workers, worker.rank = len(worker.addresses), keras_model.worker_index(strategy)
+        worker.num_workers, worker.rank = len(worker.addresses), tf_distribute.worker_index(strategy)
         worker._all_reduce, worker._compression, worker._averaging = "auto", None, None
         worker._join(strategy, PACK_BYTES)
         return worker
@@ -131,7 +131,7 @@ class MultiWorker(DataParallel):
         self._hosts = Group([host], self.num_workers)
         self._consensus = Consensus(self._hosts, self.rank, self.num_workers)
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
-        keras_model.communicate_through(strategy, self._reduce)
+        tf_distribute.communicate_through(strategy, self._reduce)
         self.require_equal(preflight.versions())
         self._num_rows: PerModel[float] = PerModel()
         # CPUs of different models round matmuls differently: then sufficient factors, from which every worker computes
@@ -302,7 +302,7 @@ class MultiWorker(DataParallel):
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
         """Set a variable so that it reads as `value`; the chief's first replica holds all of a sum over replicas."""
-        if keras_model.is_summed_on_read(variable):
+        if tf_distribute.is_summed_on_read(variable):
             self._metrics.assign_local_sum(
                 variable, value if self.is_chief else np.zeros(variable.shape, variable.dtype)
             )

@@ -1,0 +1,110 @@
+"""Losses computed inside a model's `call`, apart from those that `compile` was given; and means of whole batches.
+
+Written for Keras 3.15, as `tfpar._compat.keras_model`, which is at its full length.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from keras.src.losses import loss as loss_module
+
+LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
+
+# Keras as it is: the loss of the given examples, before any patch.
+reduce_of_these = loss_module.reduce_weighted_values
+
+# The replicas of MirroredStrategy are threads, which take turns where they communicate.
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def in_call() -> Iterator[None]:
+    """Mark what this thread does inside this context as part of a model's `call`."""
+    before = getattr(_thread, "in_call", False)
+    _thread.in_call = True
+    try:
+        yield
+    finally:
+        _thread.in_call = before
+
+
+@contextlib.contextmanager
+def losses_in_call(reduce_loss: LossReduction | None = None) -> Iterator[None]:
+    """Let `reduce_loss` reduce the losses that a model's `call` computes inside this context.
+
+    Keras 3.15 has one function for every loss, `reduce_weighted_values`, and divides by the number of replicas in it.
+
+    Args:
+        reduce_loss: Takes values, sample weight, mask, reduction and dtype; None for Keras' own reduction over the
+            examples at hand.
+    """
+    outside = loss_module.reduce_weighted_values
+
+    def reduce(values: Any, sample_weight: Any = None, mask: Any = None,
+               reduction: str | None = "sum_over_batch_size", dtype: Any = None) -> tf.Tensor:  # fmt: skip
+        inside = reduce_of_these if reduce_loss is None else reduce_loss
+        function = inside if getattr(_thread, "in_call", False) else outside
+        return function(values, sample_weight, mask, reduction, dtype)
+
+    with mock.patch.object(loss_module, "reduce_weighted_values", reduce), undivided():
+        yield
+
+
+@contextlib.contextmanager
+def undivided() -> Iterator[None]:
+    """Let no loss be divided by the number of replicas inside this context, as Keras 3.15 does under a strategy."""
+    with mock.patch.object(loss_module, "scale_loss_for_distribution", lambda value: value):
+        yield
+
+
+@contextlib.contextmanager
+def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterator[None]:
+    """Let `keras.metrics.Mean` count a scalar, which stands for a whole batch, with a weight inside this context.
+
+    Keras 3.15 counts each with weight one, and every replica has such a scalar for the same batch.
+
+    Args:
+        weight: Takes the scalar and returns its weight: the share of the batch's examples that the calling replica
+            counts, a scalar; None for one.
+    """
+
+    def update_state(metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
+        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+            sample_weight = weight(tf.convert_to_tensor(values))
+        original(metric, values, sample_weight)
+
+    original = keras.metrics.Mean.update_state
+    with mock.patch.object(keras.metrics.Mean, "update_state", update_state):
+        yield
+
+
+@contextlib.contextmanager
+def scalars_noted(note: Callable[[keras.Metric, tf.Tensor], Any]) -> Iterator[None]:
+    """Let a function take each scalar without a weight that a `Mean` or `Sum` is given inside this context.
+
+    Args:
+        note: Takes the metric, which does not count the scalar, and the scalar.
+    """
+
+    def noting(kind: type[keras.Metric]) -> Callable[..., None]:
+        original = kind.update_state
+
+        def update_state(metric: keras.Metric, values: Any, sample_weight: Any = None) -> None:
+            if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
+                note(metric, tf.convert_to_tensor(values))
+            else:
+                original(metric, values, sample_weight)
+
+        return update_state
+
+    with contextlib.ExitStack() as stack:
+        for kind in (keras.metrics.Mean, keras.metrics.Sum):
+            stack.enter_context(mock.patch.object(kind, "update_state", noting(kind)))
+        yield

@@ -1,0 +1,66 @@
+"""Optimizers: one device's update on every replica, slots, and slots on other devices.
+
+All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+from tfpar._compat import keras_variables
+from tfpar._compat.keras_weight_placement import place
+
+
+@contextlib.contextmanager
+def one_device_optimizer() -> Iterator[None]:
+    """Let Keras optimizers run their one-device code inside this context.
+
+    Keras 3.15's TensorFlow optimizer reduces and updates across replicas itself, after clipping and inside
+    conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
+    `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right.
+    """
+    names = (
+        "_apply_weight_decay",
+        "_backend_increment_gradient_accumulators",
+        "_backend_update_step",
+        "_overwrite_model_variables_with_average_value",
+    )
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(TFOptimizer, name, getattr(BaseOptimizer, name)))
+        stack.enter_context(mock.patch.object(LossScaleOptimizer, "_tf_apply", LossScaleOptimizer._common_apply))
+        yield
+
+
+def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
+    """Let the slots of a built optimizer follow its weights, which have moved.
+
+    Args:
+        optimizer: A built optimizer.
+        variables: The weights that it was built for, in their order.
+    """
+    inner = keras_variables.innermost(optimizer)
+    keras_variables.find_slots(inner)
+    for slot in inner.variables:
+        of = [variable for variable in variables if slot.name.startswith(variable.path.replace("/", "_") + "_")]
+        if of and slot.shape == of[0].shape:
+            place(slot, of[0].value.device)
+
+
+def slots_per_weight(optimizer: keras.Optimizer | None) -> int:
+    """Return how many variables of its own size an optimizer keeps for each weight (Keras 3.15)."""
+    if optimizer is None:
+        return 0
+    inner = keras_variables.innermost(optimizer)
+    trial = type(inner).from_config(inner.get_config())
+    trial.build([keras.Variable(tf.zeros([1]))])
+    return sum(variable.shape == (1,) for variable in trial.variables)

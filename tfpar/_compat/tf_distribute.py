@@ -1,0 +1,134 @@
+"""Clusters, collectives and variables of `tf.distribute`.
+
+All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
+from tensorflow.python.distribute.values import SyncOnReadVariable
+from tensorflow.python.eager import context
+
+from tfpar._compat import versions
+
+
+def reduce_on_one_device(strategy: tf.distribute.MirroredStrategy) -> None:
+    """Let a strategy over CPUs that somebody else made sum on one of them.
+
+    TensorFlow 2.21's default, collectives, crashes when one process trains a second model: instance keys are used
+    again ("Shape mismatch in the collective instance").
+    """
+    versions.replace(strategy.extended, "_cross_device_ops", tf.distribute.ReductionToOneDevice())
+
+
+def form_cluster(
+    resolver: Any, devices: list[str], form_seconds: float, silence_seconds: float
+) -> tf.distribute.MultiWorkerMirroredStrategy:
+    """Make a `MultiWorkerMirroredStrategy` over given local devices, with time limits.
+
+    TensorFlow 2.21 takes all GPUs, or one CPU, and its time limits come from the coordination service alone, which a
+    private method of the context configures. Configured before, the strategy keeps it.
+
+    Args:
+        resolver: Names the cluster, of one job `worker`, and this task.
+        devices: Local names such as `CPU:1`.
+        form_seconds: How long to wait for all workers.
+        silence_seconds: How long a worker may be silent.
+    """
+
+    def local_devices(extended: Any, resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        return tuple(f"{worker_device}/device:{name}" for name in devices), devices[0].split(":")[0]
+
+    spec, formed = resolver.cluster_spec(), has_cluster()
+    if spec.jobs and not formed:
+        context.context().configure_coordination_service(
+            service_type="standalone",
+            service_leader="/job:worker/replica:0/task:0",
+            coordinated_jobs=[
+                coordination_config_pb2.CoordinatedJob(name="worker", num_tasks=spec.num_tasks("worker"))
+            ],
+            cluster_register_timeout_in_ms=int(1000 * form_seconds),
+            heartbeat_timeout_in_ms=int(1000 * silence_seconds),
+        )
+    with contextlib.ExitStack() as stack:
+        patch = functools.partial(mock.patch.object, CollectiveAllReduceExtended)
+        stack.enter_context(patch("_initialize_local_devices", local_devices))
+        if formed:
+            # A second strategy would take the collectives of the first away while another worker waits in them: both
+            # would wait for ever, or crash.
+            versions.require_mentioned(CollectiveAllReduceExtended._initialize_multi_worker, "_std_server_started")
+            stack.enter_context(patch("_std_server_started", True, create=True))  # an object's own, read with a default
+            stack.enter_context(patch("_enable_check_health", False))
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
+    if threading.current_thread() is threading.main_thread():
+        # The coordination service takes SIGTERM for a notice of preemption that nobody reads: a worker asked to stop
+        # before or after its training would go on until it is killed.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+    return strategy
+
+
+def has_cluster() -> bool:
+    """Say whether this process belongs to a formed cluster already (TensorFlow 2.21)."""
+    return context.context().coordination_service is not None
+
+
+def has_started() -> bool:
+    """Say whether TensorFlow runs already, so that no cluster can be formed any more (TensorFlow 2.21)."""
+    return context.context()._context_handle is not None
+
+
+def communicate_through(
+    strategy: tf.distribute.MultiWorkerMirroredStrategy, all_reduce: Callable[[Any, int], Any]
+) -> None:
+    """Let a strategy communicate where tfpar says so, and nowhere else.
+
+    TensorFlow 2.21 communicates where a metric's variable is read and where a variable is made. A callback that saves
+    on the chief alone would wait for ever for workers that do not save, and so would a worker that builds another
+    model. Reads give the sum over this worker's replicas, and variables begin as this worker makes them: tfpar adds
+    up metrics itself, and sends the chief's state to all before the first step. Inside a step, `all_reduce` of a
+    replica goes through tfpar's collectives, which reduce in pieces while the backward pass goes on.
+
+    Args:
+        strategy: The strategy to change.
+        all_reduce: Sums a tensor or `tf.IndexedSlices` over all replicas; called in replica context, with the number
+            of the replica among those of this process.
+    """
+    extended = strategy.extended
+    replace = functools.partial(versions.replace, extended)
+
+    def reduce_in_step(reduce_op: tf.distribute.ReduceOp, value: Any, options: Any = None) -> Any:
+        replica = tf.distribute.get_replica_context()._replica_id
+        totals = [all_reduce(tensor, replica) for tensor in value]
+        if reduce_op == tf.distribute.ReduceOp.MEAN:
+            return [total / tf.cast(strategy.num_replicas_in_sync, total.dtype) for total in totals]
+        return totals
+
+    replace("_replica_ctx_all_reduce", reduce_in_step)
+    replace("_use_merge_call", lambda: False)
+    for name in ("_cross_device_ops", "_host_cross_device_ops"):
+        replace(name, tf.distribute.ReductionToOneDevice())
+    initial_value = MirroredExtended._get_variable_creator_initial_value
+    replace("_get_variable_creator_initial_value", functools.partial(initial_value, extended))
+
+
+def is_summed_on_read(variable: keras.Variable) -> bool:
+    """Say whether each replica holds a part of a variable, as with metrics (TensorFlow 2.21)."""
+    return isinstance(variable.value, SyncOnReadVariable)
+
+
+def worker_index(strategy: tf.distribute.Strategy) -> int:
+    """Return the rank of this worker among those of its strategy, from 0 (TensorFlow 2.21)."""
+    is_of_cluster = isinstance(strategy.extended, CollectiveAllReduceExtended)
+    return int(versions.private(strategy.extended, "_id_in_cluster")) if is_of_cluster else 0
