@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, Field, ValidationError, create_model, model_validator
 
 from tfpar.config import data_section, json_schema, strategy_section, toml, validation_errors
-from tfpar.config.data_section import Data, Feature
+from tfpar.config.data_section import Data
 from tfpar.config.sections import (
     Callbacks,
     ImportPath,
@@ -23,29 +23,7 @@ from tfpar.config.sections import (
     Section,
     Training,
 )
-from tfpar.config.strategy_section import Auto, Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy
-
-__all__ = [
-    "Auto",
-    "Callbacks",
-    "Data",
-    "Feature",
-    "Mirrored",
-    "Model",
-    "MultiWorker",
-    "Optimizer",
-    "Pipeline",
-    "Run",
-    "SingleDevice",
-    "Strategy",
-    "Training",
-    "changes_weights",
-    "closest_key",
-    "cross_field_problems",
-    "dump",
-    "load",
-    "schema",
-]
+from tfpar.config.strategy_section import Auto, Pipeline, Strategy
 
 Options = TypeVar("Options", bound=BaseModel)
 
