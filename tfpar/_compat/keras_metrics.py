@@ -1,4 +1,4 @@
-"""What tfpar touches of Keras' metrics that is private. Written for Keras 3.15."""
+"""Metrics of a model, and their order in its logs; all private. Written for Keras 3.15."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def counts_metrics(model: keras.Model) -> bool:
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
-    """Return the metric behind the log entry `loss`; `model.metrics` holds it only at no fixed place (Keras 3.15)."""
+    """Return the metric of the log entry `loss`; `model.metrics` holds it only at no fixed place (Keras 3.15)."""
     return model._loss_tracker
 
 
@@ -41,7 +41,7 @@ def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
 
 
 def trackers_of_losses(model: keras.Model) -> list[keras.metrics.Mean]:
-    """Return the metrics behind the log entries of single outputs' losses (Keras 3.15)."""
+    """Return the metrics of the log entries of single outputs' losses (Keras 3.15)."""
     return list(model._compile_loss.metrics) if model._compile_loss else []
 
 

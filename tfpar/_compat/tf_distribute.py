@@ -95,10 +95,10 @@ def communicate_through(
     """Let a strategy communicate where tfpar says so, and nowhere else.
 
     TensorFlow 2.21 communicates where a metric's variable is read and where a variable is made. A callback that saves
-    on the chief alone would wait for ever for workers that do not save, and so would a worker that builds another
-    model. Reads give the sum over this worker's replicas, and variables begin as this worker makes them: tfpar adds
-    up metrics itself, and sends the chief's state to all before the first step. Inside a step, `all_reduce` of a
-    replica goes through tfpar's collectives, which reduce in pieces while the backward pass goes on.
+    on the chief alone would never return, as the other workers do not save, and neither would a worker that builds
+    another model. Reads give the sum over this worker's replicas, and each worker initializes its own variables:
+    tfpar sums metrics itself, and broadcasts the state of the chief before the first step. Inside a step, `all_reduce`
+    of a replica uses tfpar's collectives, which reduce packs of gradients during the backward pass.
 
     Args:
         strategy: The strategy to change.

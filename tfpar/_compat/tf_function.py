@@ -67,10 +67,10 @@ def eager_functions() -> Iterator[None]:
 
 
 def noinline_function(body: Callable[..., Any], *specs: Any, jit_compile: bool = False) -> Any:
-    """Trace a function that stays one: its calls are not inlined, and not compiled for each of their places anew.
+    """Trace a function whose calls are neither inlined nor compiled again for each call site.
 
     TensorFlow 2.21's graph optimizer makes a copy of a function for each call with a constant among its arguments or
-    with a result that nobody takes, and optimizes every copy: 3 of 22 seconds until ResNet50's first step in 4 stages.
+    with an unused result, and optimizes every copy: 3 of 22 seconds until ResNet50's first step in 4 stages.
     It knows an attribute against that (tensorflow/core/grappler/optimizers/function_optimizer.cc), which
     `tf.function` does not let through.
 
@@ -110,7 +110,7 @@ def short_graph_optimization() -> Iterator[None]:
     Its graph optimizer has a dozen passes and goes twice over each function. One round of these five takes 2 to 3 of 25
     seconds less until ResNet50's first step in 4 stages; steps take as long as before, to a few percent. Without any of
     them roundings differ from those on one device, for which constants are folded. `tf.config.optimizer` chooses for
-    the whole process, and what a user has chosen there stands; this is the calling thread's
+    the whole process, and a choice of the user there is kept; this changes the calling thread alone
     (tensorflow/python/eager/context.py, FunctionCallOptions).
     """
     here = context.context()

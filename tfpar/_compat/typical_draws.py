@@ -38,8 +38,7 @@ def typical_draws(quantile: float = TYPICAL) -> Iterator[list[str]]:
     Only in the thread that enters it: others may augment the data of the first steps.
 
     Args:
-        quantile: Which number of a distribution stands for all of them: the one that this share of its numbers is
-            below.
+        quantile: The number of a distribution that replaces all draws: this share of its numbers lies below it.
 
     Returns:
         The names of the functions that were called, in a list that grows.

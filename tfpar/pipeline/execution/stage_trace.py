@@ -188,7 +188,7 @@ def _forward_pass(
         tf.device(device),
         keras.StatelessScope(mapping, collect_losses=True) as scope,
         random_state.replica_seeds(lambda: place.number),
-        # A scalar in a layer's metric stands for the whole batch, and every micro-batch counts it once.
+        # A scalar that a layer gives to a metric is weighted by the micro-batch's part of the batch.
         keras_losses_in_call.scalars_weighted(lambda _: place.part),
         in_part(ways, place.sums, place.part) as in_call,
     ):

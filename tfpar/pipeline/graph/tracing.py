@@ -34,7 +34,7 @@ def trace(model: keras.Model, input_specs: Any = None) -> Graph:
         model: A Functional or Sequential model, or a subclass with a `call` of layers and `keras.ops`.
         input_specs: Objects with `shape` and `dtype` for the inputs, the examples first, in the structure of the
             model's inputs. Needed for models without declared inputs; in other models they set the unknown dimensions,
-            and None stands for an optional input that is absent.
+            and None marks an absent optional input.
 
     Returns:
         The graph. It shares the layers of the model.

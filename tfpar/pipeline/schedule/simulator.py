@@ -17,7 +17,7 @@ from tfpar.pipeline.schedule import Action, Kind, Schedule
 class Durations:
     """Seconds and bytes of the actions of one full micro-batch.
 
-    Tuples have one entry for each stage, unless stated otherwise. An empty tuple of bytes or updates stands for zeros.
+    Tuples have one entry for each stage, unless stated otherwise. An empty tuple of bytes or updates means zeros.
 
     Attributes:
         forward_seconds: Duration of F.
