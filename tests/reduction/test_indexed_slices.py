@@ -356,3 +356,21 @@ def embedding(policy: str) -> Callable[[], keras.Model]:
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
 def test_rows_of_few_bits_are_those_of_one_device(strategy: Callable[[], tfpar.Strategy], policy: str) -> None:
     small.assert_trains_as_one_device(embedding(policy), tokens, strategy, epochs=1)
+
+
+@tf.custom_gradient
+def _of_four(rows: Any) -> Any:
+    """Has a gradient of four examples only."""
+
+    def gradient(upstream: Any) -> Any:
+        tf.debugging.assert_equal(tf.shape(upstream)[0], 4, "the gradient takes four examples")
+        return upstream
+
+    return tf.identity(rows), gradient
+
+
+def test_a_refusal_for_unknown_rows_names_the_error_of_the_trial() -> None:
+    build = with_rows(lambda table, tokens: _of_four(tf.reduce_mean(tf.gather(table, tokens), 1)))
+    trainer = tfpar.Trainer(build, small.STRATEGIES["mirrored"](), seed=0)
+    with pytest.raises(ValueError, match=r"failed with InvalidArgumentError: .*gradient takes four examples"):
+        trainer.fit(parity_cases._tokens(8).take(2), verbose=0)

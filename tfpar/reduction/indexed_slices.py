@@ -38,6 +38,18 @@ class RowSlices(NamedTuple):
     indices: tf.Tensor
 
 
+class LookupKinds(NamedTuple):
+    """The kinds of the lookups in the gradients of one objective, from a trial before the first step.
+
+    Args:
+        kinds: The kinds by weight and lookup; empty if the trial failed.
+        failure: Why the trial failed; empty if it did not.
+    """
+
+    kinds: list[list[Kind]]
+    failure: str = ""
+
+
 class Observed(NamedTuple):
     """The row numbers of one lookup, as an array each.
 

@@ -22,6 +22,7 @@ from tfpar._compat import (
 from tfpar.data import Sharded
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective
+from tfpar.reduction.indexed_slices import LookupKinds
 from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.strategies import batch_dependence, objective_steps
 from tfpar.strategies.base import Distributed, Strategy
@@ -156,7 +157,8 @@ class DataParallel(Strategy):
         runs = self._runs_of(model)
         with self.together(), runs.gathering():
             found = find_kinds(model, batch, self._strategy.run)
-        runs.lookup_kinds = json.loads(self.broadcast(json.dumps(found).encode()))
+        chiefs = json.loads(self.broadcast(json.dumps(found).encode()))
+        runs.lookup_kinds = [LookupKinds(*one) for one in chiefs]
 
     def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Refuse batch-dependent layers, or gather the whole batch for them."""
@@ -215,9 +217,9 @@ class DataParallel(Strategy):
             counted: The number of its examples to count in metrics.
             number: The number of the objective, where the model has several.
         """
-        all_kinds = self._runs_of(model).lookup_kinds
-        kinds = None if all_kinds is None else all_kinds[number]
-        return sum_gradients(gradients, kinds, share, counted, self._pack_bytes, self._compression)
+        found = self._runs_of(model).lookup_kinds
+        lookups = None if found is None else found[number]
+        return sum_gradients(gradients, lookups, share, counted, self._pack_bytes, self._compression)
 
     def _apply(self, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
         """Run an optimizer on every replica, on the local copies of the variables."""

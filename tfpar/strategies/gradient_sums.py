@@ -13,7 +13,7 @@ from tfpar.reduction.gradients import all_reduce_gradients
 
 def sum_gradients(
     gradients: Sequence[Any],
-    kinds: Sequence[Sequence[indexed_slices.Kind]] | None,
+    found: indexed_slices.LookupKinds | None,
     share: tf.Tensor,
     counted: tf.Tensor,
     pack_bytes: int | None,
@@ -23,7 +23,7 @@ def sum_gradients(
 
     Args:
         gradients: The gradients of the calling replica: tensors, `tf.IndexedSlices` or None.
-        kinds: The kinds of the lookups of each gradient, from `lookup_trials.find_kinds`; None without lookups.
+        found: The kinds of the lookups of each gradient, from `lookup_trials.find_kinds`; None without a trial.
         share: The weight of an example in losses, a scalar.
         counted: The number of its examples to count in metrics, an int scalar.
         pack_bytes: As for `tfpar.reduction.gradients.all_reduce_gradients`.
@@ -32,8 +32,9 @@ def sum_gradients(
     Raises:
         ValueError: If a gradient has lookups that the trial did not find.
     """
+    kinds, failure = found or indexed_slices.LookupKinds([])
     lookups = [
-        _lookups(gradient, [] if kinds is None or index >= len(kinds) else kinds[index])
+        _lookups(gradient, kinds[index] if index < len(kinds) else [], failure)
         for index, gradient in enumerate(gradients)
     ]
     sent: list[Any] = []
@@ -49,7 +50,7 @@ def sum_gradients(
 
 
 def _lookups(
-    gradient: Any, kinds: Sequence[indexed_slices.Kind]
+    gradient: Any, kinds: Sequence[indexed_slices.Kind], failure: str
 ) -> list[tuple[indexed_slices.RowSlices, indexed_slices.Kind]]:
     """Return the lookups of indexed slices with their kinds; none for another gradient."""
     if not isinstance(gradient, tf.IndexedSlices):
@@ -58,7 +59,8 @@ def _lookups(
     if len(pieces) != len(kinds) and not (tf.executing_eagerly() and kinds):
         raise ValueError(
             "Under several replicas a model whose weights are read row by row must train on its first four examples "
-            f"as on all, received rows of {gradient.values.shape[1:]} that were not looked up there. Leave the number "
-            "of examples open in every layer, or train on SingleDevice()."
+            f"as on all, received rows of {gradient.values.shape[1:]} that were not looked up there"
+            f"{failure and f', where the model failed with {failure}'}. Leave the number of examples open in every "
+            "layer, or train on SingleDevice()."
         )
     return list(zip(pieces, kinds, strict=False))

@@ -6,7 +6,6 @@ parts    [a] [b]             3 5, 5 7    [a] [a] 3 5, 3 5        shared: each as
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,15 +15,18 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_losses, keras_model, keras_variables, random_state
+from tfpar.messages.received import excerpt
 from tfpar.pipeline.graph.trial_batch import pairs_of_parts
 from tfpar.reduction import indexed_slices, objective, whole_batch
 from tfpar.reduction.gradient_addition import spec_of
-from tfpar.reduction.indexed_slices import Kind, Observed
+from tfpar.reduction.indexed_slices import Kind, LookupKinds, Observed
 from tfpar.reduction.losses import BatchWeights
 from tfpar.strategies.single_device import forward_backward
 
 # Layers of Keras that read rows of a weight, or run a function of the user's; all others multiply their weights.
 _LOOKING_UP = (keras.layers.Embedding, keras.layers.Lambda)
+
+_CAUSE_COLUMNS = 200  # of the error of a trial, in a message
 
 # With one device the divisor of a loss needs no sum over parts.
 _ALL = BatchWeights(partial_values=True, sum_divisors=lambda weight: weight)
@@ -55,7 +57,7 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
 
 
 @random_state.preserved_random_state()
-def find_kinds(model: keras.Model, batch: Any, run: Run) -> list[list[list[Kind]]]:
+def find_kinds(model: keras.Model, batch: Any, run: Run) -> list[LookupKinds]:
     """Return the kinds of the lookups in the gradient of each trained weight, for each objective of the model.
 
     Args:
@@ -64,19 +66,20 @@ def find_kinds(model: keras.Model, batch: Any, run: Run) -> list[list[list[Kind]
         run: Runs a function on every replica, where TensorFlow reads variables with other operations than elsewhere.
 
     Returns:
-        The kinds by objective, weight and lookup; no lookups for a dense gradient, or if the model fails on a few
-        examples.
+        The kinds for each objective; no lookups for a dense gradient, or if the model fails on a few examples.
 
     Raises:
         ValueError: If the row numbers of a lookup depend on the batch in a way that replicas would change.
     """
-    return [
-        [
-            _checked(kinds, weight, model.run_eagerly)
-            for kinds, weight in zip(_kinds(gradients, batch, run), weights, strict=False)
-        ]
-        for gradients, weights in _gradients_of(model)
-    ]
+    return [_find(gradients, weights, model.run_eagerly, batch, run) for gradients, weights in _gradients_of(model)]
+
+
+def _find(gradients: Gradients, weights: Sequence[Any], eagerly: bool, batch: Any, run: Run) -> LookupKinds:
+    try:
+        found = _kinds(gradients, batch, run)
+    except Exception as error:  # the model may fail on a few examples, which matters only if it has lookups
+        return LookupKinds([], excerpt(f"{type(error).__name__}: {error}", _CAUSE_COLUMNS))
+    return LookupKinds([_checked(kinds, weight, eagerly) for kinds, weight in zip(found, weights, strict=False)])
 
 
 def _gradients_of(model: keras.Model) -> Iterator[tuple[Gradients, Sequence[keras.Variable]]]:
@@ -112,16 +115,19 @@ def _checked(kinds: list[Kind | None], weight: keras.Variable, eagerly: bool) ->
 
 
 def _kinds(gradients: Gradients, batch: Any, run: Run) -> list[list[Kind | None]]:
-    """Return the kinds of the lookups of each gradient, None for a lookup of no kind; nothing if the trial fails."""
-    for trial in (_Compiled, _Eager):
-        with contextlib.suppress(Exception):  # the model may need values, or fail on a few examples
-            tried = trial(gradients, batch, run)
-            observed = [tried.observe(*pair) for pair in tried.pairs]
-            return [
-                [known or indexed_slices.kind_of(seen) for known, *seen in zip(of_weight, *each, strict=True)]
-                for of_weight, *each in zip(tried.known, *observed, strict=True)
-            ]
-    return []
+    """Return the kinds of the lookups of each gradient, None for a lookup of no kind."""
+    try:
+        return _tried(_Compiled(gradients, batch, run))
+    except Exception:  # the model may need values
+        return _tried(_Eager(gradients, batch, run))
+
+
+def _tried(trial: _Eager) -> list[list[Kind | None]]:
+    observed = [trial.observe(*pair) for pair in trial.pairs]
+    return [
+        [known or indexed_slices.kind_of(seen) for known, *seen in zip(of_weight, *each, strict=True)]
+        for of_weight, *each in zip(trial.known, *observed, strict=True)
+    ]
 
 
 class _Eager:

@@ -30,7 +30,7 @@ class ReplicaRuns:
     Attributes:
         losses: The reduction of the model's losses over replicas; None for one replica and for objectives.
         gathered: The calls that take the whole batch, by whether the model trains.
-        lookup_kinds: The kinds of embedding lookups, by objective, weight and lookup; None without lookups.
+        lookup_kinds: The kinds of embedding lookups for each objective; None without lookups.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, num_replicas: int) -> None:
@@ -38,7 +38,7 @@ class ReplicaRuns:
         self._generator = random_state.GeneratorOnReplicas(strategy)
         self.losses: LossDecomposition | None = None
         self.gathered: dict[bool, list[batch_dependence.Mixed]] = {}
-        self.lookup_kinds: list[list[list[indexed_slices.Kind]]] | None = None
+        self.lookup_kinds: list[indexed_slices.LookupKinds] | None = None
 
     def renew_generator(self) -> None:
         """Create the random generator of the replicas again, for a model that was compiled again."""
