@@ -1,4 +1,4 @@
-"""Four logical CPUs for the whole session: a strategy takes as many of them as its test asks for."""
+"""Options, fixtures and order of all tests. They share four logical CPUs."""
 
 import collections
 import gc
@@ -27,12 +27,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole-tables", action="store_true", help="train every row of the tables of parity")
+    parser.addoption("--whole-tables", action="store_true", help="train every row of the parity tables")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files whose jobs take long and wait, so that none of them runs alone at the end."""
+    """Run first the files whose jobs take long and wait, so that none of them runs alone at the end."""
     num_tests = collections.Counter(item.path for item in items)
     waits = {item.path for item in items if item.get_closest_marker("multi_process")}
     items.sort(key=lambda item: (item.path not in waits, -num_tests[item.path], item.path))
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def references_of_this_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
-    """Tests that run side by side share what Keras gives on one device."""
+    """Share the results of Keras on one device between parallel test processes."""
     folder = tmp_path_factory.getbasetemp()
     once.FOLDER = (folder.parent if hasattr(request.config, "workerinput") else folder) / "references"
     once.FOLDER.mkdir(exist_ok=True)
@@ -48,14 +48,14 @@ def references_of_this_run(tmp_path_factory: pytest.TempPathFactory, request: py
 
 @pytest.fixture(scope="session", autouse=True)
 def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tests that run side by side do not see each other's temporary files."""
+    """Separate the temporary files of parallel test processes."""
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("temporary"))
     tempfile.tempdir = None
 
 
 @pytest.fixture(scope="session")
 def logical_cpus() -> list[str]:
-    """Names of the session's devices; TensorFlow starts with the first test that asks for them."""
+    """Return the names of four logical CPUs; the first test that needs them starts TensorFlow."""
     import tfpar
 
     tfpar.use_logical_cpus(4)
@@ -70,7 +70,7 @@ def call(
     tmp_path: Path,
     logical_cpus: list[str],
 ) -> "command.InProcess":
-    """The train command inside this process, in a folder with `own.py` if the test's module has its text, `OWN`."""
+    """Return the train command in this process, in a folder with `own.py` if the test's module has its text, `OWN`."""
     from tests.support import command  # imports Keras
 
     if hasattr(request.module, "OWN"):
@@ -81,7 +81,7 @@ def call(
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_remains() -> Iterator[None]:
-    """Collections of garbage leave out the millions of objects that TensorFlow keeps of what earlier modules traced."""
+    """Exclude the millions of objects that TensorFlow keeps of earlier traces from garbage collection."""
     yield
     gc.collect()
     gc.freeze()

@@ -199,14 +199,18 @@ def make_range(shard: int) -> tf.data.Dataset:
             "must be a multiple of num_shards, but is 60 with 8 shards: use 6 shards, or batches of 64",
         ),
         (lambda: Sharded(lambda shard: [1], 2, 8), TypeError, r"must return a tf.data.Dataset, but returned \[1\]"),
-        (lambda: Sharded(lambda shard: make_range(0).repeat(), 2, 8), ValueError, r"never does: leave out repeat\(\)"),
+        (
+            lambda: Sharded(lambda shard: make_range(0).repeat(), 2, 8),
+            ValueError,
+            r"shard 0 is infinite: leave out repeat\(\)",
+        ),
         (
             lambda: Sharded(make_range, 8, 64).part(0, 3),
             ValueError,
             r"8 shards and 3 workers: use another number of shards \(data.num_shards\), a multiple of 3 that divides",
         ),
         (lambda: Sharded(make_range, 8, 64).part(0, 0), ValueError, "8 shards and 0 workers"),
-        (lambda: Sharded(make_range, 8, 64).part(2, 2), ValueError, "rank must lie in 0 to 1 for 2 workers, but is 2"),
+        (lambda: Sharded(make_range, 8, 64).part(2, 2), ValueError, "rank must be from 0 to 1 for 2 workers, but is 2"),
         (
             lambda: by_file(["a", "b"], tf.data.TFRecordDataset, global_batch_size=8),
             ValueError,

@@ -75,7 +75,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
         @functools.cache
         def start(num_workers: int) -> workers.Workers:
             if num_workers > 2:
-                start(2).answers("checkpoints")
+                start(2).results("checkpoints")
                 shutil.copytree(checkpoints, checkpoints / "copy")
             folder = tmp_path_factory.mktemp(f"workers-{num_workers}")
             of_this_job = [f"{dtype} {name}" for number, dtype, name in rows if number == num_workers]
@@ -93,12 +93,12 @@ def test_the_rows_hold_every_case_and_both_types_in_every_job() -> None:
 
 
 def test_equals_one_device_after_20_steps(job: Job, num_workers: int, dtype: str, name: str) -> None:
-    answers_of = job(num_workers).answers
+    results_of = job(num_workers).results
     with computing_in(dtype):
         expected = reference(name, dtype)
-    for rank, answer in enumerate(answers_of(f"{dtype} {name}")):
-        assert not isinstance(answer, workers.Raised), f"worker {rank}: {answer.trace}"
-        assert not list(differences(answer, expected, dtype)), f"worker {rank}"
+    for rank, result in enumerate(results_of(f"{dtype} {name}")):
+        assert not isinstance(result, workers.Raised), f"worker {rank}: {result.trace}"
+        assert not list(differences(result, expected, dtype)), f"worker {rank}"
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,9 @@ def assert_ended_as(undisturbed: Trained, history: dict[str, list[float]], state
 
 
 def test_three_workers_end_what_two_began(job: Job, undisturbed: Trained) -> None:
-    for _, state in job(2).answers("checkpoints"):
+    for _, state in job(2).results("checkpoints"):
         assert int(state[4]) == 13, "interrupted in the second epoch"
-    for history, state in job(3).answers("checkpoints"):
+    for history, state in job(3).results("checkpoints"):
         assert_ended_as(undisturbed, history, state)
 
 

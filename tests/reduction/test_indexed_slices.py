@@ -173,7 +173,7 @@ class EveryOtherOfAll(layers.Layer):
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
 def test_rows_of_neither_an_example_nor_the_batch_are_refused(strategy: Callable[[], tfpar.Strategy]) -> None:
     trainer = tfpar.Trainer(lambda: of_positions(EveryOtherOfAll), strategy())
-    with pytest.raises(ValueError, match=r"looked up by single examples or by the whole batch, received '.*emb"):
+    with pytest.raises(ValueError, match=r"computed from each example alone, .* received lookups in '.*emb"):
         trainer.fit(sequences(), verbose=0)
     assert int(trainer.model.optimizer.iterations.numpy()) == 0
 
@@ -220,7 +220,7 @@ def test_rows_that_a_loss_reads_by_neither_an_example_nor_the_batch_are_refused(
         return ops.sum(ops.take(table, ops.sort(labels)[::3], axis=0), 0)
 
     trainer = tfpar.Trainer(reading(every_other), strategy())
-    with pytest.raises(ValueError, match=r"looked up by single examples or by the whole batch, received '.*emb"):
+    with pytest.raises(ValueError, match=r"computed from each example alone, .* received lookups in '.*emb"):
         trainer.fit(tokens(), verbose=0)
     assert int(trainer.model.optimizer.iterations.numpy()) == 0
 
@@ -334,7 +334,7 @@ def test_an_embedding_equals_one_device_eagerly() -> None:
 
 def test_rows_that_cannot_be_told_apart_eagerly_are_refused() -> None:
     trainer = tfpar.Trainer(lambda: parity_cases.lookups(run_eagerly=True), small.STRATEGIES["mirrored"]())
-    with pytest.raises(ValueError, match=r"looked up in several ways cannot .* run_eagerly=True, received '.*table'"):
+    with pytest.raises(ValueError, match=r"several kinds of lookups cannot .* run_eagerly=True, received '.*table'"):
         trainer.fit(tokens(), verbose=0)
 
 

@@ -37,12 +37,12 @@ def float64() -> Iterator[None]:
         yield
 
 
-def asked(job: workers.Workers, question: str) -> list[Any]:
-    """The answers of both workers, none of which is an error."""
-    answers = job.answers(question)
-    for rank, answer in enumerate(answers):
-        assert not isinstance(answer, workers.Raised), f"worker {rank}: {answer.trace}"
-    return answers
+def results_of(job: workers.Workers, function: str) -> list[Any]:
+    """Return the results of a function on both workers, none of which is an error."""
+    results = job.results(function)
+    for rank, result in enumerate(results):
+        assert not isinstance(result, workers.Raised), f"worker {rank}: {result.trace}"
+    return results
 
 
 # --- parity beyond the table
@@ -52,18 +52,18 @@ def test_drop_in_trains_a_model_of_tensorflows_own_strategy(job: workers.Workers
     keras.utils.set_random_seed(0)
     model = small.build_model()
     histories = [model.fit(small.data(), epochs=1, verbose=0).history for _ in range(2)]
-    for answer in asked(job, "drop_in"):
-        assert_same(answer, (histories, cases.state(model)), name="drop-in")
+    for result in results_of(job, "drop_in"):
+        assert_same(result, (histories, cases.state(model)), name="drop-in")
 
 
 @pytest.mark.parametrize("name", cases.ON_TWO_DEVICES, ids=lambda name: name.replace(" ", "_"))
 def test_two_devices_a_worker_equal_one_device(job: workers.Workers, name: str) -> None:
-    for answers in asked(job, "two_devices_a_worker"):
-        assert_same(answers[name], reference(name, "float64"), name=name)
+    for results in results_of(job, "two_devices_a_worker"):
+        assert_same(results[name], reference(name, "float64"), name=name)
 
 
 def test_compressed_gradients_train_nearly_the_same_on_all_workers(job: workers.Workers) -> None:
-    chiefs, other = asked(job, "compression")
+    chiefs, other = results_of(job, "compression")
     expected = plain_fit()
     assert_same(chiefs, expected, 1e-2)
     assert_same(other, chiefs, 0.0)
@@ -71,8 +71,8 @@ def test_compressed_gradients_train_nearly_the_same_on_all_workers(job: workers.
 
 
 def test_compiled_by_xla(job: workers.Workers) -> None:
-    for answer in asked(job, "compiled_by_xla"):
-        assert_same(answer, plain_fit())
+    for result in results_of(job, "compiled_by_xla"):
+        assert_same(result, plain_fit())
 
 
 def test_a_model_that_keras_trained_moves_to_the_workers_and_is_compiled_again_there(job: workers.Workers) -> None:
@@ -82,34 +82,34 @@ def test_a_model_that_keras_trained_moves_to_the_workers_and_is_compiled_again_t
     history = model.fit(small.data(), epochs=2, verbose=0).history
     first = Trained(history, cases.state(model))
     expected = first, cases.fine_tuned(model, model.fit), model.evaluate(small.data(), verbose=0)
-    for answer in asked(job, "fine_tuned_from_keras"):
-        assert_same(answer, expected)
+    for result in results_of(job, "fine_tuned_from_keras"):
+        assert_same(result, expected)
 
 
 def test_eagerly(job: workers.Workers) -> None:
     expected = keras_fit(small.data(), epochs=1)
-    for answer in asked(job, "eagerly"):
-        assert_same(answer, expected)
+    for result in results_of(job, "eagerly"):
+        assert_same(result, expected)
 
 
 def test_mixed_precision(job: workers.Workers) -> None:
     expected = keras_fit(small.data(), cases.mixed_precision)
-    chiefs, other = asked(job, "mixed_precision")
+    chiefs, other = results_of(job, "mixed_precision")
     assert_same(chiefs, expected, 5e-2)  # bfloat16 has 8 bits, and sums of halves round otherwise
     assert_same(other, chiefs, 0.0)
 
 
 def test_epochs_of_some_steps_of_an_endless_dataset(job: workers.Workers) -> None:
     expected = keras_fit(small.data().repeat(), steps_per_epoch=7, epochs=3)
-    for answer in asked(job, "steps_of_an_endless_dataset"):
-        assert_same(answer, expected)
+    for result in results_of(job, "steps_of_an_endless_dataset"):
+        assert_same(result, expected)
 
 
 def test_arrays_with_a_split(job: workers.Workers) -> None:
     features, labels = cases.arrays()
     expected = keras_fit(features, y=labels, batch_size=8, shuffle=False, validation_split=0.2)
-    for answer in asked(job, "arrays_and_a_split"):
-        assert_same(answer, expected)
+    for result in results_of(job, "arrays_and_a_split"):
+        assert_same(result, expected)
 
 
 @pytest.mark.parametrize("name", cases.INPUTS)
@@ -120,43 +120,43 @@ def test_every_worker_takes_its_share_of_what_python_code_yields(job: workers.Wo
     model = case.model()
     random.seed(0)
     history = model.fit(**case.arguments(), verbose=0).history
-    for answer in asked(job, "inputs"):
-        assert_same(answer[name], (history, model.get_weights()))
+    for result in results_of(job, "inputs"):
+        assert_same(result[name], (history, model.get_weights()))
 
 
 def test_examples_in_docstrings_that_need_a_job_run_in_one(job: workers.Workers) -> None:
-    for answer in asked(job, "examples_in_docstrings"):
-        assert {name.rpartition(".")[2] for name in answer} == set(docstrings.IN_A_JOB)
-        assert not any(answer.values()), "\n".join(answer.values())
+    for result in results_of(job, "examples_in_docstrings"):
+        assert {name.rpartition(".")[2] for name in result} == set(docstrings.IN_A_JOB)
+        assert not any(result.values()), "\n".join(result.values())
 
 
 # --- parameter averaging
 
 
-@pytest.mark.parametrize("question", ["averaged_every_step", "averaged_every_step_on_two_devices"])
-def test_averaging_every_step_of_plain_sgd_equals_one_device(job: workers.Workers, question: str) -> None:
+@pytest.mark.parametrize("function", ["averaged_every_step", "averaged_every_step_on_two_devices"])
+def test_averaging_every_step_of_plain_sgd_equals_one_device(job: workers.Workers, function: str) -> None:
     expected = keras_fit(cases.equal_parts(), cases.plain_sgd)
-    for answer in asked(job, question):
-        assert_same(answer, expected)
+    for result in results_of(job, function):
+        assert_same(result, expected)
 
 
 def test_replicas_that_step_alone_may_look_up_rows_in_any_way(job: workers.Workers) -> None:
     expected = keras_fit(parity_cases._tokens(8).take(2), cases.rows_of_all)
-    for answer in asked(job, "averaged_rows"):
-        assert_same(answer, expected)
+    for result in results_of(job, "averaged_rows"):
+        assert_same(result, expected)
 
 
 def test_averaging_every_4_steps_whatever_the_steps_of_a_call(job: workers.Workers) -> None:
     expected = averaged_by_hand(average_optimizer=True)
-    chiefs, others = asked(job, "averaged_every_4")
-    for answer in (*chiefs, *others):
-        assert_same(answer.state, expected)
-        assert_same(answer.history, chiefs[0].history)
+    chiefs, others = results_of(job, "averaged_every_4")
+    for result in (*chiefs, *others):
+        assert_same(result.state, expected)
+        assert_same(result.history, chiefs[0].history)
 
 
 def test_averaging_without_the_optimizers_moments(job: workers.Workers) -> None:
     expected = averaged_by_hand(average_optimizer=False)
-    chiefs, others = asked(job, "averaged_every_4_but_the_optimizer")
+    chiefs, others = results_of(job, "averaged_every_4_but_the_optimizer")
     for chief, other in zip(chiefs, others, strict=True):
         assert_same(chief.state, expected)
         assert_same(other.state[:4], expected[:4])
@@ -172,8 +172,8 @@ def test_overridden_methods_give_what_they_give_on_one_device(job: workers.Worke
     loss = keras_fit(
         small.data(), lambda: compute_loss.build(compute_loss.SumsInTraining), validation_data=small.data()
     )
-    for answer in asked(job, "overridden_methods"):
-        assert_same(answer, (entries, loss))
+    for result in results_of(job, "overridden_methods"):
+        assert_same(result, (entries, loss))
 
 
 # --- decisions
@@ -185,34 +185,34 @@ def test_early_stopping_and_the_rates_plateau_are_decided_alike(job: workers.Wor
     )
     assert 4 <= len(expected.history["loss"]) < 12, "the training was stopped"
     assert expected.history["learning_rate"][0] > expected.history["learning_rate"][-1], "the rate was lowered"
-    for answer in asked(job, "decisions"):
-        assert_same(answer, expected)
+    for result in results_of(job, "decisions"):
+        assert_same(result, expected)
 
 
 def test_a_stop_on_one_worker_stops_all_at_the_same_step(job: workers.Workers) -> None:
     expected = keras_fit(small.data(), callbacks=[cases.Stop(True, at_step=4)], epochs=1, steps_per_epoch=4)
-    for answer in asked(job, "stopped_on_worker_1_in_a_batch"):
-        assert_same(answer, expected)
-    for answer in asked(job, "stopped_on_worker_1_after_an_epoch"):
-        assert_same(answer, plain_fit())
+    for result in results_of(job, "stopped_on_worker_1_in_a_batch"):
+        assert_same(result, expected)
+    for result in results_of(job, "stopped_on_worker_1_after_an_epoch"):
+        assert_same(result, plain_fit())
 
 
 def test_a_callback_of_one_worker_ends_evaluation_and_prediction_of_all(job: workers.Workers) -> None:
     expected = hooks.of_endless_data(tfpar.Trainer(hooks.build(3), tfpar.SingleDevice(), seed=0), decides=True)
-    for answer in asked(job, "ended_by_worker_1"):
-        assert_same(answer, expected)
+    for result in results_of(job, "ended_by_worker_1"):
+        assert_same(result, expected)
 
 
 def test_an_interruption_of_one_worker_stops_all_with_a_checkpoint(job: workers.Workers) -> None:
-    answers = asked(job, "interrupted_on_worker_1")
-    assert [int(state[4]) for (_, state), _ in answers] == [13, 13]
-    assert [is_interrupted for _, is_interrupted in answers] == [True, True]
-    assert_same(answers[1][0].state, answers[0][0].state, 0.0)
+    results = results_of(job, "interrupted_on_worker_1")
+    assert [int(state[4]) for (_, state), _ in results] == [13, 13]
+    assert [is_interrupted for _, is_interrupted in results] == [True, True]
+    assert_same(results[1][0].state, results[0][0].state, 0.0)
     assert [path.name for path in (job.folder / "interrupted").iterdir()] == ["step-00000013.npz"]
 
 
 def test_one_device_goes_on_from_the_workers_checkpoint(job: workers.Workers) -> None:
-    asked(job, "interrupted_on_worker_1")
+    results_of(job, "interrupted_on_worker_1")
     resumed, undisturbed = (tfpar.Trainer(small.build_model, tfpar.SingleDevice(), seed=0) for _ in range(2))
     fit = {"epochs": 3, "verbose": 0}
     checkpoints = tfpar.Checkpoints(job.folder / "interrupted")
@@ -223,19 +223,19 @@ def test_one_device_goes_on_from_the_workers_checkpoint(job: workers.Workers) ->
 
 def test_metrics_do_not_depend_on_when_checkpoints_are_written(job: workers.Workers) -> None:
     """To the last digit: each replica goes on with the sum that it had, also where the training resumes."""
-    for few, many, resumed in asked(job, "with_few_and_many_checkpoints"):
+    for few, many, resumed in results_of(job, "with_few_and_many_checkpoints"):
         assert few == many
         assert few == resumed
 
 
 def test_a_loss_that_is_not_finite_is_an_error_on_all(job: workers.Workers) -> None:
-    for answer in asked(job, "not_finite"):
-        assert answer is not None
-        assert "at step 3 (step 3 of epoch 1)" in answer
+    for result in results_of(job, "not_finite"):
+        assert result is not None
+        assert "at step 3 (step 3 of epoch 1)" in result
 
 
 def test_all_continue_after_a_loss_that_is_not_finite(job: workers.Workers) -> None:
-    for history, state in asked(job, "continued_after_not_finite"):
+    for history, state in results_of(job, "continued_after_not_finite"):
         assert np.isnan(history["loss"]).all()
         assert int(state[4]) == 5, "the iterations of the optimizer"
 
@@ -245,9 +245,9 @@ def test_all_continue_after_a_loss_that_is_not_finite(job: workers.Workers) -> N
 
 def test_stock_callbacks_write_on_the_chief_alone(job: workers.Workers) -> None:
     expected = keras_fit(small.data(), validation_data=small.data())
-    for answer, left in asked(job, "writing"):
-        assert_same(answer, expected)
-        assert left == [name for name in left if name.endswith(".answer")], "nothing else in the current folder"
+    for result, left in results_of(job, "writing"):
+        assert_same(result, expected)
+        assert left == [name for name in left if name.endswith(".result")], "nothing else in the current folder"
     folder = job.folder / "written"
     assert {path.name for path in folder.iterdir()} == {
         *("epoch-1.keras", "epoch-2.keras", "step.weights.h5", "log.csv", "board", "backup", "metrics.jsonl")
@@ -260,17 +260,17 @@ def test_stock_callbacks_write_on_the_chief_alone(job: workers.Workers) -> None:
 
 
 def test_backup_and_restore_goes_on_where_the_chief_stood(job: workers.Workers) -> None:
-    asked(job, "writing")
+    results_of(job, "writing")
     expected = keras_fit(small.data(), epochs=4)
-    for answer in asked(job, "restored"):
-        assert_same(answer.state, expected.state)
-        assert_same(answer.history, {name: values[2:] for name, values in expected.history.items()})
+    for result in results_of(job, "restored"):
+        assert_same(result.state, expected.state)
+        assert_same(result.history, {name: values[2:] for name, values in expected.history.items()})
 
 
 def test_the_chief_alone_saves_the_model_for_plain_keras(job: workers.Workers) -> None:
-    answers = asked(job, "saved")
+    results = results_of(job, "saved")
     loaded = keras.models.load_model(job.folder / "saved" / "model.keras")
-    for weights in answers:
+    for weights in results:
         assert_same(weights, loaded.get_weights(), 0.0)
     assert os.listdir(job.folder / "saved") == ["model.keras"]
 
@@ -280,11 +280,11 @@ def test_the_chief_alone_saves_the_model_for_plain_keras(job: workers.Workers) -
 
 def test_evaluate_and_predict_equal_one_device(job: workers.Workers) -> None:
     expected = cases.evaluate_and_predict(None)
-    for answers in asked(job, "evaluated_and_predicted"):
-        for name, answer in answers.items():
-            assert_same(answer, expected, name=name)
+    for results in results_of(job, "evaluated_and_predicted"):
+        for name, result in results.items():
+            assert_same(result, expected, name=name)
             for key, output in expected["predict many outputs"].items():
-                assert answer["predict many outputs"][key].dtype == output.dtype, key
+                assert result["predict many outputs"][key].dtype == output.dtype, key
 
 
 # --- shards
@@ -294,37 +294,37 @@ def test_evaluate_and_predict_equal_one_device(job: workers.Workers) -> None:
 def test_shards_that_workers_read_apart_train_as_on_one_device(job: workers.Workers, kind: str) -> None:
     trainer = tfpar.Trainer(cases.sharded_model(kind), tfpar.SingleDevice(), seed=0)
     expected = cases.with_shards(kind, trainer)
-    for answers in asked(job, f"sharded {kind}"):
-        for name, answer in answers.items():
-            assert_same(answer, expected, name=name)
+    for results in results_of(job, f"sharded {kind}"):
+        for name, result in results.items():
+            assert_same(result, expected, name=name)
 
 
 # --- workers that are not alike
 
 
 def test_the_chiefs_weights_count(job: workers.Workers) -> None:
-    for answer in asked(job, "other_weights"):
-        assert_same(answer, plain_fit())
+    for result in results_of(job, "other_weights"):
+        assert_same(result, plain_fit())
 
 
 def test_other_versions_are_an_error_on_all(job: workers.Workers) -> None:
-    for answer in asked(job, "other_versions"):
-        assert answer is not None
-        assert answer.startswith("All workers must be equal, and worker 1 (127.0.0.1:")
-        assert f"Keras' version ('2.0' instead of '{keras.__version__}')" in answer
+    for result in results_of(job, "other_versions"):
+        assert result is not None
+        assert result.startswith("All workers must be equal, and worker 1 (127.0.0.1:")
+        assert f"Keras' version ('2.0' instead of '{keras.__version__}')" in result
 
 
 def test_other_models_are_an_error_on_all_and_nobody_waits_for_ever(job: workers.Workers) -> None:
-    for answer in asked(job, "other_models"):
-        assert answer is not None
-        assert answer.startswith("All workers must be equal, and worker 1 (127.0.0.1:")
-        assert "the model ('weights/sequential/dense/kernel" in answer
-    for answer in asked(job, "after_other_models"):
-        assert_same(answer, plain_fit())
+    for result in results_of(job, "other_models"):
+        assert result is not None
+        assert result.startswith("All workers must be equal, and worker 1 (127.0.0.1:")
+        assert "the model ('weights/sequential/dense/kernel" in result
+    for result in results_of(job, "after_other_models"):
+        assert_same(result, plain_fit())
 
 
 def test_strategies_are_made_one_after_another(job: workers.Workers) -> None:
-    for rank, descriptions in enumerate(asked(job, "many_strategies")):
+    for rank, descriptions in enumerate(results_of(job, "many_strategies")):
         assert len(descriptions) == 20
         assert descriptions[0] == f"MultiWorker over 2 workers, 4 replicas; this is worker {rank} on CPU:0, CPU:1"
         assert descriptions[1] == f"MultiWorker over 2 workers, 2 replicas; this is worker {rank} on CPU:0"
@@ -333,5 +333,5 @@ def test_strategies_are_made_one_after_another(job: workers.Workers) -> None:
 
 
 def test_the_workers_end_well(job: workers.Workers) -> None:
-    asked(job, "many_strategies")
+    results_of(job, "many_strategies")
     assert job.finish() == [0, 0]

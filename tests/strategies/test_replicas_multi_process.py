@@ -24,25 +24,25 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
 @pytest.mark.parametrize("name", TRAINED)
 def test_two_workers_equal_one_device(job: workers.Workers, name: str) -> None:
     history, state = train(tfpar.SingleDevice(), *TRAINED[name])
-    for answer in job.answers(name):
-        assert not isinstance(answer, workers.Raised), answer.trace
-        small.assert_same_history(answer[0], history)
-        for actual, expected in zip(answer[1], state, strict=True):
+    for result in job.results(name):
+        assert not isinstance(result, workers.Raised), result.trace
+        small.assert_same_history(result[0], history)
+        for actual, expected in zip(result[1], state, strict=True):
             assert relative_difference(actual, expected) <= 1e-5
 
 
 def test_predictions_of_the_whole_batch_equal_one_device(job: workers.Workers) -> None:
     expected = predict(tfpar.SingleDevice())
-    for answer in job.answers("predict"):
-        assert not isinstance(answer, workers.Raised), answer.trace
-        np.testing.assert_allclose(answer, expected, rtol=1e-5, atol=1e-6)
+    for result in job.results("predict"):
+        assert not isinstance(result, workers.Raised), result.trace
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_every_worker_refuses_what_mixes(job: workers.Workers) -> None:
-    for answer in job.answers("refused"):
-        assert isinstance(answer, workers.Raised)
+    for result in job.results("refused"):
+        assert isinstance(result, workers.Raised)
         assert (
-            "where an example depends on the others of its batch; set batch_dependent_layers='gather'" in answer.message
+            "where an example depends on the others of its batch; set batch_dependent_layers='gather'" in result.message
         )
 
 
@@ -51,35 +51,35 @@ def test_columns_of_words_over_two_workers_and_a_resumption_equal_one_device(
     job: workers.Workers, source: str, shard_by: str
 ) -> None:
     history, state = category_cases.train(tfpar.SingleDevice(), source, shard_by)
-    for answer in job.answers(f"words: {source} by {shard_by}"):
-        assert not isinstance(answer, workers.Raised), answer.trace
-        assert answer[0]["loss"][-1] == pytest.approx(history["loss"][-1], rel=1e-5)
-        for actual, expected in zip(answer[1], state, strict=True):
+    for result in job.results(f"words: {source} by {shard_by}"):
+        assert not isinstance(result, workers.Raised), result.trace
+        assert result[0]["loss"][-1] == pytest.approx(history["loss"][-1], rel=1e-5)
+        for actual, expected in zip(result[1], state, strict=True):
             assert relative_difference(actual, expected) <= 1e-5
 
 
 def test_what_mixes_in_inference_is_gathered_there_or_refused_on_every_worker(job: workers.Workers) -> None:
     history, outputs = evaluated(tfpar.SingleDevice())
-    for answer in job.answers("gathered in inference"):
-        assert not isinstance(answer, workers.Raised), answer.trace
-        small.assert_same_history(answer[0], history)
-        np.testing.assert_allclose(answer[1], outputs, rtol=1e-5, atol=1e-6)
-    for answer in job.answers("refused in inference"):
-        assert isinstance(answer, workers.Raised)
-        assert "'centred' in inference, where an example depends on the others" in answer.message
+    for result in job.results("gathered in inference"):
+        assert not isinstance(result, workers.Raised), result.trace
+        small.assert_same_history(result[0], history)
+        np.testing.assert_allclose(result[1], outputs, rtol=1e-5, atol=1e-6)
+    for result in job.results("refused in inference"):
+        assert isinstance(result, workers.Raised)
+        assert "'centred' in inference, where an example depends on the others" in result.message
 
 
 def test_mirrored_in_a_worker_of_a_job_is_refused(job: workers.Workers) -> None:
     """TensorFlow 2.21 ends the process by SIGSEGV: it lists no device by a local name there."""
-    for answer in job.answers("mirrored"):
-        assert isinstance(answer, workers.Raised)
-        assert "Use MultiWorker here" in answer.message
+    for result in job.results("mirrored"):
+        assert isinstance(result, workers.Raised)
+        assert "Use MultiWorker here" in result.message
 
 
 @pytest.mark.parametrize("kind", OTHER_DATA)
 def test_all_workers_raise_one_sentence_for_data_that_one_of_them_refuses(job: workers.Workers, kind: str) -> None:
-    answers = job.answers(f"other data: {kind}")
-    messages = [answer.message.split("\n") for answer in answers if isinstance(answer, workers.Raised)]
+    results = job.results(f"other data: {kind}")
+    messages = [result.message.split("\n") for result in results if isinstance(result, workers.Raised)]
     assert len(messages) == 2
     assert messages[0] == messages[1]
     assert len(messages[0]) == 2, "neither fit nor evaluate takes them"
@@ -88,8 +88,8 @@ def test_all_workers_raise_one_sentence_for_data_that_one_of_them_refuses(job: w
 @pytest.mark.parametrize("kind", REFUSED_ALONE)
 def test_all_workers_refuse_what_the_examples_of_one_tell(job: workers.Workers, kind: str) -> None:
     """The others waited for its next message until their time limit."""
-    answers = job.answers(f"refused alone: {kind}")
-    messages = [answer.message for answer in answers if isinstance(answer, workers.Raised)]
+    results = job.results(f"refused alone: {kind}")
+    messages = [result.message for result in results if isinstance(result, workers.Raised)]
     assert len(messages) == 2
     assert messages[0] == messages[1]
     assert "over the batch" in messages[0] or "must not depend on which other examples" in messages[0]

@@ -1,4 +1,4 @@
-"""The launch command under test, as a process of its own, with small scripts in place of training."""
+"""The launch command as a process under test, with small scripts in place of training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tests import ROOT
 
 TIMEOUT_SECONDS = 30.0
-# What every script starts with. A file is the sign that a worker has come so far.
+# The first lines of every script. With `sign`, a worker creates a file that shows how far it has run.
 PRELUDE = """
 import json, os, resource, signal, subprocess, sys, time
 from pathlib import Path
@@ -32,7 +32,7 @@ def wait(*names):
 
 
 class Ended(NamedTuple):
-    """How the launcher ended and what it wrote."""
+    """Exit code and output of a launcher."""
 
     code: int
     out: str
@@ -40,11 +40,11 @@ class Ended(NamedTuple):
 
 
 class Launcher:
-    """A launcher that runs.
+    """A running launcher.
 
     Args:
         process: Its process.
-        folder: Its current folder, with the signs of its workers.
+        folder: Its current folder, where its workers create files with `sign`.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -52,24 +52,24 @@ class Launcher:
         self._folder = folder
 
     def wait_for(self, *names: str) -> None:
-        """Wait until workers have given these signs, such as `ready-0`."""
-        wait_until(lambda: all((self._folder / name).exists() for name in names), f"{names} in {self._folder}")
+        """Wait until workers have created these files, such as `ready-0`."""
+        wait_until(lambda: all((self._folder / name).exists() for name in names), f"{names} exist in {self._folder}")
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the launcher alone."""
         self.process.send_signal(number)
 
     def finish(self) -> Ended:
-        """Wait for the end."""
+        """Wait for the end of the launcher."""
         out, err = self.process.communicate(timeout=TIMEOUT_SECONDS)
         return Ended(self.process.returncode, (out or b"").decode(), (err or b"").decode())
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait until something is so."""
+    """Wait until a condition holds."""
     deadline_seconds = time.monotonic() + TIMEOUT_SECONDS
     while not condition():
-        assert time.monotonic() < deadline_seconds, f"it did not come to this: {what}"
+        assert time.monotonic() < deadline_seconds, f"timed out while waiting until {what}"
         time.sleep(0.01)
 
 
@@ -83,16 +83,16 @@ def started(
     out: int = subprocess.PIPE,
     err: int = subprocess.PIPE,
 ) -> Iterator[Launcher]:
-    """Start the launcher in a folder; it is gone in the end.
+    """Start the launcher in a folder, and end it with the context.
 
     Args:
         folder: Its current folder; the script is written there.
-        script: What every worker runs, behind the prelude.
-        options: More flags of the launcher.
-        num_workers: How many workers.
-        variables: More environment variables.
-        out: Where its standard output goes.
-        err: Where its standard error goes.
+        script: The script of every worker, after the prelude.
+        options: Further flags of the launcher.
+        num_workers: Number of workers.
+        variables: Further environment variables.
+        out: File descriptor of its standard output.
+        err: File descriptor of its standard error.
     """
     (folder / "script.py").write_text(PRELUDE + script)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_"))}
@@ -119,11 +119,11 @@ def started(
 def run(
     folder: Path, script: str, *options: str, num_workers: int = 2, variables: Mapping[str, str] | None = None
 ) -> Ended:
-    """Run the launcher to its end."""
+    """Run the launcher and wait for its end."""
     with started(folder, script, *options, num_workers=num_workers, variables=variables) as launcher:
         return launcher.finish()
 
 
 def ranked(lines: str, rank: int) -> Sequence[str]:
-    """The lines of one worker, without the prefix."""
+    """Return the lines of one worker, without the prefix."""
     return [line.removeprefix(f"[{rank}] ") for line in lines.splitlines() if line.startswith(f"[{rank}] ")]

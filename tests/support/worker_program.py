@@ -1,6 +1,6 @@
-"""What a worker runs for test_multi_worker_multi_process.py: one question after another, in float64.
+"""The program of a worker for test_multi_worker_multi_process.py: one function after another, in float64.
 
-The same questions run on both of two workers, each with two logical CPUs. What differs by rank says so.
+The same functions run on two workers, each with two logical CPUs. They use `RANK` where the workers differ.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def trained(trainer: tfpar.Trainer, dataset: Any, **fit: Any) -> cases.Trained:
     return cases.Trained(history, cases.state(trainer.model))
 
 
-class Questions:
-    """Every method that does not begin with an underscore is a question; they are asked in this order."""
+class Functions:
+    """The functions of the program: all methods without a leading underscore, in this order."""
 
     @functools.cached_property
     def _plain(self) -> tfpar.MultiWorker:
@@ -50,23 +50,23 @@ class Questions:
     # --- parity beyond the table
 
     def drop_in(self) -> Any:
-        """A model that somebody built under TensorFlow's own strategy, which reads TF_CONFIG by itself.
+        """Train a model built under TensorFlow's own strategy, which reads TF_CONFIG.
 
-        It comes first: one that is made later takes the collectives of those before it away.
+        First, because TensorFlow's strategy disables the collective operations of the strategies created before it.
         """
         with tf.distribute.MultiWorkerMirroredStrategy().scope():
-            keras.utils.set_random_seed(RANK)  # the chief's weights count
+            keras.utils.set_random_seed(RANK)  # the chief's weights are broadcast
             model = small.build_model()
         twice = [tfpar.fit(model, small.data(), epochs=1, verbose=0).history for _ in range(2)]
         return twice, cases.state(model)
 
     def two_devices_a_worker(self) -> Any:
-        answers = {}
+        results = {}
         for name in cases.ON_TWO_DEVICES:
             case = CASES[name]
             trainer = tfpar.Trainer(case.build, self._two_devices, seed=0)
-            answers[name] = trained(trainer, case.data(), epochs=case.epochs, **case.fit)
-        return answers
+            results[name] = trained(trainer, case.data(), epochs=case.epochs, **case.fit)
+        return results
 
     def compression(self) -> Any:
         strategy = tfpar.MultiWorker(ONE, compression="bfloat16")
@@ -99,7 +99,7 @@ class Questions:
         return trained(trainer, arrays[0], y=arrays[1], batch_size=8, shuffle=False, validation_split=0.2)
 
     def inputs(self) -> Any:
-        """Each worker's Python would shuffle in another order: the chief's counts."""
+        """Train with inputs that Python shuffles in another order on each worker: the chief's order is broadcast."""
         return {name: cases.with_input(name, self._plain, seed=RANK) for name in cases.INPUTS}
 
     def examples_in_docstrings(self) -> Any:
@@ -133,7 +133,7 @@ class Questions:
     # --- methods of the model's class
 
     def overridden_methods(self) -> Any:
-        """What `compute_metrics` and `compute_loss` of the user's own give."""
+        """Return the results of a model's own `compute_metrics` and `compute_loss`."""
         entries = tfpar.Trainer(metric_entries.build(metric_entries.Derived), self._plain, seed=0)
         loss = tfpar.Trainer(lambda: compute_loss.build(compute_loss.SumsInTraining), self._plain, seed=0)
         return metric_entries.values_of(entries), trained(loss, small.data(), validation_data=small.data())
@@ -157,20 +157,20 @@ class Questions:
     def interrupted_on_worker_1(self) -> Any:
         trainer = self._small.initial()
         callback = cases.Interrupt(trainer if RANK == 1 else None, at_step=13)
-        # The worker has no disk: below a file there can be no folder.
+        # Worker 1 cannot write: the parent of its folder is a file.
         checkpoints = tfpar.Checkpoints(self._chiefs_only("interrupted"), every_seconds=1000)
-        answer = trained(trainer, small.shuffled(), epochs=3, callbacks=[callback], checkpoints=checkpoints)
-        return answer, trainer.interrupted
+        result = trained(trainer, small.shuffled(), epochs=3, callbacks=[callback], checkpoints=checkpoints)
+        return result, trainer.interrupted
 
     def with_few_and_many_checkpoints(self) -> Any:
-        """The same training: undisturbed, with a checkpoint after each call, and interrupted and resumed."""
+        """Train uninterrupted, with a checkpoint after each call, and interrupted and resumed."""
         reused = self._small, cases.Reused(self._plain)
         histories = []
         for name, every_seconds, stops in (("few", 1000.0, ()), ("many", 0.0, ()), ("resumed", 1000.0, (20, 33))):
             folder = self._chiefs_only(name)
             trainers = [one.initial() for one in reused]
             for index, step in enumerate((*stops, 0)):
-                trainer = trainers[index % 2]  # it resumes with a new trainer, or one with the sums of another step
+                trainer = trainers[index % 2]  # a new trainer, or one with gradient sums of another step
                 history = trainer.fit(
                     small.parity_cases.batches(400, 7),
                     verbose=0,
@@ -194,7 +194,7 @@ class Questions:
     # --- files
 
     def _chiefs_only(self, name: str) -> Path:
-        """A folder of the chief's; elsewhere one that cannot be made, for its parent is a file."""
+        """Return a folder on the chief; on worker 1, a path that cannot be created because its parent is a file."""
         if RANK == 0:
             (FOLDER / name).mkdir(exist_ok=True)
             return FOLDER / name
@@ -214,11 +214,11 @@ class Questions:
             tfpar.MetricsFile(folder / "metrics.jsonl"),
             tfpar.ReplicaCheck(),
         ]
-        answer = trained(trainer, small.data(), validation_data=small.data(), callbacks=callbacks)
-        return answer, sorted(os.listdir())
+        result = trained(trainer, small.data(), validation_data=small.data(), callbacks=callbacks)
+        return result, sorted(os.listdir())
 
     def restored(self) -> Any:
-        """The backup that `writing` left stands at the end of epoch 2 of 4."""
+        """Resume from the backup that `writing` left at the end of epoch 2 of 4."""
         backup = keras.callbacks.BackupAndRestore(self._chiefs_only("written") / "backup", delete_checkpoint=False)
         trainer = tfpar.Trainer(small.build_model, self._plain, seed=1)
         return trained(trainer, small.data(), epochs=4, callbacks=[backup])
@@ -250,10 +250,10 @@ class Questions:
 
     @functools.cached_property
     def _small_of_shards(self) -> cases.Reused:
-        """Its first training is of shards."""
+        """A trainer whose first fit is of sharded data."""
         return cases.Reused(self._plain)
 
-    # --- workers that are not alike
+    # --- workers that differ
 
     def other_weights(self) -> Any:
         trainer = tfpar.Trainer(small.build_model, self._plain, seed=RANK)
@@ -278,11 +278,11 @@ class Questions:
             return str(error)
 
     def after_other_models(self) -> Any:
-        """The error above left all workers able to go on together."""
+        """All workers can train together after the error of `other_models`."""
         return trained(tfpar.Trainer(small.build_model, self._plain, seed=0), small.data())
 
     def many_strategies(self) -> Any:
-        """Each meets the other worker's at once."""
+        """Create strategies in quick succession, each of which connects to that of the other worker."""
         return [tfpar.MultiWorker(devices).describe() for devices in [None, ONE] * 10]
 
 
@@ -290,14 +290,14 @@ def main() -> None:
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     tfpar.use_logical_cpus(2)
-    questions = Questions()
-    asked: dict[str, Callable[[], Any]] = {}
-    for name, member in vars(Questions).items():
-        if name == "sharded":  # a question for each kind, as all together take long
-            asked |= {f"{name} {kind}": functools.partial(questions.sharded, kind) for kind in cases.SHARDED}
+    functions = Functions()
+    by_name: dict[str, Callable[[], Any]] = {}
+    for name, member in vars(Functions).items():
+        if name == "sharded":  # a function for each kind, because all kinds in one would exceed the time limit
+            by_name |= {f"{name} {kind}": functools.partial(functions.sharded, kind) for kind in cases.SHARDED}
         elif callable(member) and not name.startswith("_"):
-            asked[name] = getattr(questions, name)
-    workers.answer_all(asked)
+            by_name[name] = getattr(functions, name)
+    workers.run_all(by_name)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a worker runs for test_multi_worker_parity_multi_process.py: cases of the parity table."""
+"""The program of a worker for test_multi_worker_parity_multi_process.py: cases of the parity table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def train_case(strategy: tfpar.MultiWorker, dtype: str, name: str) -> tuple[dict
 
 
 def train_with_checkpoints(strategy: tfpar.MultiWorker, folder: Path) -> tuple[dict[str, list[float]], list[Any]]:
-    """Train for three epochs, from the folder's checkpoint on; a run from the beginning is interrupted at step 13."""
+    """Train to the end of epoch 3 from the folder's checkpoint; without a checkpoint, interrupt at step 13."""
     trainer = tfpar.Trainer(small.build_model, strategy, seed=0)
     callback = cases.Interrupt(trainer if strategy.rank == 1 else None, at_step=13)
     checkpoints = tfpar.Checkpoints(folder, every_seconds=1000)
@@ -32,9 +32,9 @@ def train_with_checkpoints(strategy: tfpar.MultiWorker, folder: Path) -> tuple[d
 def main() -> None:
     checkpoints, pack_bytes, *rows = sys.argv[3:]
     strategy = tfpar.MultiWorker(pack_bytes=int(pack_bytes))
-    questions = {row: functools.partial(train_case, strategy, *row.split(" ", 1)) for row in rows}
-    workers.answer_all(
-        {"checkpoints": functools.partial(train_with_checkpoints, strategy, Path(checkpoints)), **questions}
+    functions = {row: functools.partial(train_case, strategy, *row.split(" ", 1)) for row in rows}
+    workers.run_all(
+        {"checkpoints": functools.partial(train_with_checkpoints, strategy, Path(checkpoints)), **functions}
     )
 
 

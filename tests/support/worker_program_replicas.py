@@ -1,4 +1,4 @@
-"""What a worker runs for test_replicas_multi_process.py: models that need more than a sum of dense gradients."""
+"""The program of a worker for test_replicas_multi_process.py: models that need more than a sum of dense gradients."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def predict(strategy: tfpar.Strategy) -> Any:
 
 
 def evaluated(strategy: tfpar.Strategy) -> Any:
-    """Fit with a validation, and predict, where a layer mixes in inference only."""
+    """Fit with validation data, and predict, with a layer that is batch-dependent in inference only."""
     trainer = tfpar.Trainer(in_inference, strategy, seed=0)
     history = trainer.fit(small.data(), validation_data=small.data(), verbose=0).history
     return history, trainer.predict(parity_cases.inputs(19), 9, verbose=0)
@@ -58,7 +58,7 @@ def refused(strategy: tfpar.Strategy) -> None:
 
 
 def only_of_worker_1() -> tf.data.Dataset:
-    """Global batches of which the chief's examples are alike, so that a maximum over them looks like a mean."""
+    """Return global batches with equal examples on the chief, where a maximum over the batch looks like a mean."""
     features = np.ones((8, 4), "float32")
     features[4:] += np.arange(16).reshape(4, 4)
     return tf.data.Dataset.from_tensor_slices((features, np.zeros((8, 1), "float32"))).batch(8)
@@ -69,7 +69,7 @@ def largest(targets: Any, outputs: Any) -> Any:
 
 
 class OwnLoss(keras.Model):
-    """Overrides `compute_loss`."""
+    """A model with its own `compute_loss`, which compares examples."""
 
     def compute_loss(
         self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
@@ -78,7 +78,7 @@ class OwnLoss(keras.Model):
 
 
 class Objectives(keras.Model):
-    """Has an objective that compares examples."""
+    """A model with an objective that compares examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ REFUSED_ALONE = ("loss", "compute_loss", "objective")
 
 
 def other_data(kind: str) -> tuple[Any, Any]:
-    """Features and targets, of which those of worker 1 do not fit."""
+    """Return features and targets, which are invalid on worker 1."""
     features, targets = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
     if workers.place()[1] == 0:
         return features, targets
@@ -125,7 +125,7 @@ def other_data(kind: str) -> tuple[Any, Any]:
 
 
 def of_other_data(strategy: tfpar.Strategy, kind: str) -> None:
-    """Fit, and after that evaluate, data that one worker alone refuses."""
+    """Fit, then evaluate, data that is invalid on one worker only."""
     trainer = tfpar.Trainer(refused_alone("plain"), strategy, seed=0)
     messages = []
     for call in (trainer.fit, trainer.evaluate):
@@ -147,7 +147,7 @@ OTHER_DATA = ("lengths", "empty", "inputs", "targets", "widths")
 def main() -> None:
     strategy = tfpar.MultiWorker()
     gathering = tfpar.MultiWorker(batch_dependent_layers="gather")
-    questions = {name: functools.partial(train, gathering, *given) for name, given in TRAINED.items()}
+    functions = {name: functools.partial(train, gathering, *given) for name, given in TRAINED.items()}
     others = {
         "mirrored": tfpar.Mirrored,
         "predict": functools.partial(predict, gathering),
@@ -166,7 +166,7 @@ def main() -> None:
         f"words: {source} by {shard_by}": functools.partial(words_resumed, strategy, source, shard_by)
         for source, shard_by in category_cases.CASES
     }
-    workers.answer_all({**questions, **others, **inference, **categories, **alone, **data})
+    workers.run_all({**functions, **others, **inference, **categories, **alone, **data})
 
 
 if __name__ == "__main__":

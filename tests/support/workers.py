@@ -1,10 +1,10 @@
-"""The workers of one job, as processes that answer many questions one after another: starting them is what takes long.
+"""The workers of one job, which run many functions one after another, because the start of TensorFlow takes seconds.
 
     the tests' process                           worker 0, worker 1, ...
-    Workers(program, ...) ── starts them ──►     answer_all({"question": function, ...})
-    answers("question")  ◄── a file each ──      runs the functions in order, writes what each returns
+    Workers(program, ...) ── starts them ──►     run_all({"name": function, ...})
+    results("name")      ◄── a file each ──      runs the functions in order, writes the result of each
 
-A program is a module of `tests.support` that calls `answer_all`. What a function raises is an answer too.
+A program is a module of `tests.support` that calls `run_all`. The result of a function that raises is a `Raised`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests import ROOT
 from tfpar.cluster import tf_config
 from tfpar.launcher.worker_group import free_addresses
 
-START_SECONDS = 120.0  # to the first answer: TensorFlow's start, on a machine that does other things too
-QUESTION_SECONDS = 120.0
+START_SECONDS = 120.0  # to the first result: TensorFlow's start on a machine with other work
+FUNCTION_SECONDS = 120.0
 TAIL_BYTES = 2000
 
 
 class Raised(NamedTuple):
-    """What a question raised instead of an answer."""
+    """The exception of a function."""
 
     kind: str
     message: str
@@ -47,14 +47,14 @@ class Workers:
 
     Args:
         program: A module of `tests.support`, such as `worker_program`.
-        folder: An empty folder for answers and output.
-        num_workers: How many.
-        arguments: More for the program.
+        folder: An empty folder for results and output.
+        num_workers: Number of workers.
+        arguments: Further arguments of the program.
     """
 
     def __init__(self, program: str, folder: Path, num_workers: int, *arguments: str) -> None:
         self.folder = folder
-        self._num_answered = 0
+        self._num_results = 0
         self._addresses = free_addresses(num_workers)
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(num_workers):
@@ -67,7 +67,7 @@ class Workers:
             "TF_CONFIG": tf_config.to_tf_config(self._addresses, rank),
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "-1",  # what is expected is computed on CPUs
+            "CUDA_VISIBLE_DEVICES": "-1",  # the expected results are computed on CPUs
         }
         with (self.folder / f"{rank}.out").open("wb") as out:
             return subprocess.Popen(
@@ -80,54 +80,60 @@ class Workers:
                 start_new_session=True,
             )
 
-    def answers(self, question: str) -> list[Any]:
-        """Wait for the answers of all workers to a question, by rank; `Raised` where it raised.
+    def results(self, name: str) -> list[Any]:
+        """Wait for the results of a function on all workers.
+
+        Args:
+            name: The name of the function in the program.
+
+        Returns:
+            The results by rank; a `Raised` where the function raised.
 
         Raises:
-            pytest.fail.Exception: If a worker ended without an answer or took too long, with the end of its output.
+            pytest.fail.Exception: If a worker ended without a result or took too long, with the end of its output.
         """
-        paths = [_answer(self.folder, rank, question) for rank in range(len(self._processes))]
-        # They run in the order of the program, not of the tests: any answer of theirs is a sign of life.
+        paths = [_result(self.folder, rank, name) for rank in range(len(self._processes))]
+        # The functions run in the order of the program, not of the tests: the time limit starts at the last result.
         while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
             ended = [rank for rank in missing if self._processes[rank].poll() is not None]
             if ended and not paths[ended[0]].exists():
-                pytest.fail(f"worker {ended[0]} ended without an answer to {question!r}:\n{self._report()}", False)
-            if self._silent_seconds() > (QUESTION_SECONDS + 10 if self._num_answered else START_SECONDS):
-                pytest.fail(f"workers {missing} did not answer {question!r} in time:\n{self._report()}", False)
+                pytest.fail(f"worker {ended[0]} ended without a result of {name!r}:\n{self._report()}", False)
+            if self._seconds_without_result() > (FUNCTION_SECONDS + 10 if self._num_results else START_SECONDS):
+                pytest.fail(f"workers {missing} gave no result of {name!r} in time:\n{self._report()}", False)
             time.sleep(0.02)
         return [pickle.loads(path.read_bytes()) for path in paths]
 
     def finish(self) -> list[int]:
-        """Wait for the end of all; return their exit codes."""
-        deadline_seconds = time.monotonic() + QUESTION_SECONDS
+        """Wait for the end of all workers; return their exit codes."""
+        deadline_seconds = time.monotonic() + FUNCTION_SECONDS
         return [process.wait(max(0.0, deadline_seconds - time.monotonic())) for process in self._processes]
 
     def kill(self) -> None:
-        """End what still runs, with all that it started."""
+        """End the workers that still run, with all processes that they started."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def _silent_seconds(self) -> float:
-        num_answered = sum(1 for _ in self.folder.glob("*/*.answer"))
-        if num_answered != self._num_answered or not hasattr(self, "_heard_at"):
-            self._num_answered, self._heard_at = num_answered, time.monotonic()
-        return time.monotonic() - self._heard_at
+    def _seconds_without_result(self) -> float:
+        num_results = sum(1 for _ in self.folder.glob("*/*.result"))
+        if num_results != self._num_results or not hasattr(self, "_last_result_at"):
+            self._num_results, self._last_result_at = num_results, time.monotonic()
+        return time.monotonic() - self._last_result_at
 
     def _report(self) -> str:
         parts = []
         for rank, process in enumerate(self._processes):
             code = process.poll()
-            state = "runs" if code is None else f"ended with {code}"
+            state = "is running" if code is None else f"ended with exit code {code}"
             out = (self.folder / f"{rank}.out").read_bytes()[-TAIL_BYTES:].decode(errors="replace")
-            parts.append(f"worker {rank} {state}, its output ends with:\n{out}")
+            parts.append(f"worker {rank} {state}; the end of its output:\n{out}")
         return "\n".join(parts)
 
 
 @contextlib.contextmanager
 def started(program: str, folder: Path, num_workers: int, *arguments: str) -> Iterator[Workers]:
-    """Start workers; whatever happens, they are gone in the end."""
+    """Start workers, and end them with the context."""
     workers = Workers(program, folder, num_workers, *arguments)
     try:
         yield workers
@@ -136,39 +142,38 @@ def started(program: str, folder: Path, num_workers: int, *arguments: str) -> It
 
 
 def place() -> tuple[Path, int]:
-    """In a worker: the folder of the job, and this worker's rank."""
+    """Return the folder of the job and the rank of this worker, in a worker."""
     return Path(sys.argv[1]), int(sys.argv[2])
 
 
-def answer_all(questions: Mapping[str, Callable[[], Any]]) -> None:
-    """In a worker: answer the questions in order.
+def run_all(functions: Mapping[str, Callable[[], Any]]) -> None:
+    """Run functions in order, in a worker, and write the result of each.
 
-    What a question raises is its answer, and the next one follows. An error of TensorFlow's runtime ends the process,
-    for nothing that communicates works after it; so does a question that takes too long: a worker waits for another
-    that has gone on.
+    After an exception the next function runs. An error of TensorFlow's runtime ends the process, because no collective
+    operation works after it. So does a function that takes too long, because the other workers may have left it.
     """
     import tensorflow as tf
 
     folder, rank = place()
     parent = os.getppid()
-    for question, function in questions.items():
-        faulthandler.dump_traceback_later(QUESTION_SECONDS, exit=True)
-        print(f"question: {question}", flush=True)
+    for name, function in functions.items():
+        faulthandler.dump_traceback_later(FUNCTION_SECONDS, exit=True)
+        print(f"function: {name}", flush=True)
         if os.getppid() != parent:
-            os._exit(1)  # the tests are gone
+            os._exit(1)  # the tests' process has ended
         try:
-            answer = function()
+            result = function()
         except tf.errors.OpError:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
         except Exception as error:
-            answer = Raised(type(error).__name__, str(error), traceback.format_exc())
-        path = _answer(folder, rank, question)
-        path.with_suffix(".unfinished").write_bytes(pickle.dumps(answer))
+            result = Raised(type(error).__name__, str(error), traceback.format_exc())
+        path = _result(folder, rank, name)
+        path.with_suffix(".unfinished").write_bytes(pickle.dumps(result))
         path.with_suffix(".unfinished").rename(path)
     faulthandler.cancel_dump_traceback_later()
 
 
-def _answer(folder: Path, rank: int, question: str) -> Path:
-    return folder / str(rank) / f"{re.sub(r'[^A-Za-z0-9]+', '-', question)}.answer"
+def _result(folder: Path, rank: int, name: str) -> Path:
+    return folder / str(rank) / f"{re.sub(r'[^A-Za-z0-9]+', '-', name)}.result"

@@ -28,7 +28,7 @@ from tfpar.strategies import batch_dependence, objective_steps
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.gradient_sums import sum_gradients
-from tfpar.strategies.lookup_trials import find_kinds, may_look_up
+from tfpar.strategies.lookup_trials import find_lookup_kinds, may_look_up
 from tfpar.strategies.replica_runs import ReplicaRuns
 from tfpar.strategies.replica_states import (
     assign_local_parts,
@@ -148,15 +148,15 @@ class DataParallel(Strategy):
         """
         runs = self._runs_of(model)
         if training and self.num_replicas > 1 and may_look_up(model, batch):
-            self._find_kinds(model, batch)
+            self._find_lookup_kinds(model, batch)
         if runs.losses is not None:
             with self.together(), runs.gathering():
                 runs.losses.find_own_loss(model, batch, training)
 
-    def _find_kinds(self, model: keras.Model, batch: Any) -> None:
+    def _find_lookup_kinds(self, model: keras.Model, batch: Any) -> None:
         runs = self._runs_of(model)
         with self.together(), runs.gathering():
-            found = find_kinds(model, batch, self._strategy.run)
+            found = find_lookup_kinds(model, batch, self._strategy.run)
         chiefs = json.loads(self.broadcast(json.dumps(found).encode()))
         runs.lookup_kinds = [LookupKinds(*one) for one in chiefs]
 

@@ -23,7 +23,7 @@ def sum_gradients(
 
     Args:
         gradients: The gradients of the calling replica: tensors, `tf.IndexedSlices` or None.
-        found: The kinds of the lookups of each gradient, from `lookup_trials.find_kinds`; None without a trial.
+        found: The kinds of the lookups of each gradient, from `lookup_trials.find_lookup_kinds`; None without a trial.
         share: The weight of an example in losses, a scalar.
         counted: The number of its examples to count in metrics, an int scalar.
         pack_bytes: As for `tfpar.reduction.gradients.all_reduce_gradients`.

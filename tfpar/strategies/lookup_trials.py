@@ -1,6 +1,6 @@
-"""Trials before the first step for the kinds of lookups: how rows of replicas combine to rows of one device.
+"""Trials before the first step that find the kinds of lookups: how rows of replicas combine to rows of one device.
 
-whole    [a b]   row numbers 3 5 5 7     [a a]   3 5 3 5         listed: those of the parts one after another
+batch    [a b]   row numbers 3 5 5 7     [a a]   3 5 3 5         listed: the row numbers of all parts
 parts    [a] [b]             3 5, 5 7    [a] [a] 3 5, 3 5        shared: each as often as in the part with the most
 """
 
@@ -23,12 +23,12 @@ from tfpar.reduction.indexed_slices import Kind, LookupKinds, Observed
 from tfpar.reduction.losses import BatchWeights
 from tfpar.strategies.single_device import forward_backward
 
-# Layers of Keras that read rows of a weight, or run a function of the user's; all others multiply their weights.
+# Keras layers that look up rows of a weight, or may do so in a user's function; all others multiply their weights.
 _LOOKING_UP = (keras.layers.Embedding, keras.layers.Lambda)
 
 _CAUSE_COLUMNS = 200  # of the error of a trial, in a message
 
-# With one device the divisor of a loss needs no sum over parts.
+# On one device the divisor of a loss needs no sum over parts.
 _ALL = BatchWeights(partial_values=True, sum_divisors=lambda weight: weight)
 
 Run = Callable[[Callable[[], None]], Any]
@@ -37,7 +37,7 @@ Numbers = list[list[Any]]  # the row numbers of each lookup, by gradient
 
 
 def may_look_up(model: keras.Model, batch: Any) -> bool:
-    """Return whether the gradients of a model may be indexed slices, as from layers that are not of Keras.
+    """Return whether the gradients of a model may be indexed slices, as those of custom layers may be.
 
     Args:
         model: A built and compiled model.
@@ -57,7 +57,7 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
 
 
 @random_state.preserved_random_state()
-def find_kinds(model: keras.Model, batch: Any, run: Run) -> list[LookupKinds]:
+def find_lookup_kinds(model: keras.Model, batch: Any, run: Run) -> list[LookupKinds]:
     """Return the kinds of the lookups in the gradient of each trained weight, for each objective of the model.
 
     Args:
@@ -69,7 +69,7 @@ def find_kinds(model: keras.Model, batch: Any, run: Run) -> list[LookupKinds]:
         The kinds for each objective; no lookups for a dense gradient, or if the model fails on a few examples.
 
     Raises:
-        ValueError: If the row numbers of a lookup depend on the batch in a way that replicas would change.
+        ValueError: If row numbers computed from a per-replica batch can differ from those of the global batch.
     """
     return [_find(gradients, weights, model.run_eagerly, batch, run) for gradients, weights in _gradients_of(model)]
 
@@ -102,14 +102,14 @@ def _checked(kinds: list[Kind | None], weight: keras.Variable, eagerly: bool) ->
     known = [kind for kind in kinds if kind is not None]
     if len(known) < len(kinds):
         raise ValueError(
-            f"Under several replicas rows of a weight must be looked up by single examples or by the whole batch, "
-            f"received {weight.path!r}, whose row numbers depend on the batch in another way. Compute them from each "
-            "example alone, from constants or from positions, or train on SingleDevice()."
+            "With several replicas, the row numbers of a lookup must be computed from each example alone, from "
+            f"constants or from positions, received lookups in {weight.path!r} whose row numbers depend on several "
+            "examples. Change how they are computed, or train on SingleDevice()."
         )
     if eagerly and len(known) > 1 and (len(set(known)) > 1 or known[0] == "shared"):
         raise ValueError(
-            "Under several replicas a weight whose rows are looked up in several ways cannot be trained with "
-            f"run_eagerly=True, received {weight.path!r}. Leave run_eagerly out, or train on SingleDevice()."
+            "With several replicas, a weight with several kinds of lookups cannot be trained with run_eagerly=True, "
+            f"received {weight.path!r}. Compile the model without run_eagerly, or train on SingleDevice()."
         )
     return known
 
@@ -131,7 +131,7 @@ def _tried(trial: _Eager) -> list[list[Kind | None]]:
 
 
 class _Eager:
-    """Eager trial of a model on a few examples and on halves of them.
+    """An eager trial of a model on a few examples and on halves of them.
 
     Args:
         gradients: Computes gradients.
@@ -184,7 +184,7 @@ class _Eager:
 
 
 class _Compiled(_Eager):
-    """Trial in a graph, which separates the lookups of one weight."""
+    """A trial in a graph, which separates the lookups of one weight."""
 
     def __init__(self, gradients: Gradients, batch: Any, run: Run) -> None:
         super().__init__(gradients, batch, run)

@@ -1,15 +1,15 @@
-"""Examples in a fixed number of shards, so that a worker reads only its own shards and every batch stays the same.
+"""Examples in a fixed number of shards: each worker reads only its own shards, with the same global batches.
 
-Each shard has its own input pipeline, and a global batch is one batch of each shard. Workers hold consecutive shards:
+Each shard has its own input pipeline, and a global batch is one batch of each shard. Workers read consecutive shards:
 
     shards        0     1     2     3         one worker, two workers or four: the same rows in the same order
     batch 0    [ a a | d d | g g | j j ]
-    batch 1    [ b b | e e | h   | k k ]      shard 2 has ended in the middle of its batch
+    batch 1    [ b b | e e | h   | k k ]      the last batch of shard 2 is smaller
     batch 2    [ c   | f f |     | l   ]      the epoch ends when all shards have ended
                  worker 0  |  worker 1        of two workers
 
-So the batches depend on the number of shards and not on the number of workers (as with the canonical nodes of
-MosaicML's Streaming).
+The batches depend on the number of shards, not on the number of workers (as with the canonical nodes of MosaicML's
+Streaming).
 """
 
 import functools
@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfpar.data.batching.batches import num_rows, take_rows
 from tfpar.data.sharding import shard_batches
 
-NUM_SHARDS = 8  # a multiple of 1, 2, 4 and 8 workers, and one worker can run 8 input pipelines
+NUM_SHARDS = 8  # divisible by 1, 2, 4 and 8 workers; few enough input pipelines for one worker
 
 
 class Sharded:
@@ -30,19 +30,20 @@ class Sharded:
     With shards of unequal size, batches become smaller towards the end of an epoch: no example is dropped or repeated.
 
     Args:
-        make_shard: From the number of a shard to a new dataset of its single examples, structured as for Keras. Random
-            operations in it need a seed, best a different one for each shard.
+        make_shard: A function that takes the number of a shard and returns a new dataset of its single examples,
+            structured as for Keras. Random operations in it need a seed, preferably a different one for each shard.
         num_shards: Number of shards; a multiple of the number of workers.
         global_batch_size: Examples in one batch over all workers; a multiple of `num_shards`, so that all shards
             advance at the same pace.
-        finish: Maps batches of any number of rows, called as by `tf.data.Dataset.map`; it must compute each row from
-            that row alone. None: nothing.
-        change_batches: `(batches, shard)` -> batches of one shard, of up to `global_batch_size / num_shards` rows: for
-            random changes that are cheaper for many rows at once. None: nothing.
+        finish: A function for `tf.data.Dataset.map` on batches of any number of rows; it must compute each row from
+            that row alone. None: the batches stay as they are.
+        change_batches: A function that takes a dataset of the batches of one shard, of up to
+            `global_batch_size / num_shards` rows, and the number of the shard, and returns another dataset: for random
+            changes that are cheaper for many rows at once. None: the batches stay as they are.
 
     Raises:
-        ValueError: Numbers below 1, a batch that the shards do not divide, or an infinite shard.
-        TypeError: A `make_shard` that returns no dataset.
+        ValueError: If a number is below 1, `global_batch_size` is no multiple of `num_shards`, or a shard is infinite.
+        TypeError: If `make_shard` returns no dataset.
 
     >>> numbers = Sharded(lambda shard: tf.data.Dataset.range(shard, 7, 2), num_shards=2, global_batch_size=4)
     >>> [batch.numpy().tolist() for batch in numbers.whole()]
@@ -78,7 +79,7 @@ class Sharded:
         if not isinstance(first, tf.data.Dataset):
             raise TypeError(f"make_shard must return a tf.data.Dataset, but returned {first!r:.60}.")
         if int(first.cardinality()) == tf.data.INFINITE_CARDINALITY:
-            raise ValueError("make_shard must return a dataset that ends, but shard 0 never does: leave out repeat().")
+            raise ValueError("make_shard must return a finite dataset, but shard 0 is infinite: leave out repeat().")
 
     def whole(self) -> tf.data.Dataset:
         """Return the global batches of a job with one worker.
@@ -93,19 +94,19 @@ class Sharded:
     def part(self, rank: int, num_workers: int) -> tf.data.Dataset:
         """Return the local batches of one worker, in the order of the global batches.
 
-        The dataset is infinite: a worker whose shards have ended continues with padding batches, so that it can run the
-        remaining steps of the other workers. The epoch has ended when no worker has rows. A padding batch is a copy of
-        one example, of the worker's first one if it has any, with a count of 0.
+        The dataset is infinite: after the end of its shards a worker gets padding batches, for the remaining steps of
+        the other workers. The epoch ends when no worker has rows. A padding batch is a copy of one example, of the
+        worker's first one if it has any, with a count of 0.
 
         Args:
-            rank: Which worker, from 0.
-            num_workers: How many workers; a divisor of `num_shards`.
+            rank: The rank of the worker, from 0.
+            num_workers: Number of workers, a divisor of `num_shards`.
 
         Returns:
             A new, infinite dataset of `(rows, num_rows)`, `num_rows` an int64 scalar; `tfpar.data.seek` can move it.
 
         Raises:
-            ValueError: A number of workers that does not divide the shards, or a rank out of range.
+            ValueError: If `num_shards` is no multiple of `num_workers`, or `rank` is out of range.
         """
         if num_workers < 1 or self.num_shards % num_workers:
             raise ValueError(
@@ -114,7 +115,7 @@ class Sharded:
                 f"{num_workers} that divides the global batch size {self.global_batch_size}, or sharding by batch."
             )
         if not 0 <= rank < num_workers:
-            raise ValueError(f"rank must lie in 0 to {num_workers - 1} for {num_workers} workers, but is {rank}.")
+            raise ValueError(f"rank must be from 0 to {num_workers - 1} for {num_workers} workers, but is {rank}.")
         shards_each = self.num_shards // num_workers
         own = range(rank * shards_each, (rank + 1) * shards_each)
         return _ready(shard_batches.pad_with_empty_batches(self._batches(own), self._reserve(own)))
@@ -123,8 +124,8 @@ class Sharded:
         """Return the same shards with a function applied to batches, as `tf.data.Dataset.map` does.
 
         Args:
-            change: Maps a batch of any number of rows, a tuple as several arguments; it must compute each row from that
-                row alone.
+            change: A function of a batch of any number of rows, with a tuple as several arguments; it must compute each
+                row from that row alone.
 
         >>> numbers = Sharded(lambda shard: tf.data.Dataset.range(2), num_shards=1, global_batch_size=2)
         >>> [batch.numpy().tolist() for batch in numbers.map(tf.negative).whole()]
@@ -169,7 +170,7 @@ class Sharded:
             rows = shard_batches.join(parts)
             return rows, num_rows(rows)
 
-        # The iterators of all shards are created together with that of the whole: seek relies on it.
+        # The iterators of all shards are created with the iterator of the joined dataset: seek relies on it.
         joined = tf.data.Dataset.zip(tuple(of_shard.concatenate(nothing) for of_shard in of_shards))
         batches = joined.map(join, num_parallel_calls=tf.data.AUTOTUNE).take_while(lambda rows, count: count > 0)
         if self._finish is None:
@@ -182,22 +183,22 @@ class Sharded:
         return self._finish(*rows) if isinstance(rows, tuple) else self._finish(rows)
 
     def _reserve(self, own: Sequence[int]) -> tf.data.Dataset | None:
-        """Return one example of the other shards; None if there are none, or if the own shards hold one."""
+        """Return one example of the other shards; None if they have none, or if the own shards have one."""
         others = [self._shard_batches(shard) for shard in range(self.num_shards) if shard not in own]
         if not others or any(self._num_shard_batches[shard] > 0 for shard in own):
             return None
         example = functools.reduce(lambda first, second: first.concatenate(second), others).take(1)
-        # A tuple of one element, which map does not unpack.
+        # In a tuple of one element, because map unpacks tuples.
         return tf.data.Dataset.zip((example,)).map(lambda rows: self._finished(take_rows(rows, 0, 1)))
 
 
-def default_num_shards(global_batch_size: int, most: int = NUM_SHARDS) -> int:
-    """Return the largest number of shards, up to `most`, that divides the global batch.
+def default_num_shards(global_batch_size: int, limit: int = NUM_SHARDS) -> int:
+    """Return the largest number of shards, up to a limit, that divides the global batch.
 
     >>> default_num_shards(64), default_num_shards(60), default_num_shards(7)
     (8, 6, 7)
     """
-    return max(number for number in range(1, most + 1) if global_batch_size % number == 0)
+    return max(number for number in range(1, limit + 1) if global_batch_size % number == 0)
 
 
 def _ready(batches: tf.data.Dataset) -> tf.data.Dataset:

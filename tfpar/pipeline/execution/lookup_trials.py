@@ -36,10 +36,10 @@ def infer_lookup_kinds(
         loss: The compiled loss, for training.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first examples are used.
         flat: Returns the inputs of the graph for a batch of inputs of the model.
-        allow_batch_dependence: Whether a lookup of no kind counts as one of single examples, instead of being refused.
+        allow_batch_dependence: Whether a lookup of no kind is treated as one of single examples, instead of refused.
 
     Raises:
-        ValueError: If micro-batches would change which rows of a weight are looked up.
+        ValueError: If row numbers computed from a micro-batch can differ from those of the global batch.
     """
     users: list[StageProgram | LossProgram] = [*programs.stages, loss]
     if not any(None in kinds for user in users for kinds in user.kinds):
@@ -93,10 +93,10 @@ def _without_kind(weight: keras.Variable, *, allow_batch_dependence: bool) -> in
     if allow_batch_dependence:
         return "listed"
     raise ValueError(
-        "In a pipeline rows of a weight must be looked up by single examples or by the whole batch, received "
-        f"{weight.path!r}, whose row numbers depend on the batch in another way. Compute them from each example alone, "
-        "from constants or from positions, or use num_microbatches=1, or allow_batch_dependent_layers=True to train so "
-        "all the same."
+        "In a pipeline, the row numbers of a lookup must be computed from each example alone, from constants or from "
+        f"positions, received lookups in {weight.path!r} whose row numbers depend on several examples. Change how they "
+        "are computed, use num_microbatches=1, or set allow_batch_dependent_layers=True to train with the row numbers "
+        "of each micro-batch."
     )
 
 

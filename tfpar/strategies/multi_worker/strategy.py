@@ -221,9 +221,9 @@ class MultiWorker(DataParallel):
         if keras_model.overridden(model, "compute_loss"):
             self._broadcast_losses(model)
 
-    def _find_kinds(self, model: keras.Model, batch: Any) -> None:
+    def _find_lookup_kinds(self, model: keras.Model, batch: Any) -> None:
         if self._averaging is None:  # local SGD reduces no gradients
-            super()._find_kinds(model, batch)
+            super()._find_lookup_kinds(model, batch)
 
     def _broadcast_losses(self, model: keras.Model) -> None:
         losses = self._runs_of(model).losses
