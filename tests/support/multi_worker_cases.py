@@ -204,13 +204,13 @@ def averaged_by_hand(average_optimizer: bool) -> list[np.ndarray]:
             for model, half in zip(models, (slice(0, 4), slice(4, 8)), strict=True):
                 model.train_on_batch(features[half], labels[half])
             if step in (3, 7, 9):
-                _average([model.trainable_variables for model in models])
+                average([model.trainable_variables for model in models])
             if step in (3, 7, 9) and average_optimizer:
-                _average([model.optimizer.variables[2:] for model in models])
+                average([model.optimizer.variables[2:] for model in models])
     return state(models[0])
 
 
-def _average(copies: list[list[keras.Variable]]) -> None:
+def average(copies: list[list[keras.Variable]]) -> None:
     for variables in zip(*copies, strict=True):
         mean = sum(variable.numpy() for variable in variables) / len(variables)
         for variable in variables:

@@ -117,8 +117,7 @@ class ReplicaRuns:
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             update_counted_metrics(model, loss, counts, inputs, targets, outputs, weights)
             # A padding batch contributes zero gradient.
-            is_some = tf.cast(share > 0, tf.float32)
-            return [None if gradient is None else gradient * tf.cast(is_some, gradient.dtype) for gradient in gradients]
+            return [_where(share > 0, gradient) for gradient in gradients]
 
         with self._drawing(), keras_losses.local_losses():
             gradients = self._strategy.run(on_replica, args=(parts,))
@@ -146,3 +145,10 @@ class ReplicaRuns:
             outputs = self._strategy.run(on_replica, args=(parts,))
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
+
+
+def _where(condition: tf.Tensor, gradient: Any) -> Any:
+    """Return a gradient, or zero if the condition is false; indexed slices stay slices, for which Keras has updates."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(_where(condition, gradient.values), gradient.indices, gradient.dense_shape)
+    return None if gradient is None else gradient * tf.cast(condition, gradient.dtype)
