@@ -67,7 +67,7 @@ class Trainer:
         self.model._tfpar_trainer = weakref.ref(self)  # tfpar.fit uses this trainer while it exists
         self.interrupted = False
         self._preparation = Preparation(self.model, self.strategy)
-        self._begun: tuple[Any, EpochIterator] | None = None
+        self._built_with: tuple[Any, EpochIterator] | None = None
 
     def interrupt(self) -> None:
         """Stop `fit` after the current call, with a checkpoint; safe in a signal handler."""
@@ -93,11 +93,11 @@ class Trainer:
         # Shuffle a Python source, the default of fit: fit reuses the batch only with the same argument.
         shuffle = data.is_python_source(x)
         dataset = self._preparation.batches(
-            self._looked_at(x, None, shuffle), y, batch_size=batch_size, shuffle=shuffle
+            self._reused_source(x, None, shuffle), y, batch_size=batch_size, shuffle=shuffle
         )
-        stream, _ = self._preparation.stream(dataset, None, "train", self._begun)
-        self._begun = (dataset, stream)
-        return self.strategy.local_batch(stream.peek())
+        epoch_iterator, _ = self._preparation.prepare_loop(dataset, None, "train", self._built_with)
+        self._built_with = (dataset, epoch_iterator)
+        return self.strategy.local_batch(epoch_iterator.peek())
 
     def preview(self, x: Any, y: Any = None, batch_size: int | None = None) -> Preview:
         """Predict a step before training, from measurements on the first batch.
@@ -214,19 +214,19 @@ class Trainer:
         """
         epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch)
         if validation_split and validation_data is None:
-            with self.strategy.together():
+            with self.strategy.raising_on_all_workers():
                 (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
-        x = self._looked_at(x, class_weight, shuffle)
-        begun, self._begun = self._begun, None
+        x = self._reused_source(x, class_weight, shuffle)
+        built_with, self._built_with = self._built_with, None
         dataset = self._preparation.batches(
             x, y, sample_weight, batch_size=batch_size, steps=steps, shuffle=shuffle, seed=self.seed or 0,
             class_weight=class_weight,
         )  # fmt: skip
-        stream, run_steps = self._preparation.stream(dataset, steps, "train", begun)
-        callback_list = self._preparation.callback_list(callbacks, verbose, stream, epochs, add_history=True)
+        epoch_iterator, run_steps = self._preparation.prepare_loop(dataset, steps, "train", built_with)
+        callback_list = self._preparation.callback_list(callbacks, verbose, epoch_iterator, epochs, add_history=True)
         self.interrupted = self.model.stop_training = False
         fit_loop = FitLoop(
-            self._preparation.caller(run_steps, stream, callback_list, steps_per_call),
+            self._preparation.caller(run_steps, epoch_iterator, callback_list, steps_per_call),
             self._preparation.validation(
                 validation_data, validation_batch_size or batch_size, validation_steps, validation_freq, callback_list
             ),
@@ -236,18 +236,18 @@ class Trainer:
         )
         with checkpoints or contextlib.nullcontext():
             logs = fit_loop.run(initial_epoch, epochs)
-        stream.close()
+        epoch_iterator.close()
         self.interrupted = fit_loop.was_interrupted
         if not self.interrupted and epochs > 0:
             self.strategy.finalize_weights(self.model)
         callback_list.on_train_end(logs)
         return self.model.history
 
-    def _looked_at(self, x: Any, class_weight: dict[int, float] | None, shuffle: bool) -> Any:
-        """Return the Python source from which `build` read the first batch, if it is the source of `x`; else `x`."""
-        looked_at = self._begun[0] if self._begun is not None else None
-        if isinstance(looked_at, data.PythonBatches) and looked_at.is_made_of(x, class_weight, shuffle):
-            return looked_at
+    def _reused_source(self, x: Any, class_weight: dict[int, float] | None, shuffle: bool) -> Any:
+        """Return the Python source from which `build` read the first batch, if it was made from `x`; else `x`."""
+        unused_source = self._built_with[0] if self._built_with is not None else None
+        if isinstance(unused_source, data.PythonBatches) and unused_source.is_made_of(x, class_weight, shuffle):
+            return unused_source
         return x
 
     @keyword_arguments.named
@@ -282,9 +282,9 @@ class Trainer:
         """
         steps = limited_steps(steps)
         dataset = self._preparation.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
-        stream, run_steps = self._preparation.stream(dataset, steps, "evaluate")
-        callback_list = self._preparation.callback_list(callbacks, verbose, stream)
-        logs = evaluate(self._preparation.caller(run_steps, stream, callback_list, testing=True))
+        epoch_iterator, run_steps = self._preparation.prepare_loop(dataset, steps, "evaluate")
+        callback_list = self._preparation.callback_list(callbacks, verbose, epoch_iterator)
+        logs = evaluate(self._preparation.caller(run_steps, epoch_iterator, callback_list, testing=True))
         return logs if return_dict else keras_metrics.metrics_in_order(self.model, logs)
 
     @keyword_arguments.named
@@ -312,9 +312,9 @@ class Trainer:
         """
         steps = limited_steps(steps)
         dataset = self._preparation.batches(x, batch_size=batch_size, steps=steps)
-        stream, predict_batch = self._preparation.predictions(dataset, steps)
-        callback_list = self._preparation.callback_list(callbacks, verbose, stream)
-        return predict(self.model, self.strategy, stream, predict_batch, callback_list)
+        epoch_iterator, predict_batch = self._preparation.predictions(dataset, steps)
+        callback_list = self._preparation.callback_list(callbacks, verbose, epoch_iterator)
+        return predict(self.model, self.strategy, epoch_iterator, predict_batch, callback_list)
 
     def save(self, path: str | Path) -> None:
         """Save the model as a `.keras` file.

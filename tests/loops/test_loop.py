@@ -83,9 +83,9 @@ class Adder:
         self.total.assign_add(tf.where(tf.math.is_finite(batch), batch, 0.0))
         return batch
 
-    def call(self, stream: EpochIterator, num_steps: int) -> CallResult:
-        result = self.run(stream.iterator, stream.upcoming, num_steps)
-        stream.advance(result.upcoming, int(result.num_steps))
+    def call(self, epoch_iterator: EpochIterator, num_steps: int) -> CallResult:
+        result = self.run(epoch_iterator.iterator, epoch_iterator.upcoming, num_steps)
+        epoch_iterator.advance(result.upcoming, int(result.num_steps))
         return result
 
 
@@ -94,12 +94,12 @@ def adder(request: pytest.FixtureRequest) -> Adder:
     return Adder(request.param)
 
 
-def stream(*values: float, **arguments: Any) -> EpochIterator:
+def epoch_iterator(*values: float, **arguments: Any) -> EpochIterator:
     return EpochIterator(tf.data.Dataset.from_tensor_slices([float(value) for value in values]), **arguments)
 
 
 def test_a_call_runs_the_steps_asked_for_and_leaves_the_next_batch(adder: Adder) -> None:
-    batches = stream(1, 2, 4, 8, 16)
+    batches = epoch_iterator(1, 2, 4, 8, 16)
     result = adder.call(batches, 3)
     assert int(result.num_steps) == 3
     assert float(result.logs["total"]) == 7, "the logs are those after the last step"
@@ -109,7 +109,7 @@ def test_a_call_runs_the_steps_asked_for_and_leaves_the_next_batch(adder: Adder)
 
 
 def test_a_call_ends_with_the_data(adder: Adder) -> None:
-    batches = stream(1, 2, 4)
+    batches = epoch_iterator(1, 2, 4)
     result = adder.call(batches, 1000)
     assert int(result.num_steps) == 3
     assert float(result.logs["total"]) == 7
@@ -118,7 +118,7 @@ def test_a_call_ends_with_the_data(adder: Adder) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_call_stops_after_the_step_whose_loss_is_not_finite(adder: Adder, bad: float) -> None:
-    batches = stream(1, bad, 4, 8)
+    batches = epoch_iterator(1, bad, 4, 8)
     result = adder.call(batches, 4)
     assert int(result.num_steps) == 2, "the bad step is the last one done"
     assert not bool(result.finite)
@@ -126,7 +126,7 @@ def test_a_call_stops_after_the_step_whose_loss_is_not_finite(adder: Adder, bad:
 
 
 def test_a_finite_call_says_so(adder: Adder) -> None:
-    assert bool(adder.call(stream(1, 2), 2).finite)
+    assert bool(adder.call(epoch_iterator(1, 2), 2).finite)
 
 
 def test_waiting_for_data_is_measured() -> None:
@@ -138,7 +138,7 @@ def test_waiting_for_data_is_measured() -> None:
     batches = EpochIterator(tf.data.Dataset.from_tensor_slices([1.0] * 6).map(slow))
     waited = float(adder.call(batches, 4).data_wait_seconds)
     assert 0.08 < waited < 5, f"four batches of at least 0.03 s each, waited {waited:.3f} s"
-    assert float(Adder().call(stream(*[1] * 6), 4).data_wait_seconds) < waited
+    assert float(Adder().call(epoch_iterator(*[1] * 6), 4).data_wait_seconds) < waited
 
 
 # --- passes -----------------------------------------------------------------------------------------------------------
@@ -163,24 +163,24 @@ def rest(batches: EpochIterator, num_steps: int | None = None) -> list[float]:
 
 
 def test_an_epoch_is_a_pass() -> None:
-    batches = stream(1, 2, 3)
+    batches = epoch_iterator(1, 2, 3)
     assert batches.steps_per_epoch == 3
     assert [drain(batches) for _ in range(3)] == [[1, 2, 3]] * 3
 
 
 def test_an_epoch_cut_short_is_followed_by_a_new_pass() -> None:
-    batches = stream(1, 2, 3)
+    batches = epoch_iterator(1, 2, 3)
     assert drain(batches, 2) == [1, 2]
     assert drain(batches) == [1, 2, 3]
 
 
 def test_epochs_of_given_length_follow_one_another_within_a_pass() -> None:
-    batches = stream(1, 2, 3, 4, 5, steps_per_epoch=2)
+    batches = epoch_iterator(1, 2, 3, 4, 5, steps_per_epoch=2)
     assert [drain(batches) for _ in range(4)] == [[1, 2], [3, 4], [5], [1, 2]]
 
 
 def test_an_epoch_says_whether_it_ran_out_of_data() -> None:
-    batches = stream(1, 2, 3, steps_per_epoch=2)
+    batches = epoch_iterator(1, 2, 3, steps_per_epoch=2)
     ended = []
     for _ in range(3):
         batches.begin_epoch()

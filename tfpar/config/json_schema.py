@@ -31,7 +31,7 @@ def settings(schema: Node) -> dict[str, Node]:
     """
     found: dict[str, Node] = {}
     for name, node in schema["properties"].items():
-        tables = list(kinds(node, schema).values()) or [resolve(node, schema)]
+        tables = list(tables_by_kind(node, schema).values()) or [resolve(node, schema)]
         for table in tables:
             inner = table.get("properties")
             found |= {name: node} if inner is None else {f"{name}.{key}": one for key, one in inner.items()}
@@ -65,7 +65,7 @@ def resolve(node: Node, schema: Node) -> Node:
     return definition
 
 
-def kinds(node: Node, schema: Node) -> dict[str, Node]:
+def tables_by_kind(node: Node, schema: Node) -> dict[str, Node]:
     """Return the tables of a discriminated union by their kind, in its order; nothing for any other node.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from tfpar.config.json_schema import Node, closest_key, kinds, resolve
+from tfpar.config.json_schema import Node, closest_key, resolve, tables_by_kind
 from tfpar.config.toml import Tables, show
 from tfpar.messages import received
 from tfpar.messages.received import MAX_PROBLEMS, excerpt
@@ -70,7 +70,7 @@ class _Place:
     table: Node
     kind_key: str | None = None  # of a table of several kinds: the key that names its kind, such as "strategy.kind"
     kind: Any = None
-    kinds: dict[str, Node] = dataclasses.field(default_factory=dict)
+    tables_by_kind: dict[str, Node] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -108,7 +108,7 @@ def _wrong_value(place: _Place, schema: Node) -> str:
 
 def _unknown_key(place: _Place, schema: Node) -> str:
     name = f"{place.name} = {show(place.value)}"
-    owners = [f'"{kind}"' for kind, table in place.kinds.items() if place.path[-1] in table["properties"]]
+    owners = [f'"{kind}"' for kind, table in place.tables_by_kind.items() if place.path[-1] in table["properties"]]
     if owners:
         way_out = "set that kind" if len(owners) == 1 else "set one of these kinds"
         of_kinds = " or ".join(part for part in (", ".join(owners[:-1]), owners[-1]) if part)
@@ -160,25 +160,25 @@ def _locate(loc: Sequence[str | int], tables: Tables, schema: Node) -> _Place:
         value = place.value.get(part) if isinstance(place.value, dict) else place.value
         inner = table.get("properties", {}).get(part) or table.get("additionalProperties")
         node = inner if isinstance(inner, dict) else {}
-        is_of_union = table in place.kinds.values()
+        is_of_union = table in place.tables_by_kind.values()
         place.path.append(str(part))
         place.value, place.node, place.table = value, node, table
         if not is_of_union:
-            place.kind_key, place.kind, place.kinds = None, None, {}
+            place.kind_key, place.kind, place.tables_by_kind = None, None, {}
     return place
 
 
 def _choose_kind(place: _Place, kind: str, schema: Node) -> None:
     """Replace a table of several kinds by the table of one kind."""
     place.kind_key = f"{place.name}.{place.node['discriminator']['propertyName']}"
-    place.kind, place.kinds = kind, kinds(place.node, schema)
-    place.node = place.kinds.get(kind, {})
+    place.kind, place.tables_by_kind = kind, tables_by_kind(place.node, schema)
+    place.node = place.tables_by_kind.get(kind, {})
 
 
 def _place_of_kind(place: _Place, schema: Node) -> _Place:
     """Return the place of the key that names the kind of a table."""
     key, default = place.node["discriminator"]["propertyName"], place.node.get("default", {})
-    node: dict[str, Any] = {"enum": list(kinds(place.node, schema))}
+    node: dict[str, Any] = {"enum": list(tables_by_kind(place.node, schema))}
     if key in default:
         node["default"] = default[key]
     value = place.value.get(key) if isinstance(place.value, dict) else place.value

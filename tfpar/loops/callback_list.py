@@ -122,21 +122,23 @@ def _check(callback: Any) -> None:
 def _for_this_worker(
     given: keras.callbacks.CallbackList, model: keras.Model, is_chief: bool, add_history: bool
 ) -> keras.callbacks.CallbackList:
-    """Return a copy of the user's list, on other workers than the chief without callbacks for the chief only."""
-    listeners = copy.copy(given)
-    listeners.callbacks = [
+    """Return a copy of the user's list; on other workers than the chief, without callbacks for the chief only."""
+    worker_callbacks = copy.copy(given)
+    worker_callbacks.callbacks = [
         callback
         for callback in given.callbacks
         if is_chief or not (writes_files(callback) or isinstance(callback, keras.callbacks.ProgbarLogger))
     ]
-    if add_history and not any(isinstance(callback, keras.callbacks.History) for callback in listeners.callbacks):
+    if add_history and not any(
+        isinstance(callback, keras.callbacks.History) for callback in worker_callbacks.callbacks
+    ):
         model.history = keras.callbacks.History()  # Keras 3.15 returns that of an earlier fit, or raises
-        listeners.callbacks.append(model.history)
+        worker_callbacks.callbacks.append(model.history)
         model.history.set_params(given.params)
-    for callback in listeners.callbacks:
+    for callback in worker_callbacks.callbacks:
         if callback.model is None:
             callback.set_model(model)
-    return listeners
+    return worker_callbacks
 
 
 def _counts_batches(callback: keras.callbacks.Callback) -> bool:

@@ -14,28 +14,29 @@ from tfpar import data
 class EpochIterator:
     """The batches of one dataset, epoch after epoch, with a position that can be saved and restored.
 
-    A pass is one iterator. An epoch is one pass, unless a number of steps is given: then epochs follow one another
-    within a pass, and a new pass begins where one ends. As in Keras, an epoch that needs more steps than its pass has
-    left ends early, and the next epoch begins a pass:
+    A pass is one iteration over the dataset. An epoch is one pass, unless a number of steps is given: then a pass
+    contains several epochs, and a new pass begins after its end. As in Keras, an epoch ends early if its pass has too
+    few batches left, and the next epoch begins a new pass:
 
         5 batches, 2 steps an epoch:  0 1 │ 2 3 │ 4 │ 0 1 │ …
 
     Args:
-        dataset: What `Strategy.distribute` returned.
-        steps_per_epoch: Steps an epoch; None for a whole pass.
+        dataset: The distributed dataset of `Strategy.distribute`.
+        steps_per_epoch: Steps per epoch; None for a whole pass.
         has_more: Returns whether there is an upcoming element; None for `upcoming.has_value()`.
-        begun: An iterator over the same dataset, from which no batch was taken; this one continues its first pass.
+        unused: An iterator over the same dataset from which no batch was taken; its first pass is used here.
         source: The Python code of the dataset, if any. Its passes begin with an epoch, not before.
-        first: A dataset of one element to peek at before the first pass.
-        restarts: Whether every epoch begins a pass, also with a number of steps.
-        together: Returns a context in which an error of one worker, such as unreadable or empty data, is raised on all.
+        first: A dataset with one element, for `peek` before the first pass.
+        restarts: Whether every epoch begins a new pass, even with a number of steps.
+        raising_on_all_workers: Returns a context in which an error of one worker, such as unreadable or empty data, is
+            raised on all.
 
     Raises:
         ValueError: If the dataset is empty.
 
     Example:
-        >>> stream = EpochIterator(tf.data.Dataset.range(3))
-        >>> stream.steps_per_epoch
+        >>> epoch_iterator = EpochIterator(tf.data.Dataset.range(3))
+        >>> epoch_iterator.steps_per_epoch
         3
     """
 
@@ -44,14 +45,14 @@ class EpochIterator:
         dataset: tf.data.Dataset,
         steps_per_epoch: int | None = None,
         has_more: Callable[[tf.experimental.Optional], tf.Tensor] | None = None,
-        begun: EpochIterator | None = None,
+        unused: EpochIterator | None = None,
         source: data.PythonBatches | None = None,
         first: tf.data.Dataset | None = None,
         restarts: bool = False,
-        together: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        raising_on_all_workers: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        # TensorFlow 2.21's autotuning thread sleeps for up to seconds, and an iterator waits for it when it is dropped:
-        # once an epoch. Without it, AUTOTUNE stands for as many calls as there are cores, up to 16.
+        # TensorFlow 2.21's autotuning thread sleeps for up to seconds, and the end of an iterator, once an epoch, waits
+        # for it. Without the thread, AUTOTUNE means as many calls as there are cores, up to 16.
         options = tf.data.Options()
         options.autotune.enabled = False
         self._dataset = dataset.with_options(options)
@@ -66,15 +67,15 @@ class EpochIterator:
         self.upcoming: tf.experimental.Optional = None
         self.passes, self.batches = -1, 0
         self._pass_is_over = True
-        with together():
-            if begun is not None:
-                self.iterator, self.upcoming = begun.iterator, begun.upcoming
-                self.passes, self._pass_is_over = begun.passes, begun._pass_is_over
+        with raising_on_all_workers():
+            if unused is not None:
+                self.iterator, self.upcoming = unused.iterator, unused.upcoming
+                self.passes, self._pass_is_over = unused.passes, unused._pass_is_over
             elif first is not None:
                 self.upcoming = iter(first).get_next_as_optional()
             else:
                 self._begin_pass()
-        with together():
+        with raising_on_all_workers():
             if not self.has_more():
                 raise ValueError(data.EMPTY)
 
@@ -98,10 +99,10 @@ class EpochIterator:
         """Record the end of an epoch.
 
         Args:
-            num_steps: Its steps.
+            num_steps: The steps of the epoch.
 
         Returns:
-            Whether it ran out of data before the steps asked for.
+            Whether the data ended before the requested number of steps.
         """
         ran_out = self._steps_asked is not None and num_steps < self._steps_asked and not self.has_more()
         self._pass_is_over = ran_out or self.batches == self._batches_per_pass
@@ -120,7 +121,7 @@ class EpochIterator:
         return self.upcoming.get_value()
 
     def advance(self, upcoming: tf.experimental.Optional, num_batches: int) -> None:
-        """Record the batches that a loop has used, and the next element."""
+        """Record the number of batches that a loop has used, and the next element."""
         self.upcoming = upcoming
         self.batches += num_batches
 
@@ -135,7 +136,7 @@ class EpochIterator:
 
         Args:
             passes: Passes before the current one.
-            batches: Batches of that pass already used.
+            batches: The batches of the current pass to skip.
         """
         if self._source is not None:
             self._seek_in_python(self._source, passes, batches)

@@ -74,7 +74,7 @@ class FitLoop:
         self._stops = nonfinite_loss == "stop"
         self._model = caller.model
         self._strategy = caller.strategy
-        self._stream = caller.stream
+        self._epoch_iterator = caller.epoch_iterator
         self._callbacks = caller.callbacks
         self._validate = validate
         self._checkpoints = checkpoints
@@ -112,7 +112,7 @@ class FitLoop:
         fresh = Position(epoch=keras_model.restored_epoch(self._model) or initial_epoch)
         self._position, callbacks = broadcast_initial_state(self._model, self._strategy, self._checkpoints, fresh)
         callback_state.restore(self._callbacks.callbacks, callbacks)
-        self._stream.seek(self._position.passes, self._position.batches)
+        self._epoch_iterator.seek(self._position.passes, self._position.batches)
 
     def _decide(self, may_save: bool) -> Vote:
         """Combine the votes of all workers on the next call."""
@@ -129,16 +129,16 @@ class FitLoop:
             self._model.reset_metrics()
         self._callbacks.on_epoch_begin(epoch)
         if step == 0:
-            self._stream.begin_epoch()
+            self._epoch_iterator.begin_epoch()
         logs: dict[str, float] = {}
         num_steps = self._caller.num_steps
         decision = self._decide(may_save=False)
-        while self._stream.has_more() and (num_steps is None or step < num_steps):
+        while self._epoch_iterator.has_more() and (num_steps is None or step < num_steps):
             self._callbacks.on_train_batch_begin(step)
             done, last, finite, logs = self._caller.call(step, decision.num_steps, decision.end_at_nonfinite)
             step += done
             self._callbacks.on_train_batch_end(last, logs)
-            self._position = Position(epoch, step, self._stream.passes, self._stream.batches)
+            self._position = Position(epoch, step, self._epoch_iterator.passes, self._epoch_iterator.batches)
             decision = self._decide(may_save=finite or not self._stops)
             if self._stops and not finite and not decision.stop:
                 raise _not_finite(self._model, epoch, step)
@@ -146,7 +146,7 @@ class FitLoop:
                 break
             if decision.save:
                 self._save()
-        if self._stream.end_epoch(step) and not decision.stop and self._strategy.is_chief:
+        if self._epoch_iterator.end_epoch(step) and not decision.stop and self._strategy.is_chief:
             user_warnings.warn(data.RAN_OUT)
         self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
         return dict(logs or self._strategy.metric_results(self._model))
@@ -154,7 +154,7 @@ class FitLoop:
     def _end_epoch(self, last: bool) -> None:
         decision = self._decide(may_save=True)
         self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
-        self._position = Position(self._position.epoch + 1, 0, *self._stream.next_epoch(), decision.stop)
+        self._position = Position(self._position.epoch + 1, 0, *self._epoch_iterator.next_epoch(), decision.stop)
         if last or decision.stop or decision.interrupted or decision.save:
             self._save()
 

@@ -38,7 +38,7 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
         model_checks.check_steps(model, "fit", "evaluate", "predict")
     if isinstance(build_model, type) and not model.compiled:
         raise _of_class(build_model)
-    strategy.adopt(model)
+    strategy.move_model(model)
     return model
 
 

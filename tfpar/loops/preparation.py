@@ -31,12 +31,12 @@ class Preparation:
         self._model, self._strategy = model, strategy
         self._compiled = StepFunctions(model, strategy)
 
-    def stream(
+    def prepare_loop(
         self,
         dataset: data.Batches,
         steps: int | None,
         kind: str,
-        begun: tuple[Any, EpochIterator] | None = None,
+        unused: tuple[Any, EpochIterator] | None = None,
         restarts: bool = False,
     ) -> tuple[EpochIterator, RunSteps]:
         """Distribute a dataset, build the model from its first batch, and compile the loop.
@@ -45,14 +45,14 @@ class Preparation:
             dataset: Global batches.
             steps: Steps per epoch; None for one pass over the data.
             kind: "train" or "evaluate".
-            begun: A dataset and an unused iterator over it, to use again for the same dataset.
+            unused: A dataset and an unused iterator over it, which is reused for the same dataset.
             restarts: Whether every epoch starts a new pass, even if `steps` is given.
 
         Returns:
             The iterator and the compiled loop.
         """
         method = "fit" if kind == "train" else "evaluate"
-        with self._strategy.together():
+        with self._strategy.raising_on_all_workers():
             model_checks.check_compiled(self._model, method)
             model_checks.check_steps(self._model, method)
             distributed, source, first = self._distribute(dataset)
@@ -60,11 +60,11 @@ class Preparation:
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
             return self._strategy.has_more(upcoming, distributed)
 
-        unused = begun[1] if begun is not None and begun[0] is dataset else None
-        together = self._strategy.together
-        stream = EpochIterator(distributed.dataset, steps, has_more, unused, source, first, restarts, together)
-        batch = self._build(stream, distributed, kind)
-        if source is not None and unused is None:
+        reused = unused[1] if unused is not None and unused[0] is dataset else None
+        raising = self._strategy.raising_on_all_workers
+        epoch_iterator = EpochIterator(distributed.dataset, steps, has_more, reused, source, first, restarts, raising)
+        batch = self._build(epoch_iterator, distributed, kind)
+        if source is not None and reused is None:
             source.start(self._strategy.broadcast)
         training = kind == "train"
         if not objective.objectives_of(self._model):
@@ -73,18 +73,24 @@ class Preparation:
         present = str(tf.nest.map_structure(lambda tensor: tensor is not None, batch))  # optional inputs may be None
         prepare_loss = functools.partial(self._strategy.prepare_loss, self._model, batch, training)
         self._compiled.once(f"{kind} loss", prepare_loss, present)
-        return stream, self._compiled.loop(kind, distributed)
+        return epoch_iterator, self._compiled.loop(kind, distributed)
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Callable[[Any], Any]]:
         """Return an iterator over a distributed dataset and the compiled prediction of one batch; build the model."""
-        with self._strategy.together():
+        with self._strategy.raising_on_all_workers():
             model_checks.check_steps(self._model, "predict")
             whole = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
             distributed, source, first = self._distribute(whole)
-        stream = EpochIterator(distributed.dataset, steps, source=source, first=first, together=self._strategy.together)
-        batch = self._build(stream, distributed, "predict")
+        epoch_iterator = EpochIterator(
+            distributed.dataset,
+            steps,
+            source=source,
+            first=first,
+            raising_on_all_workers=self._strategy.raising_on_all_workers,
+        )
+        batch = self._build(epoch_iterator, distributed, "predict")
         self._prepare_outputs(batch, training=False)
-        return stream, self._compiled.predict(distributed.dataset.element_spec)
+        return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)
 
     def _prepare_outputs(self, batch: Any, training: bool) -> None:
         prepare = self._strategy.prepare_outputs
@@ -110,39 +116,50 @@ class Preparation:
             sample_weight: As for `data.as_dataset`.
             **settings: As for `data.as_dataset`.
         """
-        with self._strategy.together():
+        with self._strategy.raising_on_all_workers():
             return data.as_dataset(x, y, sample_weight, **settings)
 
-    def _build(self, stream: EpochIterator, distributed: Distributed, kind: str) -> Any:
-        with self._strategy.together():
-            batch = self._strategy.local_batch(stream.peek())
+    def _build(self, epoch_iterator: EpochIterator, distributed: Distributed, kind: str) -> Any:
+        with self._strategy.raising_on_all_workers():
+            batch = self._strategy.local_batch(epoch_iterator.peek())
             model_checks.check_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
         # Workers with different shapes would create different variables, and wait for each other without end.
         self._strategy.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
-        self._strategy.adopt(self._model)  # it may have been compiled again outside of the scope
-        with self._strategy.together(), self._strategy.scope():
+        self._strategy.move_model(self._model)  # it may have been compiled again outside of the scope
+        with self._strategy.raising_on_all_workers(), self._strategy.scope():
             self._strategy.place(self._model, batch, kind == "train")
             model_checks.build(self._model, batch, kind)
-        self._strategy.adopt(self._model)  # a build may add metrics to the model
+        self._strategy.move_model(self._model)  # a build may add metrics to the model
         return batch
 
     def caller(
         self,
         run_steps: RunSteps,
-        stream: EpochIterator,
+        epoch_iterator: EpochIterator,
         callbacks: keras.callbacks.CallbackList,
         steps_per_call: int | None = None,
         testing: bool = False,
     ) -> StepCalls:
         """Return the calls of a compiled loop over an iterator."""
-        return StepCalls(run_steps, self._model, self._strategy, stream, callbacks, steps_per_call, testing)
+        return StepCalls(run_steps, self._model, self._strategy, epoch_iterator, callbacks, steps_per_call, testing)
 
     def callback_list(
-        self, callbacks: Any, verbose: int | str, stream: EpochIterator, epochs: int = 1, add_history: bool = False
+        self,
+        callbacks: Any,
+        verbose: int | str,
+        epoch_iterator: EpochIterator,
+        epochs: int = 1,
+        add_history: bool = False,
     ) -> Any:
         """Return the callbacks of one `fit`, `evaluate` or `predict`."""
         return callback_list(
-            callbacks, self._model, self._strategy.is_chief, verbose, epochs, stream.steps_per_epoch, add_history
+            callbacks,
+            self._model,
+            self._strategy.is_chief,
+            verbose,
+            epochs,
+            epoch_iterator.steps_per_epoch,
+            add_history,
         )
 
     def validation(
@@ -167,8 +184,8 @@ class Preparation:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
         steps = limited_steps(steps)
         dataset = self.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
-        stream, run_steps = self.stream(dataset, steps, "evaluate", restarts=True)
-        caller = self.caller(run_steps, stream, callbacks, testing=True)
+        epoch_iterator, run_steps = self.prepare_loop(dataset, steps, "evaluate", restarts=True)
+        caller = self.caller(run_steps, epoch_iterator, callbacks, testing=True)
 
         def validate(epoch: int) -> dict[str, float]:
             due = (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency

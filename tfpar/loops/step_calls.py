@@ -28,7 +28,7 @@ class StepCalls:
         run_steps: The compiled loop.
         model: The model; its metrics are the logs.
         strategy: The strategy; all its workers run the same number of steps.
-        stream: The iterator over batches.
+        epoch_iterator: The iterator over batches.
         callbacks: The callbacks. If one needs single batches, each call runs a single step.
         steps_per_call: A number of steps for every call; None for `steps_per_execution` of the compiled model, or
             else to choose by time.
@@ -41,7 +41,7 @@ class StepCalls:
     run_steps: RunSteps
     model: keras.Model
     strategy: Strategy
-    stream: EpochIterator
+    epoch_iterator: EpochIterator
     callbacks: keras.callbacks.CallbackList
     steps_per_call: int | None = None
     testing: bool = False
@@ -60,7 +60,7 @@ class StepCalls:
     @property
     def num_steps(self) -> int | None:
         """Steps of an epoch; None if the epoch ends with the data."""
-        steps = self.stream.steps_per_epoch
+        steps = self.epoch_iterator.steps_per_epoch
         return None if steps is None else whole_executions(steps, self._per_execution)
 
     def wanted_steps(self) -> int:
@@ -99,10 +99,12 @@ class StepCalls:
         wanted = num_steps if limit is None else min(num_steps, limit - first)
         start = time.perf_counter()
         with self.strategy.step_context():
-            result = self.run_steps(self.stream.iterator, self.stream.upcoming, wanted, end_at_nonfinite)
+            result = self.run_steps(
+                self.epoch_iterator.iterator, self.epoch_iterator.upcoming, wanted, end_at_nonfinite
+            )
         done = int(result.num_steps)
         self._steps.record(done, time.perf_counter() - start)
-        self.stream.advance(result.upcoming, done)
+        self.epoch_iterator.advance(result.upcoming, done)
         for callback in self.callbacks.callbacks:
             if isinstance(callback, Throughput):
                 callback.measure_call(done, int(result.num_examples), float(result.data_wait_seconds))

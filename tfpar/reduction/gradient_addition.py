@@ -42,7 +42,7 @@ def value_of(structure: Any, known: dict[Any, tf.Tensor]) -> Any:
     """Return a tensor, indexed slices, rows of lookups or None with the values of its traced tensors."""
     if isinstance(structure, tuple):
         return tuple(
-            piece._replace(values=known[piece.values.ref()], indices=known[piece.indices.ref()]) for piece in structure
+            rows._replace(values=known[rows.values.ref()], indices=known[rows.indices.ref()]) for rows in structure
         )
     if isinstance(structure, tf.IndexedSlices):
         parts = (structure.values, structure.indices, structure.dense_shape)

@@ -80,7 +80,7 @@ def kind_of(observed: Sequence[Observed]) -> Kind | None:
     return None
 
 
-def pieces(gradient: tf.IndexedSlices) -> list[RowSlices]:
+def split_lookups(gradient: tf.IndexedSlices) -> list[RowSlices]:
     """Return the lookups of which a gradient is the sum; one lookup with all rows for an eager gradient.
 
     Args:
@@ -112,58 +112,60 @@ def known_kind(indices: tf.Tensor) -> Kind | None:
     return "equal" if all(op.type == "Const" or (op.inputs and not op.op_def.is_stateful) for op in ops) else None
 
 
-def to_send(piece: RowSlices, kind: Kind, share: tf.Tensor, counted: tf.Tensor) -> tf.Tensor | tf.IndexedSlices:
+def to_send(
+    rows: RowSlices, kind: Kind, example_weight: tf.Tensor, num_counted: tf.Tensor
+) -> tf.Tensor | tf.IndexedSlices:
     """Return the operand of the calling replica in the all-reduce or all-gather of a lookup's rows.
 
     Args:
-        piece: The rows of the lookup.
+        rows: The rows of the lookup.
         kind: The kind of the lookup.
-        share: Scalar, the weight of an example; less than 1 if several replicas compute it.
-        counted: Scalar, the number of its examples to count; of replicas with equal batches, one counts all.
+        example_weight: Scalar, the weight of an example; less than 1 if several replicas compute it.
+        num_counted: Scalar, the number of its examples to count; of replicas with equal batches, one counts all.
     """
     if kind == "equal":
-        return piece.values
+        return rows.values
     if kind == "shared":
-        return tf.IndexedSlices(*numbered(piece))
-    num_rows = tf.where((share < 1) & (counted == 0), 0, tf.size(piece.indices))
-    scale = tf.cast(tf.where(share > 0, 1 / share, 0), piece.values.dtype)
-    return tf.IndexedSlices(piece.values[:num_rows] * scale, piece.indices[:num_rows])
+        return tf.IndexedSlices(*numbered(rows))
+    num_rows = tf.where((example_weight < 1) & (num_counted == 0), 0, tf.size(rows.indices))
+    scale = tf.cast(tf.where(example_weight > 0, 1 / example_weight, 0), rows.values.dtype)
+    return tf.IndexedSlices(rows.values[:num_rows] * scale, rows.indices[:num_rows])
 
 
-def summed(piece: RowSlices, kind: Kind, total: tf.Tensor | tf.IndexedSlices) -> RowSlices:
+def summed(rows: RowSlices, kind: Kind, total: tf.Tensor | tf.IndexedSlices) -> RowSlices:
     """Return the rows of a lookup of the whole batch.
 
     Args:
-        piece: The rows of the calling replica.
+        rows: The rows of the calling replica.
         kind: The kind of the lookup.
         total: The result of the all-reduce or the all-gather.
     """
     if kind == "equal":
-        return piece._replace(values=total)
-    rows = RowSlices(total.values, total.indices)
-    rows = merged(rows) if kind == "shared" else rows
-    return rows._replace(indices=tf.cast(rows.indices, piece.indices.dtype))
+        return rows._replace(values=total)
+    all_rows = RowSlices(total.values, total.indices)
+    all_rows = merged(all_rows) if kind == "shared" else all_rows
+    return all_rows._replace(indices=tf.cast(all_rows.indices, rows.indices.dtype))
 
 
-def numbered(piece: RowSlices) -> RowSlices:
+def numbered(rows: RowSlices) -> RowSlices:
     """Return rows of a shared lookup with unique numbers, equal in all parts: the occurrence and the row number.
 
     row numbers    3  5  3  3          the first, second, third row of number 3 ...
     occurrences    0  0  1  2          ... matches that of the other parts
     """
-    order = tf.argsort(piece.indices, stable=True)
-    in_order = tf.gather(piece.indices, order)
+    order = tf.argsort(rows.indices, stable=True)
+    in_order = tf.gather(rows.indices, order)
     is_first = tf.concat([tf.ones_like(in_order[:1], tf.bool), in_order[1:] != in_order[:-1]], 0)
     places = tf.range(tf.size(in_order))
     first = tf.gather(tf.boolean_mask(places, is_first), tf.cumsum(tf.cast(is_first, tf.int32)) - 1)
     occurrences = tf.scatter_nd(order[:, None], places - first, tf.shape(order))
-    return piece._replace(indices=tf.cast(occurrences, tf.int64) * _NUMBERS + tf.cast(piece.indices, tf.int64))
+    return rows._replace(indices=tf.cast(occurrences, tf.int64) * _NUMBERS + tf.cast(rows.indices, tf.int64))
 
 
-def merged(piece: RowSlices) -> RowSlices:
+def merged(rows: RowSlices) -> RowSlices:
     """Sum the uniquely numbered rows of a shared lookup over the parts; return them with their row numbers."""
-    numbers, places = tf.unique(piece.indices)
-    return RowSlices(tf.math.unsorted_segment_sum(piece.values, places, tf.size(numbers)), numbers % _NUMBERS)
+    numbers, places = tf.unique(rows.indices)
+    return RowSlices(tf.math.unsorted_segment_sum(rows.values, places, tf.size(numbers)), numbers % _NUMBERS)
 
 
 def join(many: Sequence[RowSlices], dense_shape: tf.Tensor | None) -> tf.IndexedSlices:

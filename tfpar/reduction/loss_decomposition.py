@@ -214,7 +214,7 @@ class LossDecomposition:
         self,
         training: bool,
         num_examples: Sequence[tf.Tensor],
-        share: tf.Tensor,
+        example_weight: tf.Tensor,
         everywhere: tf.Tensor | None,
         sum_divisors: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> Iterator[None]:
@@ -223,7 +223,7 @@ class LossDecomposition:
         Args:
             training: Whether the model trains or is evaluated.
             num_examples: The size of the per-replica batch of each local replica, int scalars, at least 1.
-            share: Scalar, the weight of an example: 1, or less if several replicas compute it.
+            example_weight: Scalar, the weight of an example: 1, or less if several replicas compute it.
             everywhere: The size of the global batch; None if it is unknown on every worker.
             sum_divisors: Returns the sum of a divisor over all parts; None for an all-reduce over the replicas.
         """
@@ -232,7 +232,11 @@ class LossDecomposition:
 
         def counts() -> BatchWeights:
             return BatchWeights(
-                share, num_examples[local_replica_id()], everywhere, training and self.partial_values, sum_divisors
+                example_weight,
+                num_examples[local_replica_id()],
+                everywhere,
+                training and self.partial_values,
+                sum_divisors,
             )
 
         def reduce_values(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
@@ -266,9 +270,9 @@ class LossDecomposition:
 
 
 def _reduce_kind(kind: Kind | None, value: tf.Tensor, counts: BatchWeights) -> tf.Tensor:
-    share = tf.cast(counts.example_weight, value.dtype)
+    example_weight = tf.cast(counts.example_weight, value.dtype)
     if kind == "sum":
-        return global_sum(share * value, counts.partial_values)
-    weight = share * tf.cast(counts.local_size, value.dtype)
+        return global_sum(example_weight * value, counts.partial_values)
+    weight = example_weight * tf.cast(counts.local_size, value.dtype)
     all_weight = None if counts.global_size is None else tf.cast(counts.global_size, value.dtype)
     return global_mean(weight * value, weight, all_weight, counts.partial_values)

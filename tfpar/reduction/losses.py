@@ -100,13 +100,13 @@ def reduce_loss(
             "Under several replicas or micro-batches a loss needs a reduction, received reduction=None. Use "
             "'sum_over_batch_size', 'sum', 'mean' or 'mean_with_sample_weight'."
         )
-    share = tf.cast(counts.example_weight, values.dtype)
+    example_weight = tf.cast(counts.example_weight, values.dtype)
     total, weight = loss_sums(values, sample_weight, mask, reduction, dtype)
     if weight is None:
-        return global_sum(share * total, counts.partial_values)
+        return global_sum(example_weight * total, counts.partial_values)
     by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
     all_weight = None if mask is not None or by_weight else _num_values(values, counts)
-    return _mean(share * total, share * weight, all_weight, counts)
+    return _mean(example_weight * total, example_weight * weight, all_weight, counts)
 
 
 def dense_losses(values: Any, reduction: str | None) -> tf.Tensor:
@@ -169,8 +169,8 @@ def mean_of_sums(total: tf.Tensor, weight: tf.Tensor, counts: BatchWeights = ALO
         weight: Scalar.
         counts: The sizes of the per-replica and the global batch.
     """
-    share = tf.cast(counts.example_weight, total.dtype)
-    return _mean(share * total, share * weight, None, counts)
+    example_weight = tf.cast(counts.example_weight, total.dtype)
+    return _mean(example_weight * total, example_weight * weight, None, counts)
 
 
 def _num_values(values: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:

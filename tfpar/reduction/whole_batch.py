@@ -141,22 +141,26 @@ class RowsOfReplicas(Rows):
     """The rows of the whole batch, distributed over the replicas.
 
     Args:
-        counted: For each local replica, the number of its examples to count.
-        share: The weight of an example: less than 1 if several replicas have the same examples.
+        num_counted: For each local replica, the number of its examples to count.
+        example_weight: The weight of an example: less than 1 if several replicas have the same examples.
         num_replicas: Replicas of all workers together.
         num_examples: The size of the global batch; None where no worker has it.
     """
 
     def __init__(
-        self, counted: Sequence[tf.Tensor], share: tf.Tensor, num_replicas: int, num_examples: tf.Tensor | None
+        self,
+        num_counted: Sequence[tf.Tensor],
+        example_weight: tf.Tensor,
+        num_replicas: int,
+        num_examples: tf.Tensor | None,
     ) -> None:
-        self._counted, self._share, self._num_replicas = counted, share, num_replicas
+        self._num_counted, self._example_weight, self._num_replicas = num_counted, example_weight, num_replicas
         self._num_examples = num_examples
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum of tensors of the size of the whole batch, in which a replica fills its own rows."""
         start, total = self._place()
-        count = tf.cast(self._counted[local_replica_id()], tf.int64)
+        count = tf.cast(self._num_counted[local_replica_id()], tf.int64)
         shape = tf.concat([total[None], tf.shape(tensor, tf.int64)[1:]], 0)
         summable = tf.cast(tensor, tf.int32) if tensor.dtype.is_bool else tensor
         places = (start + tf.range(count))[:, None]
@@ -174,12 +178,14 @@ class RowsOfReplicas(Rows):
         index, replica = replica_id(), local_replica_id()
         if self._num_examples is not None:
             total = tf.cast(self._num_examples, tf.int64)
-            return tf.where(self._share < 1, tf.zeros_like(total), -(-index * total // self._num_replicas)), total
+            return tf.where(
+                self._example_weight < 1, tf.zeros_like(total), -(-index * total // self._num_replicas)
+            ), total
         counts = sum_over_replicas(
-            tf.one_hot(index, self._num_replicas, dtype=tf.int64) * tf.cast(self._counted[replica], tf.int64)
+            tf.one_hot(index, self._num_replicas, dtype=tf.int64) * tf.cast(self._num_counted[replica], tf.int64)
         )
         # Only replicas of one worker have the same examples; the first of them counts.
-        first = tf.where(self._share < 1, index - replica, index)
+        first = tf.where(self._example_weight < 1, index - replica, index)
         return tf.reduce_sum(counts[:first]), tf.reduce_sum(counts)
 
 
@@ -197,14 +203,14 @@ def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
         loss = values, sample_weight, mask, reduction, dtype
         if not reduces(*loss):
             return keras_losses_in_call.reduce_of_these(*loss)
-        share = tf.cast(counts().example_weight, dtype)
+        example_weight = tf.cast(counts().example_weight, dtype)
         total, weight = loss_sums(
             tf.convert_to_tensor(dense_losses(values, reduction), dtype), sample_weight, mask, reduction or "", dtype
         )
         if weight is None:
-            return sum_over_replicas(share * total)
+            return sum_over_replicas(example_weight * total)
         # Not derived from the number of examples: a layer may drop values or compute weights.
-        return tf.math.divide_no_nan(*tf.unstack(sum_over_replicas(share * tf.stack([total, weight]))))
+        return tf.math.divide_no_nan(*tf.unstack(sum_over_replicas(example_weight * tf.stack([total, weight]))))
 
     with keras_losses_in_call.losses_in_call(reduce):
         yield

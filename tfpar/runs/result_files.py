@@ -86,8 +86,8 @@ def digest(path: Path) -> str:
     """
     total = hashlib.sha256()
     with atomic_file.opened(path) as file:
-        while piece := file.read(1 << 20):
-            total.update(piece)
+        while chunk := file.read(1 << 20):
+            total.update(chunk)
     return total.hexdigest()
 
 

@@ -138,7 +138,7 @@ class Strategy(abc.ABC):
         """Return whether a variable is allocated on the devices of this strategy."""
         return keras_variables.home_of(variable) is self.home
 
-    def adopt(self, model: keras.Model) -> None:
+    def move_model(self, model: keras.Model) -> None:
         """Move the variables of a model to this strategy: weights, optimizer, metrics, random state.
 
         A model that was built or compiled elsewhere then trains here with its current state. The Keras objects stay
@@ -279,7 +279,7 @@ class Strategy(abc.ABC):
         assert message is not None
         return message
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def raising_on_all_workers(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which workers check their own data and settings; an error of one is raised on all.
 
         Inside it no communication between workers may follow a statement that can raise.

@@ -19,21 +19,21 @@ def split_into_parts(batch: Any, num_examples: tf.Tensor, num_parts: int, own: s
         own: The per-replica batches to return.
 
     Returns:
-        `(parts, sizes, share, num_examples)`, as `DataParallel.distribute` describes them.
+        `(parts, num_counted, example_weight, num_examples)`, as `DataParallel.distribute` describes them.
     """
     on_all = num_examples < num_parts
 
     def whole() -> Any:
-        sizes = [num_examples if part == 0 else tf.zeros_like(num_examples) for part in range(num_parts)[own]]
-        return (batch,) * len(sizes), tf.stack(sizes)
+        num_counted = [num_examples if part == 0 else tf.zeros_like(num_examples) for part in range(num_parts)[own]]
+        return (batch,) * len(num_counted), tf.stack(num_counted)
 
     def cut() -> Any:
         parts = data.split_batch(batch, num_parts)[own]
         return parts, tf.stack([data.num_rows(part) for part in parts])
 
-    parts, sizes = tf.cond(on_all, whole, cut)
+    parts, num_counted = tf.cond(on_all, whole, cut)
     parts = tf.nest.map_structure(_of_any_size, parts)
-    return parts, sizes, tf.where(on_all, tf.constant(1.0 / num_parts, tf.float64), 1.0), num_examples
+    return parts, num_counted, tf.where(on_all, tf.constant(1.0 / num_parts, tf.float64), 1.0), num_examples
 
 
 def _of_any_size(part: Any) -> Any:

@@ -33,11 +33,11 @@ from tfpar.strategies.replica_runs import ReplicaRuns
 from tfpar.strategies.replica_states import (
     assign_local_parts,
     average_statistics,
+    layer_metrics_counted_once,
     local_parts,
-    own_metrics_counted,
     own_statistics,
     summed_variables,
-    update_counted_metrics,
+    update_metrics_once,
 )
 from tfpar.strategies.single_device import forward, forward_backward
 
@@ -92,9 +92,9 @@ class DataParallel(Strategy):
             dataset: Global batches, or examples in shards.
 
         Returns:
-            Elements `(parts, sizes, share, num_examples)`: a tuple of one per-replica batch for each local replica, the
-            number of examples that each counts in metrics, the weight of an example in losses, and the size of the
-            global batch, None where no worker has it.
+            Elements `(parts, num_counted, example_weight, num_examples)`: a tuple of one per-replica batch for each
+            local replica, the number of examples that each counts in metrics, the weight of an example in losses, and
+            the size of the global batch, None where no worker has it.
         """
         if isinstance(dataset, Sharded):
             return self._distribute_shards(dataset)
@@ -114,8 +114,8 @@ class DataParallel(Strategy):
 
     def local_batch(self, element: Any) -> Any:
         """Return the examples of all local replicas, each example once."""
-        parts, _, share, _ = element
-        return parts[0] if share < 1 else data.join_batches(parts)
+        parts, _, example_weight, _ = element
+        return parts[0] if example_weight < 1 else data.join_batches(parts)
 
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
         """Return the size of the global batch, an int64 scalar."""
@@ -131,10 +131,10 @@ class DataParallel(Strategy):
         runs.renew_generator()
         if self.num_replicas > 1:
             if objective.objectives_of(model):
-                with self.together():
+                with self.raising_on_all_workers():
                     objective.check(model, batch)
                 return
-            with self.together(), random_state.preserved_random_state(), runs.gathering():
+            with self.raising_on_all_workers(), random_state.preserved_random_state(), runs.gathering():
                 runs.losses = LossDecomposition(model, batch)
 
     def _runs_of(self, model: keras.Model) -> ReplicaRuns:
@@ -150,12 +150,12 @@ class DataParallel(Strategy):
         if training and self.num_replicas > 1 and may_look_up(model, batch):
             self._find_lookup_kinds(model, batch)
         if runs.losses is not None:
-            with self.together(), runs.gathering():
+            with self.raising_on_all_workers(), runs.gathering():
                 runs.losses.find_own_loss(model, batch, training)
 
     def _find_lookup_kinds(self, model: keras.Model, batch: Any) -> None:
         runs = self._runs_of(model)
-        with self.together(), runs.gathering():
+        with self.raising_on_all_workers(), runs.gathering():
             found = find_lookup_kinds(model, batch, self._strategy.run)
         chiefs = json.loads(self.broadcast(json.dumps(found).encode()))
         runs.lookup_kinds = [LookupKinds(*one) for one in chiefs]
@@ -170,12 +170,12 @@ class DataParallel(Strategy):
                     self._check_batch_dependence(model, batch, not training)
 
     def _check_batch_dependence(self, model: keras.Model, batch: Any, training: bool) -> None:
-        with self.together():
+        with self.raising_on_all_workers():
             names = batch_dependence.find(model, batch, training)
         names = self._first_found(names)
         if names and self._batch_dependent_layers == "refuse":
             raise batch_dependence.refusal(names, gathers=False, training=training)
-        with self.together():
+        with self.raising_on_all_workers():
             gathered = batch_dependence.resolve(model, batch, names, training) if names else []
         self._runs_of(model).gathered[training] = gathered
 
@@ -186,19 +186,21 @@ class DataParallel(Strategy):
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one update, or one for each objective, on the parts of a global batch; return the global loss."""
         if objective.objectives_of(model):
-            return objective_steps.train(model, batch, self._run, self._sum_gradients, self._apply, own_metrics_counted)
-        _, _, share, _ = batch
+            return objective_steps.train(
+                model, batch, self._run, self._sum_gradients, self._apply, layer_metrics_counted_once
+            )
+        _, _, example_weight, _ = batch
         losses = self._runs_of(model).losses
 
-        def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            with own_metrics_counted(model, counted):
+            with layer_metrics_counted_once(model, num_counted):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if losses is not None and losses.partial_values:
-                *gradients, loss = self._sum_gradients(model, [*gradients, loss], share, counted)
+                *gradients, loss = self._sum_gradients(model, [*gradients, loss], example_weight, num_counted)
             else:
-                gradients = self._sum_gradients(model, gradients, share, counted)
-            update_counted_metrics(model, loss, counted, inputs, targets, outputs, weights)
+                gradients = self._sum_gradients(model, gradients, example_weight, num_counted)
+            update_metrics_once(model, loss, num_counted, inputs, targets, outputs, weights)
             return loss, gradients
 
         loss, gradients = self._run(model, on_replica, batch, training=True)
@@ -206,20 +208,25 @@ class DataParallel(Strategy):
         return loss
 
     def _sum_gradients(
-        self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor, number: int = 0
+        self,
+        model: keras.Model,
+        gradients: Sequence[Any],
+        example_weight: tf.Tensor,
+        num_counted: tf.Tensor,
+        number: int = 0,
     ) -> list[Any]:
         """Sum gradients, and a loss after them, over all replicas; called in replica context.
 
         Args:
             model: The model.
             gradients: The gradients of the calling replica, and possibly its loss, a scalar.
-            share: The weight of an example in losses.
-            counted: The number of its examples to count in metrics.
+            example_weight: The weight of an example in losses.
+            num_counted: The number of its examples to count in metrics.
             number: The number of the objective, where the model has several.
         """
         found = self._runs_of(model).lookup_kinds
         lookups = None if found is None else found[number]
-        return sum_gradients(gradients, lookups, share, counted, self._pack_bytes, self._compression)
+        return sum_gradients(gradients, lookups, example_weight, num_counted, self._pack_bytes, self._compression)
 
     def _apply(self, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
         """Run an optimizer on every replica, on the local copies of the variables."""
@@ -235,13 +242,13 @@ class DataParallel(Strategy):
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from the parts of a global batch; return the global loss, a scalar."""
         if objective.objectives_of(model):
-            return objective_steps.evaluate(model, batch, self._run, own_metrics_counted)
+            return objective_steps.evaluate(model, batch, self._run, layer_metrics_counted_once)
 
-        def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
+        def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-            with own_metrics_counted(model, counted):
+            with layer_metrics_counted_once(model, num_counted):
                 loss, outputs = forward(model, inputs, targets, weights)
-            update_counted_metrics(model, loss, counted, inputs, targets, outputs, weights)
+            update_metrics_once(model, loss, num_counted, inputs, targets, outputs, weights)
             return (loss,)
 
         (loss,) = self._run(model, on_replica, batch, training=False)

@@ -14,8 +14,8 @@ from tfpar.reduction.gradients import all_reduce_gradients
 def sum_gradients(
     gradients: Sequence[Any],
     found: indexed_slices.LookupKinds | None,
-    share: tf.Tensor,
-    counted: tf.Tensor,
+    example_weight: tf.Tensor,
+    num_counted: tf.Tensor,
     pack_bytes: int | None,
     compression: str | None,
 ) -> list[Any]:
@@ -24,8 +24,8 @@ def sum_gradients(
     Args:
         gradients: The gradients of the calling replica: tensors, `tf.IndexedSlices` or None.
         found: The kinds of the lookups of each gradient, from `lookup_trials.find_lookup_kinds`; None without a trial.
-        share: The weight of an example in losses, a scalar.
-        counted: The number of its examples to count in metrics, an int scalar.
+        example_weight: The weight of an example in losses, a scalar.
+        num_counted: The number of its examples to count in metrics, an int scalar.
         pack_bytes: As for `tfpar.reduction.gradients.all_reduce_gradients`.
         compression: As for `tfpar.reduction.gradients.all_reduce_gradients`.
 
@@ -38,14 +38,14 @@ def sum_gradients(
         for index, gradient in enumerate(gradients)
     ]
     sent: list[Any] = []
-    for gradient, pieces in zip(gradients, lookups, strict=True):
-        sent += [indexed_slices.to_send(*one, share, counted) for one in pieces] or [gradient]
+    for gradient, rows in zip(gradients, lookups, strict=True):
+        sent += [indexed_slices.to_send(*one, example_weight, num_counted) for one in rows] or [gradient]
     sums = iter(all_reduce_gradients(sent, pack_bytes, compression))
     return [
-        indexed_slices.join([indexed_slices.summed(*one, next(sums)) for one in pieces], gradient.dense_shape)
-        if pieces
+        indexed_slices.join([indexed_slices.summed(*one, next(sums)) for one in rows], gradient.dense_shape)
+        if rows
         else next(sums)
-        for gradient, pieces in zip(gradients, lookups, strict=True)
+        for gradient, rows in zip(gradients, lookups, strict=True)
     ]
 
 
@@ -55,12 +55,12 @@ def _lookups(
     """Return the lookups of indexed slices with their kinds; none for another gradient."""
     if not isinstance(gradient, tf.IndexedSlices):
         return []
-    pieces = indexed_slices.pieces(gradient)
-    if len(pieces) != len(kinds) and not (tf.executing_eagerly() and kinds):
+    rows = indexed_slices.split_lookups(gradient)
+    if len(rows) != len(kinds) and not (tf.executing_eagerly() and kinds):
         raise ValueError(
-            "Under several replicas a model whose weights are read row by row must train on its first four examples "
-            f"as on all, received rows of {gradient.values.shape[1:]} that were not looked up there"
-            f"{failure and f', where the model failed with {failure}'}. Leave the number of examples open in every "
+            "With several replicas, a model with lookups must also train on a batch of its first four examples, "
+            f"received rows of shape {gradient.values.shape[1:]} from a lookup that is missing there"
+            f"{failure and f', because the model failed with {failure}'}. Leave the number of examples open in every "
             "layer, or train on SingleDevice()."
         )
-    return list(zip(pieces, kinds, strict=False))
+    return list(zip(rows, kinds, strict=False))

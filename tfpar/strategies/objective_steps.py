@@ -24,29 +24,29 @@ def train(
     run: Run,
     sum_gradients: Callable[[keras.Model, list[Any], tf.Tensor, tf.Tensor, int], list[Any]],
     apply: Callable[[Any, list[keras.Variable], Any], None],
-    metrics_counted: Counting,
+    metrics_counted_once: Counting,
 ) -> tf.Tensor:
     """Run one update for each objective of a model; return the sum of their losses, a scalar.
 
     Args:
         model: A built and compiled model.
-        batch: An element of the distributed dataset, `(parts, sizes, share, num_examples)`.
+        batch: An element of the distributed dataset, `(parts, num_counted, example_weight, num_examples)`.
         run: Runs a function on every replica with its per-replica batch, as `DataParallel` does.
         sum_gradients: All-reduces gradients in replica context. Its arguments are the model, the gradients, the weight
             of an example, the number of examples that the replica adds to metrics, and the number of the objective.
         apply: Applies an optimizer on every replica to weights with their reduced gradients.
-        metrics_counted: The context for a forward pass of a replica, in which layers update metrics.
+        metrics_counted_once: The context for a forward pass of a replica, in which layers update metrics.
     """
     losses = []
-    _, _, share, _ = batch
+    _, _, example_weight, _ = batch
     for number, one in enumerate(objective.objectives_of(model)):
 
         def on_replica(
-            part: Any, counted: tf.Tensor, one: objective.Objective = one, number: int = number
+            part: Any, num_counted: tf.Tensor, one: objective.Objective = one, number: int = number
         ) -> tuple[tf.Tensor, list[Any]]:
-            with metrics_counted(model, counted):
+            with metrics_counted_once(model, num_counted):
                 loss, gradients = objective.forward_backward(model, one, part, _counts(part, batch))
-            return loss, sum_gradients(model, gradients, share, counted, number)
+            return loss, sum_gradients(model, gradients, example_weight, num_counted, number)
 
         with keras_losses.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)
@@ -57,20 +57,20 @@ def train(
     return _count(model, losses, batch, run, training=True)
 
 
-def evaluate(model: keras.Model, batch: Any, run: Run, metrics_counted: Counting) -> tf.Tensor:
+def evaluate(model: keras.Model, batch: Any, run: Run, metrics_counted_once: Counting) -> tf.Tensor:
     """Evaluate the objectives of a model on a batch and update their metrics; return the sum of their losses, a scalar.
 
     Args:
         model: A built and compiled model.
         batch: An element of the distributed dataset.
         run: Runs a function on every replica with its per-replica batch.
-        metrics_counted: The context for a forward pass of a replica, in which layers update metrics.
+        metrics_counted_once: The context for a forward pass of a replica, in which layers update metrics.
     """
     losses = []
     for one in objective.objectives_of(model):
 
-        def on_replica(part: Any, counted: tf.Tensor, one: objective.Objective = one) -> tuple[tf.Tensor]:
-            with metrics_counted(model, counted):
+        def on_replica(part: Any, num_counted: tf.Tensor, one: objective.Objective = one) -> tuple[tf.Tensor]:
+            with metrics_counted_once(model, num_counted):
                 return (objective.loss_of(one, part, False, _counts(part, batch)),)
 
         with keras_losses.local_losses():
@@ -79,18 +79,18 @@ def evaluate(model: keras.Model, batch: Any, run: Run, metrics_counted: Counting
 
 
 def _counts(part: Any, batch: Any) -> BatchWeights:
-    _, _, share, num_examples = batch
-    return BatchWeights(share, data.num_rows(part), num_examples)
+    _, _, example_weight, num_examples = batch
+    return BatchWeights(example_weight, data.num_rows(part), num_examples)
 
 
 def _count(model: keras.Model, losses: list[tf.Tensor], batch: Any, run: Run, *, training: bool) -> tf.Tensor:
     """Update the metrics of the objectives on every replica, each example on one replica alone."""
 
-    def on_replica(part: Any, counted: tf.Tensor) -> tuple[tf.Tensor]:
+    def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:
         def count() -> tf.Tensor:
-            return objective.count(model, losses, counted)
+            return objective.count(model, losses, num_counted)
 
-        return (tf.cond(counted > 0, count, lambda: tf.add_n(losses)),)
+        return (tf.cond(num_counted > 0, count, lambda: tf.add_n(losses)),)
 
     (total,) = run(model, on_replica, batch, training=training)
     return total

@@ -114,13 +114,13 @@ class Pipeline(SingleReplica):
         """The number of micro-batches of a global batch, and their noun."""
         return self.schedule.num_microbatches, "micro-batch"
 
-    def adopt(self, model: keras.Model) -> None:
+    def move_model(self, model: keras.Model) -> None:
         """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
 
         Raises:
             ValueError: If the model cannot be divided, or has variables that are no Keras variables.
         """
-        super().adopt(model)
+        super().move_model(model)
         if objective.objectives_of(model):
             raise ValueError(
                 f"A pipeline trains by the loss of compile, computed after the last stage, and {type(model).__name__} "

@@ -16,7 +16,7 @@ from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.whole_batch import RowsOfReplicas, knowing
 from tfpar.strategies import batch_dependence
-from tfpar.strategies.replica_states import own_metrics_counted, update_counted_metrics
+from tfpar.strategies.replica_states import layer_metrics_counted_once, update_metrics_once
 from tfpar.strategies.single_device import forward_backward
 
 
@@ -74,7 +74,7 @@ class ReplicaRuns:
         Returns:
             The tuple of the function; its loss is that of the first local replica.
         """
-        parts, counted, share, num_examples = batch
+        parts, num_counted, example_weight, num_examples = batch
         sizes = [data.num_rows(part) for part in parts]
         fractions: dict[int, tf.Tensor] = {}
 
@@ -82,18 +82,18 @@ class ReplicaRuns:
             replica, global_size = local_replica_id(), num_examples
             counts_scalars = self.losses is not None and self.losses.counts_scalars
             if global_size is None and (counts_scalars or keras_metrics.own_metrics(model)):
-                global_size = sum_over_replicas(counted[replica])
+                global_size = sum_over_replicas(num_counted[replica])
             if global_size is not None:
-                fractions[replica] = tf.cast(counted[replica] / global_size, keras.config.floatx())
-            return on_replica(parts[replica], counted[replica])
+                fractions[replica] = tf.cast(num_counted[replica] / global_size, keras.config.floatx())
+            return on_replica(parts[replica], num_counted[replica])
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._drawing())
             stack.enter_context(keras_losses_in_call.scalars_weighted(lambda _: fractions.get(local_replica_id())))
-            stack.enter_context(knowing(RowsOfReplicas(counted, share, self._num_replicas, num_examples)))
+            stack.enter_context(knowing(RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)))
             stack.enter_context(self.gathering(training))
             if self.losses is not None:
-                stack.enter_context(self.losses.reduce_globally(training, sizes, share, num_examples))
+                stack.enter_context(self.losses.reduce_globally(training, sizes, example_weight, num_examples))
             if model.jit_compile:
                 # XLA compiles clusters of operations: it cannot compile the collectives between them.
                 stack.enter_context(tf.xla.experimental.jit_scope())
@@ -108,16 +108,16 @@ class ReplicaRuns:
             batch: An element of the distributed dataset.
             apply: Runs an optimizer on every replica with weights and their gradients.
         """
-        parts, counted, share, _ = batch
+        parts, num_counted, example_weight, _ = batch
 
         def on_replica(parts: Sequence[Any]) -> list[Any]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
-            counts = counted[local_replica_id()]
-            with own_metrics_counted(model, counts):
+            counts = num_counted[local_replica_id()]
+            with layer_metrics_counted_once(model, counts):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
-            update_counted_metrics(model, loss, counts, inputs, targets, outputs, weights)
+            update_metrics_once(model, loss, counts, inputs, targets, outputs, weights)
             # A padding batch contributes zero gradient.
-            return [_where(share > 0, gradient) for gradient in gradients]
+            return [_where(example_weight > 0, gradient) for gradient in gradients]
 
         with self._drawing(), keras_losses.local_losses():
             gradients = self._strategy.run(on_replica, args=(parts,))
@@ -139,8 +139,8 @@ class ReplicaRuns:
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
             return then(keras_model.call_model(model, inputs, training=False))
 
-        parts, counted, share, num_examples = batch
-        rows = RowsOfReplicas(counted, share, self._num_replicas, num_examples)
+        parts, num_counted, example_weight, num_examples = batch
+        rows = RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)
         with self._drawing(), knowing(rows), self.gathering(False):
             outputs = self._strategy.run(on_replica, args=(parts,))
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)

@@ -16,23 +16,23 @@ from tfpar.strategies.single_device import update_metrics
 
 
 @contextlib.contextmanager
-def own_metrics_counted(model: keras.Model, counted: tf.Tensor) -> Iterator[None]:
+def layer_metrics_counted_once(model: keras.Model, num_counted: tf.Tensor) -> Iterator[None]:
     """Restore the metrics of layers after this context if another replica counts the examples."""
     states = [variable for metric in keras_metrics.own_metrics(model) for variable in metric.variables]
     before = [tf.identity(variable.value) for variable in states]
     yield
     for variable, value in zip(states, before, strict=True):
-        variable.assign(tf.where(counted > 0, variable.value, value))
+        variable.assign(tf.where(num_counted > 0, variable.value, value))
 
 
-def update_counted_metrics(model: keras.Model, loss: tf.Tensor, counted: tf.Tensor, *batch: Any) -> None:
+def update_metrics_once(model: keras.Model, loss: tf.Tensor, num_counted: tf.Tensor, *batch: Any) -> None:
     """Update the metrics with the per-replica batch, unless another replica counts its examples."""
 
     def update() -> tf.Tensor:
-        update_metrics(model, loss, counted, *batch)
+        update_metrics(model, loss, num_counted, *batch)
         return tf.constant(True)
 
-    tf.cond(counted > 0, update, lambda: tf.constant(False))
+    tf.cond(num_counted > 0, update, lambda: tf.constant(False))
 
 
 def own_statistics(model: keras.Model) -> list[keras.Variable]:

@@ -87,8 +87,8 @@ def stages_table(rows: Sequence[StageRow], planned: Timeline | None, schedule: S
         )
         lines.append(_cells(columns, cells))
         last = [] if row.num_layers == 1 else [f"... {row.last_layer}"]
-        together = " ".join([row.first_layer, *last])
-        lines += [f"{indent}{name}" for name in ([together] if len(together) < 70 else [row.first_layer, *last])]
+        one_line = " ".join([row.first_layer, *last])
+        lines += [f"{indent}{name}" for name in ([one_line] if len(one_line) < 70 else [row.first_layer, *last])]
     if planned is not None:
         lines += ["", line("predicted", f"{describe_step(planned)}: from the times above, the optimizer included")]
     return "\n".join(lines)

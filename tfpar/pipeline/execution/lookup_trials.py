@@ -122,7 +122,7 @@ def _row_numbers(programs: Programs, loss: LossProgram, flat: Flat, microbatch: 
 
 
 def _numbers(gradients: Sequence[Any]) -> list[list[np.ndarray]]:
-    return [[piece.indices.numpy() for piece in one] if isinstance(one, tuple) else [] for one in gradients]
+    return [[rows.indices.numpy() for rows in one] if isinstance(one, tuple) else [] for one in gradients]
 
 
 def _gradients_of_loss(

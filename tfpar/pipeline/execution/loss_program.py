@@ -89,7 +89,7 @@ class LossProgram:
         """Whether it gives a gradient for each of the flat outputs of the model."""
         return self.trace.has_gradient
 
-    def counted(self, states: Sequence[tf.Tensor]) -> list[tuple[Any, tf.Tensor]]:
+    def updated_metrics(self, states: Sequence[tf.Tensor]) -> list[tuple[Any, tf.Tensor]]:
         """Return the variables of `states` that the loss updates, with their values; a layer may change others."""
         pairs = zip(self.states, states, strict=True)
         return [pair for pair, updates in zip(pairs, self.trace.updates_metric, strict=True) if updates]
@@ -126,7 +126,7 @@ class LossProgram:
             layer_states=list(layer_states),
             parameters=list(parameters),
             number=tf.constant(number, tf.int64),
-            counted=microbatch.counted,
+            num_counted=microbatch.num_counted,
             size=microbatch.size,
             num_examples=microbatch.num_examples,
             divisors=divisors,

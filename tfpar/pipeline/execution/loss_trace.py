@@ -49,7 +49,7 @@ class LossArguments(NamedTuple):
         layer_states: The values of the layers' states.
         parameters: The values of the parameters.
         number: The index of the micro-batch, an int64 scalar.
-        counted: Its number of examples without padding, an int64 scalar.
+        num_counted: Its number of examples without padding, an int64 scalar.
         size: Its number of examples, an int64 scalar.
         num_examples: That of the global batch, an int64 scalar.
         divisors: The divisors of the global batch, float64 `[divisors]`.
@@ -63,7 +63,7 @@ class LossArguments(NamedTuple):
     layer_states: Sequence[Any]
     parameters: Sequence[Any]
     number: Any
-    counted: Any
+    num_counted: Any
     size: Any
     num_examples: Any
     divisors: Any
@@ -139,7 +139,7 @@ def trace_loss(loss: ModelLoss, outputs: Any, batch: Any, variables: LossVariabl
         layer_states=_specs(variables.layer_states),
         parameters=_specs(variables.parameters),
         number=count,
-        counted=count,
+        num_counted=count,
         size=count,
         num_examples=count,
         divisors=tf.TensorSpec([None], tf.float64),
@@ -155,7 +155,7 @@ def _specs(variables: Sequence[Any]) -> list[tf.TensorSpec]:
 def _body(
     loss: ModelLoss, outputs: Any, flows: Sequence[ValueSpec], variables: LossVariables, given: LossArguments
 ) -> tuple[LossResults, LossTrace]:
-    share = tf.cast(given.counted > 0, keras.config.floatx())
+    example_weight = tf.cast(given.num_counted > 0, keras.config.floatx())
     tensors = [keras_model.with_mask(one, mask) for one, mask in zip(given.outputs, given.masks, strict=True)]
     divisors: list[tf.Tensor] = []
 
@@ -171,9 +171,9 @@ def _body(
         tf.device(loss.device),
         keras.StatelessScope(mapping) as scope,
         random_state.replica_seeds(lambda: given.number),
-        keras_losses_in_call.scalars_weighted(lambda _: given.counted / given.num_examples),
+        keras_losses_in_call.scalars_weighted(lambda _: given.num_counted / given.num_examples),
         tf_function.own_traces(),
-        loss.reduced(given.size, share, given.num_examples, known),
+        loss.reduced(given.size, example_weight, given.num_examples, known),
     ):
         value = loss.value(given.batch, keras.tree.pack_sequence_as(outputs, tensors))
         totals, metric_states, layer_states = (
@@ -194,7 +194,7 @@ def _body(
         _unlisted_states(loss.model, variables, scope),
         random_state.draws_from_no_layer(scope, variables.layer_states),
         tuple(of_weights),
-        tuple(tensors_of([*given[:5], given.number, given.counted, given.size])),
+        tuple(tensors_of([*given[:5], given.number, given.num_counted, given.size])),
     )
     # The total of a tracker is the loss times the number of examples, its count that number.
     logged = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]

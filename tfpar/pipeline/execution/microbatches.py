@@ -20,25 +20,25 @@ class Microbatch:
 
     Args:
         batch: The examples, in the structure of the global batch.
-        counted: The number of examples with weight 1, an int64 scalar.
+        num_counted: The number of examples with weight 1, an int64 scalar.
         size: The number of examples, an int64 scalar, at least 1.
         num_examples: The number of examples of the global batch, an int64 scalar.
     """
 
     batch: Any
-    counted: tf.Tensor
+    num_counted: tf.Tensor
     size: tf.Tensor
     num_examples: tf.Tensor
 
     @property
-    def share(self) -> tf.Tensor:
+    def example_weight(self) -> tf.Tensor:
         """The weight of each example: 1, or 0 if it is repeated; a scalar in Keras' float type."""
-        return tf.cast(self.counted > 0, keras.config.floatx())
+        return tf.cast(self.num_counted > 0, keras.config.floatx())
 
     @property
     def part(self) -> tf.Tensor:
         """Its part of the examples of the global batch, from 0 to 1, a float64 scalar."""
-        return tf.cast(self.counted, tf.float64) / tf.cast(self.num_examples, tf.float64)
+        return tf.cast(self.num_counted, tf.float64) / tf.cast(self.num_examples, tf.float64)
 
 
 def cut_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:

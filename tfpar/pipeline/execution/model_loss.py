@@ -45,18 +45,22 @@ class ModelLoss:
 
     @contextlib.contextmanager
     def reduced(
-        self, size: tf.Tensor, share: tf.Tensor, num_examples: tf.Tensor, sum_divisors: Callable[[tf.Tensor], tf.Tensor]
+        self,
+        size: tf.Tensor,
+        example_weight: tf.Tensor,
+        num_examples: tf.Tensor,
+        sum_divisors: Callable[[tf.Tensor], tf.Tensor],
     ) -> Iterator[None]:
         """Reduce the losses of part of a batch to their part of the loss of the global batch inside this context.
 
         Args:
             size: The number of examples of the part, an int64 scalar.
-            share: The weight of an example of the part: 1, or 0 in a padding batch.
+            example_weight: The weight of an example of the part: 1, or 0 in a padding batch.
             num_examples: The number of examples of the global batch, an int64 scalar.
             sum_divisors: Returns the divisor of the global batch for that of the part.
         """
         with (
-            self.decomposition.reduce_globally(self.training, [size], share, num_examples, sum_divisors),
+            self.decomposition.reduce_globally(self.training, [size], example_weight, num_examples, sum_divisors),
             keras_losses.without_added_losses(),
         ):
             yield

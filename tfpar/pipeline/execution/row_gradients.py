@@ -16,7 +16,7 @@ Kinds = tuple[tuple[indexed_slices.Kind | None, ...], ...]  # by weight and look
 
 def by_lookup(gradient: Any) -> Any:
     """Return the rows of each lookup of an IndexedSlices gradient, during a trace; a dense gradient as it is."""
-    return tuple(indexed_slices.pieces(gradient)) if isinstance(gradient, tf.IndexedSlices) else gradient
+    return tuple(indexed_slices.split_lookups(gradient)) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
 def known_kinds(graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]) -> Kinds:
@@ -31,9 +31,7 @@ def known_kinds(graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]
     drawn = [tensor for op in graph.get_operations() if op.op_def.is_stateful for tensor in op.outputs]
     varying = reached_from([*given, *drawn])
     return tuple(
-        tuple(
-            indexed_slices.known_kind(piece.indices) if piece.indices.op in varying else "equal" for piece in gradient
-        )
+        tuple(indexed_slices.known_kind(rows.indices) if rows.indices.op in varying else "equal" for rows in gradient)
         if isinstance(gradient, tuple)
         else ()
         for gradient in gradients
@@ -45,8 +43,7 @@ def numbered(gradient: Any, kinds: Sequence[indexed_slices.Kind | None]) -> Any:
     if not kinds:
         return gradient
     return tuple(
-        indexed_slices.numbered(piece) if kind == "shared" else piece
-        for piece, kind in zip(gradient, kinds, strict=True)
+        indexed_slices.numbered(rows) if kind == "shared" else rows for rows, kind in zip(gradient, kinds, strict=True)
     )
 
 
@@ -83,12 +80,12 @@ def joined(
 
 
 def join_rows(
-    pieces: Sequence[indexed_slices.RowSlices], kinds: Sequence[indexed_slices.Kind | None], shape: Sequence[int]
+    lookups: Sequence[indexed_slices.RowSlices], kinds: Sequence[indexed_slices.Kind | None], shape: Sequence[int]
 ) -> tf.IndexedSlices:
     """Return one gradient for the rows of several lookups; shared rows are merged as on one device."""
-    pairs = zip(pieces, kinds, strict=True)
-    merged = [indexed_slices.merged(piece) if kind == "shared" else piece for piece, kind in pairs]
+    pairs = zip(lookups, kinds, strict=True)
+    merged = [indexed_slices.merged(rows) if kind == "shared" else rows for rows, kind in pairs]
     return indexed_slices.join(
-        [piece._replace(indices=tf.cast(piece.indices, tf.int64)) for piece in merged],
+        [rows._replace(indices=tf.cast(rows.indices, tf.int64)) for rows in merged],
         tf.constant(tuple(shape), tf.int64),
     )

@@ -72,18 +72,18 @@ class BatchLoss:
         )
         part = program.part(number, one, outputs, self._states, layer_states, parameters, self._divisors, self._scale)
         pairs = zip(part.states, self._states, strict=True)
-        self._states = [tf.where(one.counted > 0, new, old) for new, old in pairs]
+        self._states = [tf.where(one.num_counted > 0, new, old) for new, old in pairs]
         if part.weights:
             self._weights = program.sum_rows(self._weights, part.weights)
         execution.note(program.layer_states, number, part.layer_states)
         if self._updates_metrics:
             tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
-            self._compiled.update_metrics(one.counted, one.part, one.batch, tensors, masks)
+            self._compiled.update_metrics(one.num_counted, one.part, one.batch, tensors, masks)
         return part
 
     def new_states(self) -> list[tuple[Any, tf.Tensor]]:
         """Return the variables of metrics that `compute_loss` itself updates, with their values after the batch."""
-        return self._program.counted(self._states)
+        return self._program.updated_metrics(self._states)
 
     def gradients(self) -> list[tuple[keras.Variable, Any]]:
         """Return the weights that the loss itself reads, each with its summed gradient."""

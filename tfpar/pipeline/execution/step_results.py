@@ -59,7 +59,7 @@ def compile_metrics_update(staged: StagedModel, outputs: Sequence[ValueSpec], ba
         the outputs and their masks.
     """
 
-    def update(counted: tf.Tensor, part: tf.Tensor, batch: Any, tensors: list[tf.Tensor], masks: list[Any]) -> Any:
+    def update(num_counted: tf.Tensor, part: tf.Tensor, batch: Any, tensors: list[tf.Tensor], masks: list[Any]) -> Any:
         def count() -> tf.Tensor:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             packed = staged.packed_outputs(list(map(keras_model.with_mask, tensors, masks)))
@@ -67,7 +67,7 @@ def compile_metrics_update(staged: StagedModel, outputs: Sequence[ValueSpec], ba
                 metric_logs.update_metrics(staged.model, inputs, targets, packed, weights, whole=False)
             return tf.constant(True)
 
-        return tf.cond(counted > 0, count, lambda: tf.constant(False))
+        return tf.cond(num_counted > 0, count, lambda: tf.constant(False))
 
     counts = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)]
     specs = [*counts, batch, [one.spec for one in outputs], [one.mask for one in outputs]]

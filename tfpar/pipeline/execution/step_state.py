@@ -28,7 +28,7 @@ class StepVariables:
         self._copies: dict[tuple[int, str], tf.Tensor] = {}
         self._now: dict[tuple[int, int], tf.Tensor] = {}  # by state and micro-batch
         self._changed: dict[int, tuple[keras.Variable, list[tuple[tf.Tensor, Microbatch]]]] = {}
-        self._counted: dict[Any, tf.Tensor] = {}  # by micro-batches and shape
+        self._change_weights: dict[Any, tf.Tensor] = {}  # by micro-batches and shape
 
     def read(self, stage: int, number: int) -> list[tf.Tensor]:
         """Return the values of a stage's parameters and states for a micro-batch."""
@@ -89,7 +89,7 @@ class StepVariables:
     def _weights(self, microbatches: Sequence[Microbatch], rank: int, dtype: Any, *, counts: bool) -> tf.Tensor:
         """Return the weight of the change by each micro-batch, `[microbatches, 1, ...]`."""
         key = tuple(map(id, microbatches)), rank, dtype, counts
-        if key not in self._counted:
-            weights = tf.stack([one.share if counts else one.part for one in microbatches])
-            self._counted[key] = tf.cast(tf.reshape(weights, [-1] + [1] * (rank - 1)), dtype)
-        return self._counted[key]
+        if key not in self._change_weights:
+            weights = tf.stack([one.example_weight if counts else one.part for one in microbatches])
+            self._change_weights[key] = tf.cast(tf.reshape(weights, [-1] + [1] * (rank - 1)), dtype)
+        return self._change_weights[key]

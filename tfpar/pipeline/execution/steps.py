@@ -72,7 +72,10 @@ class PipelineSteps:
         with tf.device(self._last_device):
             whole = [
                 data.join_batches(
-                    [data.take_rows(one.tensor, 0, part.counted) for one, part in zip(ones, microbatches, strict=True)]
+                    [
+                        data.take_rows(one.tensor, 0, part.num_counted)
+                        for one, part in zip(ones, microbatches, strict=True)
+                    ]
                 )
                 for ones in zip(*parts, strict=True)
             ]
@@ -110,7 +113,7 @@ class PipelineSteps:
         if compiled.loss.num_divisors:
             call = functools.partial(self._staged.call, training=training)
             divisors = compiled.loss.loss.divisors(batch, microbatches[0].num_examples, call)
-        counts = [BatchWeights(one.share, one.size, one.num_examples) for one in microbatches]
+        counts = [BatchWeights(one.example_weight, one.size, one.num_examples) for one in microbatches]
         factors = [self.compiler.decomposition.added_factors(training, one) for one in counts]
         loss = BatchLoss(compiled, microbatches, divisors, scale, updates_metrics=not timed)
         sums = None if timed else self._sums_in_call(batch, training)

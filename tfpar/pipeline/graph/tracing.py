@@ -145,9 +145,9 @@ def _symbolic(spec: Any, passed: Any = ...) -> Any:
     if len(sizes) == len(known):
         sizes = tuple(other if size is None else size for size, other in zip(sizes, known, strict=True))
     tensors = {"sparse": tf.SparseTensor, "ragged": tf.RaggedTensor}
-    kinds = {kind: getattr(spec, kind, False) or isinstance(spec, tensor) for kind, tensor in tensors.items()}
+    layout = {name: getattr(spec, name, False) or isinstance(spec, tensor) for name, tensor in tensors.items()}
     dtype = keras.backend.standardize_dtype(spec.dtype)
-    return keras.KerasTensor((None, *sizes), dtype, name=getattr(spec, "name", None) or "input", **kinds)
+    return keras.KerasTensor((None, *sizes), dtype, name=getattr(spec, "name", None) or "input", **layout)
 
 
 # --- recording --------------------------------------------------------------------------------------------------------

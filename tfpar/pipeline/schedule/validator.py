@@ -120,9 +120,9 @@ def _in_flight(schedule: Schedule, order: Sequence[Action]) -> list[tuple[Action
     """Return each action of a device with the number of micro-batches in flight on its stage during the action."""
     last = "W" if schedule.splits_backward else "B"
     count: collections.Counter[int] = collections.Counter()
-    counted = []
+    found = []
     for action in order:
         count[action.stage] += action.kind == "F"
-        counted.append((action, count[action.stage]))
+        found.append((action, count[action.stage]))
         count[action.stage] -= action.kind == last
-    return counted
+    return found

@@ -59,7 +59,7 @@ class Consensus:
         return int(found[0]) if len(found) else None
 
     @contextlib.contextmanager
-    def raising_together(self) -> Iterator[None]:
+    def raising_on_all_workers(self) -> Iterator[None]:
         """Raise on every worker, at the end of this context, the error of the first worker that raised inside.
 
         It surrounds checks of a worker's own examples. Without it, the other workers would wait for the next message of

@@ -9,12 +9,12 @@ import tensorflow as tf
 from tfpar import data
 
 
-def all_gather_outputs(outputs: Any, share: tf.Tensor, num_examples: tf.Tensor, num_replicas: int) -> Any:
+def all_gather_outputs(outputs: Any, example_weight: tf.Tensor, num_examples: tf.Tensor, num_replicas: int) -> Any:
     """Return the outputs for the global batch from those of every replica; called in replica context.
 
     Args:
         outputs: The outputs of the calling replica, `[examples, ...]` in any structure.
-        share: The weight of an example; less than 1 if every replica computed the whole batch.
+        example_weight: The weight of an example; less than 1 if every replica computed the whole batch.
         num_examples: The size of the global batch.
         num_replicas: Replicas of all workers together.
 
@@ -31,8 +31,8 @@ def all_gather_outputs(outputs: Any, share: tf.Tensor, num_examples: tf.Tensor, 
                 f"Over several workers a model must predict dense tensors, and it returned "
                 f"{type(output).__name__}. End it with a layer that makes them dense, or predict on SingleDevice()."
             )
-        is_first_copy = (share >= 1) | (index == 0)
-        start = tf.where(share < 1, tf.zeros_like(index), -(-index * num_examples // num_replicas))
+        is_first_copy = (example_weight >= 1) | (index == 0)
+        start = tf.where(example_weight < 1, tf.zeros_like(index), -(-index * num_examples // num_replicas))
         rows = tf.where(is_first_copy, data.num_rows(output), 0)
         shape = tf.concat([[num_examples], tf.shape(output, tf.int64)[1:]], 0)
         whole = tf.tensor_scatter_nd_update(

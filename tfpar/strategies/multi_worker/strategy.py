@@ -180,9 +180,11 @@ class MultiWorker(DataParallel):
         @tf.autograph.experimental.do_not_convert
         def split(rows: Any, num_rows: tf.Tensor) -> Any:
             """Split the local batch; a padding batch has the weight 0."""
-            parts, sizes, share, _ = split_into_parts(rows, data.num_rows(rows), self._num_local_replicas, slice(None))
+            parts, sizes, example_weight, _ = split_into_parts(
+                rows, data.num_rows(rows), self._num_local_replicas, slice(None)
+            )
             is_some = num_rows > 0
-            return parts, tf.where(is_some, sizes, 0), tf.where(is_some, share, 0.0), None
+            return parts, tf.where(is_some, sizes, 0), tf.where(is_some, example_weight, 0.0), None
 
         part = sharded.part(self.rank, self.num_workers)
         return Distributed(part.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
@@ -191,8 +193,8 @@ class MultiWorker(DataParallel):
         """Return the size of the global batch, an int64 scalar."""
         if not distributed.uneven_end:
             return super().num_examples(element, distributed)
-        _, counted, _, _ = element
-        return self._hosts.all_reduce(tf.reduce_sum(tf.cast(counted, tf.int64)))
+        _, num_counted, _, _ = element
+        return self._hosts.all_reduce(tf.reduce_sum(tf.cast(num_counted, tf.int64)))
 
     def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
         """Return whether any worker has examples in the upcoming element, a boolean scalar."""
@@ -230,9 +232,9 @@ class MultiWorker(DataParallel):
         if losses is not None:
             losses.load_json(self.broadcast(losses.to_json().encode()).decode())
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
+    def raising_on_all_workers(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which workers check their own data; an error of one is raised on all."""
-        return self._consensus.raising_together()
+        return self._consensus.raising_on_all_workers()
 
     def _first_found(self, names: list[str]) -> list[str]:
         """Return the names of the first worker that found any."""
@@ -266,7 +268,12 @@ class MultiWorker(DataParallel):
             self._averaging.end_call(model, self._strategy, self._replicas)
 
     def _sum_gradients(
-        self, model: keras.Model, gradients: Sequence[Any], share: tf.Tensor, counted: tf.Tensor, number: int = 0
+        self,
+        model: keras.Model,
+        gradients: Sequence[Any],
+        example_weight: tf.Tensor,
+        num_counted: tf.Tensor,
+        number: int = 0,
     ) -> list[Any]:
         """Sum gradients over all replicas, those of large Dense kernels by all-gather of their sufficient factors."""
         member = local_replica_id()
@@ -277,7 +284,7 @@ class MultiWorker(DataParallel):
         )
         by_factors = {index: pair for index, pair in enumerate(found) if pair is not None}
         others = [None if index in by_factors else gradient for index, gradient in enumerate(gradients)]
-        sums = super()._sum_gradients(model, others, share, counted, number)
+        sums = super()._sum_gradients(model, others, example_weight, num_counted, number)
         totals = sufficient_factors.products(self._replicas, member, list(by_factors.values()))
         for index, total in zip(by_factors, totals, strict=True):
             sums[index] = total
@@ -285,10 +292,10 @@ class MultiWorker(DataParallel):
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch, on every worker."""
-        _, _, share, num_examples = batch
+        _, _, example_weight, num_examples = batch
 
         def gather(outputs: Any) -> Any:
-            return all_gather_outputs(outputs, share, num_examples, self.num_replicas)
+            return all_gather_outputs(outputs, example_weight, num_examples, self.num_replicas)
 
         return self._runs_of(model).predict(model, batch, gather)[0]
 
