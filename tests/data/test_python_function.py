@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import stored
 import tensorflow as tf
 from conftest import epoch
 
+import tfpar
 from tfpar import config
 from tfpar.data import load, user_message
 
@@ -112,3 +114,14 @@ def test_what_a_generator_of_the_function_raises_is_said_without_tensorflows_tra
         epoch(load(own, global_batch_size=4, seed=0).train)
     sentence = str(caught.value) if isinstance(caught.value, ValueError) else user_message(caught.value, own)
     assert sentence == "KeyError: 'column_7'"
+
+
+def test_what_a_generator_raises_inside_of_a_step_is_said_without_tensorflows_traceback() -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(tf.errors.OpError) as caught:
+        tfpar.Trainer(build).fit(broken().batch(1), verbose=0)
+    assert user_message(caught.value, settings("test_python_function.broken")) == "KeyError: 'column_7'"

@@ -10,7 +10,7 @@ from tfpar import config
 from tfpar.data.sources import csv_files, image_folder, tfds, tfrecord
 
 SENTENCE = re.compile(r"assertion failed: \[(.*?)\](?:\s|$)", re.DOTALL)
-RAISED = re.compile(r"^(?:\{\{.*?\}\} ?)?((?:\w+\.)*\w+(?:Error|Exception)?: .*?)\nTraceback \(most recent", re.DOTALL)
+RAISED = re.compile(r"^(?:\{\{.*?\}\} ?)?((?:\w+\.)*\w+(?:Error|Exception)?: .*?)\nTraceback \(most recent", re.M | re.S)
 GONE = re.compile(r"(/\S+); No such file or directory")
 
 
