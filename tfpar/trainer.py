@@ -17,6 +17,7 @@ from tfpar.checkpoint import Checkpoints
 from tfpar.files import atomic_file
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate, predict
+from tfpar.loops.failure_reports import reported
 from tfpar.loops.fit_loop import FitLoop, NonfiniteLoss
 from tfpar.loops.model_function import ModelOrFunction, check_arguments, model_of
 from tfpar.loops.preparation import Preparation
@@ -154,6 +155,7 @@ class Trainer:
             self.model.compile(*arguments, **settings)
 
     @keyword_arguments.named
+    @reported
     def fit(
         self,
         x: Any,
@@ -251,6 +253,7 @@ class Trainer:
         return x
 
     @keyword_arguments.named
+    @reported
     def evaluate(
         self,
         x: Any,
@@ -288,6 +291,7 @@ class Trainer:
         return logs if return_dict else keras_metrics.metrics_in_order(self.model, logs)
 
     @keyword_arguments.named
+    @reported
     def predict(
         self,
         x: Any,

@@ -323,6 +323,17 @@ def test_other_models_are_an_error_on_all_and_nobody_waits_for_ever(job: workers
         assert_same(result, plain_fit())
 
 
+def test_a_model_function_that_fails_on_one_worker_is_an_error_on_all_who_train_on(job: workers.Workers) -> None:
+    (chiefs, chiefs_next), (own, own_next) = results_of(job, "model_function_that_fails_on_worker_1")
+    assert own == ["KeyError: 'vocabulary'"] * 2
+    assert len(chiefs) == 2
+    for message in chiefs:
+        assert message.startswith("ValueError: The model function failed on worker 1 (127.0.0.1:")
+        assert message.endswith(") with KeyError: 'vocabulary'")
+    for result in (chiefs_next, own_next):
+        assert_same(result, plain_fit())
+
+
 def test_strategies_are_made_one_after_another(job: workers.Workers) -> None:
     for rank, descriptions in enumerate(results_of(job, "many_strategies")):
         assert len(descriptions) == 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,7 +10,15 @@ import pytest
 
 import tfpar
 from tests.support import category_cases, small, workers
-from tests.support.worker_program_replicas import OTHER_DATA, REFUSED_ALONE, TRAINED, evaluated, predict, train
+from tests.support.worker_program_replicas import (
+    OTHER_DATA,
+    REFUSED_ALONE,
+    TRAINED,
+    UNREADABLE,
+    evaluated,
+    predict,
+    train,
+)
 from tfpar.parity import relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -93,3 +102,10 @@ def test_all_workers_refuse_what_the_examples_of_one_tell(job: workers.Workers, 
     assert len(messages) == 2
     assert messages[0] == messages[1]
     assert "over the batch" in messages[0] or "must not depend on which other examples" in messages[0]
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_the_others_name_the_worker_that_cannot_read_its_data_and_the_reason(job: workers.Workers, name: str) -> None:
+    chiefs, own = job.results(f"unreadable {name}")
+    assert re.fullmatch(r"ValueError: Worker 1 \(127\.0\.0\.1:\d+\) failed: data/7\.png is broken\.", chiefs)
+    assert own.startswith("InvalidArgumentError: ")

@@ -92,6 +92,19 @@ def of_width(units: int) -> Callable[[], keras.Model]:
     return parity_cases.classifier(layers=lambda: [keras.layers.Dense(units)])
 
 
+def failing_after(num_layers: int, fails: bool) -> Callable[[], keras.Model]:
+    """A model function that raises after it has built some layers."""
+
+    def build() -> keras.Model:
+        for _ in range(num_layers):
+            keras.layers.Dense(3).build((8, 4))
+        if fails:
+            raise KeyError("vocabulary")
+        return small.build_model()
+
+    return build
+
+
 def equal_parts() -> tf.data.Dataset:
     """Ten batches of 8."""
     return parity_cases.batches(80, 8)

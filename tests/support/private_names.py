@@ -320,9 +320,9 @@ ROWS = [
     _tensorflow(
         "TensorFlow's context",
         "_context_handle _seed _rng _internal_operation_seed coordination_service configure_coordination_service "
-        "function_call_options",
+        "report_error_to_cluster function_call_options",
         "eager/context",
-        "whether TensorFlow has started; its time limits, random state and options",
+        "whether TensorFlow has started; its time limits, failures, random state and options",
     ),
     _tensorflow(
         "tensorflow.python.pywrap_tfe",

@@ -281,6 +281,16 @@ class Functions:
         """All workers can train together after the error of `other_models`."""
         return trained(tfpar.Trainer(small.build_model, self._plain, seed=0), small.data())
 
+    def model_function_that_fails_on_worker_1(self) -> Any:
+        """The model function fails before its first variable, and between two."""
+        messages = []
+        for num_layers in (0, 1):
+            try:
+                tfpar.Trainer(cases.failing_after(num_layers, RANK == 1), self._plain, seed=0)
+            except (KeyError, ValueError) as error:
+                messages.append(f"{type(error).__name__}: {error}")
+        return messages, trained(self._small.initial(), small.data())
+
     def many_strategies(self) -> Any:
         """Create strategies in quick succession, each of which connects to that of the other worker."""
         return [tfpar.MultiWorker(devices).describe() for devices in [None, ONE] * 10]

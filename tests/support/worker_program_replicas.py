@@ -19,6 +19,7 @@ from tests.reduction.test_scalar_losses import contrast, mean, mean_accuracy, to
 from tests.strategies.test_batch_dependence_replicas import BATCH_DEPENDENT, Gathers, with_layer
 from tests.support import category_cases, objective_cases, parity_cases, small, workers
 from tests.support import multi_worker_cases as cases
+from tfpar import config
 
 TRAINED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "centred": (BATCH_DEPENDENT["centred"], small.data),
@@ -141,6 +142,24 @@ def words_resumed(strategy: tfpar.Strategy, source: str, shard_by: str) -> Any:
     return category_cases.train(strategy, source, shard_by, checkpoints)
 
 
+def unreadable(strategy: tfpar.Strategy, first: int) -> str:
+    """Fit data that worker 1 cannot read from one example on, and return the error as a text."""
+
+    def read(number: tf.Tensor) -> Any:
+        readable = number < first if workers.place()[1] == 1 else True
+        with tf.control_dependencies([tf.debugging.Assert(readable, ["data/7.png is broken."])]):
+            return tf.ones([4]) * tf.cast(number, tf.float32), tf.ones([1])
+
+    strategy.user_message = functools.partial(tfpar.data.user_message, settings=config.Data())
+    try:
+        train(strategy, refused_alone("plain"), lambda: tf.data.Dataset.range(40).map(read).batch(8))
+    except (tf.errors.OpError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# The first example that worker 1 cannot read. The last one: nothing communicates after a failure inside of a step.
+UNREADABLE = {"in the first batch": 3, "in a later batch": 20}
 OTHER_DATA = ("lengths", "empty", "inputs", "targets", "widths")
 
 
@@ -166,7 +185,10 @@ def main() -> None:
         f"words: {source} by {shard_by}": functools.partial(words_resumed, strategy, source, shard_by)
         for source, shard_by in category_cases.CASES
     }
-    workers.run_all({**functions, **others, **inference, **categories, **alone, **data})
+    images = {
+        f"unreadable {name}": functools.partial(unreadable, strategy, first) for name, first in UNREADABLE.items()
+    }
+    workers.run_all({**functions, **others, **inference, **categories, **alone, **data, **images})
 
 
 if __name__ == "__main__":

@@ -89,6 +89,20 @@ def has_started() -> bool:
     return context.context()._context_handle is not None
 
 
+def report_failure(code: int, message: str) -> None:
+    """Report a failure of this worker to all workers: their waiting collectives raise an error with this message.
+
+    TensorFlow 2.21 has the function in its private context. Without a report, a worker waits in a collective until the
+    process of the failed worker has ended.
+
+    Args:
+        code: The code of the error on the other workers, of `tf.errors`.
+        message: Its message.
+    """
+    with contextlib.suppress(tf.errors.OpError):  # another failure was reported before
+        context.context().report_error_to_cluster(code, message)
+
+
 def communicate_through(
     strategy: tf.distribute.MultiWorkerMirroredStrategy, all_reduce: Callable[[Any, int], Any]
 ) -> None:

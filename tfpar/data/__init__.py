@@ -12,7 +12,7 @@ from tfpar.data.batching.batches import (
     take_rows,
     to_numpy,
 )
-from tfpar.data.errors import user_message
+from tfpar.data.errors import UserMessage, cause_of, user_message
 from tfpar.data.fit_arguments import Batches, as_dataset, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
 from tfpar.data.position import seek
@@ -29,10 +29,12 @@ __all__ = [
     "Loaded",
     "PythonBatches",
     "Sharded",
+    "UserMessage",
     "as_dataset",
     "audit",
     "by_example",
     "by_file",
+    "cause_of",
     "check_same_inputs",
     "class_weights",
     "describe",

@@ -1,16 +1,21 @@
 """User messages for TensorFlow's errors in an input pipeline: one sentence with the way out."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 import tensorflow as tf
 
 from tfpar import config
 from tfpar.data.sources import csv_files, image_folder, tfds, tfrecord
 
+UserMessage: TypeAlias = Callable[[BaseException], str | None]
+
 SENTENCE = re.compile(r"assertion failed: \[(.*?)\](?:\s|$)", re.DOTALL)
-RAISED = re.compile(r"^(?:\{\{.*?\}\} ?)?((?:\w+\.)*\w+(?:Error|Exception)?: .*?)\nTraceback \(most recent", re.M | re.S)
+RAISED = re.compile(
+    r"^(?:\{\{.*?\}\} ?)?((?:\w+\.)*\w+(?:Error|Exception)?: .*?)\nTraceback \(most recent", re.M | re.S
+)
 GONE = re.compile(r"(/\S+); No such file or directory")
 
 
@@ -39,6 +44,25 @@ def user_message(error: BaseException, settings: config.Data) -> str | None:
     if isinstance(error, tf.errors.UnknownError):
         return _raised(error.message)
     return None
+
+
+def cause_of(error: tf.errors.OpError) -> str:
+    r"""Return the cause in TensorFlow's message about an error, without the operations and functions around it.
+
+    Args:
+        error: The error.
+
+    Example:
+        >>> cause_of(tf.errors.NotFoundError(None, None, "Graph execution error:\n\nout of rows\n\t [[{{node x}}]]"))
+        'out of rows'
+    """
+    text, _, _ = error.message.partition("\n\t [[")
+    if raised := _raised(error.message):
+        return raised
+    _, _, asserted = text.partition("assertion failed: ")
+    if asserted:
+        return " ".join(re.findall(r"\[(.*?)\](?=\s|$)", asserted, re.DOTALL)) or asserted
+    return [line for line in text.splitlines() if line.strip()][-1].strip() if text.strip() else type(error).__name__
 
 
 def _refused(message: str, settings: config.Data) -> str | None:

@@ -25,20 +25,24 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
 
     Raises:
         TypeError: If `build_model` does not return a model, or is the class of a model that is not compiled.
-        ValueError: If the model overrides a step of Keras' trainer, or cannot move into the strategy.
+        ValueError: If the model overrides a step of Keras' trainer, or cannot move into the strategy; or if the model
+            function fails on another worker, whose error the message names.
     """
-    if isinstance(build_model, keras.Model):
-        model = build_model
-    else:
-        if seed is not None:
-            keras.utils.set_random_seed(seed)
-        with strategy.scope():
-            model = build_model()
-        model_checks.check_model(model)
-        model_checks.check_steps(model, "fit", "evaluate", "predict")
+    with strategy.raising_on_all_workers("The model function" if not isinstance(build_model, keras.Model) else None):
+        model = build_model if isinstance(build_model, keras.Model) else _called(build_model, strategy, seed)
+        strategy.move_model(model)
+    return model
+
+
+def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: int | None) -> keras.Model:
+    if seed is not None:
+        keras.utils.set_random_seed(seed)
+    with strategy.scope():
+        model = build_model()
+    model_checks.check_model(model)
+    model_checks.check_steps(model, "fit", "evaluate", "predict")
     if isinstance(build_model, type) and not model.compiled:
         raise _of_class(build_model)
-    strategy.move_model(model)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import sys
@@ -63,6 +64,7 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
 
 def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     strategy = strategies.from_settings(run.strategy)
+    strategy.user_message = functools.partial(data.user_message, settings=run.data)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
     strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
     if _is_finished(run, directory, strategy):
@@ -76,7 +78,8 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     broken = directory.broken() if strategy.is_chief else []
     position = checkpoints.position() if strategy.is_chief else None
     _check_batch_size(run, strategy)
-    trainer = make_trainer(run, strategy)
+    with strategy.raising_on_all_workers(f"The constructor of {run.trainer}"):
+        trainer = make_trainer(run, strategy)
     _check_model(run, trainer)
     if strategy.is_chief:
         _record(run, directory, trainer, position)

@@ -56,6 +56,8 @@ class Strategy(abc.ABC):
     steps_multiple: int = 1
     seconds_per_call: float = SECONDS_PER_CALL
     compiles_with_xla: bool = True
+    # Returns a sentence for the other workers about an error of the data; None for other errors.
+    user_message: data.UserMessage = staticmethod(lambda error: None)
     # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.
     has_schedule: bool = False
 
@@ -279,11 +281,19 @@ class Strategy(abc.ABC):
         assert message is not None
         return message
 
-    def raising_on_all_workers(self) -> contextlib.AbstractContextManager[None]:
+    def raising_on_all_workers(self, what: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context in which workers check their own data and settings; an error of one is raised on all.
 
-        Inside it no communication between workers may follow a statement that can raise.
+        Inside it no communication between workers may follow a statement that can raise, except another such context.
+
+        Args:
+            what: What runs inside, for the message on the other workers, such as "The model function"; None for the
+                message of the error alone.
         """
+        return contextlib.nullcontext()
+
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a failure of TensorFlow on one worker alone is an error on all, with its reason."""
         return contextlib.nullcontext()
 
     def require_equal(self, facts: dict[str, str]) -> None:

@@ -7,12 +7,15 @@ worker 1   refuses ─┴─ all-reduce ┴─ raises its own
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfpar.strategies.multi_worker.collectives import Group
+
+_ON_ALL_WORKERS = "_tfpar_raised_on_all_workers"  # an attribute of errors that every worker raises
 
 
 class Consensus:
@@ -21,11 +24,14 @@ class Consensus:
     Args:
         hosts: One device of each worker.
         rank: The rank of this worker.
-        num_workers: The number of workers.
+        addresses: The addresses of all workers, by rank.
+        sentence: Returns the message about an error of this worker for the others.
     """
 
-    def __init__(self, hosts: Group, rank: int, num_workers: int) -> None:
-        self._hosts, self._rank, self._num_workers = hosts, rank, num_workers
+    def __init__(
+        self, hosts: Group, rank: int, addresses: Sequence[str], sentence: Callable[[Exception], str] = str
+    ) -> None:
+        self._hosts, self._rank, self._addresses, self._sentence = hosts, rank, addresses, sentence
 
     def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
         """Return the sums of numbers over all workers."""
@@ -53,30 +59,53 @@ class Consensus:
         Args:
             holds_here: The value of this worker.
         """
-        flags = np.zeros(self._num_workers)
+        flags = np.zeros(len(self._addresses))
         flags[self._rank] = holds_here
         found = np.flatnonzero(self.all_reduce_sum(flags.tolist()))
         return int(found[0]) if len(found) else None
 
     @contextlib.contextmanager
-    def raising_on_all_workers(self) -> Iterator[None]:
+    def raising_on_all_workers(self, what: str | None = None) -> Iterator[None]:
         """Raise on every worker, at the end of this context, the error of the first worker that raised inside.
 
-        It surrounds checks of a worker's own examples. Without it, the other workers would wait for the next message of
-        a worker that has raised.
+        It surrounds checks of a worker's own examples, and functions of the user. Without it, the other workers would
+        wait for the next message of a worker that has raised. Contexts may be nested.
+
+        Args:
+            what: What runs inside, for the message on the other workers; None for the message of the error alone.
 
         Raises:
-            ValueError: With the message of the first worker that raised; that worker raises its own error.
+            ValueError: With the message of the first worker that raised; a worker that raised raises its own error.
+            ConnectionError: The same, after an error of the operating system that may not come again.
         """
         own: Exception | None = None
         try:
             yield
         except Exception as error:
+            if is_raised_on_all_workers(error):  # an inner context has raised on every worker
+                raise
             own = error
         rank = self.first(own is not None)
         if rank is None:
             return
-        message = self.broadcast_from(rank, None if own is None else str(own).encode()).decode()
-        if rank == self._rank and own is not None:
-            raise own
-        raise ValueError(message) from own
+        sent = None if own is None else json.dumps([_may_pass(own), self._message(own, what)]).encode()
+        may_pass, sentence = json.loads(self.broadcast_from(rank, sent))
+        raised = own or (ConnectionError if may_pass else ValueError)(sentence)
+        setattr(raised, _ON_ALL_WORKERS, True)
+        raise raised
+
+    def _message(self, error: Exception, what: str | None) -> str:
+        if what is None:
+            return self._sentence(error)
+        worker = f"worker {self._rank} ({self._addresses[self._rank]})"
+        return f"{what} failed on {worker} with {type(error).__name__}: {error}"
+
+
+def is_raised_on_all_workers(error: BaseException) -> bool:
+    """Return whether every worker raises an error at the same place."""
+    return getattr(error, _ON_ALL_WORKERS, False)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether a new start may succeed after an error."""
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)

@@ -19,6 +19,7 @@ from tfpar import cluster
 from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, rendezvous, tf_config
 from tfpar.config.sections import A_WEEK_SECONDS
+from tfpar.strategies.multi_worker.failures import OF_LOST_WORKER
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
 STARTED = (
@@ -139,9 +140,7 @@ def lost_worker(error: tf.errors.OpError) -> str | None:
         error: The error of a TensorFlow operation.
     """
     job = tf_config.from_environment(os.environ)
-    kinds = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
-             tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError)  # fmt: skip
-    if job is None or job.num_workers == 1 or not isinstance(error, kinds):
+    if job is None or job.num_workers == 1 or not isinstance(error, OF_LOST_WORKER):
         return None
     _, _, unhealthy = error.message.partition("unhealthy")
     silent = [job.addresses[int(rank)] for rank in re.findall(r"/task:(\d+)", unhealthy)]

@@ -27,6 +27,7 @@ from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.multi_worker import preflight, sufficient_factors
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Group
 from tfpar.strategies.multi_worker.consensus import Consensus
+from tfpar.strategies.multi_worker.failures import Failures
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 from tfpar.strategies.multi_worker.metric_sums import MetricSums
 from tfpar.strategies.multi_worker.outputs import all_gather_outputs
@@ -129,7 +130,8 @@ class MultiWorker(DataParallel):
         self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, self._all_reduce, pack_bytes)
         host = self.devices[0].replace(device_type="CPU", device_index=0).to_string()
         self._hosts = Group([host], self.num_workers)
-        self._consensus = Consensus(self._hosts, self.rank, self.num_workers)
+        self._failures = Failures(self.rank, self.addresses[self.rank])
+        self._consensus = Consensus(self._hosts, self.rank, self.addresses, self._sentence)
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
         self.require_equal(preflight.versions())
@@ -232,9 +234,17 @@ class MultiWorker(DataParallel):
         if losses is not None:
             losses.load_json(self.broadcast(losses.to_json().encode()).decode())
 
-    def raising_on_all_workers(self) -> contextlib.AbstractContextManager[None]:
+    def raising_on_all_workers(self, what: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context in which workers check their own data; an error of one is raised on all."""
-        return self._consensus.raising_on_all_workers()
+        return self._consensus.raising_on_all_workers(what)
+
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a failure of TensorFlow on one worker alone is an error on all, with its reason."""
+        return self._failures.reported(self.user_message) if self.num_workers > 1 else contextlib.nullcontext()
+
+    def _sentence(self, error: Exception) -> str:
+        is_of_tensorflow = isinstance(error, tf.errors.OpError)
+        return self._failures.sentence(error, self.user_message) if is_of_tensorflow else str(error)
 
     def _first_found(self, names: list[str]) -> list[str]:
         """Return the names of the first worker that found any."""
