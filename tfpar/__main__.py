@@ -26,13 +26,15 @@ def main(arguments: Sequence[str]) -> int:
         names = {name.removeprefix("tfpar."): name for name in command_line.COMMANDS}
         near = names.get(closest(arguments[0], names) or "", "tfpar")
         print(
-            f"error: python -m tfpar lists the commands and takes nothing else, received {quoted(arguments[0])}. "
+            f"error: python -m tfpar lists the commands and takes no arguments, received {quoted(arguments[0])}. "
             f"Write python -m {near}.",
             file=sys.stderr,
         )
         return 1
     rows = [(f"python -m {name}", summary) for name, summary in command_line.COMMANDS.items()]
-    print(f"{command_line.version()}\n\n{command_line.two_columns(rows)}\n\nEach explains itself with --help.")
+    print(
+        f"{command_line.version()}\n\n{command_line.two_columns(rows)}\n\nEach command explains its flags with --help."
+    )
     return 0
 
 

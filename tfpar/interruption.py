@@ -24,10 +24,11 @@ def interruptible(trainer: Interruptible) -> Iterator[None]:
     """Stop `fit` after its step, with a checkpoint, on Ctrl-C or SIGTERM; stop at once on a second Ctrl-C.
 
     A signal to one of several workers stops all of them after the same step. SIGTERM may arrive several times: batch
-    systems and the launcher send it to every process. Works in the main thread only, as all signal handlers of Python.
+    systems and the launcher send it to every process. As all signal handlers of Python, it works in the main thread
+    only.
 
     Args:
-        trainer: The trainer. Its `interrupted` is afterwards whether it was interrupted.
+        trainer: The trainer. After the context, its attribute `interrupted` tells whether it was interrupted.
 
     Example:
         >>> with tfpar.interruptible(trainer):
@@ -41,7 +42,7 @@ def interruptible(trainer: Interruptible) -> Iterator[None]:
         if number == signal.SIGINT and times and time.monotonic() - times[0] > REPEATED_SECONDS:
             raise KeyboardInterrupt
         if not times:
-            print("\nStopping after this step; Ctrl-C once more stops at once.", file=sys.stderr)
+            print("\nStopping after this step; press Ctrl-C again to stop at once.", file=sys.stderr)
             times.append(time.monotonic())
         trainer.interrupt()
 

@@ -24,10 +24,8 @@ from tfpar.messages import received
 from tfpar.messages.received import quoted
 from tfpar.messages.suggestions import closest
 
-_NUM_WORKERS = flags.DEFINE(Integer(), "num_workers", None, "How many workers; worker 0 is the chief.")
-_MAX_RESTARTS = flags.DEFINE(
-    Integer(), "max_restarts", 0, "How many times all start again after a failure other than of usage."
-)
+_NUM_WORKERS = flags.DEFINE(Integer(), "num_workers", None, "Number of workers; worker 0 is the chief.")
+_MAX_RESTARTS = flags.DEFINE(Integer(), "max_restarts", 0, "Number of restarts after failures other than usage errors.")
 _CORES_PER_WORKER = flags.DEFINE(
     Integer(), "cores_per_worker", None, "Cores and threads of a worker; by default the cores of this machine, divided."
 )
@@ -36,14 +34,15 @@ _NETWORK = flags.DEFINE_string(
     "network",
     "open",
     "open: the workers use this machine's network, and TensorFlow's ports accept this machine's connections only; "
-    "private: a network of their own, closed to everybody and everything else.",
+    "private: they get an isolated network with the loopback only.",
 )
 _PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
 
 MAX_LOCAL_WORKERS = 1024  # each is a process with ports, threads and some hundred megabytes
 MAX_CORES = 8192  # of one machine, Linux' limit
 _AFTER_DASHES = (
-    "What the workers get follows after --, as in python -m tfpar.launch --num_workers 2 -- --config digits_workers."
+    "The command of the workers follows after --, as in "
+    "python -m tfpar.launch --num_workers 2 -- --config digits_workers."
 )
 COMMAND: command_line.Command = command_line.Command(
     name="tfpar.launch",
@@ -65,7 +64,7 @@ COMMAND: command_line.Command = command_line.Command(
         "python -m tfpar.launch --num_workers 2 --max_restarts 3 -- script.py --width 8",
         "python -m tfpar.launch --num_workers 4 --print slurm -- --config mnist",
     ],
-    details=lambda: "What follows -- is the workers' own; python -m tfpar.train --help lists flags.",
+    details=lambda: "The workers' command follows after --; python -m tfpar.train --help lists its flags.",
     way_out=lambda flag: "" if closest(flag, COMMAND.flags) else f" {_AFTER_DASHES}",
 )
 
@@ -172,8 +171,8 @@ def _check_grace_seconds() -> None:
 def _refuse_other_job() -> None:
     if os.environ.get("TF_CONFIG"):
         raise ValueError(
-            "TF_CONFIG must not be set: this process belongs to a job already, and tfpar.launch makes a job of its "
-            "own. On every machine of a cluster run python -m tfpar.train; for a job on this machine, unset TF_CONFIG."
+            "TF_CONFIG must not be set: this process belongs to a job already, and tfpar.launch starts a new one. "
+            "On every machine of a cluster run python -m tfpar.train; for a job on this machine, unset TF_CONFIG."
         )
 
 

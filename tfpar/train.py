@@ -26,7 +26,9 @@ _CONFIG = flags.DEFINE_string("config", None, "Name below, or a TOML file of you
 _SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.")
 _DIRECTORY = flags.DEFINE_string("directory", None, "Folder of the run; by default runs/<name of the config>.")
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved run and exit, without TensorFlow.")
-_AUDIT = flags.DEFINE(Integer(), "audit", None, "Count what each of so many workers would read in an epoch, and exit.")
+_AUDIT = flags.DEFINE(
+    Integer(), "audit", None, "Count what each of this number of workers would read in an epoch, and exit."
+)
 _TRACE = flags.DEFINE_bool("trace", False, "Pipelines: measure when each action runs, and draw it below the plan.")
 
 MAX_AUDITED = 4096  # workers
@@ -149,7 +151,7 @@ def _surplus(word: str) -> str:
     is_configuration = word in bundled_configurations.names() or word.endswith(".toml")
     flag = "set" if "=" in word else "config" if is_configuration else None
     way_out = f"Did you mean --{flag} {excerpt(word)}?" if flag else "See python -m tfpar.train --help."
-    return f"There are flags only, received {quoted(word)}. {way_out}"
+    return f"Arguments must be flags, received {quoted(word)}. {way_out}"
 
 
 def _train(run: config.Run, directory: RunDirectory, is_chief: bool) -> int:

@@ -15,7 +15,7 @@ from tfpar.messages.suggestions import did_you_mean
 from tfpar.trainers import recipe
 
 _WAYS_TO_CLASSES = {
-    "tfds": "Choose a data set of classes.",
+    "tfds": "Choose a dataset with classes.",
     "tfrecord": "Set data.num_classes.",
     "generated": "Read other data, or use tfpar.trainers.regression.Regression.",
     "csv": "Read other data, or use tfpar.trainers.tabular.Tabular.",

@@ -84,27 +84,25 @@ class LanguageModel(tfpar.Trainer):
         )
         return (
             f"{reached:.3f} bits per byte on the {'validation' if validated else 'training'} text; its unigram entropy "
-            f"is {entropy:.3f}.\nThe model goes on from {PROMPT.decode()!r} (temperature {TEMPERATURE}):\n\n{printable}"
+            f"is {entropy:.3f}.\nThe model continues {PROMPT.decode()!r} (temperature {TEMPERATURE}):\n\n{printable}"
         )
 
     def generate(self, prompt: bytes, num_bytes: int, temperature: float = TEMPERATURE) -> bytes:
-        """Let the model go on from a prompt, one byte at a time, each drawn from what it predicts; fixed by the seed.
+        """Continue a prompt byte by byte, each drawn from the predicted distribution with the trainer's seed.
 
         Args:
-            prompt: At least one byte; the model sees as many of the last ones as its context holds.
-            num_bytes: How many bytes to add.
+            prompt: At least one byte; the model reads the last ones, up to the length of its context.
+            num_bytes: Number of bytes to add.
             temperature: Above 0. Below 1, likely bytes are drawn more often than predicted; above 1, less often.
 
         Returns:
-            The prompt and what follows it.
+            The prompt and its continuation.
 
         Raises:
             ValueError: If the prompt is empty or the temperature is not above 0.
         """
         if not prompt:
-            raise ValueError(
-                'A prompt must hold at least one byte to go on from, received none: give one, such as b"\\n".'
-            )
+            raise ValueError('A prompt must have at least one byte, received none: give one, such as b"\\n".')
         if not temperature > 0:
             raise ValueError(
                 f"temperature must be above 0, received {temperature}: near 0, the likeliest byte is drawn."
@@ -115,7 +113,7 @@ class LanguageModel(tfpar.Trainer):
         written = bytearray(prompt)
         for _ in range(num_bytes):
             seen = written[-context_bytes:]
-            # What stands behind the last byte is never looked at, and one shape is traced once.
+            # The model ignores the padding after the last byte, and one shape is traced once.
             window = np.frombuffer(seen.ljust(context_bytes, b"\0"), np.uint8).astype("int32")
             logits = predict(window[np.newaxis])[0, len(seen) - 1].numpy().astype("float64") / temperature
             chances = np.exp(logits - logits.max())
@@ -153,8 +151,8 @@ def build_model(run: config.Run, context_bytes: int) -> keras.Model:
     """Build and compile the transformer of a run.
 
     Normalization comes before attention and perceptron (Xiong et al., arXiv 2002.04745), positions are learned, and
-    the embedding of the bytes is also the projection to logits (Press and Wolf, arXiv 1608.05859). All layers stand in
-    one Functional model, and all are Keras' own.
+    the embedding of the bytes is also the projection to logits (Press and Wolf, arXiv 1608.05859). All layers are
+    Keras' own, in one Functional model.
 
     Args:
         run: The run; its `model`, `optimizer` and `training` sections are read.

@@ -1,4 +1,4 @@
-"""Small data sets in the forms that people have, of what scikit-learn bundles, for the configurations of `configs/`.
+"""Small datasets in the forms that people have, of what scikit-learn bundles, for the configurations of `configs/`.
 
     python -m tfpar.trainers.samples [folder]
 
@@ -32,7 +32,7 @@ def digits() -> tuple[tf.data.Dataset, tf.data.Dataset]:
     """Return the digits for training and for testing, single examples; `configs/python.toml` names this function.
 
     Returns:
-        Two data sets of images uint8 `[8, 8, 1]` and their labels int32.
+        Two datasets of images uint8 `[8, 8, 1]` and their labels int32.
     """
     import tensorflow as tf
 

@@ -91,5 +91,6 @@ def _check_linear(settings: config.Model) -> None:
         value = getattr(settings, key)
         if value != type(settings).model_fields[key].default:
             raise ValueError(
-                f'model.{key} = {value} is of the mlp, received model.name = "linear": leave it out, or set "mlp".'
+                f'model.{key} = {value} is a setting of "mlp", received model.name = "linear": leave it out, or set '
+                '"mlp".'
             )

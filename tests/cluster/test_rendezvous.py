@@ -131,7 +131,7 @@ def test_meeting_raises_with_the_rule_and_the_missing(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="TFPAR_JOB_SECRET must have at least 16 characters, received 5"):
         rendezvous.connect_workers(first, 1)
     monkeypatch.setenv(job_secret.VARIABLE, f"  {SECRET.decode()}\n")
-    message = rf"All 2 workers must appear within 0.1 s, and {first.addresses[1]} did not\. .*form_seconds\.$"
+    message = rf"All 2 workers must connect within 0.1 s, and {first.addresses[1]} did not\. .*form_seconds\.$"
     with pytest.raises(TimeoutError, match=message):
         rendezvous.connect_workers(first, 0.1)
 
@@ -205,8 +205,8 @@ def test_a_proof_of_one_connection_is_worth_nothing_on_another() -> None:
 @pytest.mark.parametrize(
     ("answer", "remark"),
     [
-        (b'["all is lost\\u001b[2J"]\n', " What answers at the chief's address does not have this job's"),
-        (b"0" * 64 + b' ["all is lost"]\n', " What answers at the chief's address does not have this job's"),
+        (b'["all is lost\\u001b[2J"]\n', " The program at the chief's address does not have this job's"),
+        (b"0" * 64 + b' ["all is lost"]\n', " The program at the chief's address does not have this job's"),
         (b"x" * 3_000_000, ""),
     ],
     ids=["no proof", "wrong proof", "no end"],

@@ -321,11 +321,11 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
     [
         (
             ["training.global_batch_size=1", "strategy.kind=mirrored", "strategy.num_logical_cpus=2"],
-            "training.global_batch_size = 1 does not reach every replica: set it to at least 2",
+            "training.global_batch_size = 1 is less than the number of replicas: set it to at least 2",
         ),
         (
             ["training.global_batch_size=2", 'strategy.devices=["GPU:0", "GPU:1", "GPU:2"]'],
-            "training.global_batch_size = 2 does not reach every replica: set it to at least 3",
+            "training.global_batch_size = 2 is less than the number of replicas: set it to at least 3",
         ),
         (
             ["training.clipnorm=1.0", "training.clipvalue=0.5"],
@@ -387,7 +387,7 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         ),
         (
             [*PIPELINE, "training.global_batch_size=7"],
-            "training.global_batch_size = 7 is less than strategy.num_microbatches = 8: use fewer of them.",
+            "training.global_batch_size = 7 is less than strategy.num_microbatches = 8: use fewer micro-batches.",
         ),
         (
             [*PIPELINE, "strategy.balance=tim"],
@@ -431,7 +431,7 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             [*PYTHON, "data.validation_split=all"],
             'data.validation_split = "all" names stored data, but data.source = "python" has none of that name',
         ),
-        ([*PYTHON, "data.shard_by=file"], 'data.shard_by = "file" divides stored files, but data.source = "python"'),
+        ([*PYTHON, "data.shard_by=file"], 'data.shard_by = "file" needs stored files, but data.source = "python"'),
         ([*CSV, "data.columns=['x', 'y', 'x']"], 'data.columns = ["x", "y", "x"] names one of them twice'),
         ([*CSV, "data.columns=['label']"], 'data.label_key = "label" is in data.columns too, and would predict itself'),
         ([*CSV, "data.class_names=['x']"], 'data.class_names = ["x"] must name at least 2 classes'),
@@ -441,7 +441,7 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         ),
         (
             [*CSV, "data.validation_share=0.2", "data.validation_split=none"],
-            'data.validation_share = 0.2 is instead of data.validation_split = "none": leave one of them out.',
+            'data.validation_share = 0.2 replaces data.validation_split, received data.validation_split = "none" too: ',
         ),
         ([*CSV, "data.function=a.b"], 'data.function = "a.b" is read only from data.source python, received "csv"'),
         (

@@ -65,7 +65,7 @@ def epoch(dataset: tf.data.Dataset) -> list[Any]:
 
 
 def refusal(settings: config.Data, split: str = "train") -> str:
-    """The sentence that refuses a data set, whether `load` raises it or reading a split explains it."""
+    """The sentence that refuses a dataset, whether `load` raises it or reading a split explains it."""
     try:
         loaded = load(settings, global_batch_size=64, seed=0)
     except (ValueError, OSError) as error:

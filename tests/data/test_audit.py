@@ -41,7 +41,7 @@ def test_a_right_division_is_counted_and_called_right() -> None:
         "         1          10         3",
         "  together          21",
         " one alone          21",
-        "Right: the workers together read what one worker alone reads, each example as often.",
+        "Right: all workers together read the examples of one worker alone, each as often.",
     ]
 
 
@@ -51,14 +51,14 @@ def test_drops_are_named() -> None:
     assert (found.examples_per_worker, found.steps_per_worker) == ((10, 10), (2, 2))
     assert (found.num_examples, found.num_duplicates, found.num_dropped, found.num_unknown) == (22, 0, 2, 0)
     assert found.first_examples == ("missing: 20", "missing: 21")
-    assert "WRONG: drops, 2 examples that one worker alone reads are missing." in str(found)
+    assert "WRONG: 2 examples that one worker alone reads are dropped." in str(found)
 
 
 def test_duplicates_are_named() -> None:
     found = audit(lambda context: tf.data.Dataset.range(6).batch(2), num_workers=3)
     assert (found.num_duplicates, found.num_dropped, found.examples_per_worker) == (12, 0, (6, 6, 6))
     assert found.first_examples == ("too many: 0", "too many: 1", "too many: 2"), "a few, not all"
-    assert "WRONG: duplicates, 12 readings too many" in str(found)
+    assert "WRONG: 12 examples are read in excess" in str(found)
 
 
 def test_a_shuffle_of_its_own_on_each_worker_duplicates_and_drops() -> None:
@@ -70,7 +70,7 @@ def test_a_shuffle_of_its_own_on_each_worker_duplicates_and_drops() -> None:
 def test_content_that_one_worker_never_reads_is_called_random() -> None:
     found = audit(noisy, num_workers=2)
     assert (found.num_unknown, found.num_duplicates, found.num_dropped) == (6, 0, 6)
-    assert "6 examples are none that one worker alone reads: is something random without a seed" in str(found)
+    assert "6 examples differ from all that one worker alone reads: is a random operation without a seed" in str(found)
 
 
 def test_unequal_steps_and_equal_examples_are_noted() -> None:

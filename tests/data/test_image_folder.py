@@ -143,15 +143,15 @@ def test_an_image_that_cannot_be_decoded_is_named_by_its_file(content: Any, tmp_
         epoch(loaded.train)
     sentence = user_message(caught.value, settings)
     assert sentence is not None
-    assert sentence.startswith(f"{victim} is no image that can be decoded (")
+    assert sentence.startswith(f"{victim} cannot be decoded as an image (")
     assert sentence.endswith("): remove or replace the file.")
     first = tmp_path / "train" / "a" / "a.png"
     first.write_bytes(b"this is text")
-    with pytest.raises(ValueError, match=f"{first} is no image that can be decoded"):
+    with pytest.raises(ValueError, match=f"{first} cannot be decoded as an image"):
         load(settings, global_batch_size=1, seed=0)
 
 
 def test_large_images_are_divided_by_file_by_themselves(tmp_path: Path) -> None:
     settings = stored.image_settings(tmp_path, image_size=(128, 128))
     loaded = load(settings, global_batch_size=8, seed=0)
-    assert loaded.sharding.startswith("by file, as images of 128 x 128 are to decode: 40 files in 8 shards")
+    assert loaded.sharding.startswith("by file, because images of 128 x 128 must be decoded: 40 files in 8 shards")

@@ -59,7 +59,9 @@ def test_a_function_gets_its_arguments_and_returns_training_and_validation_data(
     assert len(np.concatenate([batch[1] for batch in epoch(loaded.validation)])) == 4
     without = load(own.model_copy(update={"validation_split": None}), global_batch_size=4, seed=0)
     assert without.validation is None
-    with pytest.raises(ValueError, match=r"validation_share = 0\.2 is instead of validation data, but .* returns some"):
+    with pytest.raises(
+        ValueError, match=r"validation_share = 0\.2 holds out training examples, but .* returns validation data"
+    ):
         load(own.model_copy(update={"validation_share": 0.2}), global_batch_size=4, seed=0)
 
 
@@ -79,9 +81,9 @@ def test_a_function_gets_its_arguments_and_returns_training_and_validation_data(
             {"what": "batches"},
             r"\(None, 2\) and \(None,\), as batches have: leave out batch",
         ),
-        ("test_python_function.give", {"what": "endless"}, r"must return data that end, .* leave out repeat\(\)"),
-        ("test_python_function.give", {"what": "unordered"}, r"two readings of those of .* begin differently"),
-        ("test_python_function.give", {"what": "reshuffled"}, r"two readings of those of .* begin differently"),
+        ("test_python_function.give", {"what": "endless"}, r"must return finite datasets, .* leave out repeat\(\)"),
+        ("test_python_function.give", {"what": "unordered"}, r"two passes over those of .* begin differently"),
+        ("test_python_function.give", {"what": "reshuffled"}, r"two passes over those of .* begin differently"),
         ("test_python_function.give", {"what": "inputs only"}, r"of \(input, label\) examples, .* but the elements of"),
         ("test_python_function.give", {"what": "dictionaries"}, r"each one tensor, but the elements of"),
         (

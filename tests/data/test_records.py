@@ -136,7 +136,7 @@ def test_a_label_out_of_range_is_named(folder: config.Data, label: int) -> None:
     loaded = load(folder, global_batch_size=7, seed=0)
     with pytest.raises(tf.errors.InvalidArgumentError) as caught:
         epoch(loaded.train)
-    expected = f"Labels must lie in 0 to 3 for 4 classes, but the data hold the label {label}. "
+    expected = f"Labels must be from 0 to 3 for 4 classes, but the data contain the label {label}. "
     assert str(user_message(caught.value, folder)) == expected + "Set data.num_classes, or correct the data."
 
 

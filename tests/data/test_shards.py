@@ -219,7 +219,7 @@ def make_range(shard: int) -> tf.data.Dataset:
         (
             lambda: by_example(tf.data.Dataset.range(99).shuffle(99, seed=1), global_batch_size=8),
             ValueError,
-            "two readings of it begin differently: leave out shuffle",
+            "two passes over it begin differently: leave out shuffle",
         ),
     ],
 )

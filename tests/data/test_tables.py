@@ -41,7 +41,7 @@ def plain(path: Path, **changes: Any) -> config.Data:
         ("1,2,1.5", {"num_classes": 4}, 'the cell "1.5" of column "label" must be an integer in 0 to 3'),
         ("1,2", {}, "the row has 2 cells, but there are 3 columns: correct the row, or data.delimiter."),
         ("1,2,3,4", {"columns": ("x",)}, "the row has 4 cells, but there are 3 columns"),
-        ('1,"2,3', {}, "a quoted cell has no end in this line: write each row in one line, or remove the quote."),
+        ('1,"2,3', {}, "a quoted cell does not end in this line: write each row in one line, or remove the quote."),
     ],
 )
 def test_a_row_that_cannot_be_read_is_named_by_file_line_and_cell(
@@ -68,7 +68,7 @@ def test_a_label_that_no_class_has_is_named_with_the_class_that_is_near(tmp_path
         ("train.csv", b"", "begins with an empty line or is an empty file: write the names of its columns there."),
         ("train.csv", b"x,label\n", r'split "train" in .* holds no examples'),
         ("train.csv", b"x,x,label\n1,2,3\n", 'has more than one column "x": name each once.'),
-        ("train.csv", b"label\n1\n", 'has no column but the label "label": there is nothing to learn from.'),
+        ("train.csv", b"label\n1\n", 'has no column except the label "label": add an input column.'),
         ("train.csv", "größe,label\n1,2\n".encode("latin-1"), "is not UTF-8 text: save it as UTF-8."),
     ],
 )

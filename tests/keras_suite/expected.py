@@ -61,7 +61,7 @@ EXPECTED = [
     ),
     Expected(
         "*",
-        r"a model that overrides compute_loss can have no other losses",
+        r"a model that overrides compute_loss cannot have regularizers or losses from add_loss",
         "How a compute_loss of a model's own combines added losses is not known, and they arise in other stages.",
         STAGES,
     ),

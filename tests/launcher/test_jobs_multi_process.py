@@ -200,10 +200,10 @@ def test_a_worker_that_never_appears_is_named_in_time(tmp_path: Path) -> None:
     with faults.started([*TRAIN, *WORDS, *limit], faults.prepare(tmp_path), variables) as process:
         outcome = process.finish()
         assert time.monotonic() - process.began_seconds < 30, "nearly all to import TensorFlow"
-    assert_one_sentence(outcome, "All 2 workers must appear within 1 s", missing, code=1)
+    assert_one_sentence(outcome, "All 2 workers must connect within 1 s", missing, code=1)
 
 
-# Mistakes in TF_CONFIG, told before TensorFlow starts
+# Mistakes in TF_CONFIG, reported before TensorFlow starts
 
 TWO = ["127.0.0.1:21001", "127.0.0.1:21002"]
 

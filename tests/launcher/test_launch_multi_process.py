@@ -111,7 +111,7 @@ time.sleep(60)
     said = last_words(err).splitlines()
     assert said[:2] == [
         "The job failed: worker 1 failed with exit code 1. It was the first to fail.",
-        "The last 20 lines that worker 1 wrote:",
+        "The last 20 lines of worker 1:",
     ]
     assert len(said) == 22
     assert {"  29", "  the reason"} < set(said)
@@ -133,7 +133,7 @@ time.sleep(60)
         code, _, err = run(folder, script)
         assert code == 137, err
         assert "worker 1 was killed by SIGKILL. It was the first to fail." in last_words(err)
-        assert "Worker 1 wrote nothing." in last_words(err)
+        assert "Worker 1 has no output." in last_words(err)
 
 
 def test_a_worker_that_stands_still_is_named_and_ended(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ if rank == 0:
     code, _, err = run(tmp_path, script, "--grace_seconds", "0.2")
     assert code == 4
     said = last_words(err)
-    assert "worker 0 failed with exit code 4 while worker 1 stood still (state T, as after SIGSTOP)." in said
-    assert "Look first at the worker that stood still" in said
+    assert "worker 0 failed with exit code 4 while worker 1 was suspended (state T, as after SIGSTOP)." in said
+    assert "Look first at the suspended worker" in said
     assert not is_alive(int((tmp_path / "ready-1").read_text()))
 
 
@@ -199,9 +199,9 @@ def test_a_configuration_error_is_not_repeated(tmp_path: Path, words: tuple[str,
     assert completed.returncode == 2
     assert completed.stderr.count("[0] error: ") == 1
     said = last_words(completed.stderr).splitlines()
-    assert said[0] == "No restart: exit code 2 means flags, configuration or data that must be corrected."
+    assert said[0] == "No restart: exit code 2 means an error in flags, configuration or data: correct it."
     assert said[1] == "The job failed: worker 0 failed with exit code 2. It was the first to fail."
-    assert said[2] == "The last line that worker 0 wrote:"
+    assert said[2] == "The last line of worker 0:"
 
 
 def test_a_request_to_stop_ends_the_pause_between_restarts(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_request_to_stop_is_passed_on_once_and_never_restarts(tmp_path: Path, 
     assert out.count("works") == 2, "none was started again"
     assert last_words(err).splitlines() == [
         f"{number.name}: the workers are asked to stop, and killed after 30 s. Ctrl-C again kills them at once.",
-        f"Stopped by {number.name}. All workers ended by themselves.",
+        f"Stopped by {number.name}. All workers exited normally.",
     ]
     for rank in range(2):
         assert (tmp_path / f"saved-{rank}").read_text() == "SIGTERM\n"
@@ -277,7 +277,7 @@ if rank == 0:
     assert code == 130
     assert (tmp_path / "saved-0").exists()
     assert not (tmp_path / "disturbed-0").exists()
-    assert "a worker was asked to stop, and all stopped with a checkpoint (exit code 130)" in last_words(err)
+    assert "a worker was asked to stop, and all workers stopped with a checkpoint (exit code 130)" in last_words(err)
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_reader_that_goes_away_stops_the_job_with_a_checkpoint(tmp_path: Path)
         launcher.process.stdout = None
         code, _, err = launcher.finish()
     assert code == 128 + signal.SIGPIPE
-    assert "Stopped by SIGPIPE. All workers ended by themselves." in last_words(err)
+    assert "Stopped by SIGPIPE. All workers exited normally." in last_words(err)
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
@@ -392,12 +392,12 @@ if rank == 0:
     sys.stdout.write("\\r50%")
     sys.stdout.flush()
     sign("half")
-    wait("told-1")
+    wait("sent-1")
     print("\\r100%", sys.stdout.isatty())
 else:
     wait("half-0")
     print("no bar", sys.stdout.isatty())
-    sign("told")
+    sign("sent")
 """
     ours, theirs = pty.openpty()
     try:
@@ -432,7 +432,7 @@ def test_a_bad_flag_is_one_sentence(tmp_path: Path) -> None:
     )
     assert (completed.returncode, completed.stdout) == (1, "")
     assert completed.stderr == (
-        "error: --config is no flag. What the workers get follows after --, as in python -m tfpar.launch "
+        "error: --config is no flag. The command of the workers follows after --, as in python -m tfpar.launch "
         "--num_workers 2 -- --config digits_workers. See python -m tfpar.launch --help.\n"
     )
 

@@ -113,7 +113,7 @@ def test_a_reaper_that_always_dies_ends_the_job_with_a_sentence() -> None:
 
     with Reaper() as reaper:
         assert ["was killed by signal 9 and was replaced" in replaced() for _ in range(4)] == [True] * 4
-        with pytest.raises(OSError, match=r"for the 5th time right after its start\. Find out"):
+        with pytest.raises(OSError, match=r"right after its start, 5 times in a row\. Find out"):
             replaced()
 
 

@@ -99,7 +99,7 @@ def test_a_validation_that_is_not_finite_does_not_end_the_training(both: Both) -
 
 
 def test_by_default_the_step_and_the_validation_are_named_with_the_way_to_continue(both: Both) -> None:
-    message = r"did not at step 3 \(step 3 of epoch 1\)\. .* nonfinite_loss=\"continue\" trains on, as Keras does\."
+    message = r"is not at step 3 \(step 3 of epoch 1\)\. .* nonfinite_loss=\"continue\" trains on, as Keras does\."
     with pytest.raises(FloatingPointError, match=message):
         both.trainer.fit(poisoned(), verbose=0)
     message = r"val_loss is nan after epoch 1\. .* nonfinite_loss=\"continue\" trains on"

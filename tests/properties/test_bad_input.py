@@ -202,7 +202,7 @@ def test_each_of_several_problems_is_an_error_line(call: command.InProcess) -> N
         ),
         (
             ["--directory", "run", *settings("data.source=csv", "data.directory=.", "data.train_split=/etc/*")],
-            ["A pattern of files must begin in"],
+            ["A pattern of files must be relative to"],
         ),
         (
             ["--directory", "run", *settings("data.source=csv", "data.directory=.", f"data.train_split={'x' * 300}")],
@@ -351,7 +351,7 @@ def test_the_classification_refuses_data_without_classes_or_without_images(
     trainer = settings("trainer=tfpar.trainers.image_classification.ImageClassification", "model.name=cnn")
     outcome = call(*REGRESSION, *trainer)
     assert_one_sentence(outcome, "classes", "generated")
-    assert "digits" not in outcome.err, "no data set of that name is read"
+    assert "digits" not in outcome.err, "no dataset of that name is read"
     assert "data.num_classes" not in outcome.err, "it has no use with generated data"
     flat = settings("data.features.image.shape=[64]")
     outcome = call("--config", "records.toml", *flat)

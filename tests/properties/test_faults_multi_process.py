@@ -77,7 +77,7 @@ def test_each_restart_names_the_worker_that_was_killed_or_stopped(struck: Struck
     assert said[0] == "Restart 1 of 9, because worker 1 was killed by SIGKILL."
     for line, fault in zip(said[1:], STRUCK, strict=True):
         _, _, name, victim = fault.split("-")
-        what = f"worker {victim} was killed by SIGKILL" if name == "KILL" else f"while worker {victim} stood still"
+        what = f"worker {victim} was killed by SIGKILL" if name == "KILL" else f"while worker {victim} was suspended"
         assert what in line, (fault, said)
 
 
@@ -146,7 +146,7 @@ def test_a_preempted_worker_lets_all_save_at_the_same_step(preempted: Preempted)
 def test_a_request_to_stop_the_launcher_stops_all_with_a_checkpoint(preempted: Preempted) -> None:
     assert preempted.three.code == 143, preempted.three
     assert f"[0] Stopped after step {preempted.saved[1]}; a checkpoint is written." in preempted.three.out
-    assert launcher_lines(preempted.three)[-1] == "Stopped by SIGTERM. All workers ended by themselves."
+    assert launcher_lines(preempted.three)[-1] == "Stopped by SIGTERM. All workers exited normally."
     assert 0 < preempted.saved[0] < preempted.saved[1]
 
 

@@ -258,14 +258,14 @@ def test_what_micro_batches_need_of_the_whole_batch_is_no_more_than_weights_wher
 def test_what_is_not_linear_in_a_loss_is_refused_where_a_cut_parts_it_from_the_loss() -> None:
     to_the_loss, from_the_root_on = 6, 17
     trainer = tfpar.Trainer(adds_in_call, tfpar.Pipeline(2, 3, balance=[to_the_loss, from_the_root_on]), seed=0)
-    with pytest.raises(ValueError, match="in the stage that computes it, and stage 0 sends it on"):
+    with pytest.raises(ValueError, match="in the stage that computes it, received a stage 0 that outputs it"):
         trainer.fit(of_a_pipeline(), verbose=0)
 
 
 def test_a_loss_times_what_depends_on_examples_is_refused_in_a_pipeline() -> None:
     trainer = tfpar.Trainer(endpoint("times another mean"), pipeline(), seed=0)
     with pytest.raises(
-        ValueError, match="but not its product with something else of the examples, as a layer of stage 1"
+        ValueError, match="but not its product with another value of the examples, received such a product in stage 1"
     ):
         trainer.fit(of_a_pipeline(), verbose=0)
     assert int(trainer.model.optimizer.iterations.numpy()) == 0

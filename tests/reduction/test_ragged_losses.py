@@ -47,7 +47,7 @@ class Positive(keras.losses.Loss):
         return positive(y_true, y_pred)
 
 
-@small.each_division
+@small.each_splitting_strategy
 @pytest.mark.parametrize("loss", [ragged, Positive(reduction="sum")], ids=["mean", "sum"])
 def test_a_loss_of_ragged_values_trains_as_on_one_device(loss: Any, strategy: str) -> None:
     build = model_of(loss)
@@ -55,11 +55,11 @@ def test_a_loss_of_ragged_values_trains_as_on_one_device(loss: Any, strategy: st
     def data() -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices((FEATURES, TARGETS)).batch(8)
 
-    small.assert_trains_as_one_device(build, data, small.DIVISIONS[strategy], epochs=1)
+    small.assert_trains_as_one_device(build, data, small.SPLITTING_STRATEGIES[strategy], epochs=1)
 
 
-@small.each_division
+@small.each_splitting_strategy
 def test_rows_of_different_lengths_that_are_to_be_averaged_are_refused(strategy: str) -> None:
-    trainer = tfpar.Trainer(model_of(positive), small.DIVISIONS[strategy]())
+    trainer = tfpar.Trainer(model_of(positive), small.SPLITTING_STRATEGIES[strategy]())
     with pytest.raises(ValueError, match=r"rows of different lengths needs reduction='sum', .* 'sum_over_batch_size'"):
         trainer.fit(FEATURES, TARGETS, batch_size=8, verbose=0)

@@ -25,8 +25,8 @@ class InFunction(layers.Layer):
         return ops.tanh(inputs @ self.kernel)
 
 
-@small.each_division
+@small.each_splitting_strategy
 def test_a_layer_in_a_tf_function_trains_as_on_one_device(strategy: str) -> None:
     """Traced in a trial, its weights were constants in every later step of a pipeline."""
     build = parity_cases.classifier(lambda: keras.optimizers.SGD(0.1), layers=lambda: [InFunction()])
-    small.assert_trains_as_one_device(build, small.data, small.DIVISIONS[strategy], epochs=1)
+    small.assert_trains_as_one_device(build, small.data, small.SPLITTING_STRATEGIES[strategy], epochs=1)

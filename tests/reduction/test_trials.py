@@ -88,10 +88,10 @@ def model_of(layer: Callable[[], layers.Layer], loss: Any = "mse", **compiled: A
 
 
 def trainer_of(build: Callable[[], keras.Model], strategy: str) -> tfpar.Trainer:
-    return tfpar.Trainer(build, small.DIVISIONS[strategy](), seed=0)
+    return tfpar.Trainer(build, small.SPLITTING_STRATEGIES[strategy](), seed=0)
 
 
-@small.each_division
+@small.each_splitting_strategy
 @pytest.mark.parametrize("name", ALONE)
 def test_a_layer_that_draws_in_inference_too_trains_and_predicts_other_numbers_each_time(
     name: str, strategy: str
@@ -103,7 +103,7 @@ def test_a_layer_that_draws_in_inference_too_trains_and_predicts_other_numbers_e
     assert np.abs(once - again).mean() > 0.01
 
 
-@small.each_division
+@small.each_splitting_strategy
 @pytest.mark.parametrize("name", MIXING)
 def test_a_layer_that_draws_and_mixes_is_refused(name: str, strategy: str) -> None:
     trainer = trainer_of(model_of(lambda: Draws(MIXING[name])), strategy)
@@ -157,7 +157,7 @@ def summed(targets: Any, outputs: Any) -> Any:
     return ops.sum(ops.square(targets - outputs))
 
 
-@small.each_division
+@small.each_splitting_strategy
 @pytest.mark.parametrize("from_tensorflow", [False, True])
 def test_losses_and_metrics_of_noise_divide_as_what_they_are(strategy: str, from_tensorflow: bool) -> None:
     """Scalars over parts of a batch and over all of it, of numbers drawn for each."""
@@ -174,7 +174,7 @@ class AddsMean(layers.Layer):
         return inputs
 
 
-@small.each_division
+@small.each_splitting_strategy
 def test_a_model_that_runs_in_training_only_trains(strategy: str) -> None:
     """RandomCrop gives images of another size in inference, as in Keras, and Dense takes one size."""
 

@@ -140,7 +140,8 @@ def test_fewer_epochs_than_are_trained_are_refused(call: command.InProcess, tmp_
     refused = call(*flags, *epochs(2))
     assert refused.code == 1
     assert (
-        "error: training.epochs = 2 is less than what is trained in run: epoch 3. Set it to at least 3" in refused.err
+        "error: training.epochs = 2 is less than the epochs already trained in run: epoch 3. Set it to at least 3"
+        in refused.err
     )
     assert contents(tmp_path / "run", without=[".lock", "tensorflow.log"]) == before
 

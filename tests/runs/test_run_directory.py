@@ -220,7 +220,7 @@ def test_a_link_in_the_place_of_a_runs_file_is_refused_and_not_followed(
     treasure.write_text("gold")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(treasure)
-    assert f"{folder / name} must be a file, and it is none" in refusal(folder, RUN)
+    assert f"{folder / name} must be a file, and is not" in refusal(folder, RUN)
     assert treasure.read_text() == "gold"
 
 
@@ -283,7 +283,7 @@ def test_a_run_json_that_cannot_be_read_is_written_again_from_the_checkpoints(fo
 def test_a_run_whose_configuration_is_lost_is_refused(folder: Path) -> None:
     (folder / "config.toml").unlink()
     before = contents(folder, without=[".lock"])
-    assert "config.toml is missing, and without it nobody knows which run this is" in refusal(folder, RUN)
+    assert "config.toml is missing, and the run cannot be identified without it" in refusal(folder, RUN)
     assert contents(folder, without=[".lock"]) == before
 
 

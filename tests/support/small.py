@@ -1,4 +1,4 @@
-"""What the tests of the library share: the strategies under test, and a tiny model that is compiled only once."""
+"""Strategies under test, and a tiny model with its data, for the tests of the library."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "single_device": lambda: tfpar.SingleDevice(),
     "mirrored": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
 }
-# Those that divide a batch: over replicas, or into micro-batches.
-DIVISIONS: dict[str, Callable[[], tfpar.Strategy]] = {
+# Those that split a batch: over replicas, or into micro-batches.
+SPLITTING_STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "mirrored": STRATEGIES["mirrored"],
     "pipeline": lambda: tfpar.Pipeline(2, 2, devices=["CPU:0", "CPU:1"], balance="parameters"),
 }
-each_division = pytest.mark.parametrize("strategy", DIVISIONS)
+each_splitting_strategy = pytest.mark.parametrize("strategy", SPLITTING_STRATEGIES)
 STEPS_PER_EPOCH = 10
 
 build_model = parity_cases.classifier()
@@ -34,7 +34,7 @@ def data() -> tf.data.Dataset:
 
 
 def shuffled() -> tf.data.Dataset:
-    """Ten batches, in an order of its own every epoch."""
+    """Ten batches, in another order every epoch."""
     arrays = (parity_cases.inputs(73), parity_cases.labels(73))
     return tf.data.Dataset.from_tensor_slices(arrays).shuffle(73, seed=3, reshuffle_each_iteration=True).batch(8)
 
@@ -48,7 +48,7 @@ def initial_model() -> keras.Model:
 
 
 class Again:
-    """A model whose state can be set back, so that one compilation serves many tests.
+    """A model with a method that resets its state, so that one compilation serves many tests.
 
     Args:
         model: A built and compiled model.

@@ -139,5 +139,5 @@ def test_masks_and_weights_to_divide_by_are_refused_also_where_the_first_batch_m
 ) -> None:
     trainer = tfpar.Trainer(build, STRATEGIES[strategy](), seed=0)
     targets, weights = (np.ones((8, 6, 2)), None) if build is masked else (np.ones((8, 2)), np.ones(8))
-    with pytest.raises(ValueError, match=f"divide losses by the number of examples, received {received}"):
+    with pytest.raises(ValueError, match=f"divided by the number of examples, received {received}"):
         trainer.fit(np.ones((8, 6)), targets, sample_weight=weights, verbose=0)

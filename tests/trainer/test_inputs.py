@@ -228,12 +228,15 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"x": Rows((FEATURES, LABELS, WEIGHTS)), "class_weight": {0: 1.0}},
         "`class_weight` and `sample_weight`",
     ),
-    "a split of a generator": (lambda: {"x": cases.generate(), "validation_split": 0.2}, "takes rows off arrays"),
+    "a split of a generator": (
+        lambda: {"x": cases.generate(), "validation_split": 0.2},
+        "needs arrays, but x is a dataset",
+    ),
     "an empty generator": (lambda: {"x": cases.generate(times=0)}, "at least one batch"),
     "a generator of arrays": (lambda: {"x": (FEATURES for _ in range(2))}, "must return a tuple"),
     "targets next to a dataset": (
         lambda: {"x": cases.dataset(FEATURES, LABELS), "y": LABELS},
-        "brings its own targets",
+        "Targets and weights are part of a dataset",
     ),
     "a dataset of tf.distribute": (
         lambda: {

@@ -259,7 +259,7 @@ def test_an_optimizer_that_is_made_at_every_call_is_refused() -> None:
 
 
 def test_a_pipeline_refuses_objectives() -> None:
-    with pytest.raises(ValueError, match=r"A pipeline trains by the loss of compile.*GAN has objectives"):
+    with pytest.raises(ValueError, match=r"A pipeline trains with the loss of compile.*GAN has objectives"):
         tfpar.Trainer(gan, tfpar.Pipeline(2, 2))
 
 

@@ -547,7 +547,7 @@ def test_a_loss_that_is_not_finite_names_the_step_and_keeps_the_last_good_checkp
     dataset = tf.data.Dataset.from_tensor_slices((poisoned, targets)).batch(8)
     trainer = tfpar.Trainer(small.build_model, small.STRATEGIES[strategy]())
     trainer.fit(small.data(), verbose=0)
-    message = r"The loss must stay finite, and it did not at step 16 \(step 6 of epoch 1\)\."
+    message = r"The loss must stay finite, and is not at step 16 \(step 6 of epoch 1\)\."
     with pytest.raises(FloatingPointError, match=message):
         trainer.fit(dataset, epochs=2, verbose=0, steps_per_call=2, checkpoints=tfpar.Checkpoints(tmp_path, 0))
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000012.npz", "step-00000014.npz"]
@@ -623,7 +623,7 @@ def test_an_empty_validation_is_refused_before_the_first_step(twins: Twins) -> N
 
 
 def test_targets_beside_a_dataset_are_refused(twins: Twins) -> None:
-    with pytest.raises(ValueError, match="A dataset brings its own targets and weights"):
+    with pytest.raises(ValueError, match="Targets and weights are part of a dataset"):
         twins.trainer.fit(small.data(), labels(), verbose=0)
 
 

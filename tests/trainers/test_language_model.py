@@ -156,7 +156,7 @@ def test_near_temperature_zero_it_takes_the_likeliest_byte_each_time(untrained: 
 
 
 def test_a_prompt_of_nothing_and_a_temperature_of_zero_are_refused(untrained: LanguageModel) -> None:
-    with pytest.raises(ValueError, match="at least one byte to go on from, received none"):
+    with pytest.raises(ValueError, match="at least one byte, received none"):
         untrained.generate(b"", 5)
     with pytest.raises(ValueError, match=r"temperature must be above 0, received 0\.0"):
         untrained.generate(b"x", 5, temperature=0.0)
@@ -194,7 +194,7 @@ def test_the_command_trains_below_the_unigram_entropy_prints_a_sample_and_saves_
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert float(said[1]) == pytest.approx(results["val_bits_per_byte"], abs=1e-3)
     assert float(said[1]) < float(said[2]) - 1, "clearly below"
-    assert outcome.out.index("goes on from 'def '") < outcome.out.index("\n\ndef "), "the sample"
+    assert outcome.out.index("continues 'def '") < outcome.out.index("\n\ndef "), "the sample"
     saved = tmp_path / "run" / "model.keras"
     with zipfile.ZipFile(saved) as archive:
         written = archive.read("config.json").decode()

@@ -56,7 +56,7 @@ def test_the_configurations_train_the_samples(
         return  # tests/data/test_stored.py audits all
     audited = call(*flags, "--audit", "2", *settings("data.shard_by=example"))
     assert audited.code == 0, audited
-    assert "Right: the workers together read what one worker alone reads" in audited.out
+    assert "Right: all workers together read the examples of one worker alone" in audited.out
 
 
 def test_a_run_on_csv_files_resumes_in_the_middle_of_an_epoch(
@@ -120,7 +120,7 @@ def test_the_network_has_the_layers_that_are_asked_for() -> None:
         (
             Tabular,
             ["model.name=linear", "model.width=3"],
-            'model.width = 3 is of the mlp, received model.name = "linear"',
+            'model.width = 3 is a setting of "mlp", received model.name = "linear"',
         ),
         (
             Tabular,

@@ -52,7 +52,7 @@ def compilation(model: keras.Model) -> Any:
 
 
 def restored_epoch(model: keras.Model) -> int:
-    """Return the epoch that `keras.callbacks.BackupAndRestore` wants to go on with, 0 for none (Keras 3.15)."""
+    """Return the epoch at which `keras.callbacks.BackupAndRestore` resumes, 0 for none (Keras 3.15)."""
     return int(model._initial_epoch or 0)
 
 

@@ -37,12 +37,12 @@ class Recorded(NamedTuple):
 
     Args:
         operation: A layer, or an operation of `keras.ops`.
-        args: Positional arguments, as given.
-        kwargs: Named arguments, as given, without `training`.
-        outputs: The symbolic tensors that it made, flat.
-        path: Names of the models around it, the outermost left out, and its own.
-        training: What a layer was told; None for an operation.
-        autocast_dtype: What weights are cast to where an operation reads them; None for as they are.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments, without `training`.
+        outputs: Its symbolic outputs, flat.
+        path: Names of the models around it, without the outermost, and its own.
+        training: The argument `training` of a layer; None for an operation.
+        autocast_dtype: The dtype to which weights are cast when an operation reads them; None for no cast.
     """
 
     operation: keras.Operation
@@ -135,7 +135,7 @@ class _Recorder:
             (loss_module, "reduce_weighted_values", self._reduce_loss),
             (Variable, "value", property(self._read)),
             (Variable, "assign", method(self._assign)),
-            # Nothing is left behind in the layers' own lists of nodes.
+            # No nodes are added to the layers' own lists.
             (layer_module, "Node", lambda **_: None),
             (keras_tensor, "KerasTensor", _Symbolic("Symbolic", (), {"recorder": self})),
         ]
@@ -143,7 +143,7 @@ class _Recorder:
         with contextlib.ExitStack() as stack:
             for owner, name, replacement in replaced:
                 stack.enter_context(mock.patch.object(owner, name, replacement))
-            if keras.config.is_traceback_filtering_enabled():  # or Keras wraps every message in pages of its own
+            if keras.config.is_traceback_filtering_enabled():  # otherwise Keras adds pages of text to every message
                 keras.config.disable_traceback_filtering()
                 stack.callback(keras.config.enable_traceback_filtering)
             yield
@@ -195,7 +195,7 @@ class _Recorder:
         sizes = getattr(operation, "shape", getattr(operation, "newshape", None))
         if isinstance(sizes, tuple | list) and None in sizes:
             raise ValueError(
-                f"it gives the size of the batch to {operation.name!r}, where each micro-batch has its own"
+                f"it passes the size of the batch to {operation.name!r}, and micro-batches have other sizes"
             )
         with self._inside():
             outputs = operation.compute_output_spec(*args, **kwargs)
@@ -315,7 +315,7 @@ def _functional(model: keras.Model) -> Any:
 
 
 def takes_training(operation: keras.Operation) -> bool:
-    """Say whether a call may be told `training`, as Keras' own graphs ask (`operation_fn` in `functional.py`)."""
+    """Return whether a call takes `training`, as Keras' own graphs test (`operation_fn` in `functional.py`)."""
     if not isinstance(operation, keras.Layer):
         return False
     return "training" in versions.private(operation, "_call_context_args")
@@ -328,10 +328,10 @@ def autocast(dtype: str | None) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def one_model_call(operations: Iterable[keras.Operation]) -> Iterator[None]:
-    """Let operations run as if a model around them had been called, with the losses of the last call gone.
+    """Run operations inside this context as in one call of a model, without the losses of the last call.
 
-    A Keras 3.15 layer that is called outside of a model clears its losses first, so that of a layer applied twice one
-    would be lost.
+    A Keras 3.15 layer that is called outside of a model clears its losses first, so that a layer applied twice would
+    lose those of its first call.
     """
     for operation in operations:
         layer = operation.model if isinstance(operation, AddedLoss) else operation

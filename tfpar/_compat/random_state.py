@@ -125,12 +125,12 @@ def preserved_random_state() -> Iterator[None]:
 class GeneratorOnReplicas:
     """Keras' global generator with a state on every replica.
 
-    Keras 3.15 makes the generator where something draws from it first: outside of a strategy's scope, or while a step
-    is traced. Replicas can assign to neither ("singleton tf.Variables", "created on the first call"). This one takes
-    its place when a replica draws, and goes on where it was.
+    Keras 3.15 creates the generator at its first use: outside of a strategy's scope, or while a step is traced.
+    Replicas can assign to neither ("singleton tf.Variables", "created on the first call"). This generator replaces it
+    when a replica draws, and continues from its state.
 
     Args:
-        strategy: In whose scope the state is made.
+        strategy: The strategy in whose scope the state is created.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:

@@ -66,15 +66,15 @@ def form_cluster(
         patch = functools.partial(mock.patch.object, CollectiveAllReduceExtended)
         stack.enter_context(patch("_initialize_local_devices", local_devices))
         if formed:
-            # A second strategy would take the collectives of the first away while another worker waits in them: both
-            # would wait for ever, or crash.
+            # A second strategy would end the collectives of the first while another worker waits in them: both would
+            # hang or crash.
             versions.require_mentioned(CollectiveAllReduceExtended._initialize_multi_worker, "_std_server_started")
             stack.enter_context(patch("_std_server_started", True, create=True))  # an object's own, read with a default
             stack.enter_context(patch("_enable_check_health", False))
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver)
     if threading.current_thread() is threading.main_thread():
-        # The coordination service takes SIGTERM for a notice of preemption that nobody reads: a worker asked to stop
-        # before or after its training would go on until it is killed.
+        # The coordination service records SIGTERM as a notice of preemption, which nothing reads: without training, a
+        # worker would continue until it is killed.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     return strategy
 

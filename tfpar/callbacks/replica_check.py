@@ -53,6 +53,6 @@ class ReplicaCheck(keras.callbacks.Callback):
                     difference = np.nanmax(np.abs(first.astype("float64") - other.astype("float64")))
                     raise RuntimeError(
                         f"All replicas must hold equal weights, and {variable.path!r} differs by {difference:.3g} "
-                        f"between replicas 0 and {replica}. A layer that updates a weight by itself, or a faulty "
+                        f"between replicas 0 and {replica}. A layer that updates one of its weights, or a faulty "
                         f"device, is the usual cause."
                     )

@@ -132,7 +132,7 @@ def _opened(path: Path) -> IO[bytes]:
         return atomic_file.opened(path)
     except FileNotFoundError:
         if path.is_symlink():
-            raise DamagedError("it is a link to nothing") from None
+            raise DamagedError("it is a broken link") from None
         raise
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ELOOP, errno.ENXIO, errno.EISDIR):
@@ -148,7 +148,7 @@ def _unpack(file: IO[bytes]) -> dict[str, np.ndarray]:
         if any(info.compress_type != zipfile.ZIP_STORED for info in members):
             raise DamagedError("it is compressed")
         if sum(info.file_size for info in members) > size_bytes:
-            raise DamagedError("its arrays are larger than it is")
+            raise DamagedError("its arrays are larger than the file")
         # Reading a member verifies its checksum before it is parsed. Reading by name would return the wrong member if a
         # flipped bit had changed one name into another.
         for info in members:
@@ -177,7 +177,7 @@ def _parse(content: bytes) -> np.ndarray:
         raise DamagedError("a header cannot be read") from error
     data = memoryview(content)[file.tell() :]
     if dtype.hasobject or not dtype.itemsize:  # with elements of 0 bytes the size cannot be checked
-        raise DamagedError("an array is of no type that a run writes")
+        raise DamagedError("an array has a type that no run writes")
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
         raise DamagedError("an array has another size than its header says")
     array: np.ndarray = np.ndarray(shape, dtype, data, order="F" if is_fortran else "C").copy(order="K")

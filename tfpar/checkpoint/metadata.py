@@ -104,12 +104,12 @@ def unpack(source: Path | bytes) -> Checkpoint:
     except KeyError:
         raise DamagedError(f"it lacks {STATE}") from None
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"its {STATE} is no JSON") from error
+        raise DamagedError(f"its {STATE} is not JSON") from error
     if not isinstance(state, dict):
-        raise DamagedError(f"its {STATE} is no table")
+        raise DamagedError(f"its {STATE} is not an object")
     # One flipped bit in the zip's directory can hide members. Older files have no number.
     if len(arrays) != state.get("num_arrays", len(arrays)):
-        raise DamagedError(f"it has {len(arrays)} arrays, and another number when it was written")
+        raise DamagedError(f"it has {len(arrays)} arrays, and was written with another number")
     for name, array in arrays.items():
         if name.startswith("weights/") and array.dtype.kind in "fc" and not np.isfinite(array).all():
             raise DamagedError(f"{name[:60]} is not finite")  # never written by a run

@@ -65,7 +65,7 @@ def from_variables(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int
     port = first_port(_number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID"))
     if port + max(tasks) - 1 > _LAST_PORT:
         raise ValueError(
-            f"Each task of a node needs a port of its own from {port} to {_LAST_PORT}, received {max(tasks)} tasks on "
+            f"Each task on a node needs its own port from {port} to {_LAST_PORT}, received {max(tasks)} tasks on "
             "one node. Start fewer."
         )
     return tuple(f"{hosts[node]}:{port + local}" for node, local in places), rank

@@ -2,10 +2,10 @@
 
     closed (`>&-`)             nothing is written, and no other file takes the place of the descriptor
     no reader (`| head -1`)    the command ends with exit code 141; a training first finishes its step and saves
-    full, or gone              the command ends with a sentence; a training goes on without its output
+    full, or gone              the command ends with a sentence; a training continues without its output
 
-Standard error has nobody left to complain to: what cannot be written there is lost. A library leaves the streams as
-they are; the commands of tfpar call `install`.
+Messages that cannot be written to standard error are lost. The library does not change the streams; the commands of
+tfpar call `install`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNREAD = 141  # 128 + SIGPIPE, as shells report it
 def open_closed() -> None:
     """Open `/dev/null` for each of the three standard streams that is closed.
 
-    Else the next file that is opened, such as a checkpoint, would be what native code takes for standard error.
+    Otherwise the next opened file, such as a checkpoint, gets the descriptor to which native code writes its errors.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -47,7 +47,7 @@ class UnwritableError(OSError):
 
 
 class SafeStream:
-    """A text stream whose failures end in `failed` instead of an error; what it cannot write is dropped from then on.
+    """A text stream that calls `failed` at the first failure instead of raising, and drops all text after it.
 
     Args:
         stream: Standard output or standard error.
@@ -71,11 +71,11 @@ class SafeStream:
         self._attempt(self._stream.writelines, lines)
 
     def flush(self) -> None:
-        """Write what is pending, or drop it."""
+        """Write the buffered text, or drop it."""
         self._attempt(self._stream.flush)
 
     def close(self) -> None:
-        """Write what is pending, or drop it, and close the stream."""
+        """Write the buffered text, or drop it, and close the stream."""
         self.flush()
         self._attempt(self._stream.close)
 
@@ -90,7 +90,7 @@ class SafeStream:
             self._failed(error)
 
     def _drop(self) -> None:
-        """Let the descriptor lead nowhere: what is pending and what native code writes shall not fail again."""
+        """Redirect the descriptor to /dev/null, so that buffered text and native code's output do not fail again."""
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as null:
             os.dup2(null.fileno(), self._stream.fileno())
             self._stream.flush()
@@ -100,7 +100,7 @@ class SafeStream:
 
 
 class _Policy:
-    """What becomes of the command when its standard output cannot be written."""
+    """The reaction of a command to a standard output that cannot be written."""
 
     def __init__(self) -> None:
         self.outlives = False
@@ -110,9 +110,9 @@ class _Policy:
         if error.errno == errno.EPIPE:
             self._unread()
         elif self.outlives:
-            print(f"warning: {_sentence(error)} The run goes on without its output.", file=sys.stderr)
+            print(f"warning: {_sentence(error)} The run continues without its output.", file=sys.stderr)
         else:
-            raise UnwritableError(f"{_sentence(error)} Free some space there, or write it to another file.")
+            raise UnwritableError(f"{_sentence(error)} Free some space there, or redirect the output to another file.")
 
     def _unread(self) -> None:
         if self.interrupt is None:
@@ -128,7 +128,7 @@ def _sentence(error: OSError) -> str:
 
 
 def ignore(error: OSError) -> None:
-    """Do nothing about what standard error could not write: `failed` of its `SafeStream`."""
+    """Ignore a failure to write to standard error: `failed` of its `SafeStream`."""
 
 
 def install() -> None:
@@ -149,10 +149,10 @@ def unread() -> bool:
 
 @contextlib.contextmanager
 def outlived(interrupt: Callable[[], None] | None = None) -> Iterator[None]:
-    """Let a run go on inside this context when its output cannot be written.
+    """Continue a run inside this context when its output cannot be written.
 
     Args:
-        interrupt: What to call when nobody reads the output any more; None ends the command.
+        interrupt: Called when the reader of the output has closed it; None ends the command.
 
     Example:
         >>> with outlived(trainer.interrupt):

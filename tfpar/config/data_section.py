@@ -45,7 +45,8 @@ class Data(Section):
     )
     name: Text = Field("digits", description="TensorFlow Datasets name; digits is embedded and needs no download.")
     directory: OrNone[Text] = Field(
-        None, description="tfds: its data_dir; the folder of the files; python_source: another folder."
+        None,
+        description="Folder of the files; tfds: its data_dir; python_source: a folder in place of Python's library.",
     )
     train_split: Text = Field(
         "train",
@@ -54,7 +55,7 @@ class Data(Section):
     )
     validation_split: OrNone[Text] = Field("test", description="Like train_split; none trains without validation.")
     validation_share: OrNone[Share] = Field(
-        None, description="Share of train_split to validate on, and not to train on; instead of validation_split."
+        None, description="Fraction of train_split that is held out for validation, in place of validation_split."
     )
     features: dict[str, Feature] = Field({}, description="tfrecord: the features of one example, by their key.")
     input_key: Text = Field("image", description="Feature that the model receives.")
@@ -77,10 +78,12 @@ class Data(Section):
         None, description="csv, parquet: input columns of words, each a one-hot vector over the training rows' words."
     )
     missing_value: OrNone[float] = Field(
-        None, description="csv, parquet: what an empty cell of an input column stands for; none refuses empty cells."
+        None, description="csv, parquet: the number for an empty cell of an input column; none refuses empty cells."
     )
     column_names: OrNone[Names] = Field(None, description="csv: the columns of files without a header line.")
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = Field(",", description="csv: what separates cells.")
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = Field(
+        ",", description="csv: the character between two cells."
+    )
     function: OrNone[ImportPath] = Field(
         None, description="python: import path of a function that returns one dataset, or two: (train, validation)."
     )
@@ -89,9 +92,9 @@ class Data(Section):
     num_features: int = Field(10, ge=1, description="generated: columns of one row.")
     noise: float = Field(0.1, ge=0, description="generated: standard deviation of the noise on the labels.")
     context_bytes: int = Field(
-        128, ge=1, description="python_source: bytes of one example, from which a model predicts each one's next."
+        128, ge=1, description="python_source: bytes of one example; the model predicts the next byte of each."
     )
-    shuffle_buffer: int = Field(10_000, ge=0, description="Examples held to draw from at random; 0 keeps the order.")
+    shuffle_buffer: int = Field(10_000, ge=0, description="Size of the shuffle buffer, in examples; 0 keeps the order.")
     augmentation: tuple[Literal["flip", "shift", "brightness"], ...] = Field(
         (), strict=False, description="Random changes to training images, in this order."
     )
@@ -102,10 +105,11 @@ class Data(Section):
     )
     cache: bool = Field(False, description="Keep the examples in memory after the first epoch.")
     shard_by: Literal["auto", "file", "example", "batch"] = Field(
-        "auto", description="What a worker reads: its own files, its own examples, or all and its share of each batch."
+        "auto",
+        description="What a worker reads: its own files, its own examples, or all examples for its local batches.",
     )
     num_shards: OrNone[Count] = Field(
-        None, description="Parts that files or examples are divided into; none: up to 8, a divisor of the global batch."
+        None, description="Number of shards of the files or examples; none: up to 8, a divisor of the global batch."
     )
 
 
@@ -192,8 +196,8 @@ def _source_problems(data: Data) -> Iterator[str]:
 def _split_problems(data: Data) -> Iterator[str]:
     if data.validation_share is not None and _is_set(data, "validation_split"):
         yield (
-            f"data.validation_share = {data.validation_share} is instead of data.validation_split = "
-            f"{toml.show(data.validation_split)}: leave one of them out."
+            f"data.validation_share = {data.validation_share} replaces data.validation_split, received "
+            f"data.validation_split = {toml.show(data.validation_split)} too: leave one of them out."
         )
     elif data.source in ("generated", "python") and data.validation_split not in (None, "test"):
         yield (
@@ -246,12 +250,12 @@ def _sharding_problems(data: Data) -> Iterator[str]:
         what = "examples" if data.source == "generated" else "files"
         way_out = "leave it out" if data.source == "generated" else 'set "example", or leave it out'
         yield (
-            f'data.shard_by = "{data.shard_by}" divides stored {what}, but data.source = "{data.source}" stores none: '
+            f'data.shard_by = "{data.shard_by}" needs stored {what}, but data.source = "{data.source}" has none: '
             f"{way_out}."
         )
     if data.num_shards is not None and (data.shard_by == "batch" or data.source == "generated"):
         yield (
-            f"data.num_shards = {data.num_shards} divides files or examples, received data.shard_by = "
-            f'"{data.shard_by}" and data.source = "{data.source}": leave it out, or set the division "file" or '
-            '"example" of stored data.'
+            f"data.num_shards = {data.num_shards} needs sharding by file or by example, received data.shard_by = "
+            f'"{data.shard_by}" and data.source = "{data.source}": leave it out, or set data.shard_by = "file" or '
+            '"example" for stored data.'
         )

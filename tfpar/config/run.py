@@ -39,14 +39,16 @@ class Run(Section):
     """
 
     trainer: ImportPath = Field("tfpar.trainers.image_classification.ImageClassification", description="Class to run.")
-    seed: int = Field(0, ge=0, lt=2**32, description="Fixes weights, data order and augmentation.")
+    seed: int = Field(
+        0, ge=0, lt=2**32, description="Seed of the initial weights, the data order and the augmentation."
+    )
     model: Model = Field(Model(), description="Which model.")
     data: Data = Field(Data(), description="Which examples.")
     training: Training = Field(Training(), description="How the loop runs.")
     optimizer: Optimizer = Field(Optimizer(), description="How gradients become updates.")
     strategy: Strategy = Field(Auto(), description="On which devices.")
     callbacks: Callbacks = Field(Callbacks(), description="What watches.")
-    options: dict[str, Any] = Field({}, description="Whatever the trainer class reads there; see `options_as`.")
+    options: dict[str, Any] = Field({}, description="Settings of the trainer class; see `options_as`.")
 
     @model_validator(mode="after")
     def _check_across_fields(self) -> "Run":
@@ -184,9 +186,9 @@ def _training_problems(run: Run) -> Iterator[str]:
     num_replicas = strategy_section.num_replicas(strategy)
     size = f"training.global_batch_size = {training.global_batch_size}"
     if isinstance(strategy, Pipeline) and training.global_batch_size < strategy.num_microbatches:
-        yield f"{size} is less than strategy.num_microbatches = {strategy.num_microbatches}: use fewer of them."
+        yield f"{size} is less than strategy.num_microbatches = {strategy.num_microbatches}: use fewer micro-batches."
     if training.global_batch_size < num_replicas:
-        yield f"{size} does not reach every replica: set it to at least {num_replicas}, or use fewer devices."
+        yield f"{size} is less than the number of replicas: set it to at least {num_replicas}, or use fewer devices."
     clips = [f"training.{key}" for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(training, key)]
     if len(clips) > 1:
         yield f"Only one way of clipping can apply, received {' and '.join(clips)}: keep one of them."

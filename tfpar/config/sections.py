@@ -43,7 +43,7 @@ class Model(Section):
     l1: float = Field(0.0, ge=0, description="Factor of the L1 penalty on kernels.")
     l2: float = Field(0.0, ge=0, description="Factor of the L2 penalty on kernels.")
     dropout: float = Field(
-        0.0, ge=0, lt=1, description="Share of units dropped before the last layer; transformer: in every block."
+        0.0, ge=0, lt=1, description="Fraction of units dropped before the last layer; transformer: in every block."
     )
     num_blocks: int = Field(
         4, ge=1, description="transformer: blocks of attention and a perceptron; mlp: hidden layers."
@@ -65,7 +65,7 @@ class Training(Section):
     global_batch_size: int = Field(64, ge=1, lt=2**31, description="Examples in one step, over all replicas together.")
     steps_per_call: Count | Literal["auto"] = Field(
         "auto",
-        description="Steps in one call of the compiled function; auto: about a tenth of a second's worth.",
+        description="Steps in one call of the compiled function; auto: as many as take about a tenth of a second.",
         json_schema_extra=CHANGES_NO_WEIGHT,
     )
     precision: Literal["float32", "float64", "mixed_float16", "mixed_bfloat16"] = Field(

@@ -113,7 +113,7 @@ class MultiWorker(Section):
         None, description="Gradients are rounded to bfloat16 for the all-reduce, which halves its bytes."
     )
     sync: Literal["step", "average"] = Field(
-        "step", description="Sum the gradients of every step, or average the weights of replicas that train apart."
+        "step", description="Sum the gradients of every step, or average the weights of replicas after several steps."
     )
     every: Count = Field(1, description='sync = "average": steps between two averages.')
     average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
@@ -137,15 +137,15 @@ class Pipeline(Section):
     )
     balance: Literal["time", "flops", "parameters", "memory"] | _LayerCounts | _LayerNames = Field(
         "time",
-        description="What is made as small as possible for the slowest stage; or the number of layers of each stage, "
-        "such as [3, 2]; or the names of the layers that begin the later stages.",
+        description="The measure to minimize for the slowest stage; or the number of layers of each stage, such as "
+        "[3, 2]; or the names of the first layers of the later stages.",
     )
     devices: _Devices = None
     num_logical_cpus: _NumLogicalCPUs = 1
     recompute: bool = Field(False, description="Recompute activations in the backward pass instead of saving them.")
     memory_limit_bytes: OrNone[Count] = Field(None, description="Memory of a device for weights and saved tensors.")
     allow_batch_dependent_layers: bool = Field(
-        False, description="Also train layers that mix the examples of a batch, on each micro-batch by itself."
+        False, description="Accept layers that mix the examples of a batch; they mix those of a micro-batch."
     )
 
 

@@ -38,7 +38,7 @@ def user_message(error: BaseException, settings: config.Data) -> str | None:
     if isinstance(error, tf.errors.DataLossError):
         return _corrupt(settings)
     if isinstance(error, tf.errors.NotFoundError) and (gone := GONE.search(error.message)):
-        return f"The data file {gone.group(1)} is gone: bring it back, or prepare the data again."
+        return f"The data file {gone.group(1)} is missing: restore it, or prepare the dataset again."
     if isinstance(error, tf.errors.InvalidArgumentError):
         return _refused(error.message, settings)
     if isinstance(error, tf.errors.UnknownError):
@@ -88,15 +88,15 @@ def _raised(message: str) -> str | None:
 
 def _corrupt(settings: config.Data) -> str:
     if settings.source == "generated":
-        return "Data were lost while reading, but generated data have no files."
+        return "TensorFlow reports lost data, but generated data have no files."
     if settings.source == "csv" and (sentence := csv_files.problem(settings)):
         return sentence
     if settings.source not in ("tfds", "tfrecord"):
-        return "A record was corrupt while it was read: start again to resume, or repair the data."
+        return "A record was read with errors: repeat the command to resume, or repair the data."
     splits = [split for split in (settings.train_split, settings.validation_split) if split is not None]
     find = tfrecord.files if settings.source == "tfrecord" else tfds.files
     paths: Iterable[Path] = (path for split in splits for path in find(settings, split))
     for path in paths:
         if sentence := tfrecord.corruption(path):
             return sentence
-    return "A record was corrupt while it was read, but all files are whole now: start again to resume."
+    return "A record was read with errors, but all files are intact now: repeat the command to resume."

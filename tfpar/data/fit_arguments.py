@@ -49,8 +49,8 @@ def as_dataset(
         class_weight: Weight of each class's examples.
 
     Raises:
-        ValueError: Targets or weights next to a dataset, which brings its own, or a dataset of `tf.distribute`.
-        TypeError: Something that is neither.
+        ValueError: If targets or weights are given with a dataset, or the dataset is one of `tf.distribute`.
+        TypeError: If `x` is neither a dataset nor arrays.
 
     >>> len(as_dataset(tf.zeros([5, 2]), tf.zeros([5]), batch_size=2))
     3
@@ -66,8 +66,8 @@ def as_dataset(
         )
     if is_dataset(x) and (y is not None or sample_weight is not None):
         raise ValueError(
-            "A dataset brings its own targets and weights, received y or sample_weight next to it. "
-            "Let the dataset yield (inputs, targets, sample_weight)."
+            "Targets and weights are part of a dataset, received a dataset with y or sample_weight. Let the dataset "
+            "yield (inputs, targets, sample_weight)."
         )
     if not is_dataset(x):
         size = batch_size or _default_batch_size((x, y, sample_weight), steps)
@@ -91,7 +91,7 @@ def hold_out(given: tuple[Any, Any, Any], share: float) -> tuple[Any, Any]:
     """
     if is_dataset(given[0]):
         raise ValueError(
-            "validation_split takes rows off arrays, but x is a data set: use take and skip on a tf.data.Dataset, or "
+            "validation_split needs arrays, but x is a dataset: use take and skip on a tf.data.Dataset, or "
             "pass validation_data."
         )
     return arrays.hold_out(given, share)

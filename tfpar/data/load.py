@@ -215,5 +215,5 @@ def _generated(settings: config.Data, global_batch_size: int, seed: int, augment
 
     train = rows(settings.num_examples, 0, settings.shuffle_buffer > 0)
     validation = None if settings.validation_split is None else rows(num_validation, settings.num_examples, False)
-    sharding = f"by batch, as rows are generated and not stored: {ALL_READ}"
+    sharding = f"by batch, because the rows are generated and not stored: {ALL_READ}"
     return Loaded(train, validation, settings.num_examples, None, (settings.num_features,), sharding)

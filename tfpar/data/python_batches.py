@@ -115,7 +115,7 @@ class PythonBatches:
         """Advance the random state by one pass without reading its batches, to keep the order of the next pass.
 
         Args:
-            epochs: How many epochs begin in a pass.
+            epochs: Number of epochs that begin in a pass.
         """
         for epoch in range(epochs):
             self.begin_epoch()

@@ -62,33 +62,33 @@ def _automatic(split: Split, num_shards: int, global_batch_size: int) -> Shardin
     shape: tf.TensorShape = split.decoded().element_spec[0].shape
     costly = split.encoded and shape.rank == 3 and shape[0] * shape[1] >= COSTLY_PIXELS
     if not costly:
-        return ShardingPolicy("batch", 1, f"by batch, as decoding one example costs little: {ALL_READ}")
+        return ShardingPolicy("batch", 1, f"by batch, because decoding one example is cheap: {ALL_READ}")
     size = f"{shape[0]} x {shape[1]}"
     if num_shards == 1 or global_batch_size % num_shards:
-        why = f"as {num_shards} shards do not divide a global batch of {global_batch_size}"
+        why = f"because {num_shards} shards do not divide a global batch of {global_batch_size}"
         if num_shards == 1:
-            why = f"as no number of shards from 2 to {NUM_SHARDS} divides a global batch of {global_batch_size}"
+            why = f"because no number of shards from 2 to {NUM_SHARDS} divides a global batch of {global_batch_size}"
         return ShardingPolicy("batch", 1, f"by batch, {why}: {ALL_READ}")
     if split.num_files % num_shards == 0:
         return ShardingPolicy(
-            "file", num_shards, f"by file, as images of {size} are to decode: {_by_file(split, num_shards)}"
+            "file", num_shards, f"by file, because images of {size} must be decoded: {_by_file(split, num_shards)}"
         )
-    why = f"as images of {size} are to decode, and {split.num_files} files do not fill {num_shards} shards evenly"
+    why = f"because images of {size} must be decoded and {split.num_files} files do not fill {num_shards} shards evenly"
     return ShardingPolicy("example", num_shards, f"by example, {why}: {_by_example(num_shards)}")
 
 
 def _check_divides(num_shards: int, global_batch_size: int) -> None:
     if global_batch_size % num_shards:
         raise ValueError(
-            f"The global batch must be a multiple of the shards, but training.global_batch_size = {global_batch_size} "
-            f"and data.num_shards = {num_shards}: set data.num_shards = "
+            f"The global batch must be a multiple of the number of shards, but training.global_batch_size = "
+            f"{global_batch_size} and data.num_shards = {num_shards}: set data.num_shards = "
             f"{default_num_shards(global_batch_size, num_shards)}, or training.global_batch_size = "
             f"{-(-global_batch_size // num_shards) * num_shards}."
         )
 
 
 def _by_file(split: Split, num_shards: int) -> str:
-    even = "" if split.num_files % num_shards == 0 else ", not evenly, so an epoch's last batches are smaller"
+    even = "" if split.num_files % num_shards == 0 else ", unevenly, so that the last batches of an epoch are smaller"
     return f"{split.num_files} files in {num_shards} shards{even}, and a worker reads only its own"
 
 

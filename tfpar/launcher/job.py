@@ -111,7 +111,7 @@ def _run_with_restarts(job: Job, reaper: Reaper, outputs: Outputs, signals: Stop
             return group
         if group.failed.code == REPEATABLE:
             outputs.say(
-                f"No restart: exit code {REPEATABLE} means flags, configuration or data that must be corrected."
+                f"No restart: exit code {REPEATABLE} means an error in flags, configuration or data: correct it."
             )
             return group
         restarts += 1

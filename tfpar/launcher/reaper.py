@@ -103,8 +103,8 @@ class Reaper:
         ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         if self._short_lives == _MAX_SHORT_LIVES:
             raise OSError(
-                f"The reaper process, which ends the workers should the launcher be killed, {ending}, for the "
-                f"{_MAX_SHORT_LIVES}th time right after its start. Find out what ends it, and start the job again."
+                f"The reaper process, which ends the workers if the launcher is killed, {ending} right after its "
+                f"start, {_MAX_SHORT_LIVES} times in a row. Find out why it ends, and start the job again."
             )
         self._start()
         pipe.close()

@@ -93,9 +93,9 @@ class WorkerGroup:
         """Return the first failure as a clause."""
         assert self.failed is not None
         if self.failed.code == INTERRUPTED:  # all save and end together: which worker got the signal is unknown
-            return f"a worker was asked to stop, and all stopped with a checkpoint (exit code {INTERRUPTED})"
+            return f"a worker was asked to stop, and all workers stopped with a checkpoint (exit code {INTERRUPTED})"
         stopped = " and ".join(f"worker {rank}" for rank in self._stopped)
-        while_stopped = f" while {stopped} stood still (state T, as after SIGSTOP)" if stopped else ""
+        while_stopped = f" while {stopped} was suspended (state T, as after SIGSTOP)" if stopped else ""
         return f"worker {self.failed.rank} {_ending(self.failed.code)}{while_stopped}"
 
     def summary(self) -> list[str]:
@@ -106,16 +106,16 @@ class WorkerGroup:
         rank, tail = self.failed.rank, self.failed.tail
         lines = [f"The job failed: {self.cause()}. It was the first to fail."]
         if self._stopped:
-            lines.append("Look first at the worker that stood still: the others fail without its messages.")
+            lines.append("Look first at the suspended worker: the others fail because they wait for it.")
         last = "The last line" if len(tail) == 1 else f"The last {len(tail)} lines"
-        lines.append(f"{last} that worker {rank} wrote:" if tail else f"Worker {rank} wrote nothing.")
+        lines.append(f"{last} of worker {rank}:" if tail else f"Worker {rank} has no output.")
         return lines + [f"  {line.decode(errors='replace')}" for line in tail]
 
     def endings(self) -> str:
-        """Return how the workers ended after a request to stop."""
+        """Return a sentence about the ends of the workers after a request to stop."""
         lost = [worker for worker in self._workers if worker.code not in (0, INTERRUPTED)]
         if not lost:
-            return "All workers ended by themselves."
+            return "All workers exited normally."
         return " ".join(f"Worker {worker.rank} {_ending(worker.code)}." for worker in lost)
 
     def _start(self, reaper: Reaper, outputs: Outputs) -> None:

@@ -172,8 +172,8 @@ class FitLoop:
 
 def _validation_not_finite(epoch: int, loss: float) -> FloatingPointError:
     return FloatingPointError(
-        f"The validation's loss must stay finite, and val_loss is {loss} after epoch {epoch + 1}. Lower the learning "
-        "rate, clip the gradients (global_clipnorm) or look at the data; the model is not saved. "
+        f"The validation loss must stay finite, and val_loss is {loss} after epoch {epoch + 1}. Lower the learning "
+        "rate, clip the gradients (global_clipnorm) or check the data; the model is not saved. "
         f"{_CONTINUE}"
     )
 
@@ -181,7 +181,7 @@ def _validation_not_finite(epoch: int, loss: float) -> FloatingPointError:
 def _not_finite(model: keras.Model, epoch: int, step: int) -> FloatingPointError:
     update = int(model.optimizer.iterations.numpy())
     return FloatingPointError(
-        f"The loss must stay finite, and it did not at step {update} (step {step} of epoch {epoch + 1}). "
-        "Lower the learning rate, clip the gradients (global_clipnorm) or look at that batch; checkpoints written "
-        f"before this step are good. {_CONTINUE}"
+        f"The loss must stay finite, and is not at step {update} (step {step} of epoch {epoch + 1}). "
+        "Lower the learning rate, clip the gradients (global_clipnorm) or check that batch; checkpoints written "
+        f"before this step are valid. {_CONTINUE}"
     )

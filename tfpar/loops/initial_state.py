@@ -56,6 +56,6 @@ def _check_equal(model: keras.Model, strategy: Strategy) -> None:
     if num_differing:
         raise RuntimeError(
             f"All workers must begin with the chief's weights, and {int(num_differing)} of {strategy.num_workers} "
-            f"hold others (SHA-256 {digest[:12]} here, {chiefs[:12]} on the chief). A faulty machine or library is the "
-            "usual cause: compare the workers' versions."
+            f"hold different weights (SHA-256 {digest[:12]} here, {chiefs[:12]} on the chief). A faulty machine or "
+            "library is the usual cause: compare the workers' versions."
         )

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfpar._compat import keras_losses
 from tfpar.reduction.replicas import sum_without_gradient
 
-ONE_VALUE = "Under several replicas or micro-batches a loss must return one value per example"
+ONE_VALUE = "With several replicas or micro-batches a loss must return one value per example"
 WAY_OUT = "Reduce over the last axis only, and let Keras average over the batch."
 
 
@@ -97,7 +97,7 @@ def reduce_loss(
         raise ValueError(f"{ONE_VALUE}, and this one returned a scalar: it reduces over the batch itself. {WAY_OUT}")
     if reduction in (None, "none"):
         raise ValueError(
-            "Under several replicas or micro-batches a loss needs a reduction, received reduction=None. Use "
+            "With several replicas or micro-batches a loss needs a reduction, received reduction=None. Use "
             "'sum_over_batch_size', 'sum', 'mean' or 'mean_with_sample_weight'."
         )
     example_weight = tf.cast(counts.example_weight, values.dtype)

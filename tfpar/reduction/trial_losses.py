@@ -37,7 +37,7 @@ def check_divisible(model: keras.Model) -> None:
             )
     if keras_model.overridden(model, "compute_loss") and len(losses) > 1:
         raise ValueError(
-            "Under several replicas or micro-batches a model that overrides compute_loss can be compiled with one "
+            "With several replicas or micro-batches a model that overrides compute_loss can be compiled with one "
             f"loss, and {type(model).__name__} has {len(losses)}. Leave compute_loss to Keras, or train on "
             "SingleDevice()."
         )
@@ -199,9 +199,9 @@ def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], 
         if reduction not in (None, "none", "sum") and (by_weight or mask is not None):
             what = f"the weights of reduction={reduction!r}" if by_weight else "a mask"
             raise ValueError(
-                "In a model that overrides compute_loss, replicas and micro-batches divide losses by the number of "
-                f"examples, received {what} to divide by in {type(model).__name__}. Leave compute_loss to Keras, or "
-                "train on SingleDevice()."
+                "With several replicas or micro-batches, the losses of a model that overrides compute_loss are divided "
+                f"by the number of examples, received {what} as the divisor in {type(model).__name__}. Do not override "
+                "compute_loss, or train on SingleDevice()."
             )
         return keras_losses.reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
 

@@ -96,7 +96,7 @@ class Trial(Rows):
 
     @property
     def num_values(self) -> int:
-        """How many values were recorded."""
+        """The number of recorded values."""
         return len(self._values)
 
     @contextlib.contextmanager

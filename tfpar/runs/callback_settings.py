@@ -72,12 +72,12 @@ def check_monitor(settings: config.Callbacks, trainer: RunTrainer) -> None:
     metrics = trainer.model.get_compile_config().get("metrics") or []
     watches = settings.early_stopping_patience is not None or settings.reduce_learning_rate_patience is not None
     if not watches or not all(isinstance(metric, str | dict) for metric in metrics) or isinstance(metrics, dict):
-        return  # several outputs have names of their own
+        return  # the metrics of several outputs have other names
     names = ["loss", *(metric if isinstance(metric, str) else metric["config"]["name"] for metric in metrics)]
     if settings.monitor.startswith("val_") and trainer.validation_data is None:
         raise ValueError(
-            f'callbacks.monitor = "{settings.monitor}" is not measured, as there are no validation data: monitor '
-            f'"{settings.monitor.removeprefix("val_")}", or validate.'
+            f'callbacks.monitor = "{settings.monitor}" is not measured without validation data: monitor '
+            f'"{settings.monitor.removeprefix("val_")}", or set a validation split.'
         )
     if settings.monitor.removeprefix("val_") not in names:
         raise ValueError(

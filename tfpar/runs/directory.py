@@ -89,8 +89,8 @@ class RunDirectory:
         except BlockingIOError:
             self._unlock()
             raise ValueError(
-                f"Only one process can train in {self.path}, and another one does. "
-                "Wait for it, or choose another --directory."
+                f"Only one process can train in {self.path}, and another process is training there. Wait for its end, "
+                "or choose another --directory."
             ) from None
         except BaseException:
             self._unlock()
@@ -312,7 +312,7 @@ class RunDirectory:
     def _load(self) -> config.Run:
         if not self.config.exists():
             raise ValueError(
-                f"{self.config} is missing, and without it nobody knows which run this is. Restore it, or choose "
+                f"{self.config} is missing, and the run cannot be identified without it. Restore it, or choose "
                 "another --directory."
             )
         try:

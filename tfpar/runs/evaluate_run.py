@@ -38,8 +38,8 @@ def evaluate_checkpoints(run: config.Run, directory: RunDirectory) -> bool:
         raise ValueError(
             "An evaluator needs validation data, and data.validation_split is none. Set it, or start no evaluator."
         )
-    trainer.evaluate(trainer.validation_data, steps=1, verbose=0)  # makes what waits for the first batch
-    print(f"Evaluating the checkpoints in {directory.checkpoints} as they come.", flush=True)
+    trainer.evaluate(trainer.validation_data, steps=1, verbose=0)  # builds the model at its first batch
+    print(f"Evaluating each new checkpoint in {directory.checkpoints}.", flush=True)
     stopped = threading.Event()
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -25,7 +25,7 @@ def show_stages(trainer: RunTrainer, batch: Any) -> Preview:
     """
     preview = trainer.strategy.preview(trainer.model, batch)
     print(preview)
-    print(line("bubble", "the share of the devices' time in which they wait for others"), end="\n\n", flush=True)
+    print(line("bubble", "the fraction of the devices' time without an action"), end="\n\n", flush=True)
     return preview
 
 

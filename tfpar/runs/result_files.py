@@ -57,9 +57,9 @@ def require_kinds(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         path = folder / name
         if name in FILES and not stat.S_ISREG(path.lstat().st_mode):
-            raise ValueError(f"{path} must be a file, and it is none. Remove it, or choose another --directory.")
+            raise ValueError(f"{path} must be a file, and is not. Remove it, or choose another --directory.")
         if name in FOLDERS and not path.is_dir():  # which may be a link to another disk
-            raise ValueError(f"{path} must be a folder, and it is none. Remove it, or choose another --directory.")
+            raise ValueError(f"{path} must be a folder, and is not. Remove it, or choose another --directory.")
 
 
 def read_text(path: Path) -> str | None:

@@ -40,10 +40,10 @@ def check(run: config.Run, directory: RunDirectory, position: Position | None, m
         if recorded is None:
             atomic_file.write(directory.optimizer, built)
         return
-    if (begun := position.epoch + bool(position.step)) > new:
+    if (num_begun := position.epoch + bool(position.step)) > new:
         raise ValueError(
-            f"{EPOCHS} = {new} is less than what is trained in {directory.path}: {_place(position)}. Set it to at "
-            f"least {begun}, or choose another --directory."
+            f"{EPOCHS} = {new} is less than the epochs already trained in {directory.path}: {_place(position)}. Set it "
+            f"to at least {num_begun}, or choose another --directory."
         )
     if recorded is None:
         raise ValueError(
@@ -52,9 +52,9 @@ def check(run: config.Run, directory: RunDirectory, position: Position | None, m
         )
     if recorded != built:
         raise ValueError(
-            f"{EPOCHS} is {old} in {directory.path} and {new} now, and the optimizer depends on it, as a learning-rate "
-            f"schedule does: a run of {new} epochs would not have begun as this one did. Leave it at {old}, or choose "
-            "another --directory."
+            f"{EPOCHS} is {old} in {directory.path} and {new} now, and the optimizer depends on it, for example in a "
+            f"learning-rate schedule, so that the trained steps would differ in a run of {new} epochs. Leave it at "
+            f"{old}, or choose another --directory."
         )
 
 
@@ -95,8 +95,8 @@ def optimizer_settings(model: keras.Model) -> str:
         settings = [optimizer.get_config() for optimizer in dict.fromkeys(found)]
     except NotImplementedError as error:
         raise ValueError(
-            f"The optimizer must have a configuration, without which the trained model cannot be saved: {error} It is "
-            "what the constructor takes, as a dictionary."
+            f"The optimizer must have a configuration to be saved with the model: {error} Implement get_config() to "
+            "return the constructor's arguments as a dictionary."
         ) from error
     return json.dumps([_without_names(one) for one in settings], indent=2, sort_keys=True, default=str) + "\n"
 

@@ -10,9 +10,10 @@ import tensorflow as tf
 
 from tfpar.checkpoint import Checkpoints
 from tfpar.data import Sharded
+from tfpar.data.sharding_policy import ALL_READ
 from tfpar.strategies import Strategy
 
-BY_BATCH = "by batch: every worker takes its share of each global batch"
+BY_BATCH = f"by batch: {ALL_READ}"
 
 
 class RunTrainer(Protocol):

@@ -104,7 +104,7 @@ def _check_batch_size(run: config.Run, strategy: strategies.Strategy) -> None:
     batch = run.training.global_batch_size
     if batch < strategy.num_replicas and settings_read.BATCH in settings_read.read_keys(trainer_reads(run)):
         raise ValueError(
-            f"training.global_batch_size = {batch} does not reach every one of {strategy.num_replicas} replicas: "
+            f"training.global_batch_size = {batch} is less than the number of replicas, {strategy.num_replicas}: "
             f"set it to at least {strategy.num_replicas}, or name fewer devices in strategy.devices."
         )
 
@@ -222,7 +222,7 @@ def audit(run: config.Run, num_workers: int) -> bool:
 
     Args:
         run: The resolved run.
-        num_workers: How many workers.
+        num_workers: Number of workers.
 
     Returns:
         Whether together they read what one worker alone reads.

@@ -150,7 +150,7 @@ def trainer_class(path: str) -> Any:
         way_out = did_you_mean(name, classes).strip() or _EXAMPLE
         raise ValueError(_no_class(path, f"module {quoted(module_name)} has no {quoted(name)}", way_out))
     if not (isinstance(found, type) and issubclass(found, Trainer) and found is not Trainer):
-        raise ValueError(f"trainer must name a subclass of tfpar.Trainer, and {quoted(path)} is none. {_EXAMPLE}")
+        raise ValueError(f"trainer must name a subclass of tfpar.Trainer, and {quoted(path)} is not. {_EXAMPLE}")
     return found
 
 

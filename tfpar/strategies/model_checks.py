@@ -42,8 +42,8 @@ def check_steps(model: keras.Model, *methods: str) -> None:
     for step, method in _STEPS.items():
         if method in methods and keras_model.overridden(model, step) and step not in replaced:
             raise ValueError(
-                f"{type(model).__name__} overrides {step}, and a strategy does not call it. Put the difference "
-                f"into the layers, a loss or tfpar.Objective, or use keras' own {method}."
+                f"{type(model).__name__} overrides {step}, and a strategy does not call it. Move its code to the "
+                f"layers, a loss or tfpar.Objective, or use Keras' own {method}."
             )
 
 

@@ -40,8 +40,8 @@ class Pipeline(SingleReplica):
     differs: BatchNormalization takes its statistics from each micro-batch, and Dropout draws other masks.
 
     Args:
-        num_stages: How many stages.
-        num_microbatches: How many micro-batches a global batch is cut into; with one, the devices work in turn.
+        num_stages: Number of stages.
+        num_microbatches: Number of micro-batches of a global batch; with one, the devices work in turn.
         schedule: "gpipe", "1f1b", "interleaved" (several stages a device) or "zero_bubble".
         balance: What is made as small as possible for the slowest stage: "time" (measured), "flops", "parameters" or
             "memory"; or the number of layers of each stage; or the names of the layers to cut before.
@@ -118,13 +118,13 @@ class Pipeline(SingleReplica):
         """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
 
         Raises:
-            ValueError: If the model cannot be divided, or has variables that are no Keras variables.
+            ValueError: If the model cannot be cut into stages, or has variables that are no Keras variables.
         """
         super().move_model(model)
         if objective.objectives_of(model):
             raise ValueError(
-                f"A pipeline trains by the loss of compile, computed after the last stage, and {type(model).__name__} "
-                "has objectives of its own. Train it with SingleDevice, Mirrored or MultiWorker."
+                f"A pipeline trains with the loss of compile, after the last stage, and {type(model).__name__} has "
+                "objectives. Train it with SingleDevice, Mirrored or MultiWorker."
             )
         if self._planner.forget_moved(model):
             self._steps.pop(model)
@@ -143,7 +143,7 @@ class Pipeline(SingleReplica):
         if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
             self._steps[model].compiler.examples.keep(batch)
             return
-        adds_losses = self._planner.divide(model, batch, training)
+        adds_losses = self._planner.plan(model, batch, training)
         if adds_losses is not None:
             self._adds_losses[model] = adds_losses
         schedule = self.schedule_of(model)

@@ -76,12 +76,12 @@ class StagePlanner:
             )
 
     def check_again(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Check an already divided model for batch-dependent layers, in training or in inference."""
+        """Check a model that has stages for batch-dependent layers, in training or in inference."""
         if model in self._stages:
             self._check_batch_dependence(model, self._partitions[model].graph, batch, training)
 
-    def divide(self, model: keras.Model, batch: Any, training: bool) -> bool | None:
-        """Divide a model into stages at its first batch, and again for an optimizer that needs more memory.
+    def plan(self, model: keras.Model, batch: Any, training: bool) -> bool | None:
+        """Cut a model into stages at its first batch, and again for an optimizer that needs more memory.
 
         Args:
             model: A compiled model.
@@ -92,7 +92,7 @@ class StagePlanner:
             Whether a layer adds a loss; None if the model already had stages.
 
         Raises:
-            ValueError: If the model cannot be divided, or a layer is batch-dependent.
+            ValueError: If the model cannot be cut into stages, or a layer is batch-dependent.
         """
         adds_losses = None
         if model not in self._stages:
@@ -114,11 +114,11 @@ class StagePlanner:
         return adds_losses
 
     def stages_of(self, model: keras.Model) -> StagesOfModel:
-        """Return the compiled stages of a divided model."""
+        """Return the compiled stages of a model."""
         return self._stages[model]
 
     def partition_of(self, model: keras.Model) -> Partition:
-        """Return the partition of a divided model."""
+        """Return the partition of a model."""
         return self._partitions[model]
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
@@ -195,8 +195,8 @@ class StagePlanner:
         if model not in self._schedules:
             warnings.warn(
                 f"{model.name!r} has {num_calls} layer call{'s' * (num_calls > 1)} for {self._schedule.num_stages} "
-                f"stages: it runs in {fitted.num_stages} on {', '.join(self._devices[: fitted.num_devices])}. Set "
-                "num_stages to no more, or use Mirrored, which does not divide the model.",
+                f"stages: it runs in {fitted.num_stages} on {', '.join(self._devices[: fitted.num_devices])}. Set a "
+                "smaller num_stages, or use Mirrored, which needs no stages.",
                 stacklevel=2,
             )
         return fitted

@@ -378,7 +378,7 @@ def test_a_nested_model_that_cannot_be_traced_is_one_layer_call() -> None:
             lambda model, inputs, training: (
                 model.dense(inputs) + ops.broadcast_to(ops.ones_like(inputs), ops.shape(inputs))
             ),
-            "it gives the size of the batch to 'broadcast_to",
+            "it passes the size of the batch to 'broadcast_to",
         ),
         (lambda model, inputs, training: inputs if ops.sum(inputs) > 0 else -inputs, "symbolic|boolean|bool"),
     ],

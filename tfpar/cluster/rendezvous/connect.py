@@ -37,7 +37,7 @@ def connect_workers(job: tf_config.Job, seconds: float) -> None:
     missing, remark = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret)
     if missing:
         raise TimeoutError(
-            f"All {job.num_workers} workers must appear within {seconds:g} s, and {', '.join(missing)} did not. Look "
-            "at the output there, and whether that address in TF_CONFIG is right and can be reached from the others; "
-            f"if it only starts slowly, set a longer strategy.form_seconds.{remark}"
+            f"All {job.num_workers} workers must connect within {seconds:g} s, and {', '.join(missing)} did not. Check "
+            "the output of that worker, and that its address in TF_CONFIG is right and reachable from the other "
+            f"workers; if it only starts slowly, set a longer strategy.form_seconds.{remark}"
         )

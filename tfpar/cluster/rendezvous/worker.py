@@ -51,15 +51,15 @@ def report(job: Job, seconds: float, secret: bytes) -> tuple[list[str], str]:
                 if missing is not None:
                     return missing, ""
                 if line:
-                    remark = f" What answers at the chief's address does not have this job's {job_secret.VARIABLE}."
+                    remark = f" The program at the chief's address does not have this job's {job_secret.VARIABLE}."
         time.sleep(_RETRY_SECONDS)
     return [job.addresses[0]], remark
 
 
 def _refusal(job: Job) -> str:
     return (
-        f"{job_secret.VARIABLE} must be the same for all workers, and the chief at {job.addresses[0]} refused that of "
-        f"this one (rank {job.rank}). Set one value for all, and look whether two jobs use this address."
+        f"{job_secret.VARIABLE} must be the same for all workers, and the chief at {job.addresses[0]} refused "
+        f"worker {job.rank}. Set one value for all workers, and check that no other job uses this address."
     )
 
 

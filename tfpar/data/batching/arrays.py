@@ -49,7 +49,7 @@ def from_arrays(
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, but is {batch_size}.")
     if y is None and sample_weight is not None:
-        raise ValueError("sample_weight weighs the loss of labels, but y is None: pass y as well.")
+        raise ValueError("sample_weight needs targets, but y is None: pass y as well.")
     if keras.tree.is_nested(y) and sample_weight is not None and not keras.tree.is_nested(sample_weight):
         sample_weight = keras.tree.map_structure(lambda _: sample_weight, y)
     named = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -113,7 +113,8 @@ def hold_out(arrays: Any, share: float) -> tuple[Any, Any]:
     first = int(num_rows * (1 - share)) if 0 < share < 1 else 0
     if not 0 < first < num_rows:
         raise ValueError(
-            f"validation_split must leave rows on both sides, but is {share} of {num_rows}: use one above 0, below 1."
+            f"validation_split must leave rows to train on and to validate on, but is {share} of {num_rows} rows: use "
+            "a fraction above 0 and below 1."
         )
     with tf.device("CPU:0"):
         taken = _of_each(lambda one: one.between(0, first), columns)

@@ -99,7 +99,7 @@ def split_batch(batch: Any, num_parts: int) -> tuple[Any, ...]:
 
     Args:
         batch: A structure of `tf.Tensor`, `tf.RaggedTensor`, `tf.SparseTensor` or None, `[rows, ...]` each.
-        num_parts: How many parts.
+        num_parts: Number of parts.
 
     Returns:
         `num_parts` structures like `batch`. None stays None in each.
@@ -191,8 +191,8 @@ def check_same_inputs(first: PerModel[list[bool]], model: keras.Model, batch: An
     present = [leaf is not None for leaf in keras.tree.flatten(inputs)]
     if len(first.setdefault(model, present)) == len(present) and first[model] != present:
         raise ValueError(
-            "A pipeline is cut for the optional inputs that its first batch has, received a batch with others (None "
-            "in other places). Train each kind of batch with a tfpar.Trainer of its own, or on Mirrored."
+            "All batches of a pipeline must have the same optional inputs, received a batch with None in other places "
+            "than in the first batch. Use a separate tfpar.Trainer for each kind of batch, or Mirrored."
         )
 
 

@@ -19,7 +19,7 @@ class Column(abc.ABC):
     @property
     @abc.abstractmethod
     def num_rows(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
 
     @abc.abstractmethod
     def between(self, first: Any, size: int) -> Any:
@@ -38,7 +38,7 @@ class Dense(Column):
 
     @property
     def num_rows(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return int(self.values.shape[0])
 
     def between(self, first: Any, size: int) -> tf.Tensor:
@@ -59,7 +59,7 @@ class Ragged(Column):
 
     @property
     def num_rows(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return int(self.values.nrows())
 
     def between(self, first: Any, size: int) -> tf.RaggedTensor:
@@ -98,7 +98,7 @@ class Sparse(Column):
 
     @property
     def num_rows(self) -> int:
-        """How many examples there are."""
+        """The number of examples."""
         return self.shape[0]
 
     def between(self, first: Any, size: int) -> tf.SparseTensor:

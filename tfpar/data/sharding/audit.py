@@ -44,21 +44,21 @@ class Audit(NamedTuple):
 
     def _findings(self) -> Iterator[str]:
         if self.ok:
-            yield "Right: the workers together read what one worker alone reads, each example as often."
+            yield "Right: all workers together read the examples of one worker alone, each as often."
         if self.num_duplicates:
-            yield f"WRONG: duplicates, {self.num_duplicates:,} readings too many of examples that were read already."
+            yield f"WRONG: {self.num_duplicates:,} examples are read in excess of what one worker alone reads."
         if self.num_dropped:
-            yield f"WRONG: drops, {self.num_dropped:,} examples that one worker alone reads are missing."
+            yield f"WRONG: {self.num_dropped:,} examples that one worker alone reads are dropped."
         if self.num_unknown:
             yield (
-                f"WRONG: {self.num_unknown:,} examples are none that one worker alone reads: is something random "
-                "without a seed, or does padding depend on the batch?"
+                f"WRONG: {self.num_unknown:,} examples differ from all that one worker alone reads: is a random "
+                "operation without a seed, or does padding depend on the batch?"
             )
         yield from (f"    {example}" for example in self.first_examples)
         if len(set(self.steps_per_worker)) > 1:
             yield "Note: the workers take different numbers of steps, so some must wait at the end of an epoch."
         if self.num_equal:
-            yield f"Note: {self.num_equal:,} examples equal an earlier one; are they meant to be there more than once?"
+            yield f"Note: {self.num_equal:,} examples equal an earlier one: does the dataset contain them on purpose?"
 
 
 def audit(dataset: tf.data.Dataset | Sharded | FromContext, num_workers: int) -> Audit:
@@ -77,7 +77,7 @@ def audit(dataset: tf.data.Dataset | Sharded | FromContext, num_workers: int) ->
     Args:
         dataset: A dataset of global batches, a `Sharded`, or a function from `tf.distribute.InputContext` to the
             batches of one worker, as `tf.distribute.Strategy.distribute_datasets_from_function` takes it.
-        num_workers: How many workers.
+        num_workers: Number of workers.
 
     Returns:
         The counts; print it, or look at `ok`.
@@ -94,7 +94,7 @@ def audit(dataset: tf.data.Dataset | Sharded | FromContext, num_workers: int) ->
              1           4         2
       together           8
      one alone           4
-    WRONG: duplicates, 4 readings too many of examples that were read already.
+    WRONG: 4 examples are read in excess of what one worker alone reads.
         too many: 0
         too many: 1
         too many: 2

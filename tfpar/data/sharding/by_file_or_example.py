@@ -110,9 +110,9 @@ def _check_repeats(dataset: tf.data.Dataset) -> None:
     """Refuse a dataset with another order in each pass: its shards would overlap and miss examples."""
     if not begins_alike(dataset):
         raise ValueError(
-            "Sharding by example reads the dataset once for each shard, in the same order, but two readings "
-            "of it begin differently: leave out shuffle and random changes before it, and set shuffle_buffer "
-            "or seeded changes in decode."
+            "Sharding by example reads the dataset once for each shard, in the same order, but two passes over it "
+            "begin differently: leave out shuffle and random changes, and set shuffle_buffer or make seeded changes "
+            "in decode."
         )
 
 

@@ -96,7 +96,7 @@ def _problem(settings: config.Data) -> str | None:
 
 def _row_problem(settings: config.Data, columns: tables.Columns, names: Sequence[str], line: str) -> str | None:
     if line.count('"') % 2:
-        return "a quoted cell has no end in this line: write each row in one line, or remove the quote."
+        return "a quoted cell does not end in this line: write each row in one line, or remove the quote."
     cells = next(csv.reader([line], delimiter=settings.delimiter))
     if len(cells) != len(names):
         return (

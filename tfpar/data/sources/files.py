@@ -31,7 +31,10 @@ def of_split(settings: config.Data, split: str, kind: str) -> list[Path]:
     folder = directory(settings, f"{kind} files")
     if any(sign in split for sign in "*?["):
         if os.path.isabs(split):
-            raise ValueError(f"A pattern of files must begin in {folder}, received {received.toml(split)}: shorten it.")
+            raise ValueError(
+                f"A pattern of files must be relative to {folder}, received the absolute path {received.toml(split)}: "
+                "remove the folder from it."
+            )
         candidates = sorted(path for path in folder.glob(split) if not _is_hidden(path))
     elif os.path.isdir(folder / split):
         candidates = _visible(folder / split)

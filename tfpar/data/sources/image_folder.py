@@ -71,9 +71,7 @@ def corruption(settings: config.Data) -> str | None:
                 _decode(settings, path)
             except tf.errors.InvalidArgumentError as error:
                 reason = re.sub(r"^\{\{.*?\}\} ?| ?\[Op:\w+\].*", "", error.message.splitlines()[0])
-                return (
-                    f"{path.numpy().decode()} is no image that can be decoded ({reason}): remove or replace the file."
-                )
+                return f"{path.numpy().decode()} cannot be decoded as an image ({reason}): remove or replace the file."
     return None
 
 

@@ -28,8 +28,8 @@ def read(settings: config.Data) -> tuple[Split, Split | None]:
     if settings.validation_share is not None:
         if validation is not None:
             raise ValueError(
-                f"data.validation_share = {settings.validation_share} is instead of validation data, but {name} "
-                "returns some: leave it out."
+                f"data.validation_share = {settings.validation_share} holds out training examples, but {name} returns "
+                "validation data: leave it out."
             )
         return _split(settings, train, "train"), _split(settings, train, "validation")
     if validation is None or settings.validation_split is None:
@@ -78,11 +78,13 @@ def _check(name: str, dataset: tf.data.Dataset) -> None:
             f"{spec[1].shape}, as batches have: leave out batch(), as training.global_batch_size sets the batch."
         )
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(f"data.function must return data that end, but those of {name} never do: leave out repeat().")
+        raise ValueError(
+            f"data.function must return finite datasets, but {name} returned an infinite one: leave out repeat()."
+        )
     if not begins_alike(dataset):
         raise ValueError(
-            f"data.function must return examples in one order, but two readings of those of {name} begin differently: "
-            "leave out shuffle() and random changes; data.shuffle_buffer and data.augmentation make these."
+            f"data.function must return examples in a fixed order, but two passes over those of {name} begin "
+            "differently: leave out shuffle() and random changes, and set data.shuffle_buffer or data.augmentation."
         )
 
 

@@ -54,7 +54,7 @@ def read(settings: config.Data, split: str) -> Split:
     if not counts:
         raise ValueError(
             f'No file of split "{split}" in {_folder(settings)} holds the {window_bytes} bytes of one window: take a '
-            "larger share of the files, or lower data.context_bytes."
+            "larger part of the files, or lower data.context_bytes."
         )
     paths = list(counts)
 
@@ -98,7 +98,7 @@ def files(settings: config.Data, split: str) -> list[Path]:
     places = {path: _place(path.relative_to(folder)) for path in folder.rglob("*.py") if _is_source(path, folder)}
     if not places:
         raise FileNotFoundError(
-            f"Python source files must lie in {folder}, but none was found there: set data.directory to a folder that "
+            f"Python source files must be in {folder}, but none was found there: set data.directory to a folder that "
             "holds some."
         )
     of_split = [path for path, place in places.items() if (place < HELD_OUT_SHARE) == (asked[1] == "test")]

@@ -15,7 +15,7 @@ class Split(NamedTuple):
     decode: Callable[..., tuple[tf.Tensor, tf.Tensor]] | None  # None: they are stored as such pairs
     num_examples: int | None
     num_classes: int | None
-    origin: str  # for messages, such as 'split "train" of data set "mnist"'
+    origin: str  # for messages, such as 'split "train" of dataset "mnist"'
     read_files: Callable[[int, int], tf.data.Dataset]  # (num_shards, shard) -> stored examples of the files of a shard
     num_files: int
     encoded: bool  # whether inputs are stored as encoded images
@@ -60,14 +60,14 @@ def check(condition: tf.Tensor, sentence: tf.Tensor, value: tf.Tensor) -> tf.Ten
 
 
 def check_labels(labels: tf.Tensor, num_classes: int) -> tf.Tensor:
-    """Return the labels if all lie in 0 .. num_classes - 1; otherwise the graph fails and names the first bad one."""
+    """Return the labels if all are in 0 .. num_classes - 1; otherwise the graph fails and names the first bad one."""
     wide = tf.cast(labels, tf.int64)  # num_classes may not fit into the type of the labels
     bad = (wide < 0) | (wide >= num_classes)
     first_bad = tf.reshape(labels, [-1])[tf.argmax(tf.reshape(bad, [-1]))]
     sentence = tf.strings.join(
         [
-            "Labels must lie in 0 to ",
-            f"{num_classes - 1} for {num_classes} classes, but the data hold the label ",
+            "Labels must be from 0 to ",
+            f"{num_classes - 1} for {num_classes} classes, but the data contain the label ",
             tf.strings.as_string(first_bad),
             ". Set data.num_classes, or correct the data.",
         ]
@@ -85,7 +85,7 @@ def first_input(split: Split) -> tf.Tensor:
     if not spec[0].shape.is_fully_defined():
         raise ValueError(
             f"All inputs must have one fixed shape to form a batch, but those of {split.origin} have {spec[0].shape}. "
-            "Store them in one size, or choose another data set."
+            "Store them in one size, or choose another dataset."
         )
     first = next(iter(split.decoded().take(1)), None)
     if first is None:

@@ -11,7 +11,7 @@ from tfpar.data.batching import blocks
 VALUES_PER_COUNTER = 4  # one step of the Philox counter gives four 32-bit numbers
 PHILOX = 1  # tf.random.Algorithm.PHILOX.value
 BLOCK_ROWS = 8192
-MIN_BLOCKS = 64  # so that a small data set still has an order to shuffle
+MIN_BLOCKS = 64  # so that a small dataset still has an order to shuffle
 
 
 class Truth(NamedTuple):

@@ -45,7 +45,7 @@ def selected_columns(settings: config.Data, names: Sequence[str], path: Path) ->
             if name not in names:
                 raise ValueError(f'data.{key} = "{name}" is no column of {path}: {close_to(name, names)}')
     if not inputs:
-        raise ValueError(f'{path} has no column but the label "{settings.label_key}": there is nothing to learn from.')
+        raise ValueError(f'{path} has no column except the label "{settings.label_key}": add an input column.')
     categories.check_names(settings, inputs, path)
     places = tuple(list(names).index(name) for name in (*inputs, settings.label_key))
     return Columns(tuple(inputs), settings.label_key, places)

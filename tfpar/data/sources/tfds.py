@@ -35,14 +35,14 @@ def read(settings: config.Data, split: str) -> Split:
 
     Raises:
         ValueError: An unknown name, version, split or key.
-        ConnectionError: A data set that is not prepared and cannot be downloaded.
+        ConnectionError: A dataset that is not prepared and cannot be downloaded.
         OSError: A folder that cannot be written.
     """
     import tensorflow_datasets as tfds  # slow to import, and only TFDS sources need it
 
     builder = prepared_builder(settings)
     split_info = _split_info(builder, split)
-    origin = f'split "{split}" of data set "{settings.name}"'
+    origin = f'split "{split}" of dataset "{settings.name}"'
     if split_info.num_examples == 0:
         raise ValueError(f"The {origin} holds no examples: choose another split.")
     keys = (settings.input_key, settings.label_key)
@@ -107,7 +107,7 @@ def prepared_builder(settings: config.Data) -> Any:
 
     Raises:
         ValueError: An unknown name or version.
-        ConnectionError: A data set that is not prepared and cannot be downloaded.
+        ConnectionError: A dataset that is not prepared and cannot be downloaded.
         OSError: A folder that cannot be written.
     """
     builder = _builder(settings)
@@ -122,7 +122,7 @@ def prepared_builder(settings: config.Data) -> Any:
         raise
     except OSError as error:
         raise OSError(
-            f'Data set "{settings.name}" cannot be written to {builder.data_dir_root} ({error.strerror or error}): '
+            f'Dataset "{settings.name}" cannot be written to {builder.data_dir_root} ({error.strerror or error}): '
             "set data.directory to a folder that is writable and has space."
         ) from error
     return _builder(settings)
@@ -155,7 +155,7 @@ def _check_name(tfds: Any, name: str, settings: config.Data) -> None:
         return
     close = difflib.get_close_matches(name, known, n=3) or [OURS, "mnist", "cifar10"]
     raise ValueError(
-        f"data.name {received.toml(settings.name)} is no data set that TensorFlow Datasets knows: did you mean "
+        f"data.name {received.toml(settings.name)} is no name in TensorFlow Datasets: did you mean "
         f"{' or '.join(close)}?"
     )
 
@@ -166,7 +166,7 @@ def _split_info(builder: Any, split: str) -> Any:
     except (KeyError, ValueError, AssertionError) as error:
         available = ", ".join(builder.info.splits)
         raise ValueError(
-            f'Data set "{builder.name}" has no split {received.toml(split)}. It has: {available}; parts are written '
+            f'Dataset "{builder.name}" has no split {received.toml(split)}. It has: {available}; write a part as '
             "train[:80%]."
         ) from error
 
@@ -182,14 +182,14 @@ def _prepare(builder: Any, settings: config.Data) -> None:
             with _quiet():
                 _download_and_prepare(builder)
         elif _is_offline(builder):
-            raise ConnectionError("no host of the data set has an address")
+            raise ConnectionError("no host of the dataset has an address")
         else:
             _download_and_prepare(builder)
     except ImportError as error:
         raise ImportError(f'Preparing "{settings.name}" needs the Python package {error.name}: install it.') from error
     except _download_errors() as error:
         raise ConnectionError(
-            f'Data set "{settings.name}" is not prepared in {builder.data_dir_root} and could not be downloaded: run '
+            f'Dataset "{settings.name}" is not prepared in {builder.data_dir_root} and could not be downloaded: run '
             "once with a network, or set data.directory to a folder where it is prepared."
         ) from error
 

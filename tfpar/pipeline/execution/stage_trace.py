@@ -207,9 +207,9 @@ def _check_parameters(parameters: Sequence[Any], changed: Sequence[tf.Tensor | N
     for variable, new in zip(parameters, changed, strict=True):
         if new is not None:
             raise ValueError(
-                f"In a pipeline only the optimizer may change a trained weight, and a layer assigns "
-                f"{variable.path!r} while it is called (as SpectralNormalization does). Leave that layer out, or "
-                "train on SingleDevice()."
+                f"In a pipeline, only the optimizer can change a trained weight, received a layer that assigns "
+                f"{variable.path!r} in its call (as SpectralNormalization does). Leave that layer out, or train on "
+                "SingleDevice()."
             )
 
 
@@ -220,24 +220,24 @@ def _check_losses_in_call(
     losses: Sequence[tf.Tensor],
     values: Sequence[Any],
 ) -> None:
-    """Refuse a result of a whole-batch loss and of examples, since every micro-batch has other examples."""
+    """Refuse a result that depends on a loss of the whole batch and on the examples of a micro-batch."""
     if not whole:
         return
     later = reached_from(whole)
     if any(dense_part(output).op in later for output in outputs):
         raise ValueError(
-            "In a pipeline a loss object's value of which more is made than a multiple, or whose weights are "
-            f"trained, must be used in the stage that computes it, and stage {stage.index} sends it on. "
-            "Choose other cuts with balance, or train on SingleDevice() or Mirrored()."
+            "In a pipeline, the value of a loss object that is computed in call() and transformed by more than a "
+            "constant factor, or has trained weights, must be used in the stage that computes it, received a stage "
+            f"{stage.index} that outputs it. Change the cuts with balance, or train on SingleDevice() or Mirrored()."
         )
     gradients = tf.gradients(list(losses), list(whole)) if losses else []
     varying = reached_from(values, stop=[loss.op for loss in whole])
     for gradient in gradients:
         if gradient is not None and gradient.op in varying:
             raise ValueError(
-                "In a pipeline a layer may add a loss object's value, or a function of it, but not its product "
-                f"with something else of the examples, as a layer of stage {stage.index} does. Add both as "
-                "losses of their own, or train on SingleDevice() or Mirrored()."
+                "In a pipeline, a layer can add the value of a loss object, or a function of it, but not its product "
+                f"with another value of the examples, received such a product in stage {stage.index}. Add each as a "
+                "separate loss, or train on SingleDevice() or Mirrored()."
             )
 
 

@@ -108,7 +108,7 @@ def form_cluster(
             raise
         missing = tf_config.unreachable(job, 2.0)
         raise TimeoutError(
-            f"All {job.num_workers} workers were there, and {', '.join(missing) or 'one of them'} was lost while "
+            f"All {job.num_workers} workers were connected, and {', '.join(missing) or 'one of them'} was lost while "
             f"TensorFlow started: {_reason(error)}. Look at its output."
         ) from error
 
@@ -126,8 +126,8 @@ def _begin_confined(
     if found.problem is not None:
         print(
             f"warning: TensorFlow's server at {address} can be reached from other machines, as it could not be bound "
-            f"to the loopback ({found.problem.strerror}), and lets whoever connects act as you. Use a firewall, or "
-            "python -m tfpar.launch --network private.",
+            f"to the loopback ({found.problem.strerror}), and any program that connects can act as you. Use a "
+            "firewall, or python -m tfpar.launch --network private.",
             file=sys.stderr,
         )
     return strategy
@@ -145,14 +145,15 @@ def lost_worker(error: tf.errors.OpError) -> str | None:
     _, _, unhealthy = error.message.partition("unhealthy")
     silent = [job.addresses[int(rank)] for rank in re.findall(r"/task:(\d+)", unhealthy)]
     if missing := tf_config.unreachable(job, 2.0):
-        who = f"{', '.join(missing)} answers no more"
+        who = f"{', '.join(missing)} no longer responds"
     elif silent:
-        who = f"{', '.join(dict.fromkeys(silent))} is silent"
+        who = f"no heartbeat of {', '.join(dict.fromkeys(silent))}"
     else:
-        who = "it answers, but does not go on; the chief, if the others say the same"
+        who = "it responds, but makes no progress; it is the chief if the other workers print the same"
     return (
         f"A worker of the job is lost: {who} ({_reason(error)}). Start all workers again with the "
-        "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so by itself."
+        "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so "
+        "automatically."
     )
 
 

@@ -1,4 +1,4 @@
-"""How `load` divides the training examples: as set or by itself, always saying why, and the same batches for all."""
+"""The sharding policy of `load`: set or selected by `auto`, always with the reason, with the same batches for all."""
 
 import itertools
 from pathlib import Path
@@ -35,23 +35,24 @@ def labels(dataset: tf.data.Dataset) -> list[list[int]]:
         (
             16,
             64,
-            "by file, as images of 128 x 128 are to decode: 16 files in 8 shards, and a worker reads only its own",
+            "by file, because images of 128 x 128 must be decoded: 16 files in 8 shards, and a worker reads only its "
+            "own",
         ),
         (
             3,
             60,
-            "by example, as images of 128 x 128 are to decode, and 3 files do not fill 6 shards evenly: 6 shards of "
-            "examples, and a worker decodes only its own",
+            "by example, because images of 128 x 128 must be decoded and 3 files do not fill 6 shards evenly: 6 "
+            "shards of examples, and a worker decodes only its own",
         ),
         (
             1,
             11,
-            "by batch, as no number of shards from 2 to 8 divides a global batch of 11: every worker reads all "
+            "by batch, because no number of shards from 2 to 8 divides a global batch of 11: every worker reads all "
             "examples and takes its local batch of each global batch",
         ),
     ],
 )
-def test_auto_divides_large_encoded_images(
+def test_auto_shards_large_encoded_images(
     tmp_path: Path, num_files: int, global_batch_size: int, sentence: str
 ) -> None:
     loaded = load(large_images(tmp_path, num_files), global_batch_size=global_batch_size, seed=0)
@@ -59,31 +60,31 @@ def test_auto_divides_large_encoded_images(
     assert isinstance(loaded.train, Sharded) == (not sentence.startswith("by batch"))
 
 
-def test_auto_lets_every_worker_read_small_examples(digits: config.Data, folder: config.Data) -> None:
+def test_auto_shards_small_examples_by_batch(digits: config.Data, folder: config.Data) -> None:
     expected = (
-        "by batch, as decoding one example costs little: every worker reads all examples and takes its local batch of "
+        "by batch, because decoding one example is cheap: every worker reads all examples and takes its local batch of "
         "each global batch"
     )
     for settings in (digits, folder):
         assert load(settings, global_batch_size=64, seed=0).sharding == expected
     generated = load(config.Data(source="generated", num_examples=9), global_batch_size=3, seed=0)
-    assert generated.sharding.startswith("by batch, as rows are generated and not stored: every worker")
+    assert generated.sharding.startswith("by batch, because the rows are generated and not stored: every worker")
 
 
-def test_files_of_a_folder_are_divided(folder: config.Data) -> None:
+def test_files_of_a_folder_are_sharded(folder: config.Data) -> None:
     settings = changed(folder, shard_by="file", num_shards=4, shuffle_buffer=0)
     loaded = load(settings, global_batch_size=8, seed=0)
     assert loaded.sharding == "by file, as set: 4 files in 4 shards, and a worker reads only its own"
     inputs = [np.rint(batch[0][:, 0] * 40).astype(int).tolist() for batch in loaded.train.whole()]
     assert inputs[0] == [0, 1, 10, 11, 20, 21, 30, 31]
     assert sorted(itertools.chain(*inputs)) == list(range(40))
-    assert isinstance(loaded.validation, tf.data.Dataset), "validation is never divided"
+    assert isinstance(loaded.validation, tf.data.Dataset), "validation data are never sharded"
     uneven = load(changed(settings, num_shards=3), global_batch_size=9, seed=0).sharding
-    assert "4 files in 3 shards, not evenly, so an epoch's last batches are smaller" in uneven
+    assert "4 files in 3 shards, unevenly, so that the last batches of an epoch are smaller" in uneven
 
 
 @pytest.mark.parametrize("changes", [{"shard_by": "file"}, {"shard_by": "example", "cache": True}])
-def test_digits_divided_are_the_same_for_any_number_of_workers(digits: config.Data, changes: dict[str, Any]) -> None:
+def test_sharded_digits_are_the_same_for_any_number_of_workers(digits: config.Data, changes: dict[str, Any]) -> None:
     settings = changed(digits, num_shards=4, augmentation=("flip", "shift"), validation_split=None, **changes)
 
     def sharded() -> Sharded:
@@ -113,7 +114,9 @@ def test_digits_divided_are_the_same_for_any_number_of_workers(digits: config.Da
         ),
     ],
 )
-def test_what_cannot_be_divided_gets_one_sentence(folder: config.Data, changes: dict[str, Any], message: str) -> None:
+def test_impossible_shards_are_refused_in_one_sentence(
+    folder: config.Data, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         load(changed(folder, **changes), global_batch_size=64, seed=0)
 
@@ -121,8 +124,11 @@ def test_what_cannot_be_divided_gets_one_sentence(folder: config.Data, changes: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "generated", "shard_by": "file"}, 'but data.source = "generated" stores none: leave it out'),
-        ({"shard_by": "batch", "num_shards": 4}, 'data.num_shards = 4 divides files or examples, received .* "batch"'),
+        ({"source": "generated", "shard_by": "file"}, 'but data.source = "generated" has none: leave it out'),
+        (
+            {"shard_by": "batch", "num_shards": 4},
+            'data.num_shards = 4 needs sharding by file or by example, received .* "batch"',
+        ),
         ({"source": "generated", "num_shards": 4}, 'data.num_shards = 4 .* data.source = "generated": leave it out'),
     ],
 )
