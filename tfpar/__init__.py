@@ -48,7 +48,7 @@ _HOMES = {
     "predict": "drop_in",
     "use_logical_cpus": "cluster",
 }
-# `tfpar.data.by_file` needs no import of its own.
+# `tfpar.data.by_file` needs no separate import.
 _PACKAGES = ("callbacks", "checkpoint", "config", "data", "pipeline", "strategies")
 
 __all__ = [

@@ -77,11 +77,11 @@ def main(argv: list[str]) -> int:
     """Run the command.
 
     Args:
-        argv: What absl left of the command line; flags are taken out of it.
+        argv: The command line without the flags that absl has parsed.
 
     Returns:
-        The exit code: 0 when trained, 1 on an error (2 for a worker where the error would come again), 130 when
-        interrupted and 141 when nobody reads the output any more, both with a checkpoint to resume from.
+        The exit code: 0 when trained, 1 on an error (2 for a worker if a restart would fail too), 130 when interrupted
+        and 141 when the reader of the output is gone, both with a checkpoint to resume from.
     """
     directory: RunDirectory | None = None
     try:

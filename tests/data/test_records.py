@@ -174,7 +174,7 @@ def test_a_file_that_vanishes_is_named(folder: config.Data) -> None:
     victim.unlink()
     with pytest.raises(tf.errors.NotFoundError) as caught:
         epoch(loaded.train)
-    assert f"{victim} is gone" in str(user_message(caught.value, folder))
+    assert f"{victim} is missing" in str(user_message(caught.value, folder))
 
 
 def test_other_errors_are_not_explained(folder: config.Data) -> None:

@@ -135,7 +135,7 @@ def test_a_split_that_cannot_be_read_is_refused_with_those_that_can(sources: Pat
 def test_a_folder_without_sources_and_files_without_a_window_are_refused(tmp_path: Path, sources: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"must be in .*nothing, but none was found there: set data\.directory"):
         load(settings(tmp_path / "nothing"), global_batch_size=16, seed=0)
-    with pytest.raises(ValueError, match=r"holds the 401 bytes of one window: take a larger share .* or lower"):
+    with pytest.raises(ValueError, match=r"holds the 401 bytes of one window: take a larger part .* or lower"):
         load(settings(sources, context_bytes=400), global_batch_size=16, seed=0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keras
 
-# Attributes of every callback that are no state of its own (keras/src/callbacks/callback.py); a callback with a monitor
+# Attributes of every callback that are not its state (keras/src/callbacks/callback.py); a callback with a monitor
 # turns the sign of `min_delta` when it begins to compare, and does so again when a run resumes.
 NOT_STATE = ("params", "_model", "min_delta")
 

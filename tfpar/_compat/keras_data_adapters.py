@@ -73,7 +73,7 @@ def adapter(x: Any, y: Any, sample_weight: Any, class_weight: Any, shuffle: bool
     Raises:
         ValueError: With Keras' words, where the arguments exclude each other.
     """
-    # Keras warns of its own default, shuffle=True, wherever it has no effect.
+    # Keras warns about its default, shuffle=True, wherever it has no effect.
     shuffles = shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None
     return data_adapters.get_data_adapter(x, y, sample_weight, shuffle=shuffles, class_weight=class_weight)
 

@@ -78,7 +78,7 @@ def _without_collections() -> Iterator[None]:
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # nobody has frozen objects that must stay frozen
+        if gc.get_freeze_count() == 0:  # no objects are frozen that must stay frozen
             # Moves all objects into the oldest generation. Otherwise the next collections would look through them.
             gc.freeze()
             gc.unfreeze()

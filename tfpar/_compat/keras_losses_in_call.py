@@ -66,7 +66,7 @@ def undivided() -> Iterator[None]:
 
 @contextlib.contextmanager
 def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterator[None]:
-    """Let `keras.metrics.Mean` count a scalar, which stands for a whole batch, with a weight inside this context.
+    """Weight each scalar that `keras.metrics.Mean` counts inside this context, because it is a value of a whole batch.
 
     Keras 3.15 counts each with weight one, and every replica has such a scalar for the same batch.
 

@@ -26,7 +26,7 @@ def own_metrics(model: keras.Model) -> list[keras.Metric]:
 
 
 def counts_metrics(model: keras.Model) -> bool:
-    """Say whether a model was compiled with metrics, or counts some of its own (Keras 3.15)."""
+    """Return whether a model was compiled with metrics, or updates metrics of its layers (Keras 3.15)."""
     return model._compile_metrics is not None or overridden(model, "compute_metrics")
 
 

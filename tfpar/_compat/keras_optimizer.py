@@ -57,7 +57,7 @@ def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None
 
 
 def slots_per_weight(optimizer: keras.Optimizer | None) -> int:
-    """Return how many variables of its own size an optimizer keeps for each weight (Keras 3.15)."""
+    """Return the number of an optimizer's variables per weight that have the weight's size (Keras 3.15)."""
     if optimizer is None:
         return 0
     inner = keras_variables.innermost(optimizer)

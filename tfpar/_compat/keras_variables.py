@@ -1,8 +1,8 @@
-"""Memory of Keras variables: whose it is, and how it is re-created elsewhere under the same Keras object.
+"""Memory of Keras variables: the strategy that owns it, and its re-creation elsewhere under the same Keras object.
 
-Written for Keras 3.15 and TensorFlow 2.21. A `keras.Variable` keeps a `tf.Variable` in `_value`
-(keras/src/backend/tensorflow/core.py); what a user holds, a weight, an optimizer or a metric, is the Keras object, so
-it stays valid when the memory behind it is another one.
+Written for Keras 3.15 and TensorFlow 2.21. A `keras.Variable` has a `tf.Variable` in `_value`
+(keras/src/backend/tensorflow/core.py). Users refer to the Keras object of a weight, an optimizer or a metric, which
+stays valid when its memory is replaced.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tfpar._compat import versions
 
 
 def state(model: keras.Model) -> list[Any]:
-    """Return all Keras variables behind a model's training, each once: weights, random state, optimizer, metrics.
+    """Return all Keras variables of a model's training, each once: weights, random state, optimizer, metrics.
 
     `Layer.variables` leaves out the variables of metrics that layers hold. The metrics of a compilation are in
-    `model.metrics` once they are built, and before that where Keras 3.15 keeps what `compile` was given.
+    `model.metrics` once they are built; before that, Keras 3.15 has the arguments of `compile` in `_compile_metrics`.
     """
     held = [metric for layer in model._flatten_layers() for metric in layer._metrics]
     compiled = versions.private(model, "_compile_metrics")
@@ -34,14 +34,14 @@ def state(model: keras.Model) -> list[Any]:
 
 
 class PenalizedScope(keras.StatelessScope):
-    """A scope without values of its own in which regularizers get the weights, and so gradients flow to these.
+    """A stateless scope without values, in which regularizers read the weights, so that their gradients are computed.
 
-    Keras 3.15 asks the scope for the value that a regularizer gets, and passes on the None of a weight that has none
-    there (keras/src/layers/layer.py, `_get_regularization_losses`).
+    Keras 3.15 passes the value of a weight in the scope to its regularizer, and None for a weight without a value there
+    (keras/src/layers/layer.py, `_get_regularization_losses`).
     """
 
     def get_current_value(self, variable: Any) -> Any:
-        """Return what was assigned inside the scope, or else the memory of a weight that has a regularizer."""
+        """Return the value assigned inside the scope, or else the memory of a weight that has a regularizer."""
         value = super().get_current_value(variable)
         return variable._value if value is None and variable.regularizer is not None else value
 
@@ -52,7 +52,7 @@ def optimizer_of(model: keras.Model) -> Any:
 
 
 def _optimizers(model: keras.Model) -> list[Any]:
-    """Return the optimizers that a model holds, more than one where its step is of its own, with those they wrap."""
+    """Return the optimizers of a model, several for a model with objectives, and the optimizers that they wrap."""
     found = [
         one
         for value in vars(model).values()
@@ -119,8 +119,8 @@ def short_name(device: str) -> tuple[str, int]:
 def belongs_to(model: keras.Model) -> tf.distribute.Strategy | None:
     """Return the strategy in whose scope a model was built, or else the one that its weights belong to.
 
-    Keras notes the scope in `_distribute_strategy`. A model that somebody makes of the layers of another one outside
-    of the scope has none there.
+    Keras records the scope in `_distribute_strategy`. It is None for a model that was created outside of the scope from
+    the layers of another model.
     """
     noted: tf.distribute.Strategy | None = model._distribute_strategy
     return noted or next(filter(None, map(home_of, model.variables)), None)

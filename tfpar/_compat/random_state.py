@@ -56,11 +56,11 @@ def seeded(states: Iterable[Any], seed: int) -> list[tuple[Any, tf.Tensor]]:
 
 
 def draws_from_no_layer(scope: keras.StatelessScope, known: Iterable[Any]) -> bool:
-    """Say whether something drew from Keras' global generator inside a scope.
+    """Return whether Keras' global generator was used inside a scope.
 
     Args:
-        scope: Where it would have changed the state.
-        known: States whose new values somebody takes from the scope already.
+        scope: The scope, which holds the changed state.
+        known: States whose new values are already read from the scope.
     """
     return any(
         scope.get_current_value(state) is not None and not any(state is other for other in known)
@@ -162,10 +162,10 @@ class GeneratorOnReplicas:
 
 @contextlib.contextmanager
 def replica_seeds(replica_id: Callable[[], int]) -> Iterator[None]:
-    """Let every replica but the first draw random numbers of its own inside this context.
+    """Draw different random numbers on every replica inside this context; the first draws those of one device.
 
-    A Keras 3.15 `SeedGenerator` holds the same state on all replicas, so that Dropout would drop the same units for
-    the first example of each part, the second, and so on. The replica's number is mixed into the seed drawn.
+    A Keras 3.15 `SeedGenerator` has the same state on all replicas, so that Dropout would drop the same units for the
+    first example of each part, the second, and so on. The number of the replica is mixed into the drawn seed.
     """
 
     def draw(generator: Any, ordered: bool = True) -> tf.Tensor:

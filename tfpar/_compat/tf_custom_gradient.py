@@ -35,7 +35,7 @@ def _register_in_graph(registration: Any, function: Callable[..., Any]) -> Calla
 
     def call(*arguments: Any) -> Any:
         gradient = held()
-        assert gradient is not None, "its graph is there while somebody differentiates it"
+        assert gradient is not None, "its graph exists while its gradient is computed"
         return gradient(*arguments)
 
     _register(registration, call)

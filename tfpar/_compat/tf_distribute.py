@@ -25,7 +25,7 @@ from tfpar._compat import versions
 
 
 def reduce_on_one_device(strategy: tf.distribute.MirroredStrategy) -> None:
-    """Let a strategy over CPUs that somebody else made sum on one of them.
+    """Make a user's strategy over CPUs reduce on one of them.
 
     TensorFlow 2.21's default, collectives, crashes when one process trains a second model: instance keys are used
     again ("Shape mismatch in the collective instance").

@@ -1,4 +1,4 @@
-"""Functions that users decorate with `tf.function`, called while their weights and states stand for other tensors.
+"""Calls of users' `tf.function` objects while their weights and states are replaced by other tensors.
 
 Written for TensorFlow 2.21. A `tf.function` is traced for a device and a signature, and its trace is used again. One
 that was traced inside of a `keras.StatelessScope` holds the tensors of that scope for good, instead of the weights.

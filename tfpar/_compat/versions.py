@@ -1,8 +1,8 @@
 """The versions of Keras and TensorFlow that tfpar was tested with, and names of theirs that must exist.
 
-tfpar reads and replaces private parts of both, which any release may rename. Python is silent about some of that: an
-assignment creates a name that nobody reads any more, and `getattr` with a default returns the default. The functions
-below raise one sentence instead.
+tfpar reads and replaces private parts of both, which any release may rename. Python raises no error for some of it: an
+assignment creates an unused name, and `getattr` with a default returns the default. The functions below raise one
+sentence instead.
 """
 
 from __future__ import annotations

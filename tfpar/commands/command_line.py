@@ -110,14 +110,14 @@ def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
 
 
 def run(main: Callable[[list[str]], int], flags_parser: Callable[[Sequence[str]], list[str]]) -> NoReturn:
-    """Run a command to its end, the process with it: no way out of it is a traceback that is not a bug.
+    """Run a command and end the process; only a bug prints a traceback.
 
     Args:
-        main: What the command does; it returns the exit code.
-        flags_parser: Takes the flags out of the command line.
+        main: The function of the command; it returns the exit code.
+        flags_parser: Removes the flags from the command line.
 
     Raises:
-        SystemExit: With the exit code: that of `main`, 130 after Ctrl-C, 141 where nobody reads its output.
+        SystemExit: With the exit code: that of `main`, 130 after Ctrl-C, 141 if the reader of the output is gone.
     """
     run_plain(lambda: app.run(main, flags_parser=flags_parser))
 

@@ -1,7 +1,7 @@
 """Which keys of a run are read: by the train command, or by its trainer class; needs no TensorFlow.
 
-A trainer class names what it reads in its attribute `reads`: sections, or single keys such as "model.l2". A key that
-nobody reads is refused where it is set, and left out of the recorded configuration.
+A trainer class lists the sections or single keys that it reads, such as "model.l2", in its attribute `reads`. An unread
+key is refused if it is set, and left out of the recorded configuration.
 """
 
 import functools
@@ -55,11 +55,11 @@ def read_keys(reads: Collection[str]) -> frozenset[str]:
 
 
 def unread_problems(run: config.Run, reads: Collection[str], trainer: str) -> list[str]:
-    """Return a sentence for each key of `run` that differs from its default and that nobody reads.
+    """Return a sentence for each unread key of `run` that differs from its default.
 
     Args:
         run: The run.
-        reads: What its trainer class names.
+        reads: The sections and keys that its trainer class reads.
         trainer: The import path of that class.
 
     >>> run = config.load(None, ["model.l2=0.1"])
@@ -78,7 +78,7 @@ def unread_problems(run: config.Run, reads: Collection[str], trainer: str) -> li
 
 
 def dump_read(run: config.Run, reads: Collection[str], trainer: str) -> str:
-    """Write a run as `tfpar.config.dump` does, without the keys that nobody reads; `load` reads the same run back.
+    """Write a run as `tfpar.config.dump` does, without the unread keys; `load` reads the same run back.
 
     Args:
         run: The run, without problems.

@@ -75,7 +75,7 @@ _CHANGES: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 
 
 def unit(inputs: tf.Tensor) -> tf.Tensor:
-    """Divide integers by the largest value of their type, so that they lie in [0, 1]; return floats unchanged.
+    """Divide integers by the largest value of their type, to the range [0, 1]; return floats unchanged.
 
     >>> float(unit(tf.constant(255, tf.uint8)))
     1.0

@@ -180,7 +180,7 @@ class WorkerGroup:
         self.failed = failed
         self._stopped = [worker.rank for worker in self._running() if worker.is_stopped]
         if failed.code == INTERRUPTED:
-            # The others save the same checkpoint and end by themselves; another signal would interrupt the saving.
+            # The others save the same checkpoint and exit; another signal would interrupt the saving.
             self._stop([], self._grace_seconds)
         else:
             self._stop(self._running(), min(SECONDS_AFTER_FAILURE, self._grace_seconds))

@@ -57,7 +57,7 @@ def _rounded(message: Any, dtype: Any) -> Any:
 
 
 def _packs(gradients: Sequence[Any], present: Sequence[int], pack_bytes: int | None) -> list[list[int]]:
-    """Group dense gradients of a dtype into packs of at most `pack_bytes`; a larger gradient is a pack of its own."""
+    """Group dense gradients of a dtype into packs of at most `pack_bytes`; a larger gradient is a separate pack."""
     packs: list[list[int]] = []
     open_packs: dict[tf.DType, tuple[list[int], int]] = {}
     for index in present:

@@ -1,4 +1,4 @@
-"""The folder of one run: whose it is, what lies where, and that nobody else writes into it; no TensorFlow."""
+"""The run directory: its owner, its files, and a lock against other processes; no TensorFlow."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class RunDirectory:
         pipeline.png     with --trace: a step of the pipeline as planned and as run
         tensorflow.log   what TensorFlow's native code wrote
 
-    A folder that holds somebody's own files is refused, whatever their names: without a `run.json` no file is a run's.
-    An older version wrote none; its folder is known by `.lock` next to a readable `config.toml`, and gets one.
+    A folder with other files is refused, whatever their names: without a `run.json` no file is a run's. An older
+    version wrote none; its folder is recognized by `.lock` next to a readable `config.toml`, and gets one.
 
     Args:
         path: The folder.
@@ -289,7 +289,7 @@ class RunDirectory:
             OSError: If they cannot be written.
         """
         if self._recorded:
-            self.record(self._recorded)  # which somebody may have removed since
+            self.record(self._recorded)  # the file may have been removed since
         digests = {path.name: result_files.digest(path) for path in (self.model, self.metrics) if path.exists()}
         of_files = {"run": self.identity, "sha256": digests}
         atomic_file.write(self.results, json.dumps({**results, **of_files}, indent=2) + "\n")

@@ -27,7 +27,7 @@ _LEFTOVERS = frozenset({".lock", "run.json", "config.unfinished", "tensorflow.lo
 
 
 def is_unused(names: Iterable[str]) -> bool:
-    """Say whether a folder with these files holds nothing that a run, or somebody else, would miss."""
+    """Return whether a folder with these files can become a run directory: no results of a run, no files of a user."""
     return all(name in _LEFTOVERS or atomic_file.is_unfinished(name) for name in names)
 
 

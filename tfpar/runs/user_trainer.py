@@ -137,7 +137,7 @@ def trainer_class(path: str) -> Any:
         ValueError: If there is none under that path.
     """
     module_name, _, name = path.rpartition(".")
-    # The command may run from any folder; a trainer class of the user's own lies in the current one.
+    # The command may run from any folder; a user's trainer class is in the current one.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -31,7 +31,7 @@ class SingleReplica(Strategy):
         return data.num_rows(element)
 
     def end_call(self, model: keras.Model) -> None:
-        """Do nothing: every step is complete by itself."""
+        """Do nothing: every step is complete."""
 
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights with their moving average, if the optimizer has one."""

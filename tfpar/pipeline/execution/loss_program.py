@@ -172,6 +172,6 @@ def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Seque
 
 
 def _captured_weights(model: keras.Model, function: Any) -> list[keras.Variable]:
-    """Return the trained weights that a function reads by itself, not as its arguments."""
+    """Return the trained weights that a function captures, instead of taking them as arguments."""
     handles = {id(outer) for outer, _ in function.graph.captures if outer.dtype == tf.resource}
     return [variable for variable in model.trainable_variables if id(variable.value.handle) in handles]

@@ -251,7 +251,7 @@ def _by_role(variables: Iterable[Any], *, training: bool) -> StageVariables:
 
 
 def _captured(trace: StageTrace, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    """Return the variables that a traced graph reads by itself, not as its arguments."""
+    """Return the variables that a traced graph captures, instead of taking them as arguments."""
     handles = {id(outer) for outer, _ in trace.graph.captures if outer.dtype == tf.resource}
     unseen = [variable for variable in variables if id(variable.value.handle) in handles]
     return [*unseen, random_state.state_of_no_layer()] if trace.draws_from_no_layer else unseen

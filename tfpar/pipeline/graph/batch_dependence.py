@@ -250,7 +250,7 @@ class _Trial:
         return list(zip(call.outputs, *runs, strict=True))
 
     def _store_halves(self, value: Value, axis: int | None, size: int) -> None:
-        """Store the halves of a whole value as inputs of later calls, so that these are judged by themselves."""
+        """Store the halves of a whole value as inputs of later calls, so that these are checked separately."""
         self.axes[value] = axis
         tensor = self._whole[value]
         if axis is None:

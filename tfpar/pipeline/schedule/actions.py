@@ -72,7 +72,7 @@ class Schedule:
         return stage % self.num_devices
 
     def dependencies(self, action: Action) -> list[Action]:
-        """Return the actions whose results an action reads: first of its own stage, then of a neighbouring stage.
+        """Return the actions whose results an action reads: first of the same stage, then of a neighbouring stage.
 
         Args:
             action: One of the actions of the schedule.
