@@ -1,4 +1,4 @@
-"""`python -m tfpar.launch`: start the workers of a job on this machine, or print what starts them on a cluster.
+"""`python -m tfpar.launch`: start the workers of a job on this machine, or print a script or manifest for a cluster.
 
 python -m tfpar.launch --num_workers 2 -- --config configs/digits.toml      arguments of tfpar.train
 python -m tfpar.launch --num_workers 2 -- script.py --epochs 3              your own script
@@ -64,7 +64,7 @@ COMMAND: command_line.Command = command_line.Command(
         "python -m tfpar.launch --num_workers 2 --max_restarts 3 -- script.py --width 8",
         "python -m tfpar.launch --num_workers 4 --print slurm -- --config mnist",
     ],
-    details=lambda: "The workers' command follows after --; python -m tfpar.train --help lists its flags.",
+    details=lambda: "The workers' command follows --; python -m tfpar.train --help lists its flags.",
     way_out=lambda flag: "" if closest(flag, COMMAND.flags) else f" {_AFTER_DASHES}",
 )
 

@@ -85,7 +85,11 @@ def test_python_dash_m_tfpar_lists_the_commands(capsys: pytest.CaptureFixture[st
         ("tfpar.train", ["--trace=maybe"], "--trace must be true or false, received 'maybe'."),
         ("tfpar.launch", ["--workers", "2"], "--workers is no flag. Did you mean --num_workers?"),
         ("tfpar.launch", ["--epochs", "3"], "--epochs is no flag. The command of the workers follows after --, as in"),
-        ("tfpar.launch", ["--num_workers", "2", "script.py"], "'script.py' is no flag. What the workers get follows"),
+        (
+            "tfpar.launch",
+            ["--num_workers", "2", "script.py"],
+            "'script.py' is no flag. The command of the workers follows",
+        ),
         ("tfpar.launch", ["--num_workers", "two"], "--num_workers must be an integer, received 'two'."),
     ],
 )

@@ -105,7 +105,7 @@ def two_inputs() -> tf.data.Dataset:
 CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[], tf.data.Dataset], dict[str, Any]]] = {
     "sparse input": (sparse_input, with_weights(rows), {"num_stages": 2, "balance": "time"}),
     "sparse across cuts": (sparse_across_cuts, two_inputs, {"num_stages": 4, "schedule": "zero_bubble"}),
-    "sparse to a call of its own": (lambda: compiled(OwnCall()), with_weights(rows), {"num_stages": 2}),
+    "sparse to a custom call": (lambda: compiled(OwnCall()), with_weights(rows), {"num_stages": 2}),
     "sparse made dense": (made_dense, with_weights(rows), {"num_stages": 2, "recompute": True}),
     "ragged with weights": (lambda: compiled(ragged_rows()), weighted_ragged_data, {"num_stages": 3}),
 }

@@ -179,7 +179,7 @@ def test_an_optimizer_that_depends_on_the_number_of_epochs_is_refused(
 def test_a_schedule_that_cannot_be_saved_is_refused_before_training(call: command.InProcess) -> None:
     refused = call("--directory", "run", *settings("trainer=own.Silent"), *epochs(1))
     assert refused.code == 1
-    assert "without which the trained model cannot be saved" in refused.err
+    assert "must have a configuration to be saved with the model" in refused.err
     assert refused.err.count("\n") == 1
 
 

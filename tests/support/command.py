@@ -1,4 +1,4 @@
-"""The train command under test: as a process of its own, or inside the tests' process, and what it left on disk."""
+"""The train command under test, in a separate process or inside the tests' process, and the files of its run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIGURES = {"examples_per_second", "step_milliseconds", "data_wait_share"}  # of 
 
 
 class Outcome(NamedTuple):
-    """How a command ended and what it wrote."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -38,18 +38,18 @@ class Outcome(NamedTuple):
 
 
 def settings(*overrides: str) -> list[str]:
-    """`--set` before each override."""
+    """Return flags with `--set` before each override."""
     return [part for override in overrides for part in ("--set", override)]
 
 
 class Running:
-    """A command that runs as a process of its own."""
+    """A running command in a separate process."""
 
     def __init__(self, process: subprocess.Popen[bytes], out: IO[str], err: IO[str]) -> None:
         self._process, self._out, self._err = process, out, err
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is so, while it runs."""
+        """Wait until a condition holds, while the command runs."""
         deadline = time.monotonic() + TIMEOUT_SECONDS
         while not condition():
             assert self._process.poll() is None, f"it ended too early: {self.finish()}"
@@ -57,11 +57,11 @@ class Running:
             time.sleep(0.01)
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal."""
+        """Send the command a signal."""
         self._process.send_signal(number)
 
     def finish(self) -> Outcome:
-        """Wait for the end."""
+        """Wait for the end of the command."""
         code = self._process.wait(TIMEOUT_SECONDS)
         return Outcome(code, *self._written())
 
@@ -75,7 +75,7 @@ class Running:
 def started(
     arguments: Sequence[str], folder: Path, data: Path, terminal: int | None = None, code: Sequence[str] = ()
 ) -> Iterator[Running]:
-    """Start the command in a folder; whatever happens, its processes are gone in the end.
+    """Start the command in a folder, and end its processes with the context.
 
     Args:
         arguments: Of `python -m tfpar.train`.
@@ -105,20 +105,20 @@ def started(
 
 
 def run(arguments: Sequence[str], folder: Path, data: Path, code: Sequence[str] = ()) -> Outcome:
-    """Run the command to its end."""
+    """Run the command and wait for its end."""
     with started(arguments, folder, data, code=code) as running:
         return running.finish()
 
 
 def metrics(directory: Path) -> list[dict[str, float]]:
-    """The lines of a run's `metrics.jsonl` without what depends on speed; a last line that is half written is left."""
+    """Return the lines of a run's `metrics.jsonl` without speeds; without the last line if it is incomplete."""
     path = directory / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [{key: value for key, value in json.loads(line).items() if key not in FIGURES} for line in lines]
 
 
 def weights(directory: Path) -> dict[str, np.ndarray]:
-    """All that a run's `model.keras` holds, weights and optimizer, by name."""
+    """Return the weights and the optimizer state of a run's `model.keras` by name."""
     import h5py
 
     found: dict[str, np.ndarray] = {}
@@ -133,7 +133,7 @@ def weights(directory: Path) -> dict[str, np.ndarray]:
 
 
 def assert_same_weights(directory: Path, expected: Path, tolerance: float = 0.0) -> None:
-    """Two runs must have saved the same model."""
+    """Assert that two runs have saved the same model."""
     actual, wanted = weights(directory), weights(expected)
     assert actual.keys() == wanted.keys()
     assert actual, "the models hold no weights"
@@ -142,7 +142,7 @@ def assert_same_weights(directory: Path, expected: Path, tolerance: float = 0.0)
 
 
 def contents(directory: Path, without: Sequence[str] = ()) -> dict[str, tuple[bytes, int]]:
-    """Every file below a folder with its bytes and the time of its last change."""
+    """Return every file below a folder with its bytes and the time of its last change."""
     return {
         str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in sorted(directory.rglob("*"))
@@ -152,7 +152,7 @@ def contents(directory: Path, without: Sequence[str] = ()) -> dict[str, tuple[by
 
 @contextlib.contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a size, as if the disk were full."""
+    """Limit the size of all files of this process, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -162,7 +162,7 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
 
 
 class InProcess:
-    """The command called inside this process, in a folder of its own; it leaves Keras' settings as it found them.
+    """The command called inside this process, in a separate folder; it restores Keras' settings.
 
     Args:
         capfd: What catches standard output and error.

@@ -1,4 +1,4 @@
-"""The examples of docstrings: where they are, the names that they assume, and how one is run.
+"""The examples of docstrings: their places, the names that they use, and their execution.
 
 An example may use names of its module, and those of `ASSUMED`: a model function, a dataset, a trainer and so on. It is
 compared with what it says it prints; where it says nothing, nothing is compared (`trainer.fit` shows its progress).
@@ -70,7 +70,7 @@ def _of(node: ast.AST, module: str, name: str) -> Iterator[Docstring]:
 
 
 def run(docstring: Docstring) -> str:
-    """Run the examples of a docstring in their order; return what is wrong, nothing if all is well."""
+    """Run the examples of a docstring in their order; return the failures as text, empty without any."""
     module = importlib.import_module(docstring.module)
     names = {**_assumed(docstring), **vars(module), "__name__": "__main__"}
     test = PARSER.get_doctest(docstring.text, names, f"{docstring.module}.{docstring.name}", None, docstring.line)
@@ -99,7 +99,7 @@ def _restored_streams() -> Iterator[None]:
 
 
 def _assumed(docstring: Docstring) -> dict[str, Any]:
-    """Make the names that the examples use and neither make themselves nor find in their module."""
+    """Create the names that the examples use, but neither define nor find in their module."""
     sources = "".join(example.source for example in PARSER.get_examples(docstring.text))
     named = [node for node in ast.walk(ast.parse(sources)) if isinstance(node, ast.Name)]
     made = {node.id for node in named if isinstance(node.ctx, ast.Store)}
@@ -109,7 +109,7 @@ def _assumed(docstring: Docstring) -> dict[str, Any]:
     return {name: make() for name, make in assumed.items() if name in used}
 
 
-# What examples may assume, as a reader of the documentation does.
+# The names that examples may use without defining them.
 
 
 def build_model() -> Any:
@@ -139,7 +139,7 @@ def _dataset() -> Any:
 
 @functools.cache
 def _trainer() -> Any:
-    """One for all examples."""
+    """Return one trainer for all examples."""
     import tfpar
 
     return tfpar.Trainer(build_model, tfpar.SingleDevice("CPU:0"))
@@ -147,7 +147,7 @@ def _trainer() -> Any:
 
 @functools.cache
 def _pipeline() -> Any:
-    """One whose step is predicted."""
+    """Return a trainer whose step is predicted."""
     import tfpar
 
     return tfpar.Trainer(build_model, tfpar.Pipeline(2, num_microbatches=2, devices=["CPU:0", "CPU:1"]))

@@ -10,7 +10,7 @@ from tests import ROOT
 INSTALL = "sh install.sh"
 DEFAULT = ".venv/bin/python -m tfpar.train"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# Commands that no test runs, by a word of theirs, and why.
+# Commands that no test runs, by one of their words, with the reason.
 NOT_RUN = {
     INSTALL: "installs; CI begins with it",
     "srun": "needs an allocation of Slurm; tests/cluster/test_slurm_multi_process.py runs it where Slurm is installed",

@@ -1,4 +1,4 @@
-"""Jobs of the public commands as processes of their own, and a trainer that strikes its job where a test says.
+"""Jobs of the public commands in separate processes, and a trainer that causes faults at chosen steps.
 
 A file in the folder `faults` beside the job is one fault: `2-begin-KILL-0`, the second, is SIGKILL for worker 0 at the
 beginning of the training. Each start of the job takes the first that is left, and moves it to `struck` on the way.
@@ -26,7 +26,7 @@ from tfpar.launcher.worker_group import free_addresses
 TIMEOUT_SECONDS = 90.0
 SILENCE_SECONDS = 3
 TRAIN = ("-m", "tfpar.train")
-# Adam's moments and the shuffle must be resumed too; 64 steps an epoch, of a ragged end.
+# Adam's moments and the shuffle must be resumed too; 64 steps per epoch, the last one smaller.
 FLAGS = [
     *("--config", str(ROOT / "configs" / "regression_small.toml"), "--directory", "run"),
     *settings("data.num_examples=2030", "data.shuffle_buffer=500", "training.global_batch_size=32"),
@@ -34,7 +34,7 @@ FLAGS = [
     *settings("training.epochs=3", "callbacks.tensorboard=false"),
 ]
 # Under any number of workers, also one alone.
-DROPOUT = settings("model.dropout=0.25")  # has random numbers, of each replica its own
+DROPOUT = settings("model.dropout=0.25")  # with random numbers that differ between replicas
 STRIKING = settings("trainer=own.Striking", "training.steps_per_call=2")
 OF_A_JOB = settings(f"strategy.silence_seconds={SILENCE_SECONDS}")
 OWN = """
@@ -61,7 +61,7 @@ def strike(moment):
         os.kill(int(Path(f"pid-{victim}").read_text()), signal.Signals[f"SIG{name}"])
         time.sleep(0.5 if name == "KILL" else 0)
 
-calls = []  # of this process: what a callback holds would be resumed
+calls = []  # of this process; attributes of a callback would be resumed
 
 class Strikes(keras.callbacks.Callback):
 
@@ -79,7 +79,7 @@ class Strikes(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if len(calls) == 1 and rank == 0:
             Path("steps").open("a").write(f"{time.time()}\\n")
-            if Path("full_disk").exists():  # TensorFlow writes files of its own before
+            if Path("full_disk").exists():  # after the files that TensorFlow writes at its start
                 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 
 written, really_fsync = [], os.fsync
@@ -107,7 +107,7 @@ strike("import")
 
 
 class Process:
-    """A command that runs.
+    """A running command.
 
     Args:
         process: Its process.
@@ -120,7 +120,7 @@ class Process:
         self._process, self._out, self._err = process, out, err
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Wait until something is so, while it runs."""
+        """Wait until a condition holds, while the command runs."""
         deadline_seconds = time.monotonic() + TIMEOUT_SECONDS
         while not condition():
             assert self._process.poll() is None, f"it ended too early: {self.finish()}"
@@ -137,20 +137,20 @@ class Process:
         return self._process.poll()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal."""
+        """Send the command a signal."""
         self._process.send_signal(number)
 
     def finish(self) -> Outcome:
-        """Wait for the end."""
+        """Wait for the end of the command."""
         return Outcome(self._process.wait(TIMEOUT_SECONDS), *self.written())
 
     def written(self) -> tuple[str, str]:
-        """What it has written until now."""
+        """The output so far."""
         out, err = (os.pread(file.fileno(), 1 << 20, 0).decode() for file in (self._out, self._err))
         return out, err
 
     def child(self, rank: int) -> int | None:
-        """The process of a worker, as soon as it is one."""
+        """Return the process of a worker, after its start."""
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
@@ -162,7 +162,7 @@ class Process:
 
 @contextlib.contextmanager
 def started(arguments: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> Iterator[Process]:
-    """Start Python in a folder; it is gone in the end.
+    """Start Python in a folder, and end it with the context.
 
     Args:
         arguments: Of Python.
@@ -190,24 +190,24 @@ def started(arguments: Sequence[str], folder: Path, variables: Mapping[str, str]
 
 
 def run(arguments: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None) -> Outcome:
-    """Run Python to its end."""
+    """Run Python and wait for its end."""
     with started(arguments, folder, variables) as process:
         return process.finish()
 
 
 def launch(num_workers: int, *options: str) -> list[str]:
-    """The words before the flags of the train command that start a job."""
+    """Return the command that starts a job, up to the flags of the train command."""
     return ["-m", "tfpar.launch", "--num_workers", str(num_workers), *options, "--"]
 
 
 def places(num_workers: int) -> list[dict[str, str]]:
-    """The variables of each worker of a job on this machine."""
+    """Return the environment variables of each worker of a job on this machine."""
     addresses = free_addresses(num_workers)
     return [{"TF_CONFIG": tf_config.to_tf_config(addresses, rank)} for rank in range(num_workers)]
 
 
 def prepare(folder: Path, *faults: str) -> Path:
-    """Make the folder of a job that these faults will strike."""
+    """Create the folder of a job with these faults."""
     for name in ("faults", "struck"):
         (folder / name).mkdir(parents=True)
     (folder / "own.py").write_text(OWN)
@@ -217,7 +217,7 @@ def prepare(folder: Path, *faults: str) -> Path:
 
 
 def assert_same_run(directory: Path, expected: Path, tolerance: float = 1e-5) -> None:
-    """Two runs must have saved the same model and reported the same: each example was used once an epoch."""
+    """Assert that two runs have saved the same model and the same metrics: each example was used once per epoch."""
     assert_same_weights(directory, expected, tolerance)
     actual, wanted = metrics(directory), metrics(expected)
     assert [line["epoch"] for line in actual] == [line["epoch"] for line in wanted]
@@ -226,11 +226,11 @@ def assert_same_run(directory: Path, expected: Path, tolerance: float = 1e-5) ->
 
 
 def launcher_lines(outcome: Outcome) -> list[str]:
-    """What the launcher itself has said."""
+    """Return the lines of the launcher itself."""
     return [line.removeprefix("[launch] ") for line in outcome.err.splitlines() if line.startswith("[launch] ")]
 
 
 def first_steps(folder: Path) -> list[float]:
-    """When the chief of each start of the job had trained its first step, in seconds since 1970."""
+    """Return the times of the chief's first step after each start of the job, in seconds since 1970."""
     path = folder / "steps"
     return [float(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []

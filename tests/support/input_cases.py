@@ -1,4 +1,4 @@
-"""Everything that Keras' fit takes besides a `tf.data.Dataset` of dense batches, each case a model and its data."""
+"""The inputs of Keras' fit other than a `tf.data.Dataset` of dense batches, each case a model and its data."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def dense_model() -> keras.Model:
 
 
 def frame_model() -> keras.Model:
-    """For labels of two axes, for which Keras 3.15 does not trace the functions of a model again."""
+    """A model for labels with two axes, for which Keras 3.15 does not trace the functions of a model again."""
     return dense_model()
 
 
@@ -122,7 +122,7 @@ def sparse_model() -> keras.Model:
 
 
 class OfRows(keras.layers.Layer):
-    """Takes what only sparse, or only ragged, rows have."""
+    """A layer for sparse or for ragged rows only."""
 
     def call(self, rows: Any) -> Any:
         if isinstance(rows, tf.SparseTensor):
@@ -178,7 +178,7 @@ def optional_by_name() -> keras.Model:
 
 
 class Case(NamedTuple):
-    """One call of fit: the model that takes the data, and the arguments, made for each call.
+    """One call of fit: the model, and the arguments, which are created for each call.
 
     `keras_takes` is False where Keras 3.15 fails on it.
     """
@@ -265,7 +265,7 @@ CASES: dict[str, Case] = {
 NEED_TORCH = {"DataLoader", "DataLoader, shuffled", "torch tensors"}
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
-# How often, and in which epochs, Keras finds the data ended before the steps; the last is its own empty epoch.
+# The number of epochs in which Keras' data end before the steps; the last is an empty epoch of Keras.
 WARNINGS = {
     "PyDataset, steps": 1,
     "PyDataset, two threads, steps": 2,
@@ -282,7 +282,7 @@ WARNINGS = {
 
 
 def seed() -> None:
-    """What `keras.utils.set_random_seed` sets and a fit draws from."""
+    """Return the random states that `keras.utils.set_random_seed` sets and a fit uses."""
     random.seed(0)
     np.random.seed(0)
     tf.random.set_seed(0)

@@ -1,4 +1,4 @@
-"""A fixture that fails a test which leaves a process, a thread, a file or an environment variable behind.
+"""A fixture that fails a test if a process, a thread, a file or an environment variable remains after it.
 
 For a whole file: `pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]`.
 """
@@ -19,15 +19,15 @@ from typing import NamedTuple, TypeVar
 
 import pytest
 
-SECONDS_TO_END = 3.0  # what was just killed is gone a moment later
-# A process that has this variable was started by the test, even if its parent has died and init has taken it over.
+SECONDS_TO_END = 3.0  # for processes that were just killed
+# A process with this variable was started by the test, even if its parent has ended and init has adopted it.
 MARK = "TFPAR_LEAK_MARK"
 # pytest's own; and what `import tensorflow` sets when a test is the first to need it.
 TENSORFLOW_VARIABLES = re.compile(
     r"TF2_BEHAVIOR|TPU_ML_PLATFORM\w*|KMP_\w+|ENABLE_RUNTIME_UPTIME_TELEMETRY|HDF5_PLUGIN_PATH"
 )
 ALLOWED_VARIABLES = re.compile(rf"{MARK}|PYTEST_CURRENT_TEST|{TENSORFLOW_VARIABLES.pattern}")
-# Others write into the same folders at the same time: only names that a run of ours or of TensorFlow gives.
+# Other programs write into the same folders at the same time: only names that runs of tfpar or TensorFlow create.
 OURS = re.compile(r"tfpar|tensorflow|tensorboard|keras|^tf[_-]|^runs$|^checkpoints$|^core(\.\d+)?$", re.IGNORECASE)
 Found = TypeVar("Found")
 
@@ -43,14 +43,14 @@ class Process(NamedTuple):
 
 
 def processes(mark: str) -> list[Process]:
-    """All processes of this machine; those with a mark of ours in their environment are told apart."""
+    """Return all processes of this machine, with the information whether their environment contains the mark."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             environment = b""
-            with contextlib.suppress(OSError):  # somebody else's, or dead
+            with contextlib.suppress(OSError):  # of another user, or dead
                 environment = (folder / "environ").read_bytes()
             is_marked = f"{MARK}={mark}".encode() in environment.split(b"\0")
             found.append(Process(int(folder.name), int(stat[1]), stat[0], command, is_marked))
@@ -58,7 +58,7 @@ def processes(mark: str) -> list[Process]:
 
 
 def of_this_test(mark: str) -> list[Process]:
-    """Processes that descend from this one or carry the mark; dead ones too, if nobody waited for them."""
+    """Return the processes that descend from this one or have the mark, including zombies."""
     everyone = processes(mark)
     family = {os.getpid()}
     while more := {one.pid for one in everyone if one.parent in family} - family:
@@ -74,17 +74,17 @@ def of_this_test(mark: str) -> list[Process]:
 
 
 def files() -> set[Path]:
-    """What lies in the current folder and in that for temporary files, and looks like ours."""
+    """Return the files of tfpar and TensorFlow in the current folder and in the folder for temporary files."""
     folders = {Path.cwd(), Path(tempfile.gettempdir())}
     return {path for folder in folders for path in folder.iterdir() if OURS.search(path.name)}
 
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Fail if what runs inside leaves something behind; processes that it left are killed.
+    """Fail if a process, a thread, a file or a variable remains after this context; kill remaining processes.
 
     Raises:
-        pytest.fail.Exception: With all that was found.
+        pytest.fail.Exception: With a list of what remains.
     """
     mark = uuid.uuid4().hex
     os.environ[MARK] = mark
@@ -104,12 +104,12 @@ def nothing_left_behind() -> Iterator[None]:
     found += [f"file {path}" for path in sorted(files() - there)]
     found += [f"environment variable {name}" for name in changed]
     if found:
-        pytest.fail("the test left behind:\n  " + "\n  ".join(found), pytrace=False)
+        pytest.fail("after the test remain:\n  " + "\n  ".join(found), pytrace=False)
 
 
 @pytest.fixture
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fail the test if it leaves a process, a thread, a file or an environment variable behind."""
+    """Fail the test if a process, a thread, a file or an environment variable remains after it."""
     with nothing_left_behind():
         yield
 

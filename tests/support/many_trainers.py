@@ -1,6 +1,6 @@
-"""Many trainers in one process, as a search for hyperparameters makes them: what each leaves in memory.
+"""The memory that trainers leave in a process that creates many of them, as a search for hyperparameters does.
 
-python -m tests.support.many_trainers mirrored 100            # each with a strategy of its own
+python -m tests.support.many_trainers mirrored 100            # each with another strategy object
 python -m tests.support.many_trainers pipeline 100 --shared   # one strategy for all
 """
 
@@ -29,7 +29,7 @@ INPUTS, LABELS = np.ones((8, 5), "float32"), np.zeros(8, "int64")
 
 
 class Memory(NamedTuple):
-    """What a process holds.
+    """The memory of a process.
 
     Args:
         num_objects: Those that Python's garbage collector knows.
@@ -51,7 +51,7 @@ class LossOfRows(layers.Layer):
 
 
 def build_model() -> keras.Model:
-    """A model whose activation and loss within the call have gradient functions of their own."""
+    """A model with custom gradients in its activation and in a loss in `call`."""
     hidden = [layers.Dense(4, "silu"), LossOfRows(), layers.Dense(3)]
     model = keras.Sequential([keras.Input((5,)), *hidden])
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
@@ -59,7 +59,7 @@ def build_model() -> keras.Model:
 
 
 def train_many(strategies: Iterator[tfpar.Strategy]) -> Iterator[Memory]:
-    """Train a model under each strategy and drop it; yield what the process holds then."""
+    """Train a model under each strategy and delete it; yield the memory of the process."""
     models: list[weakref.ref[keras.Model]] = []
     for strategy in strategies:
         trainer = tfpar.Trainer(build_model, strategy, seed=0)
@@ -72,7 +72,7 @@ def train_many(strategies: Iterator[tfpar.Strategy]) -> Iterator[Memory]:
 
 
 def main() -> None:
-    """Print what the process holds after every tenth trainer."""
+    """Print the memory of the process after every tenth trainer."""
     name, number = sys.argv[1], int(sys.argv[2])
     tfpar.use_logical_cpus(2)
     one = STRATEGIES[name]() if "--shared" in sys.argv else None

@@ -1,4 +1,4 @@
-"""What the workers of test_multi_worker_multi_process.py do, and the tests on one device."""
+"""Models, data and comparisons of test_multi_worker_multi_process.py, for its workers and for one device."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ ON_TWO_DEVICES = (
 
 
 class Trained(NamedTuple):
-    """What a training leaves: its history, then weights and optimizer."""
+    """The results of a training: its history, then weights and optimizer."""
 
     history: dict[str, list[float]]
     state: list[np.ndarray]
 
 
 def state(model: keras.Model) -> list[np.ndarray]:
-    """Weights and the optimizer's variables; not the metrics, of which each worker counts its own."""
+    """Return the weights and the optimizer's variables; metrics differ between workers."""
     return [*model.get_weights(), *(variable.numpy() for variable in model.optimizer.variables)]
 
 
 def rows_of_all() -> keras.Model:
-    """A model that reads rows by what all examples of a part have together."""
+    """Return a model whose lookups depend on all examples of a part."""
     model = slices.of_positions(slices.EveryOtherOfAll)
     model.compile("sgd", model.loss)
     return model
 
 
 def keras_fit(dataset: Any, build: Any = small.build_model, **fit: Any) -> Trained:
-    """What Keras' own `fit` gives on one device."""
+    """Return the results of Keras' own `fit` on one device."""
     keras.utils.set_random_seed(0)
     model = build()
     history = model.fit(dataset, **{"epochs": 2, "verbose": 0, **fit}).history
@@ -54,12 +54,12 @@ def keras_fit(dataset: Any, build: Any = small.build_model, **fit: Any) -> Train
 
 @functools.cache
 def plain_fit() -> Trained:
-    """What Keras gives for the small model and its data, in float64."""
+    """Return the results of Keras for the small model and its data, in float64."""
     return keras_fit(small.data())
 
 
 def assert_same(actual: Any, expected: Any, tolerance: float = EXACT, name: str = "") -> None:
-    """Both must have the same structure, and arrays that are as near as the tolerance, relative to the largest."""
+    """Assert the same structure, and arrays that differ by at most the tolerance, relative to their largest value."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), name
         for key in expected:
@@ -118,7 +118,7 @@ INPUTS = ("PyDataset, two threads", "generator, too many steps", "ragged", "spar
 
 
 def with_input(name: str, strategy: tfpar.Strategy, seed: int) -> tuple[dict[str, list[float]], list[np.ndarray]]:
-    """Train one of the cases of what fit takes; `seed` is what this worker's Python would shuffle with.
+    """Train on one of the kinds of input of fit; `seed` is that of this worker's Python.
 
     Keras 3.15 counts an update too many where it runs into the end of the data, so only the weights are compared.
     """
@@ -130,7 +130,7 @@ def with_input(name: str, strategy: tfpar.Strategy, seed: int) -> tuple[dict[str
 
 
 def fine_tuned(model: keras.Model, fit: Callable[..., keras.callbacks.History]) -> Trained:
-    """A trained model goes on, and then once more after it is compiled again outside of any scope."""
+    """Compile a trained model again outside of any scope, train it, and train it once more with another rate."""
     model.compile(optimizer := keras.optimizers.Adam(0.01), model.loss, metrics=["accuracy"])
     history = fit(small.data(), verbose=0).history
     optimizer.learning_rate = 0.1
@@ -138,14 +138,14 @@ def fine_tuned(model: keras.Model, fit: Callable[..., keras.callbacks.History]) 
 
 
 def not_finite() -> tf.data.Dataset:
-    """The third batch holds an infinity, in a row of the first worker only."""
+    """Return data with an infinity in the third batch, in a row of the first worker only."""
     features = parity_cases.inputs(40)
     features[17] = np.inf
     return tf.data.Dataset.from_tensor_slices((features, parity_cases.labels(40))).batch(8)
 
 
 def deciding() -> list[keras.callbacks.Callback]:
-    """They lower the rate and end the training before its last epoch."""
+    """Return callbacks that lower the learning rate and end the training before its last epoch."""
     return [
         keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_delta=0.02),
         keras.callbacks.EarlyStopping(patience=3, min_delta=0.02, restore_best_weights=True),
@@ -253,7 +253,7 @@ def many_outputs() -> keras.Model:
 
 
 def evaluate_and_predict(strategy: tfpar.Strategy | None) -> dict[str, Any]:
-    """What evaluating and predicting gives under a strategy; without one, by Keras itself."""
+    """Return the results of `evaluate` and `predict` under a strategy; of Keras itself without one."""
     if strategy is None:
         keras.utils.set_random_seed(0)
         trainer: Any = small.build_model()
@@ -288,7 +288,7 @@ def _rows(start: int, stop: int) -> tf.data.Dataset:
 
 
 def _files(*sizes: int) -> tfpar.data.Sharded:
-    """One file a shard; its name is the range of rows that it stands for."""
+    """Return data with one file per shard; the name of a file is the range of its rows."""
     ends = np.cumsum(sizes)
     names = [f"{end - size},{end}" for size, end in zip(sizes, ends, strict=True)]
     features, labels = parity_cases.inputs(80), parity_cases.labels(80)
@@ -310,11 +310,11 @@ SHARDED: dict[str, Callable[[], Any]] = {
     "by file, worker 0 has nothing": lambda: _files(0, 0, 11, 6),
 }
 
-# Two devices a worker take long to trace: where they matter most.
+# Traces for two devices per worker take long: one case only.
 SHARDED_ON = {kind: ("one device", "two devices") if kind.endswith("first") else ("one device",) for kind in SHARDED}
 
 
-# Where the chief has examples of others only, it still finds out how the losses divide.
+# Without examples of its own, the chief finds the loss decomposition with an example of another worker.
 adds_loss = parity_cases.classifier(layers=lambda: [parity_cases.AddsLoss()])
 
 

@@ -1,4 +1,4 @@
-"""Models with a `train_step` of their own and, for tfpar, the same in objectives: a GAN, a VAE, a contrastive loss."""
+"""Models with a custom `train_step` and, for tfpar, the same as objectives: a GAN, a VAE, a contrastive loss."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _binary_crossentropy(is_real: float, logits: Any) -> Any:
 
 
 class GAN(keras.Model):
-    """A discriminator and a generator with an optimizer each; the noise comes with the data."""
+    """A discriminator and a generator with an optimizer each; the noise is part of the data."""
 
     def __init__(self, **discriminator_settings: Any) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def pairs_with_noise() -> tf.data.Dataset:
 
 
 class VAE(keras.Model):
-    """A variational autoencoder; the noise comes with the data, and two metrics of its own count parts of the loss."""
+    """A variational autoencoder; the noise is part of the data, and two metrics count parts of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def vae() -> keras.Model:
 
 
 class Contrastive(keras.Model):
-    """Brings the two views of an example together and those of others apart: every loss takes the whole batch."""
+    """Attracts the two views of an example and repels those of others: every loss needs the whole batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The cases of the parity table: each a model, its data and how it is trained."""
+"""The cases of the parity table: each a model, its data and its training."""
 
 from __future__ import annotations
 

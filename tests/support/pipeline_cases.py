@@ -51,7 +51,7 @@ class Row:
 
     @property
     def devices(self) -> list[str] | None:
-        """Three stages in turn on one device; else as many devices as the schedule wants."""
+        """Three stages in turn on one device; otherwise as many devices as the schedule needs."""
         return ["CPU:0"] if self.schedule == "interleaved" and self.num_stages == 3 else None
 
     def strategy(self) -> tfpar.Pipeline:
@@ -111,7 +111,7 @@ def expected(case: str, dtype: str) -> Result:
 
 
 def differences_of(row: Row) -> list[str]:
-    """Train a row and say what is not as on one device."""
+    """Train a row and return the differences from one device."""
     case = deepened(CASES[row.case])
     with computing_in(row.dtype):
         trainer = tfpar.Trainer(case.build, row.strategy(), seed=0)

@@ -1,4 +1,4 @@
-"""Models of any graph of layers, their data, and how a pipeline cuts them."""
+"""Models with many kinds of graphs, their data, and the settings of their pipelines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def labelled() -> tf.data.Dataset:
 
 
 def sequential(*hidden: Any, optimizer: Any = "sgd", **compiled: Any) -> Build:
-    """Return a model function of a Dense(8), the given layers, made anew each time, and a Dense(3)."""
+    """Return a model function of a Dense(8), the given layers, created at each call, and a Dense(3)."""
     return classifier(
         lambda: keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer(),
         layers=lambda: [make() for make in hidden],
@@ -131,7 +131,7 @@ def tied_weights() -> keras.Model:
 
 
 class OwnCall(keras.Model):
-    """Gives weights, its own and a layer's, to operations, and adds a loss between layers."""
+    """Uses its weights and those of a layer in operations, and adds a loss between layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def only_added_losses() -> keras.Model:
 
 
 def weights_without_gradient() -> keras.Model:
-    """An output without a loss, and layers behind a stop: weight decay must leave them alone, as in Keras."""
+    """An output without a loss, and layers before a stopped gradient: as in Keras, without weight decay."""
     features = keras.Input((NUM_FEATURES,))
     stopped = layers.Lambda(ops.stop_gradient)(layers.Dense(8)(features))
     model = keras.Model(features, [layers.Dense(NUM_CLASSES)(stopped), layers.Dense(2)(layers.Dense(4)(stopped))])
@@ -182,9 +182,9 @@ def loops_and_lookups() -> keras.Model:
 
 
 def layers_behind_a_loop() -> keras.Model:
-    """What keeps the steps of a loop is made when TensorFlow differentiates it, after the gradients of what follows."""
-    behind = [layers.Dense(4, "tanh"), layers.Dense(4, "tanh"), layers.Dense(NUM_CLASSES)]
-    model = keras.Sequential([keras.Input((6,), dtype="int32"), layers.Embedding(11, 4), layers.LSTM(4), *behind])
+    """The gradient of a loop creates its saved tensors after the gradients of the later layers exist."""
+    later = [layers.Dense(4, "tanh"), layers.Dense(4, "tanh"), layers.Dense(NUM_CLASSES)]
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), layers.Embedding(11, 4), layers.LSTM(4), *later])
     model.compile("sgd", crossentropy())
     return model
 
@@ -270,7 +270,7 @@ def ragged_data() -> tf.data.Dataset:
 MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] = {
     "a graph of layers": (graph_of_layers, graph_data, {"num_stages": 4, "schedule": "interleaved"}),
     "tied weights": (tied_weights, lambda: batched(tokens(6), tokens(6)), {"num_stages": 4, "schedule": "zero_bubble"}),
-    "a call of its own": (own_call, lambda: batched(tokens(6), tokens(6)), {"num_stages": 3, "recompute": True}),
+    "a custom call": (own_call, lambda: batched(tokens(6), tokens(6)), {"num_stages": 3, "recompute": True}),
     "only added losses": (only_added_losses, lambda: batched(inputs(NUM_EXAMPLES)), {"num_stages": 3}),
     "weights without gradient": (
         weights_without_gradient,
@@ -298,7 +298,7 @@ MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] =
         lambda: batched(np.array(["a", "b", "c"])[labels(NUM_EXAMPLES)][:, None], labels(NUM_EXAMPLES)),
         {"num_stages": 3, "recompute": True},
     ),
-    "layers behind a loop": (
+    "layers after a loop": (
         layers_behind_a_loop,
         lambda: batched(tokens(6), labels(NUM_EXAMPLES)),
         {"num_stages": 1, "recompute": True},

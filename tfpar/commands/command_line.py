@@ -22,7 +22,7 @@ from tfpar.messages.suggestions import closest
 
 COMMANDS = {
     "tfpar.train": "Train a run from its configuration; the same command again resumes it.",
-    "tfpar.launch": "Start the workers of a job on this machine, or print what starts them on a cluster.",
+    "tfpar.launch": "Start the workers of a job on this machine, or print a script or manifest for a cluster.",
 }
 _MOST_COLUMNS = 100
 FAILED = 1
