@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,7 @@ from tfpar._compat import typical_draws
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
+identity = layers.Identity
 FEATURES = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 TARGETS = FEATURES[:, :3]
 
@@ -111,6 +113,43 @@ def test_a_layer_that_draws_and_mixes_is_refused(name: str, strategy: str) -> No
         trainer.fit(FEATURES, TARGETS, batch_size=8, verbose=0)
 
 
+IN_PYTHON: dict[str, Callable[[Any, Any], Any]] = {
+    "without a seed": lambda inputs, seed: inputs + np.random.default_rng().normal(size=4).astype("float32"),
+    "a coin": lambda inputs, seed: inputs * int(np.random.default_rng().integers(2)),
+    "NumPy's generator": lambda inputs, seed: inputs + np.random.normal(size=4).astype("float32"),
+    "Python's generator": lambda inputs, seed: inputs + random.random(),
+}
+
+
+@small.each_division
+@pytest.mark.parametrize("name", IN_PYTHON)
+def test_a_layer_that_draws_with_numpy_or_python_is_refused(name: str, strategy: str) -> None:
+    """Each replica would train with other constants; the verdict depended on what was drawn."""
+    trainer = trainer_of(model_of(lambda: Draws(IN_PYTHON[name])), strategy)
+    with pytest.raises(
+        ValueError, match=r"random numbers with keras\.random or tf\.random, received 'draws', which draws"
+    ):
+        trainer.fit(FEATURES, TARGETS, batch_size=8, verbose=0)
+
+
+def test_a_layer_with_a_generator_of_its_own_and_a_loss_that_draws_are_refused() -> None:
+    class Holds(Draws):
+        def __init__(self) -> None:
+            super().__init__(lambda inputs, seed: inputs + float(self.generator.normal()))
+            self.generator = np.random.default_rng(0)
+
+    for build in (model_of(Holds), model_of(identity, lambda y, p: ops.square(y - p) * np.random.rand())):
+        with pytest.raises(ValueError, match="which draws from NumPy or Python"):
+            trainer_of(build, "mirrored").fit(FEATURES, TARGETS, batch_size=8, verbose=0)
+
+
+@small.each_division
+def test_a_layer_that_draws_the_same_numbers_each_time_equals_one_device(strategy: str) -> None:
+    build = model_of(lambda: Draws(lambda x, seed: x * np.random.default_rng(3).uniform(size=4).astype("float32")))
+    dataset = tf.data.Dataset.from_tensor_slices((FEATURES, TARGETS)).batch(8)
+    small.assert_trains_as_one_device(build, lambda: dataset, small.DIVISIONS[strategy], epochs=1)
+
+
 def test_a_model_of_its_own_call_that_draws_and_mixes_is_refused_for_prediction() -> None:
     class Own(keras.Model):
         def __init__(self, function: Any) -> None:
@@ -121,6 +160,8 @@ def test_a_model_of_its_own_call_that_draws_and_mixes_is_refused_for_prediction(
             return inputs + self.inner(inputs)
 
     trainer_of(lambda: Own(chosen), "mirrored").predict(FEATURES, verbose=0)
+    with pytest.raises(ValueError, match="which draws from NumPy or Python"):
+        trainer_of(lambda: Own(IN_PYTHON["a coin"]), "mirrored").predict(FEATURES, verbose=0)
     for function in (noisy_mean, noise_by_size):
         with pytest.raises(ValueError, match="where an example depends on the others"):
             trainer_of(lambda function=function: Own(function), "mirrored").predict(FEATURES, verbose=0)
@@ -232,7 +273,6 @@ def compares(targets: Any, outputs: Any) -> Any:
     return outputs @ ops.transpose(outputs)
 
 
-identity = layers.Identity
 REFUSED: dict[str, Callable[[], keras.Model]] = {
     "compute_loss": lambda: own_loss(loss="mse"),
     "compute_loss, several losses": lambda: own_loss(loss=["mse", "mae"]),

@@ -190,7 +190,7 @@ ROWS = [
     ),
     _keras(
         "keras.src.random.seed_generator",
-        "GLOBAL_SEED_GENERATOR global_seed_generator make_default_seed",
+        "GLOBAL_SEED_GENERATOR global_seed_generator make_default_seed python_random",
         "random/seed_generator",
         "the generator of no layer",
     ),

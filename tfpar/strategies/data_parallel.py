@@ -14,8 +14,10 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import (
     keras_losses_in_call,
+    keras_model,
     keras_optimizer,
     keras_variables,
+    python_draws,
     random_state,
     tf_distribute,
 )
@@ -125,17 +127,24 @@ class DataParallel(Strategy):
         """Find the reduction of the model's losses over replicas, or refuse the model.
 
         Raises:
-            ValueError: If a loss, or a loss added by a layer, is neither a sum nor a mean over the examples.
+            ValueError: If a loss, or a loss added by a layer, is neither a sum nor a mean over the examples, or if a
+                loss draws from NumPy or Python.
         """
-        runs = self._runs_of(model)
-        runs.renew_generator()
+        self._runs_of(model).renew_generator()
         if self.num_replicas > 1:
-            if objective.objectives_of(model):
-                with self.raising_on_all_workers():
-                    objective.check(model, batch)
-                return
-            with self.raising_on_all_workers(), random_state.preserved_random_state(), runs.gathering():
-                runs.losses = LossDecomposition(model, batch)
+            with self.raising_on_all_workers():
+                with python_draws.noted(keras_model.all_layers(model)) as drawn:
+                    self._find_losses(model, batch)
+                if drawn:
+                    raise python_draws.refusal([model.name], "train on SingleDevice()")
+
+    def _find_losses(self, model: keras.Model, batch: Any) -> None:
+        runs = self._runs_of(model)
+        if objective.objectives_of(model):
+            objective.check(model, batch)
+            return
+        with random_state.preserved_random_state(), runs.gathering():
+            runs.losses = LossDecomposition(model, batch)
 
     def _runs_of(self, model: keras.Model) -> ReplicaRuns:
         return self._runs.get(model) or self._runs.setdefault(model, ReplicaRuns(self._strategy, self.num_replicas))

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses, keras_model, random_state, tf_function, typical_draws
+from tfpar._compat import keras_losses, keras_model, python_draws, random_state, tf_function, typical_draws
 from tfpar.pipeline.graph.batch_dependence import NUM_SEEDS
 from tfpar.pipeline.graph.example_comparison import close
 from tfpar.pipeline.graph.trial_batch import moving_statistics
@@ -25,11 +25,17 @@ def mixes(model: keras.Model, inputs: Any, training: bool) -> bool:
         inputs: Inputs of four or two examples.
         training: Whether the model is called in training or in inference mode. If its random numbers in training have
             no seed, it is called in inference mode too.
+
+    Raises:
+        ValueError: If the model draws from NumPy or Python.
     """
-    found = _ModelTrial(model, inputs, training).mixes()
-    if found is None and training:
-        with contextlib.suppress(Exception):  # RandomCrop does not crop in inference, and other layers may fail then
-            found = _ModelTrial(model, inputs, training=False).mixes()
+    with python_draws.noted([model, *keras_model.all_layers(model)]) as drawn:
+        found = _ModelTrial(model, inputs, training).mixes()
+        if found is None and training:
+            with contextlib.suppress(Exception):  # RandomCrop does not crop in inference, and other layers may fail
+                found = _ModelTrial(model, inputs, training=False).mixes()
+    if drawn:
+        raise python_draws.refusal([model.name], "train on SingleDevice()")
     return bool(found)
 
 
@@ -91,7 +97,8 @@ class _ModelTrial:
             return self._outputs(inputs, seed)
 
     def _outputs(self, inputs: Any, seed: int) -> list[Any]:
-        drawing = [random_state.state_of_no_layer(), *typical_draws.seed_states(keras_model.all_layers(self._model))]
+        layers = keras_model.all_layers(self._model)
+        drawing = [random_state.state_of_no_layer(), *typical_draws.seed_states(layers)]
         with (
             keras.StatelessScope(random_state.seeded(drawing, seed)),
             keras_losses.collect_added_losses(list),

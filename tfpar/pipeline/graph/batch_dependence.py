@@ -22,32 +22,12 @@ import tensorflow as tf
 from keras import layers
 
 from tfpar import data
-from tfpar._compat import keras_model, random_state, typical_draws
+from tfpar._compat import keras_model, python_draws, random_state, typical_draws
 from tfpar.pipeline.graph.example_comparison import agree, close, example_axis, joined, part_of
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run
+from tfpar.pipeline.graph.known_layers import is_batch_independent, layers_of, uses_batch_statistics
 from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
 
-# Layers that are batch-independent for all their settings, if the examples are the first axis.
-_BATCH_INDEPENDENT = {
-    *(layers.Dense, layers.Embedding, layers.Identity, layers.Masking, layers.ActivityRegularization),
-    *(layers.Activation, layers.ReLU, layers.LeakyReLU, layers.PReLU, layers.ELU),
-    *(layers.Conv1D, layers.Conv2D, layers.Conv3D, layers.DepthwiseConv1D, layers.DepthwiseConv2D),
-    *(layers.SeparableConv1D, layers.SeparableConv2D),
-    *(layers.Conv1DTranspose, layers.Conv2DTranspose, layers.Conv3DTranspose),
-    *(layers.AveragePooling1D, layers.AveragePooling2D, layers.AveragePooling3D),
-    *(layers.MaxPooling1D, layers.MaxPooling2D, layers.MaxPooling3D),
-    *(layers.GlobalAveragePooling1D, layers.GlobalAveragePooling2D, layers.GlobalAveragePooling3D),
-    *(layers.GlobalMaxPooling1D, layers.GlobalMaxPooling2D, layers.GlobalMaxPooling3D),
-    *(layers.Dropout, layers.AlphaDropout, layers.GaussianDropout, layers.GaussianNoise),
-    *(layers.SpatialDropout1D, layers.SpatialDropout2D, layers.SpatialDropout3D),
-    *(layers.Flatten, layers.Reshape, layers.Permute, layers.RepeatVector, layers.Rescaling),
-    *(layers.UpSampling1D, layers.UpSampling2D, layers.UpSampling3D),
-    *(layers.ZeroPadding1D, layers.ZeroPadding2D, layers.ZeroPadding3D),
-    *(layers.Cropping1D, layers.Cropping2D, layers.Cropping3D),
-    *(layers.Add, layers.Subtract, layers.Multiply, layers.Average, layers.Maximum, layers.Minimum),
-}
-# Layers that are batch-independent if their axis is not that of the examples.
-_BATCH_INDEPENDENT_BY_AXIS = {layers.Concatenate, layers.LayerNormalization, layers.RMSNormalization, layers.Softmax}
 # Batch-dependent layers that a trial may miss: random ones, and Equalization, which in Keras 3.15 has one histogram for
 # the whole batch.
 _BATCH_DEPENDENT = (layers.MixUp, layers.CutMix, layers.Equalization)
@@ -123,7 +103,7 @@ def check_synchronized(graph: Graph) -> None:
         >>> check_synchronized(trace(model))
     """
     for call in graph.calls:
-        if any(isinstance(layer, layers.BatchNormalization) and layer.synchronized for layer in _layers(call)):
+        if any(isinstance(layer, layers.BatchNormalization) and layer.synchronized for layer in layers_of(call)):
             raise ValueError(
                 f"BatchNormalization(synchronized=True) uses the statistics of the global batch, and in a pipeline "
                 f"{call.name!r} receives one micro-batch at a time. Remove synchronized to normalize each micro-batch "
@@ -149,6 +129,9 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
     Returns:
         The names of the layer calls, in the order of the graph.
 
+    Raises:
+        ValueError: If a layer call does not run on any number of examples, or draws from NumPy or Python.
+
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.UnitNormalization(axis=0, name="mixes")])
@@ -157,24 +140,29 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
     """
     inputs, is_ragged = trial_examples(inputs), any(isinstance(tensor, tf.RaggedTensor) for tensor in inputs)
     calls, size = _calls_of_outputs(graph), int(data.num_rows(inputs))
-    if not is_ragged and all(_is_batch_independent(call, training) for call in calls):
+    if not is_ragged and all(is_batch_independent(call, training) for call in calls):
         return BatchDependence(
-            batch_normalizations=tuple(call.name for call in calls if _uses_batch_statistics(call, training))
+            batch_normalizations=tuple(call.name for call in calls if uses_batch_statistics(call, training))
         )
-    trial = _Trial(dict(zip(graph.inputs, inputs, strict=True)), training)
     last_use = {value: index for index, call in enumerate(calls) for value in call.inputs}
     model_outputs = [leaf for leaf in keras.tree.flatten(graph.outputs) if isinstance(leaf, Value)]
     last_use |= dict.fromkeys(model_outputs, len(calls))
-    for index, call in enumerate(calls):
-        try:
-            trial.test(call)
-        except (tf.errors.InvalidArgumentError, ValueError) as error:
-            raise ValueError(
-                f"Every layer must run on any number of examples, and {call.name!r} does not run on {size // 2} and "
-                f"{size}: {str(error).splitlines()[0]} Declare the number of examples as None, or -1 in a reshape, "
-                "or use num_microbatches=1."
-            ) from error
-        trial.release(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
+    with python_draws.noted(layer for call in calls for layer in layers_of(call)) as drawn:
+        trial = _Trial(dict(zip(graph.inputs, inputs, strict=True)), training)
+        for index, call in enumerate(calls):
+            num_draws = len(drawn)
+            try:
+                trial.test(call)
+            except (tf.errors.InvalidArgumentError, ValueError) as error:
+                raise ValueError(
+                    f"Every layer must run on any number of examples, and {call.name!r} does not run on {size // 2} "
+                    f"and {size}: {str(error).splitlines()[0]} Declare the number of examples as None, or -1 in a "
+                    "reshape, or use num_microbatches=1."
+                ) from error
+            drawn[num_draws:] = [call.name] if len(drawn) > num_draws else []
+            trial.release(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
+    if drawn:
+        raise python_draws.refusal(list(dict.fromkeys(drawn)), "use num_microbatches=1")
     outputs = tuple(value.name for value in dict.fromkeys(model_outputs) if trial.axes[value] != 0)
     dependent = tuple(trial.batch_dependent)
     if trial.irreproducible and training:
@@ -206,11 +194,11 @@ class _Trial:
 
     def test(self, call: Call) -> None:
         """Run a call, record whether it is batch-dependent, and store its outputs for the whole and both halves."""
-        if _uses_batch_statistics(call, self._training):
+        if uses_batch_statistics(call, self._training):
             self.batch_normalizations.append(call.name)
         is_ragged = any(isinstance(self._whole[value], tf.RaggedTensor) for value in call.inputs)
         all_rows = bool(call.inputs) and all(self.axes[value] == 0 for value in call.inputs)
-        if _is_batch_independent(call, self._training) and not is_ragged and all_rows:
+        if is_batch_independent(call, self._training) and not is_ragged and all_rows:
             for value, tensor in zip(call.outputs, self._run(call, self._whole), strict=True):
                 self._whole[value] = tensor
                 self._store_halves(value, 0, int(data.num_rows(tensor)) // 2)
@@ -302,7 +290,7 @@ class _Trial:
         values = {value: tensors[value] for value in call.inputs}
         # Weights may be on several devices, and operations compiled with XLA read weights of their own device only.
         states = {id(variable): (variable, tf.identity(variable.value)) for variable in call.variables}
-        random_states = [random_state.state_of_no_layer(), *typical_draws.seed_states(_layers(call))]
+        random_states = [random_state.state_of_no_layer(), *typical_draws.seed_states(layers_of(call))]
         states |= {id(state): (state, value) for state, value in random_state.seeded(random_states, seed)}
         statistics = moving_statistics() if self._training else contextlib.nullcontext()
         with keras.StatelessScope(list(states.values())), statistics:
@@ -324,26 +312,3 @@ def _calls_of_outputs(graph: Graph) -> list[Call]:
             needed_values.update(call.inputs)
             needed_calls.append(call)
     return needed_calls[::-1]
-
-
-def _is_batch_independent(call: Call, training: bool) -> bool:
-    kind = type(call.operation)
-    if kind is layers.BatchNormalization:
-        return training or not _uses_batch_statistics(call, training)
-    if kind in (layers.LSTM, layers.GRU, layers.SimpleRNN):
-        return not call.operation.stateful
-    rank = len(call.inputs[0].shape) if call.inputs else 0
-    if kind in _BATCH_INDEPENDENT_BY_AXIS and rank:
-        return all(axis % rank for axis in keras.tree.flatten(call.operation.axis))
-    return kind in _BATCH_INDEPENDENT
-
-
-def _uses_batch_statistics(call: Call, training: bool) -> bool:
-    """Return whether a layer contains a BatchNormalization that uses statistics of the batch."""
-    return (training if call.training is None else call.training) and any(
-        isinstance(layer, layers.BatchNormalization) and layer.trainable for layer in _layers(call)
-    )
-
-
-def _layers(call: Call) -> list[keras.Layer]:
-    return keras_model.all_layers(call.operation) if isinstance(call.operation, keras.Layer) else []

@@ -1,0 +1,100 @@
+"""Random numbers that layers draw from NumPy and Python, which are constants of a traced step.
+
+    keras.random, tf.random      an operation of the graph: other numbers in every step
+    numpy.random, random         drawn by the Python code of `call`: once for each trace, on every replica
+
+Written for NumPy 2 and Keras 3.15.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+from keras.src.random import seed_generator
+from numpy.random import bit_generator
+
+_BITS = "randbits"
+_STATE_FUNCTIONS = ("seed", "getstate", "setstate", "get_state", "set_state")
+
+
+@contextlib.contextmanager
+def noted(layers: Iterable[keras.Layer] = ()) -> Iterator[list[str]]:
+    """Note what is drawn from NumPy or Python inside this context, in the thread that enters it.
+
+    A generator that is made without a seed inside gets one from Python's global generator, so that a trial that seeds
+    this one has the same result in every process. NumPy 2 gets the seed of such a generator from `randbits`.
+
+    Args:
+        layers: Layers whose attributes may be generators of NumPy or Python.
+
+    Yields:
+        A list, which grows with the functions that are called; after the context it also has the names of layers whose
+        generators have drawn.
+    """
+    found: list[str] = []
+    thread, draw_bits = threading.get_ident(), random.getrandbits
+
+    def noting(name: str, function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:  # others may augment the data of the first steps
+                return original(*args, **kwargs)
+            found.append(name)
+            return function(*args, **kwargs)
+
+        return draw
+
+    generators = _generators(layers)
+    before = [_state(generator) for _, generator in generators]
+    with contextlib.ExitStack() as stack:
+        # Keras 3.15 draws the seed of a layer that has none from Python's global generator.
+        stack.enter_context(mock.patch.object(seed_generator, "python_random", random.Random(0)))
+        bits = noting("default_rng", draw_bits, getattr(bit_generator, _BITS))
+        stack.enter_context(mock.patch.object(bit_generator, _BITS, bits))
+        for module in (random, np.random):
+            for name, function in _global_functions(module).items():
+                stack.enter_context(mock.patch.object(module, name, noting(name, function, function)))
+        yield found
+    found += [layer.name for (layer, one), state in zip(generators, before, strict=True) if _state(one) != state]
+
+
+def refusal(names: Sequence[str], way_out: str) -> ValueError:
+    """Return the error for layers and losses that draw from NumPy or Python.
+
+    Args:
+        names: The names of the layers or of the model.
+        way_out: What to do to keep these draws.
+    """
+    return ValueError(
+        "Layers and losses must draw random numbers with keras.random or tf.random, received "
+        f"{', '.join(map(repr, names))}, which draws from NumPy or Python: TensorFlow does so once for each trace, and "
+        "on every replica again, but not in every step. Use keras.random with a keras.random.SeedGenerator, draw in "
+        f"the constructor, or {way_out}."
+    )
+
+
+def _global_functions(module: Any) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a module that draw from its global generator: they are bound methods of it."""
+    generator = module.random.__self__
+    functions = {name: function for name, function in vars(module).items() if name not in _STATE_FUNCTIONS}
+    return {name: one for name, one in functions.items() if getattr(one, "__self__", None) is generator}
+
+
+def _generators(layers: Iterable[keras.Layer]) -> list[tuple[keras.Layer, Any]]:
+    kinds = np.random.Generator | np.random.RandomState | random.Random
+    return [(layer, value) for layer in layers for value in vars(layer).values() if isinstance(value, kinds)]
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
