@@ -121,7 +121,7 @@ IN_PYTHON: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@small.each_division
+@small.each_splitting_strategy
 @pytest.mark.parametrize("name", IN_PYTHON)
 def test_a_layer_that_draws_with_numpy_or_python_is_refused(name: str, strategy: str) -> None:
     """Each replica would train with other constants; the verdict depended on what was drawn."""
@@ -143,11 +143,11 @@ def test_a_layer_with_a_generator_of_its_own_and_a_loss_that_draws_are_refused()
             trainer_of(build, "mirrored").fit(FEATURES, TARGETS, batch_size=8, verbose=0)
 
 
-@small.each_division
+@small.each_splitting_strategy
 def test_a_layer_that_draws_the_same_numbers_each_time_equals_one_device(strategy: str) -> None:
     build = model_of(lambda: Draws(lambda x, seed: x * np.random.default_rng(3).uniform(size=4).astype("float32")))
     dataset = tf.data.Dataset.from_tensor_slices((FEATURES, TARGETS)).batch(8)
-    small.assert_trains_as_one_device(build, lambda: dataset, small.DIVISIONS[strategy], epochs=1)
+    small.assert_trains_as_one_device(build, lambda: dataset, small.SPLITTING_STRATEGIES[strategy], epochs=1)
 
 
 def test_a_model_of_its_own_call_that_draws_and_mixes_is_refused_for_prediction() -> None:
