@@ -75,6 +75,7 @@ class Sharded:
         self._make_shard = make_shard
         self._finish = finish
         self._change_batches = change_batches
+        self._num_batches: dict[int, int] = {}  # by shard, of an epoch
         first = make_shard(0)
         if not isinstance(first, tf.data.Dataset):
             raise TypeError(f"make_shard must return a tf.data.Dataset, but returned {first!r:.60}.")
@@ -87,7 +88,8 @@ class Sharded:
         Returns:
             A new dataset of batches `[rows, ...]`, which ends after one epoch; `tfpar.data.seek` can move it.
         """
-        batches = _ready(self._batches(range(self.num_shards)).map(lambda rows, count: rows))
+        shards = self._shards(range(self.num_shards))
+        batches = _ready(self._batches(shards).map(lambda rows, count: rows))
         num_batches = self.cardinality()
         return batches if num_batches < 0 else batches.apply(tf.data.experimental.assert_cardinality(num_batches))
 
@@ -118,7 +120,7 @@ class Sharded:
             raise ValueError(f"rank must be from 0 to {num_workers - 1} for {num_workers} workers, but is {rank}.")
         shards_each = self.num_shards // num_workers
         own = range(rank * shards_each, (rank + 1) * shards_each)
-        return _ready(shard_batches.pad_with_empty_batches(self._batches(own), self._reserve(own)))
+        return _ready(shard_batches.pad_with_empty_batches(self._batches(self._shards(own)), self._reserve(own)))
 
     def map(self, change: Callable[..., Any]) -> "Sharded":
         """Return the same shards with a function applied to batches, as `tf.data.Dataset.map` does.
@@ -145,25 +147,31 @@ class Sharded:
         >>> Sharded(lambda shard: tf.data.Dataset.range(5), num_shards=2, global_batch_size=4).cardinality()
         3
         """
-        return int(tf.data.UNKNOWN_CARDINALITY) if min(self._num_shard_batches) < 0 else max(self._num_shard_batches)
+        num_batches = [self._num_batches_of(shard) for shard in range(self.num_shards)]
+        return int(tf.data.UNKNOWN_CARDINALITY) if min(num_batches) < 0 else max(num_batches)
 
     @property
     def element_spec(self) -> Any:
         """The structure of a global batch, as in `tf.data.Dataset.element_spec`."""
-        rows, _ = self._batches([0]).element_spec
+        rows, _ = self._batches(self._shards([0])).element_spec
         return rows
 
-    @functools.cached_property
-    def _num_shard_batches(self) -> tuple[int, ...]:
-        return tuple(int(self._shard_batches(shard).cardinality()) for shard in range(self.num_shards))
+    def _num_batches_of(self, shard: int) -> int:
+        if shard not in self._num_batches:
+            self._shards([shard])
+        return self._num_batches[shard]
 
-    def _shard_batches(self, shard: int) -> tf.data.Dataset:
-        batches = self._make_shard(shard).batch(self.global_batch_size // self.num_shards)
-        return batches if self._change_batches is None else self._change_batches(batches, shard)
+    def _shards(self, shards: Sequence[int]) -> list[tf.data.Dataset]:
+        """Return new datasets of the batches of some shards: a dataset that shuffles starts again with its seed."""
+        made = []
+        for shard in shards:
+            batches = self._make_shard(shard).batch(self.global_batch_size // self.num_shards)
+            made.append(batches if self._change_batches is None else self._change_batches(batches, shard))
+            self._num_batches[shard] = int(made[-1].cardinality())
+        return made
 
-    def _batches(self, shards: Sequence[int]) -> tf.data.Dataset:
+    def _batches(self, of_shards: Sequence[tf.data.Dataset]) -> tf.data.Dataset:
         """Return the joined batches of some shards as `(rows, count)`, until the last of them has ended."""
-        of_shards = [self._shard_batches(shard) for shard in shards]
         nothing = tf.data.Dataset.from_tensors(shard_batches.no_rows(of_shards[0].element_spec)).repeat()
 
         def join(*parts: Any) -> tuple[Any, tf.Tensor]:
@@ -184,10 +192,10 @@ class Sharded:
 
     def _reserve(self, own: Sequence[int]) -> tf.data.Dataset | None:
         """Return one example of the other shards; None if they have none, or if the own shards have one."""
-        others = [self._shard_batches(shard) for shard in range(self.num_shards) if shard not in own]
-        if not others or any(self._num_shard_batches[shard] > 0 for shard in own):
+        others = [shard for shard in range(self.num_shards) if shard not in own]
+        if not others or any(self._num_batches_of(shard) > 0 for shard in own):
             return None
-        example = functools.reduce(lambda first, second: first.concatenate(second), others).take(1)
+        example = functools.reduce(lambda first, second: first.concatenate(second), self._shards(others)).take(1)
         # In a tuple of one element, because map unpacks tuples.
         return tf.data.Dataset.zip((example,)).map(lambda rows: self._finished(take_rows(rows, 0, 1)))
 
