@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.support import command
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+gc.set_threshold(50_000, 20, 20)  # traces make millions of objects, and Python's default spends 8 % of a test on them
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; processes of tests would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
