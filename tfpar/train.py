@@ -191,11 +191,11 @@ def _evaluate(run: config.Run, directory: RunDirectory) -> int:
 
 
 def _sentence(error: Exception, directory: str | None) -> str | None:
-    """Return what to tell the user of an error; None for one that is ours and needs its traceback.
+    """Return a user's error as a sentence; None for an error of tfpar, which needs its traceback.
 
     Args:
         error: The error.
-        directory: What `--directory` says.
+        directory: The value of `--directory`.
     """
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
         return (

@@ -1,4 +1,4 @@
-"""What the trainer classes share: the optimizer, the penalty and the precision that a run asks for."""
+"""The parts that all trainer classes share: the optimizer, the penalty and the precision of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfpar import config
 from tfpar.messages.received import excerpt, quoted
 from tfpar.messages.suggestions import did_you_mean
 
-# Sections and keys of a run that all trainer classes here read; of [model], each names what its networks know.
+# Sections and keys of a run that all trainer classes here read; of [model], each lists the keys of its networks.
 READS = ("seed", "data", "training", "optimizer", "model.name", "model.l1", "model.l2", "model.dropout")
 
 

@@ -115,7 +115,7 @@ def count_epoch(adapter: Any) -> None:
 
 
 def skip_order(adapter: Any) -> None:
-    """Draw what the order of a pass is drawn from, so that the next pass has the order that it would have had."""
+    """Skip the order of one pass: use up its random numbers, so that the next pass has its own order."""
     if adapter.shuffle and not _is_numbered(adapter):
         random.shuffle(list(range(adapter.num_batches)))
 
@@ -125,7 +125,7 @@ def _is_numbered(adapter: Any) -> bool:
 
 
 def stop_workers(adapter: Any) -> None:
-    """Stop the threads or processes that read a PyDataset ahead, and drop what a pass that has ended left of it."""
+    """Stop the threads or processes that prefetch a PyDataset, and drop the prefetched batches of an ended pass."""
     if not isinstance(adapter, PyDatasetAdapter):
         return
     enqueuer = versions.private(adapter, "enqueuer")  # None without workers

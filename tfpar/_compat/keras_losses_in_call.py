@@ -26,7 +26,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def in_call() -> Iterator[None]:
-    """Mark what this thread does inside this context as part of a model's `call`."""
+    """Mark the operations of this thread inside this context as part of a model's `call`."""
     before = getattr(_thread, "in_call", False)
     _thread.in_call = True
     try:

@@ -1,4 +1,4 @@
-"""What of Keras is private and needed to read a model as a graph, each with the version, the reason and the link.
+"""The private parts of Keras that are needed to read a model as a graph, each with version, reason and link.
 
 Written for Keras 3.15. Keras records the operations of a Functional model alone, and those of a nested model as one;
 inside of `call` of a subclass it records nothing. `record` listens instead while a model runs on symbolic tensors:
@@ -62,12 +62,12 @@ class AddedLoss(keras.Operation):
         self.model = model
 
     def call(self, loss: Any) -> tuple[()]:
-        """Add what was computed."""
+        """Add a loss to the model."""
         self.model.add_loss(loss)
         return ()
 
     def compute_output_spec(self, loss: Any) -> tuple[()]:
-        """Return nothing: a loss flows nowhere."""
+        """Return nothing: the operation has no outputs."""
         return ()
 
 
@@ -79,7 +79,7 @@ class ReducedLoss(keras.Operation):
         self.reduction, self.dtype = reduction, dtype
 
     def call(self, values: Any, sample_weight: Any = None, mask: Any = None) -> Any:
-        """Reduce what was computed, as Keras does then."""
+        """Reduce the values of a loss, as Keras does in `call`."""
         return loss_module.reduce_weighted_values(values, sample_weight, mask, self.reduction, self.dtype)
 
     def compute_output_spec(self, values: Any, sample_weight: Any = None, mask: Any = None) -> keras.KerasTensor:
@@ -89,7 +89,7 @@ class ReducedLoss(keras.Operation):
 
 
 def record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Recorded], Any]:
-    """Run a built model on symbolic tensors and return what it applied, in order, and what it returned.
+    """Run a built model on symbolic tensors and return its operations, in order, and its outputs.
 
     Args:
         model: Its inner models are opened where they can be run so; another counts as one operation.
@@ -283,12 +283,12 @@ def is_built(model: keras.Model) -> bool:
 
 
 def has_own_call(model: keras.Layer) -> bool:
-    """Say whether a model says in Python what it applies, and not as a graph of Keras' own."""
+    """Return whether a model defines its `call` in Python, and not as a graph of Keras."""
     return type(model).call not in (Functional.call, keras.Sequential.call)
 
 
 def has_own_ending(model: keras.Layer) -> bool:
-    """Say whether Keras does something of the model's own with what its `call` returns: a mask, an added loss."""
+    """Return whether Keras applies a mask or an activity regularizer of the model to the outputs of its `call`."""
     return type(model).compute_mask is not keras.Layer.compute_mask or model.activity_regularizer is not None
 
 

@@ -85,7 +85,7 @@ def re_create(variable: Any, value: Any = None) -> None:
 
     Args:
         variable: A Keras variable, perhaps without memory yet.
-        value: What it holds then; None runs the initializer that waits for its memory.
+        value: Its new value; None runs its deferred initializer.
     """
     if value is None:
         variable._initialize_with_initializer(variable._initializer)
@@ -96,7 +96,7 @@ def re_create(variable: Any, value: Any = None) -> None:
 
 
 def num_moves(variables: Iterable[Any]) -> int:
-    """Return how often the memory of some variables was allocated again: what was traced with a former one is stale."""
+    """Return how often the memory of some variables was allocated again, which makes earlier traces invalid."""
     return sum(getattr(variable, "_tfpar_moves", 0) for variable in variables)
 
 

@@ -1,7 +1,7 @@
 """The global random states: Keras' generator of no layer, Python's, NumPy's and TensorFlow's eager ones.
 
-Written for Keras 3.15 and TensorFlow 2.21. What is drawn from them before the first step, to try out a model, is drawn
-from nowhere else afterwards: layers that are made later would begin with other weights than after Keras' own `fit`.
+Written for Keras 3.15 and TensorFlow 2.21. Trials of a model before the first step must not change them: layers that
+are created later would otherwise start with other weights than after Keras' own `fit`.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def noinline_function(body: Callable[..., Any], *specs: Any, jit_compile: bool =
     `tf.function` does not let through.
 
     Args:
-        body: What to trace.
+        body: The function to trace.
         *specs: Of its arguments.
         jit_compile: Compile it with XLA.
     """

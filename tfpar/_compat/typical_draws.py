@@ -1,10 +1,10 @@
-"""Typical numbers in the place of random ones, so that a trial can compare runs on a batch and on parts of it.
+"""Typical numbers in place of random ones, so that a trial can compare runs on a batch and on parts of it.
 
     on four examples      dropout keeps every unit, uniform(0, 1) is 0.6 everywhere
-    on two of them        the same numbers, whatever is drawn in which order and shape
+    on two of them        the same numbers, for any order and shape of the draws
 
 Written for Keras 3.15, whose layers and `keras.random` all draw through one module, `keras.src.backend.random`, and
-TensorFlow 2.21. What is traced draws as usual.
+TensorFlow 2.21. Traced functions draw as usual.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tensorflow.python.ops import random_ops
 
 from tfpar._compat import tf_function
 
-# Not the middle, where noise would be zero and hide what it is multiplied with.
+# Not the middle, where noise would be zero and hide its factor.
 TYPICAL = 0.6
-# What a layer does with a small chance only, it does with numbers this small, or this large.
+# Numbers so small, or so large, that a layer applies its rare changes.
 UNUSUAL = (0.03, 0.97)
 
 
 @contextlib.contextmanager
 def typical_draws(quantile: float = TYPICAL) -> Iterator[list[str]]:
-    """Let random functions return typical numbers inside this context, where they run eagerly and have no fixed seed.
+    """Return typical numbers from random functions inside this context, if they run eagerly without a fixed seed.
 
-    Only in the thread that enters it: others may augment the data of the first steps.
+    The context applies to its thread only: other threads may augment the data of the first steps.
 
     Args:
-        quantile: The number of a distribution that replaces all draws: this share of its numbers lies below it.
+        quantile: The quantile of a distribution that replaces all draws from it, from 0 to 1.
 
     Returns:
         The names of the functions that were called, in a list that grows.

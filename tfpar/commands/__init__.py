@@ -1,1 +1,1 @@
-"""What the commands of tfpar share; no TensorFlow."""
+"""The parts that all commands of tfpar share; no TensorFlow."""

@@ -1,4 +1,4 @@
-"""What the commands of tfpar share: help, version and flags; absl's flags underneath, no TensorFlow."""
+"""Help, version and flags of all commands of tfpar, on top of absl's flags; no TensorFlow."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def _no_way_out(flag: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command and how it explains itself.
+    """A command and its help.
 
     Args:
         name: The module that Python runs, one of `COMMANDS`.
-        usage: What follows the name, such as "[--config CONFIG] [--trace]"; a line for each way to call it.
+        usage: The arguments after the name, such as "[--config CONFIG] [--trace]"; a line for each way to call it.
         flags: Names of its flags, with the placeholder of each one's value; an empty one for a switch.
         examples: Whole command lines.
         details: Returns the end of the help.
-        way_out: Returns what to say of an unknown flag, after a space; by default nothing.
+        way_out: Returns a hint for an unknown flag, after a space; by default nothing.
     """
 
     name: str
@@ -56,16 +56,16 @@ class Command:
 
 
 def parse(command: Command, arguments: Sequence[str]) -> list[str]:
-    """Take a command's flags out of a command line: the flags parser to give to `absl.app.run`.
+    """Parse the flags of a command line: the flags parser for `absl.app.run`.
 
-    Help and version are answered here; what is wrong is said in one sentence on standard error.
+    Help and version are printed here; an error is one sentence on standard error.
 
     Args:
         command: The command.
-        arguments: The program's name and what follows it; after `--` nothing is a flag.
+        arguments: The program's name and its arguments; after `--` nothing is a flag.
 
     Returns:
-        The program's name and what is no flag.
+        The program's name and the arguments that are not flags.
 
     Raises:
         SystemExit: With code 0 after help or version, with `code_of_repeatable_error` after an error.
@@ -126,7 +126,7 @@ def run_plain(main: Callable[[], int]) -> NoReturn:
     """Run a command without flags to its end, as `run` does.
 
     Args:
-        main: What the command does; it returns the exit code, or leaves with it.
+        main: The function of the command; it returns the exit code, or exits with it.
 
     Raises:
         SystemExit: With the exit code.
@@ -191,7 +191,7 @@ def help_text(command: Command) -> str:
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:
-    """Return names and what they mean as text that fits the terminal.
+    """Return names and their meanings as text that fits the terminal.
 
     Args:
         rows: A name and a text each.
@@ -220,7 +220,7 @@ def _columns() -> int:
 
 
 def version() -> str:
-    """Return the versions of tfpar and what it runs on, read without importing them.
+    """Return the versions of tfpar, TensorFlow, Keras and Python, without importing them.
 
     Example:
         >>> version().split()[0]

@@ -46,7 +46,7 @@ def check_within(name: str, value: float, least: float, most: float) -> None:
 
     Args:
         name: Of the flag.
-        value: What was given.
+        value: The value of the flag.
         least: The smallest value.
         most: The largest value.
 

@@ -1,4 +1,4 @@
-"""What a command of tfpar does before everything else: standard streams, and Ctrl-C while it imports.
+"""The start of a command of tfpar: standard streams, and Ctrl-C during imports.
 
 A KeyboardInterrupt within an import ends in a traceback, or in a module that is half imported. So until a command has
 its modules, Ctrl-C ends the process at once: there is nothing to save yet.

@@ -26,7 +26,7 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> str:
-    """Return what a configuration is for: the first sentence of its header.
+    """Return the purpose of a configuration: the first sentence of its header.
 
     Args:
         name: One of `names()`.
@@ -64,7 +64,7 @@ def find(name_or_path: str) -> Path:
             "for the configuration of that name that comes with tfpar."
         )
     if is_path:
-        return path  # whoever reads it says what is there
+        return path  # the reader checks whether it exists
     if name_or_path not in names():
         raise FileNotFoundError(
             f"A configuration is a TOML file or one of {received.listed(names(), 180)}, received "

@@ -2,7 +2,7 @@
 
 One run is one `Run`. `load` reads it from a TOML file and `section.key=value` overrides, `dump` writes it back.
 Each section checks its own fields; `cross_field_problems` has every rule between fields. What cannot be honoured
-is refused here, before TensorFlow starts, with the path of the key, the value received and what is allowed.
+is refused here, before TensorFlow starts, with the path of the key, the received value and the allowed values.
 
 TOML has no null, so the word "none" unsets a key that may be unset: `data.validation_split = "none"`.
 """
@@ -64,7 +64,7 @@ class Run(Section):
         a field that may be None.
 
         Args:
-            model: What the options are; most trainer classes name it in their attribute `Options`.
+            model: The pydantic model of the options; most trainer classes have it in their attribute `Options`.
 
         Raises:
             ValueError: keys or values are refused; one line for each problem.

@@ -1,4 +1,4 @@
-"""The sections of a run, each with its fields and what each field may hold; needs no TensorFlow."""
+"""The sections of a run, each with its fields and their types and limits; needs no TensorFlow."""
 
 from typing import Annotated, Literal, TypeVar
 
@@ -24,7 +24,7 @@ CHANGES_NO_WEIGHT: dict[str, JsonValue] = {"changes_weights": False}
 
 
 class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
-    """What all sections share: frozen, unknown keys refused, no conversion between types, finite numbers.
+    """Base class of all sections: frozen, unknown keys refused, no conversion between types, finite numbers.
 
     Mappings inside (`data.features`, `optimizer.settings`) are plain dicts: read them, never change them.
     """

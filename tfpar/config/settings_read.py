@@ -82,7 +82,7 @@ def dump_read(run: config.Run, reads: Collection[str], trainer: str) -> str:
 
     Args:
         run: The run, without problems.
-        reads: What its trainer class names.
+        reads: The sections and keys that its trainer class reads.
         trainer: The import path of that class.
     """
     read = read_keys(reads)

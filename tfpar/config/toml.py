@@ -58,9 +58,9 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
     """Set one value, given as `section.key=value`, in place.
 
     Args:
-        tables: what to change.
-        text: the value is read as TOML; what is no TOML value is a string, so that names and paths need no quotes.
-        sections: the names that hold keys and are no keys themselves.
+        tables: The tables to change.
+        text: The assignment. Its value is read as TOML, or else as a string, so that names and paths need no quotes.
+        sections: The names that contain keys and are not keys themselves.
 
     Raises:
         ValueError: there is no "=", no key or no value, or the key is a whole section.

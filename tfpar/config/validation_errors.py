@@ -1,6 +1,6 @@
-"""What pydantic refuses, as sentences: the key, the value received, what is allowed, the way out.
+"""Pydantic's errors as sentences: the key, the received value, the allowed values, the way out.
 
-The words for what is allowed come from the JSON schema, so that no sentence repeats a limit that may change.
+The words for allowed values come from the JSON schema, so that no sentence repeats a limit that may change.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def sentences(error: ValidationError, tables: Tables, schema: Node) -> list[str]
     """Return one sentence for each problem that pydantic found in `tables`.
 
     Args:
-        error: What `model_validate(tables)` raised.
-        tables: What was validated.
+        error: The error of `model_validate(tables)`.
+        tables: The validated tables.
         schema: The JSON schema of the model, made with `Schema`.
 
     Returns:
-        Sentences, each with the path of the key, the value received, what is allowed and the default.
+        Sentences, each with the path of the key, the received value, the allowed values and the default.
     """
     # One problem of a union gives an error for each of its members: the same sentence, kept once.
     found: dict[str, None] = {}
@@ -125,7 +125,7 @@ def _unknown_key(place: _Place, schema: Node) -> str:
 
 
 def _closest_key(path: Sequence[str], allowed: Node, schema: Node) -> str | None:
-    """Return what an unknown key was meant to be: a key of its section, or else one of another section."""
+    """Return the probable meaning of an unknown key: a key of its section, or else one of another section."""
     elsewhere = closest_key(path[-1], schema)
     if elsewhere is not None and elsewhere.rpartition(".")[2] == path[-1]:
         return elsewhere
@@ -186,7 +186,7 @@ def _place_of_kind(place: _Place, schema: Node) -> _Place:
 
 
 def _allowed(node: Node, schema: Node) -> str:
-    """Return words for what a part of the schema accepts."""
+    """Return the values that a part of the schema accepts, in words."""
     node = resolve(node, schema)
     if "discriminator" in node:
         return _TYPE_WORDS["object"]

@@ -33,9 +33,9 @@ class StepFunctions:
         As in Keras, a change of `trainable` after a step was traced takes effect with the next call of `compile`.
 
         Args:
-            kind: What is compiled.
-            compile_it: Compiles it.
-            given: What it depends on besides the model; compiled again where that is not what it was the last time.
+            kind: The kind of function.
+            compile_it: Compiles the function.
+            given: A key of further inputs of the compilation; with another key than last time, it is repeated.
         """
         # The object, not its id: a later compilation could have the address of one that was freed.
         compilation = keras_model.compilation(self._model)

@@ -1,4 +1,4 @@
-"""What a trainer has built, in words: read off the model, whoever built it."""
+"""Descriptions of a built model, its optimizer and its losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _layers(model: keras.Model) -> list[keras.Layer]:
 
 
 def describe_optimizer(model: keras.Model) -> str:
-    """Return the optimizer that the model was compiled with, and what it does to gradients.
+    """Return the optimizer of a model with its changes to gradients, in words.
 
     Args:
         model: A compiled model.

@@ -63,11 +63,11 @@ class RunDirectory:
         self._lock: IO[bytes] | None = None
         self._seen: tuple[int, ...] = ()  # the state of run.json when its content was last read
         self._recorded = ""  # the content of config.toml
-        self._before: list[str] | None = None  # what the folder held when it was claimed; None if it was not there
+        self._before: list[str] | None = None  # the files of the folder before the run; None if it did not exist
         self._created_above: list[Path] = []
 
     def claim(self, run: config.Run) -> None:
-        """Take the folder for a run: make it, or resume what it holds if that trains the same weights.
+        """Take the folder for a run: create it, or resume its run if that trains the same weights.
 
         Args:
             run: The resolved run.
@@ -211,7 +211,7 @@ class RunDirectory:
             return False
 
     def rescue(self) -> Path:
-        """Return a folder that can hold what a run whose folder is gone would write: the renamed one, or a new one.
+        """Return a folder for the files of a run whose folder is gone: the renamed one, or a new one.
 
         A new one gets the run's identity and configuration, so that the run resumes there.
 
@@ -280,7 +280,7 @@ class RunDirectory:
         self.results.unlink(missing_ok=True)
 
     def finish(self, results: dict[str, Any]) -> None:
-        """Write the results, whole or not at all: they say that the run is trained to its end, and what it wrote.
+        """Write the results, whole or not at all: they mark the run as finished and contain the digests of its files.
 
         Args:
             results: JSON values by name.

@@ -1,4 +1,4 @@
-"""What the train command shows while it trains: one line an epoch, and on a terminal how far the epoch is."""
+"""The lines of the train command during training: one per epoch, and on a terminal the progress of the epoch."""
 
 from __future__ import annotations
 

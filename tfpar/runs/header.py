@@ -1,4 +1,4 @@
-"""What the train command prints before the first step: devices, model, data and the arithmetic of the batch."""
+"""The lines that the train command prints before the first step: devices, model, data and the size of the batch."""
 
 from __future__ import annotations
 

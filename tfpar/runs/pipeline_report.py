@@ -1,4 +1,4 @@
-"""What the train command shows of a pipeline: its stages as a table, and a step as planned and as run in a picture."""
+"""The train command's report on a pipeline: a table of its stages, and a picture of a step as planned and as run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a run's folder: which are its own, and whether its results are still what was written; no TensorFlow."""
+"""The files of a run directory: those that a run writes, and a check that its results are unchanged; no TensorFlow."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FILES = (
     *("pipeline.png", "tensorflow.log", "evaluations.jsonl"),
 )
 FOLDERS = ("checkpoints", "tensorboard")
-# What a run creates before its first step.
+# The files that a run creates before its first step.
 _OF_CLAIM = frozenset({".lock", "run.json", "config.toml", "optimizer.json", "tensorflow.log", "checkpoints"})
-# What an earlier claim, cut short, can have left.
+# The files that an interrupted start can leave.
 _LEFTOVERS = frozenset({".lock", "run.json", "config.unfinished", "tensorflow.log"})
 
 
@@ -32,7 +32,7 @@ def is_unused(names: Iterable[str]) -> bool:
 
 
 def remove_claim(folder: Path, before: Collection[str] | None) -> None:
-    """Remove what a run has created in a folder, unless it holds more than every run creates before its first step.
+    """Remove the files of a run from a folder, unless it has taken a step.
 
     Args:
         folder: The folder of the run, which may be gone.

@@ -59,7 +59,7 @@ def check(run: config.Run, directory: RunDirectory, position: Position | None, m
 
 
 def describe(run: config.Run, directory: RunDirectory, position: Position) -> str:
-    """Return in words where a run resumes and what is changed.
+    """Return a sentence with the position from which a run resumes and its changed settings.
 
     Args:
         run: The run as it is asked for now.
@@ -82,13 +82,13 @@ def _place(position: Position) -> str:
 
 
 def optimizer_settings(model: keras.Model) -> str:
-    """Return what the optimizers of a model were built from, their learning-rate schedules included, as JSON.
+    """Return the configurations of a model's optimizers, with their learning-rate schedules, as JSON.
 
     Args:
         model: A model as it was compiled.
 
     Raises:
-        ValueError: If it cannot be said, so that the trained model could not be saved.
+        ValueError: If an optimizer has no configuration, so that the trained model could not be saved.
     """
     found = [objective.optimizer_of(model, one) for one in objective.objectives_of(model)] or [model.optimizer]
     try:

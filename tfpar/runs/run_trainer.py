@@ -17,7 +17,7 @@ BY_BATCH = f"by batch: {ALL_READ}"
 
 
 class RunTrainer(Protocol):
-    """A `tfpar.Trainer` with its data: what a trainer class must be for the train command.
+    """A `tfpar.Trainer` with its data: the protocol of trainer classes for the train command.
 
     A subclass of `tfpar.Trainer` has all methods. Its constructor takes `(run, strategy)` and sets the three attributes
     of the data. Three more are optional, so they are no part of the protocol:
@@ -96,7 +96,7 @@ def class_names_of(trainer: RunTrainer) -> tuple[str, ...]:
 
 
 def report_of(trainer: RunTrainer, results: dict[str, float]) -> str | None:
-    """Return what a trainer says of its results; None for a trainer without a method `report`.
+    """Return a trainer's report on its results; None for a trainer without a method `report`.
 
     Args:
         trainer: The trainer of a run.

@@ -1,4 +1,4 @@
-"""What the train command prints of a run that is trained to its end; no TensorFlow."""
+"""The lines that the train command prints for a finished run; no TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run from its configuration to its files: what the train command does once TensorFlow may start."""
+"""One run from its configuration to its files: the part of the train command that needs TensorFlow."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def audit(run: config.Run, num_workers: int) -> bool:
         num_workers: Number of workers.
 
     Returns:
-        Whether together they read what one worker alone reads.
+        Whether all workers together read the examples of one worker alone.
     """
     trainer = make_trainer(run, strategies.SingleDevice())
     found = data.audit(trainer.train_data, num_workers)

@@ -65,7 +65,7 @@ def make_trainer(run: config.Run, strategy: Strategy) -> RunTrainer:
 
 
 def check_trainer(run: config.Run) -> Any:
-    """Import the trainer class of a run, and refuse what the run sets and the class does not read.
+    """Import the trainer class of a run, and refuse settings of the run that the class does not read.
 
     Args:
         run: The run.
@@ -74,7 +74,7 @@ def check_trainer(run: config.Run) -> Any:
         The class.
 
     Raises:
-        ValueError: If there is no such class, its `reads` or `Options` is wrong, or the run sets what it does not read.
+        ValueError: If there is no such class, its `reads` or `Options` is wrong, or the run has an unread setting.
     """
     found = trainer_class(run.trainer)
     problems = settings_read.unread_problems(run, trainer_reads(run), run.trainer)

@@ -36,22 +36,22 @@ class Pipeline(SingleReplica):
     The model function is the one for a single device. Its layers are divided into `num_stages` stages; each device
     holds the weights and the optimizer's state of its own stage only. Every global batch is cut into
     `num_microbatches`, so that the devices work at the same time; the losses are divided by the whole batch and the
-    gradients of all micro-batches summed before the one update, so that the weights are those of one device. What
-    differs: BatchNormalization takes its statistics from each micro-batch, and Dropout draws other masks.
+    gradients of all micro-batches summed before the one update, so that the weights are those of one device. Two layers
+    differ: BatchNormalization takes its statistics from each micro-batch, and Dropout draws other masks.
 
     Args:
         num_stages: Number of stages.
         num_microbatches: Number of micro-batches of a global batch; with one, the devices work in turn.
         schedule: "gpipe", "1f1b", "interleaved" (several stages a device) or "zero_bubble".
-        balance: What is made as small as possible for the slowest stage: "time" (measured), "flops", "parameters" or
+        balance: The measure to minimize for the slowest stage: "time" (measured), "flops", "parameters" or
             "memory"; or the number of layers of each stage; or the names of the layers to cut before.
         devices: Device names such as `["GPU:0", "GPU:1"]`; None takes as many as the schedule needs.
         recompute: Save only the inputs of a stage, and repeat its forward pass in the backward pass: less memory for
             about a third more time.
-        memory_limit_bytes: What a device may hold of weights, gradients, optimizer state and activations; None for no
-            limit.
+        memory_limit_bytes: The limit for weights, gradients, optimizer state and activations on each device; None for
+            no limit.
         allow_batch_dependent_layers: Also train layers that mix the examples of a batch, although micro-batches change
-            what they compute.
+            their outputs.
 
     Raises:
         ValueError: If the schedule does not fit, or a device does not exist.

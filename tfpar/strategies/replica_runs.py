@@ -132,7 +132,7 @@ class ReplicaRuns:
             then: Takes the outputs of a replica.
 
         Returns:
-            What the function returned on each local replica.
+            The result of the function on each local replica.
         """
 
         def on_replica(parts: Sequence[Any]) -> Any:

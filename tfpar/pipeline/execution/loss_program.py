@@ -48,7 +48,7 @@ class LossProgram:
     Args:
         loss: The loss of the model.
         variables: The variables whose values are arguments.
-        trace: What the trace found.
+        trace: The record of the trace.
         kinds: The kind of each lookup of each parameter; None for one that the graph does not determine.
         function: The concrete function of `LossArguments` to `LossResults`.
     """

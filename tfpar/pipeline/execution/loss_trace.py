@@ -92,7 +92,7 @@ class LossResults(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossTrace:
-    """What the trace of a loss finds.
+    """The record of a traced loss.
 
     Args:
         num_divisors: The number of losses whose divisor depends on masks or weights of the whole batch.
@@ -123,7 +123,7 @@ def trace_loss(loss: ModelLoss, outputs: Any, batch: Any, variables: LossVariabl
         variables: The variables whose values are arguments.
 
     Returns:
-        The concrete function of `LossArguments` to `LossResults`, and what the trace found.
+        The concrete function of `LossArguments` to `LossResults`, and the record of the trace.
     """
     flows: list[ValueSpec] = keras.tree.flatten(outputs)
 

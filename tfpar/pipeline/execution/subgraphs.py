@@ -67,7 +67,7 @@ def extract_subgraphs(
         results: The tensors that each subgraph must compute.
         device: The device of all subgraphs.
         sums: Tensors of the graph that a subgraph computes as early as possible.
-        recompute: Whether later subgraphs recompute what they need of the first, instead of using saved tensors.
+        recompute: Whether later subgraphs recompute tensors of the first, instead of using saved tensors.
         jit_compile: Compile the subgraphs with XLA.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Trace a function and return what the trace found as one record."""
+"""Traces of functions that return a record of the traced tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def trace_with_record(
 ) -> tuple[Any, Record]:
     """Trace a function that returns tensors and a record of its tensors by role.
 
-    A concrete function returns copies of its results, and only tensors. The record holds the tensors of the traced
-    graph themselves, and what is not a tensor.
+    A concrete function returns copies of its results, and only tensors. The record contains the tensors of the traced
+    graph themselves, and values that are not tensors.
 
     Args:
         trace: Returns the concrete function of a Python function and the specs of its arguments.

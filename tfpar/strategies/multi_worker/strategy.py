@@ -171,7 +171,7 @@ class MultiWorker(DataParallel):
         return [f"{device.device_type}:{device.device_index}" for device in self.devices]
 
     def describe(self) -> str:
-        """Say in one line which worker this is and what it holds."""
+        """Return one line with the rank and the devices of this worker."""
         names = ", ".join(self.device_names)
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
         return f"MultiWorker over {workers}, {self.num_replicas} replicas; this is worker {self.rank} on {names}"
