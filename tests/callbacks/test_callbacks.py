@@ -240,7 +240,7 @@ def test_swap_ema_weights_gives_the_same_logs_and_weights(pair: Pair, swap_on_ep
 
 
 @pytest.mark.parametrize("save_freq", ["epoch", 3])
-def test_backup_and_restore_goes_on_at_the_same_epoch(pair: Pair, tmp_path: Path, save_freq: Any) -> None:
+def test_backup_and_restore_resumes_at_the_same_epoch(pair: Pair, tmp_path: Path, save_freq: Any) -> None:
     epochs: list[list[int]] = []
     for fit, name in ((pair.keras.fit, "keras"), (pair.trainer.fit, "tfpar")):
         seen: list[int] = []

@@ -120,7 +120,7 @@ def test_resume_within_a_pass_that_spans_epochs(tmp_path: Path) -> None:
     small.assert_same_history(history, expected_history, 0.0)
 
 
-def test_early_stopping_goes_on_counting(tmp_path: Path) -> None:
+def test_early_stopping_resumes_its_count(tmp_path: Path) -> None:
     """Without its memory, the patience would begin anew and the training would be longer."""
     small_steps = parity_cases.classifier(lambda: keras.optimizers.SGD(1e-6))
     arguments = {"build": small_steps, "epochs": 9}
@@ -189,7 +189,7 @@ def test_a_finished_run_is_not_trained_again(uninterrupted: Uninterrupted) -> No
     assert trainer.model.optimizer.iterations.numpy() == uninterrupted.trainer.model.optimizer.iterations.numpy()
 
 
-def test_a_finished_run_goes_on_when_more_epochs_are_asked_for(tmp_path: Path) -> None:
+def test_a_finished_run_resumes_with_more_epochs(tmp_path: Path) -> None:
     expected, expected_history = run("single_device", tmp_path / "whole")
     run("single_device", tmp_path / "parts", epochs=2)
     trainer, history = run("single_device", tmp_path / "parts", epochs=EPOCHS)
@@ -370,7 +370,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(
     assert path.exists(), "the foreign checkpoint stays"
 
 
-def test_only_the_newest_are_kept(trained: tfpar.Trainer, tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_stay(trained: tfpar.Trainer, tmp_path: Path) -> None:
     checkpoints = tfpar.Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3, 11):
         save(trained, checkpoints, step)
@@ -383,7 +383,7 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, arguments: dict[str, 
         tfpar.Checkpoints(tmp_path, **arguments)
 
 
-def test_what_a_crash_left_half_written_is_removed(trained: tfpar.Trainer, tmp_path: Path) -> None:
+def test_incomplete_files_of_a_crash_are_removed(trained: tfpar.Trainer, tmp_path: Path) -> None:
     (tmp_path / "step-00000001.unfinished").write_bytes(b"half")
     save(trained, tfpar.Checkpoints(tmp_path), 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.npz"]

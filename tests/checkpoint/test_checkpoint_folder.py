@@ -67,7 +67,7 @@ def test_only_files_with_the_name_of_a_checkpoint_count(model: keras.Model, tmp_
     [lambda path: path.symlink_to("nowhere"), lambda path: path.symlink_to(path.name), os.mkfifo, Path.mkdir],
     ids=["a dangling link", "a link to itself", "a pipe", "a folder"],
 )
-def test_what_is_no_file_is_passed_over_and_training_goes_on(
+def test_other_entries_than_files_are_skipped_and_training_resumes(
     model: keras.Model, tmp_path: Path, put: Callable[[Path], Any]
 ) -> None:
     save(model, tmp_path, 1)

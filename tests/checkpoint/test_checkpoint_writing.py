@@ -119,9 +119,7 @@ def test_another_save_waits_for_the_one_before(model: keras.Model, tmp_path: Pat
     assert second.exists()
 
 
-def test_what_is_written_is_the_state_at_the_time_of_save(
-    model: keras.Model, tmp_path: Path, slow_disk: SlowDisk
-) -> None:
+def test_the_state_at_the_time_of_save_is_written(model: keras.Model, tmp_path: Path, slow_disk: SlowDisk) -> None:
     """Weights go on, and a callback may change its array in place."""
     checkpoints, counts = Checkpoints(tmp_path), np.arange(3)
     expected = model.get_weights()
@@ -217,7 +215,7 @@ def _due_after_the_write(checkpoints: Checkpoints) -> bool:
     return checkpoints.due()
 
 
-def test_an_error_keeps_nothing_alive_that_its_callers_held(tmp_path: Path, model: keras.Model) -> None:
+def test_an_error_does_not_keep_objects_of_its_callers_alive(tmp_path: Path, model: keras.Model) -> None:
     """A locked file of a caller is free as soon as the error is handled, not at the next garbage collection."""
 
     class Held:
@@ -288,7 +286,7 @@ def test_a_folder_that_became_read_only_is_an_os_error_that_names_it(model: kera
     assert names(tmp_path) == ["step-00000001.npz"]
 
 
-def test_a_folder_that_was_taken_away_is_made_again(model: keras.Model, tmp_path: Path) -> None:
+def test_a_removed_folder_is_created_again(model: keras.Model, tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "deep" / "checkpoints")
     for step in (1, 2):
         path = save(checkpoints, model, step)
@@ -325,7 +323,7 @@ def test_an_error_that_ends_the_training_is_not_hidden_by_the_writers(
 # --- several workers --------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_loads_what_the_chief_has_read(model: keras.Model, tmp_path: Path) -> None:
+def test_a_worker_loads_the_chiefs_checkpoint(model: keras.Model, tmp_path: Path) -> None:
     chief, worker = Checkpoints(tmp_path / "chief"), Checkpoints(tmp_path / "worker")
     assert chief.read() is None
     expected = model.get_weights()

@@ -211,7 +211,7 @@ def test_lists_of_hosts_are_read_as_slurm_reads_them(cluster: Slurm, hostlist: s
     assert slurm.expand_hosts(hostlist) == cluster.run("scontrol", "show", "hostnames", hostlist).split()
 
 
-def test_the_printed_script_saves_on_sigterm_goes_back_into_the_queue_and_goes_on(cluster: Slurm) -> None:
+def test_the_printed_script_saves_on_sigterm_is_requeued_and_resumes(cluster: Slurm) -> None:
     worker, places = cluster.folder / "worker.py", cluster.folder / "a place"
     worker.write_text(WORKER)
     places.mkdir()

@@ -63,7 +63,7 @@ def test_only_rank_0_that_trains_is_the_chief() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_what_is_written_is_read_again(rank: int) -> None:
+def test_a_written_tf_config_is_read_again(rank: int) -> None:
     addresses = ("a:1", "b:1", "c:1")
     job = tf_config.parse(tf_config.to_tf_config(addresses, rank))
     assert job == Job(addresses, rank, "worker" if rank else "chief")
@@ -154,7 +154,7 @@ def test_keys_that_are_absent_are_said_to_be_none() -> None:
         parse({})
 
 
-def test_each_of_several_mistakes_has_a_line_of_its_own() -> None:
+def test_each_of_several_mistakes_has_a_separate_line() -> None:
     with pytest.raises(ValueError, match="must have at most one chief") as caught:
         parse({"cluster": {"chief": ["a:1", "a:1"], "ps": ["p"], "worker": ["b"]}, "task": {"type": "work"}})
     assert [line.split(",")[0] for line in str(caught.value).splitlines()] == [
@@ -179,7 +179,7 @@ def test_each_of_several_mistakes_has_a_line_of_its_own() -> None:
         ('["a:1"]', 'TF_CONFIG must be an object with "cluster" and "task", received ["a:1"]; write it so, or unset'),
     ],
 )
-def test_what_is_no_json_object_is_named_with_its_position(text: str, message: str) -> None:
+def test_invalid_json_is_named_with_its_position(text: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole message is compared below
         tf_config.parse(text)
     assert message in str(caught.value)
@@ -265,7 +265,7 @@ def test_lists_of_hosts_are_expanded(hostlist: str, hosts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("hostlist", ["", "a,", "a,,b", "n[1-2", "n1]", "n[]", "n[a-b]", "n[1-2-3]", "a b"])
-def test_what_is_no_list_of_hosts_is_refused(hostlist: str) -> None:
+def test_malformed_lists_of_hosts_are_refused(hostlist: str) -> None:
     with pytest.raises(ValueError, match="A list of hosts must be as Slurm writes it"):
         slurm.expand_hosts(hostlist)
 

@@ -57,7 +57,7 @@ def test_help_lists_the_configurations_and_points_to_all_settings() -> None:
 
 
 @pytest.mark.parametrize("command", ["tfpar", *COMMANDS])
-def test_version_is_that_of_tfpar_and_of_what_it_runs_on(command: str, tmp_path: Path) -> None:
+def test_version_lists_tfpar_tensorflow_keras_and_python(command: str, tmp_path: Path) -> None:
     asked = run(command, "--version", folder=tmp_path)
     assert (asked.returncode, asked.stderr) == (0, "")
     assert asked.stdout.startswith(f"tfpar {tfpar.__version__} (TensorFlow 2.")

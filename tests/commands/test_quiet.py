@@ -37,7 +37,7 @@ def test_a_start_up_message_is_known(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", KEPT)
-def test_errors_and_other_lines_are_kept(line: str) -> None:
+def test_errors_and_other_lines_stay(line: str) -> None:
     assert not tensorflow_log.is_startup_message(line)
 
 
@@ -48,7 +48,7 @@ def test_a_driver_that_fails_is_an_error_where_there_is_a_gpu(has_gpu: bool, mon
     assert tensorflow_log.is_startup_message(line) is not has_gpu
 
 
-def test_what_is_held_back_is_passed_on_also_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_buffered_lines_are_printed_also_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     def write() -> None:
         os.write(2, f"{STARTUP[0]}\nfrom native code\n{STARTUP[1]}\n".encode())
         raise ImportError("no module")
@@ -155,7 +155,9 @@ def test_a_script_that_trains_under_every_strategy_writes_nothing(trained: subpr
 
 
 @pytest.mark.slow_start
-def test_what_plots_or_wraps_is_loaded_when_it_is_used(trained: subprocess.CompletedProcess[str]) -> None:
+def test_modules_for_plots_and_wrappers_are_loaded_when_they_are_used(
+    trained: subprocess.CompletedProcess[str],
+) -> None:
     """Keras imports Matplotlib and scikit-learn at its start, which takes a quarter of it."""
     assert trained.stdout.splitlines()[1:] == [
         "after training: []",
@@ -185,7 +187,7 @@ def test_a_notebook_shows_no_reports_of_tf_distribute(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow_start
-def test_what_the_users_code_writes_stays(tmp_path: Path) -> None:
+def test_output_of_the_users_code_stays(tmp_path: Path) -> None:
     written = run("import tfpar, keras, tensorflow as tf\n" + LOGS, tmp_path).stderr
     for line in ("logging", "absl", "TensorFlow's logger", "warnings", "native code", "a graph"):
         assert f"from {line}" in written

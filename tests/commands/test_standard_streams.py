@@ -47,7 +47,7 @@ def test_a_closed_stream_or_a_full_standard_error_changes_nothing(name: str, red
 
 
 @pytest.mark.parametrize("name", ["list", "help", "configuration", "batch script"])
-def test_what_cannot_be_printed_is_an_error_in_one_sentence(name: str, tmp_path: Path) -> None:
+def test_unprintable_output_is_an_error_in_one_sentence(name: str, tmp_path: Path) -> None:
     ended = shell(COMMANDS[name], "> /dev/full", tmp_path)
     assert ended.returncode == 1
     assert ended.stderr.startswith("error: Standard output must be writable, and it is not: No space left on device.")
@@ -138,7 +138,7 @@ def test_a_training_without_a_reader_saves_its_step_and_resumes(
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
 
 
-def test_a_training_whose_output_fills_the_disk_goes_on(
+def test_a_training_continues_after_its_output_fills_the_disk(
     call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, open("/dev/full", "w", buffering=1) as stream:
@@ -155,7 +155,7 @@ def test_a_training_whose_output_fills_the_disk_goes_on(
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("redirection", [">&-", "> /dev/full", "2> /dev/full", ">&- 2>&-"])
-def test_a_job_goes_on_without_its_output(redirection: str, tmp_path: Path) -> None:
+def test_a_job_continues_without_its_output(redirection: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os; print('x' * 100, flush=True); open(f'done-{os.getpid()}', 'w')")
     ended = shell(["-m", "tfpar.launch", "--num_workers", "2", "--", "script.py"], redirection, tmp_path)
     assert ended.returncode == 0, ended

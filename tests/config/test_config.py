@@ -83,7 +83,7 @@ def test_every_config_loads_and_its_header_says_command_hardware_time_and_result
     [Run(), RICH_RUN, Run(strategy=Pipeline(num_stages=2, num_microbatches=8, balance=(3, 2)))],
     ids=["default", "rich", "pipeline"],
 )
-def test_what_dump_writes_loads_to_the_same_run(run: Run, tmp_path: Path) -> None:
+def test_a_dumped_run_loads_as_the_same_run(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(config.dump(run), encoding="utf-8")
     loaded = config.load(path)
@@ -197,7 +197,7 @@ def test_schema_describes_every_key_and_knows_none_as_a_word() -> None:
         ),
     ],
 )
-def test_a_wrong_value_is_refused_with_path_value_and_what_is_allowed(override: str, message: str) -> None:
+def test_a_wrong_value_is_refused_with_path_value_and_allowed_values(override: str, message: str) -> None:
     assert refusal(override) == message
 
 
@@ -506,7 +506,7 @@ def test_rules_between_fields_hold_for_runs_made_in_python_too() -> None:
         ["training.clipnorm=1", "training.ema_momentum=0.9", "training.ema_overwrite_frequency=1"],
     ],
 )
-def test_what_is_at_the_edge_of_a_rule_between_fields_is_allowed(overrides: list[str]) -> None:
+def test_values_at_the_edge_of_a_rule_between_fields_are_allowed(overrides: list[str]) -> None:
     config.load(None, overrides)
 
 

@@ -31,7 +31,7 @@ def noisy(context: Context) -> tf.data.Dataset:
     return dataset.map(lambda number: number + 100 * (context.num_input_pipelines - 1)).batch(2)
 
 
-def test_a_right_division_is_counted_and_called_right() -> None:
+def test_a_right_sharding_is_counted_and_reported_as_right() -> None:
     found = audit(rightly_sharded, num_workers=2)
     assert found.ok
     assert (found.examples_per_worker, found.steps_per_worker) == ((11, 10), (3, 3))
@@ -61,7 +61,7 @@ def test_duplicates_are_named() -> None:
     assert "WRONG: 12 examples are read in excess" in str(found)
 
 
-def test_a_shuffle_of_its_own_on_each_worker_duplicates_and_drops() -> None:
+def test_a_different_shuffle_on_each_worker_duplicates_and_drops() -> None:
     found = audit(shuffled_without_a_seed, num_workers=2)
     assert found.num_duplicates == found.num_dropped > 5
     assert found.examples_per_worker == (25, 25), "the counts alone look right"
@@ -114,7 +114,7 @@ def test_shards_that_overlap_are_noted() -> None:
     assert (found.num_examples, found.num_equal) == (10, 5), "one worker alone reads them twice as well"
 
 
-def test_rows_that_differ_only_in_trailing_zeros_or_in_one_part_are_told_apart() -> None:
+def test_rows_that_differ_only_in_trailing_zeros_or_in_one_part_are_different() -> None:
     inputs = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0]], dtype="float32")
     dataset = tf.data.Dataset.from_tensor_slices((inputs, [0, 1, 0], [b"a\0", b"a", b""])).batch(2)
     assert audit(dataset, num_workers=1).num_equal == 0
@@ -129,8 +129,6 @@ def test_rows_that_differ_only_in_trailing_zeros_or_in_one_part_are_told_apart()
         ([1, 2], 2, TypeError, r"or a function of tf.distribute.InputContext, received \[1, 2\]"),
     ],
 )
-def test_what_cannot_be_audited_is_refused(
-    dataset: Any, num_workers: int, error: type[Exception], message: str
-) -> None:
+def test_impossible_audits_are_refused(dataset: Any, num_workers: int, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         audit(dataset, num_workers)

@@ -49,7 +49,7 @@ def test_a_sample_weight_is_multiplied(shape: list[int]) -> None:
         ((tf.zeros([2]), {"a": tf.zeros([2])}), {0: 1.0}, "one output"),
     ],
 )
-def test_what_cannot_be_weighed_is_refused(element: Any, class_weight: dict[int, float], message: str) -> None:
+def test_impossible_class_weights_are_refused(element: Any, class_weight: dict[int, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         class_weights(tf.data.Dataset.from_tensors(element), class_weight)
 
@@ -80,7 +80,7 @@ def test_a_cut_into_workers_then_replicas_is_one_cut_into_all() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_structure_ragged_sparse_and_none_are_kept(rows: int) -> None:
+def test_structure_ragged_sparse_and_none_are_preserved(rows: int) -> None:
     ragged = tf.RaggedTensor.from_row_lengths(tf.range(rows * 2), [2] * rows)
     sparse = tf.sparse.from_dense(tf.range(1, rows * 3 + 1, dtype=tf.int32)[:, None] * tf.ones([1, 2], tf.int32))
     sparse = tf.sparse.reshape(sparse, [rows, 6])
@@ -102,7 +102,7 @@ def test_structure_ragged_sparse_and_none_are_kept(rows: int) -> None:
         ((tf.zeros([2]), tf.zeros([3])), 2, r"same number of rows, but have \[2, 3\]"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(batch: Any, num_parts: int, message: str) -> None:
+def test_impossible_splits_of_a_batch_are_refused(batch: Any, num_parts: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_batch(batch, num_parts)
 

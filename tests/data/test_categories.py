@@ -48,7 +48,7 @@ def settings(source: str, path: Path, **changes: Any) -> config.Data:
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet"])
-def test_a_column_of_words_is_what_string_lookup_makes_of_it(source: str, tmp_path: Path) -> None:
+def test_a_column_of_words_equals_string_lookup(source: str, tmp_path: Path) -> None:
     loaded = load(settings(source, tmp_path), global_batch_size=64, seed=0)
     assert loaded.vocabularies == {"color": ("blue", "grün", "red"), "size": tuple(f"size {i}" for i in range(5))}
     for batches, columns in (
@@ -66,7 +66,7 @@ def test_a_column_of_words_is_what_string_lookup_makes_of_it(source: str, tmp_pa
 
 @pytest.mark.parametrize("source", ["csv", "parquet"])
 @pytest.mark.parametrize("shard_by", ["file", "example"])
-def test_workers_divide_rows_with_words_and_read_what_one_alone_reads(
+def test_workers_with_shards_of_rows_with_words_read_the_rows_of_one_worker(
     source: str, shard_by: Any, tmp_path: Path
 ) -> None:
     own = settings(source, tmp_path, shard_by=shard_by, num_shards=2, shuffle_buffer=100)
@@ -127,7 +127,7 @@ def test_a_column_that_is_no_category_is_refused(source: str, tmp_path: Path, mo
     )
 
 
-def test_a_parquet_column_of_words_that_is_not_named_says_what_to_write(tmp_path: Path) -> None:
+def test_a_parquet_column_of_words_that_is_not_named_is_refused_with_the_way_out(tmp_path: Path) -> None:
     sentence = refusal(settings("parquet", tmp_path, category_columns=("color",)))
     assert 'The column "size"' in sentence
     assert "leave it out of data.columns, or name it in data.category_columns" in sentence

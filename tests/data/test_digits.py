@@ -100,13 +100,15 @@ def test_the_hook_gets_each_image_before_normalisation(digits: config.Data) -> N
         ({"num_classes": 5}, "has 10 classes"),
     ],
 )
-def test_what_does_not_exist_gets_one_sentence(digits: config.Data, changes: dict[str, Any], message: str) -> None:
+def test_missing_files_and_splits_are_refused_in_one_sentence(
+    digits: config.Data, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         load(with_changes(digits, **changes), global_batch_size=64, seed=0)
     assert "\n" not in str(caught.value)
 
 
-def test_an_undownloadable_data_set_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undownloadable_dataset_is_refused_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*args: Any, **keywords: Any) -> None:
         raise OSError("Name or service not known")
 

@@ -151,7 +151,7 @@ def test_an_image_that_cannot_be_decoded_is_named_by_its_file(content: Any, tmp_
         load(settings, global_batch_size=1, seed=0)
 
 
-def test_large_images_are_divided_by_file_by_themselves(tmp_path: Path) -> None:
+def test_large_images_are_sharded_by_file_automatically(tmp_path: Path) -> None:
     settings = stored.image_settings(tmp_path, image_size=(128, 128))
     loaded = load(settings, global_batch_size=8, seed=0)
     assert loaded.sharding.startswith("by file, because images of 128 x 128 must be decoded: 40 files in 8 shards")

@@ -104,13 +104,15 @@ def test_a_function_gets_its_arguments_and_returns_training_and_validation_data(
         ("test_python_function.give", {"what": "unlike"}, r"inputs must have one fixed shape .* have \(None,\)"),
     ],
 )
-def test_what_is_no_such_function_gets_one_sentence(function: str, arguments: dict[str, Any], message: str) -> None:
+def test_other_objects_than_functions_are_refused_in_one_sentence(
+    function: str, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         load(settings(function, arguments=arguments), global_batch_size=4, seed=0)
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_generator_of_the_function_raises_is_said_without_tensorflows_traceback(tmp_path: Path) -> None:
+def test_an_error_of_a_generator_is_reported_without_tensorflows_traceback(tmp_path: Path) -> None:
     own = settings("test_python_function.broken", shuffle_buffer=0)
     with pytest.raises((ValueError, tf.errors.OpError)) as caught:
         epoch(load(own, global_batch_size=4, seed=0).train)
@@ -118,7 +120,7 @@ def test_what_a_generator_of_the_function_raises_is_said_without_tensorflows_tra
     assert sentence == "KeyError: 'column_7'"
 
 
-def test_what_a_generator_raises_inside_of_a_step_is_said_without_tensorflows_traceback() -> None:
+def test_an_error_of_a_generator_inside_of_a_step_is_reported_without_tensorflows_traceback() -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")

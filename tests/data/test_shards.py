@@ -136,7 +136,7 @@ def test_whole_and_parts_can_be_moved_to_a_position() -> None:
         assert_equal(epoch_of_workers(parts), epochs[at_epoch + 1], f"parts, the epoch after {at_epoch}")
 
 
-def test_a_job_goes_on_with_another_number_of_workers() -> None:
+def test_a_job_continues_with_another_number_of_workers() -> None:
     sharded = shuffled(50)
     whole = sharded.whole()
     expected = [[leaves(batch) for batch in whole] for _ in range(2)][1]
@@ -223,6 +223,6 @@ def make_range(shard: int) -> tf.data.Dataset:
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused(build: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_invalid_shards_are_refused(build: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build()

@@ -71,7 +71,7 @@ def test_a_fresh_pipeline_after_seek_equals_the_uninterrupted_one(source: str, t
     ("source", "shard_by"),
     [(source, shard_by) for source in SOURCES for shard_by in ("file", "example") if (source, shard_by) != NO_FILES],
 )
-def test_workers_divide_files_or_examples_and_read_what_one_alone_reads(
+def test_workers_with_shards_of_files_or_examples_read_the_examples_of_one_worker(
     source: str, shard_by: Any, tmp_path: Path
 ) -> None:
     loaded = load(settings(source, tmp_path, shard_by=shard_by, num_shards=2), global_batch_size=8, seed=1)
@@ -102,7 +102,7 @@ def test_a_share_holds_out_examples_that_are_never_trained_on(source: str, tmp_p
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet"])
-def test_a_share_holds_out_the_same_rows_where_files_are_divided(source: str, tmp_path: Path) -> None:
+def test_a_share_holds_out_the_same_rows_of_sharded_files(source: str, tmp_path: Path) -> None:
     changes = {"validation_share": 0.3, "validation_split": "test"}
     plain = load(settings(source, tmp_path, **changes), global_batch_size=8, seed=0)
     divided = load(settings(source, tmp_path, **changes, shard_by="file", num_shards=2), global_batch_size=8, seed=0)

@@ -167,7 +167,7 @@ def test_a_file_that_is_no_parquet_file_is_named(whole: bool, tmp_path: Path) ->
     assert refusal(settings).startswith(f"{path} is no Parquet file, or it is corrupt (")
 
 
-def test_without_pyarrow_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_pyarrow_one_sentence_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = parquet(tmp_path, {"x": [1.0], "label": [1]})
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ImportError, match=r'needs the Python package pyarrow .*: run "pip install pyarrow"'):

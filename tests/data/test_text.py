@@ -97,7 +97,7 @@ def test_shares_of_a_split_follow_each_other(sources: Path) -> None:
 # In which order
 
 
-def test_an_epoch_has_an_order_of_its_own_that_the_seed_brings_back(sources: Path) -> None:
+def test_each_epoch_has_another_order_that_the_seed_repeats(sources: Path) -> None:
     first, second, other_seed = (load(settings(sources), global_batch_size=16, seed=seed).train for seed in (3, 3, 4))
     epochs = [epoch(first), epoch(first)]
     assert_same([epoch(second), epoch(second)][1], epochs[1], "the second epoch")
@@ -106,7 +106,7 @@ def test_an_epoch_has_an_order_of_its_own_that_the_seed_brings_back(sources: Pat
     assert orders[0] != orders[1]
 
 
-def test_workers_that_divide_the_files_read_together_what_one_reads(sources: Path) -> None:
+def test_workers_with_shards_of_files_together_read_the_files_of_one_worker(sources: Path) -> None:
     alone = load(settings(sources), global_batch_size=16, seed=0)
     divided = load(settings(sources, shard_by="file", num_shards=2), global_batch_size=16, seed=0)
     assert isinstance(divided.train, Sharded)

@@ -67,7 +67,7 @@ def test_every_line_names_its_worker_and_the_chief_alone_reports(job: Job) -> No
     assert job.outcome.err == ""
 
 
-def test_the_folder_holds_what_one_process_writes_and_nothing_else(job: Job, alone: Path) -> None:
+def test_the_folder_has_the_files_of_one_process_and_no_others(job: Job, alone: Path) -> None:
     written = {path.name for path in (job.folder / "run").rglob("*")}
     assert written == {path.name for path in alone.rglob("*")}
     assert {path.name for path in job.folder.iterdir()} >= {"run", "pid-1"}
@@ -240,7 +240,7 @@ def test_a_taken_port_is_named(
     assert_one_sentence(outcome, "must be free", address, code=1)
 
 
-def test_a_mistake_is_told_without_waiting_for_tensorflow(tmp_path: Path) -> None:
+def test_a_mistake_is_reported_without_waiting_for_tensorflow(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom absl import flags\nfrom tfpar import train\n"
         "code = train.main(flags.FLAGS(['tfpar.train', *sys.argv[1:]]))\n"

@@ -136,7 +136,7 @@ time.sleep(60)
         assert "Worker 1 has no output." in last_words(err)
 
 
-def test_a_worker_that_stands_still_is_named_and_ended(tmp_path: Path) -> None:
+def test_a_suspended_worker_is_named_and_ended(tmp_path: Path) -> None:
     script = (
         """
 if rank == 0:
@@ -258,7 +258,7 @@ def test_who_is_not_done_after_the_grace_is_killed(tmp_path: Path) -> None:
     assert "Stopped by SIGTERM. Worker 0 was killed by SIGKILL. Worker 1 was killed by SIGTERM." in last_words(err)
 
 
-def test_a_preempted_worker_lets_all_save_by_themselves(tmp_path: Path) -> None:
+def test_after_a_preemption_all_workers_save_without_another_signal(tmp_path: Path) -> None:
     script = (
         """
 if rank == 0:
@@ -329,7 +329,7 @@ def reaper_of(launcher: int) -> int:
     return 0
 
 
-def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+def test_processes_of_a_worker_end_with_it(tmp_path: Path) -> None:
     # The child holds the worker's output open: the launcher must not wait for it either.
     code, _, err = run(tmp_path, 'sign("child", str(subprocess.Popen(["sleep", "60"]).pid))')
     assert code == 0, err
@@ -367,7 +367,7 @@ def test_a_reader_that_goes_away_stops_the_job_with_a_checkpoint(tmp_path: Path)
     assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
-def test_a_reader_that_stands_still_does_not_keep_the_job_from_stopping(tmp_path: Path) -> None:
+def test_a_suspended_reader_does_not_keep_the_job_from_stopping(tmp_path: Path) -> None:
     floods = """
 def save(number, frame):
     print("saves")

@@ -61,7 +61,7 @@ def test_cores_are_apart_where_there_are_enough(
     assert [cores_of(rank, num_workers, cores_per_worker, available) for rank in range(num_workers)] == expected
 
 
-def test_the_environment_of_a_worker_keeps_what_the_user_chose() -> None:
+def test_the_environment_of_a_worker_keeps_the_users_variables() -> None:
     given = {"PATH": "/bin", "TF_NUM_INTRAOP_THREADS": "3"}
     environment = environment_of(1, ["127.0.0.1:1", "127.0.0.1:2"], 4, "new", given)
     assert environment["TFPAR_JOB_SECRET"] == "new"
@@ -97,7 +97,7 @@ def test_the_reaper_kills_only_groups_that_still_live(monkeypatch: pytest.Monkey
     assert killed == [(456, signal.SIGKILL)]
 
 
-def test_a_reaper_that_stands_still_does_not_keep_the_launcher_from_ending() -> None:
+def test_a_suspended_reaper_does_not_keep_the_launcher_from_ending() -> None:
     with Reaper() as reaper:
         os.kill(reaper.pid, signal.SIGSTOP)
         for _ in range(100_000):  # more than its pipe holds
@@ -150,7 +150,7 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_full_disk_breaks_the_output_and_nothing_is_kept() -> None:
+def test_after_a_full_disk_no_output_is_buffered() -> None:
     descriptor = os.open("/dev/full", os.O_WRONLY)
     try:
         sink = Sink(descriptor)
@@ -163,7 +163,7 @@ def test_a_full_disk_breaks_the_output_and_nothing_is_kept() -> None:
         os.close(descriptor)
 
 
-def test_what_a_worker_runs(tmp_path: Path) -> None:
+def test_the_command_of_a_worker(tmp_path: Path) -> None:
     script = str(tmp_path / "own.py")
     Path(script).touch()
     assert launch.worker_words([]) == ["-m", "tfpar.train"]
@@ -213,7 +213,9 @@ def test_a_job_within_a_job_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 @pytest.mark.parametrize(("kind", "sign"), [("slurm", "#SBATCH --ntasks=3"), ("tfjob", "kind: TFJob")])
-def test_what_starts_it_on_a_cluster_is_printed(kind: str, sign: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_script_or_manifest_for_a_cluster_is_printed(
+    kind: str, sign: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with flagsaver.flagsaver():
         parsed = flags.FLAGS(["tfpar.launch", "--num_workers", "3", "--cores_per_worker", "5", "--print", kind])
         assert launch.main([*parsed, "--config", "own.toml"]) == 0

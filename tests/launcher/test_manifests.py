@@ -64,7 +64,7 @@ def test_threads_of_a_slurm_task_are_its_cores() -> None:
     ]
 
 
-def test_each_turn_of_a_slurm_job_has_a_secret_of_its_own_that_is_no_argument() -> None:
+def test_each_start_of_a_slurm_job_has_a_new_secret_that_is_no_argument() -> None:
     script = manifests.slurm_script(2, ["python"], 1)
     shown = 'srun() { printenv TFPAR_JOB_SECRET; echo "$@"; }\n'
     turns = [

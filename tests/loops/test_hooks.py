@@ -212,7 +212,7 @@ def test_a_callback_ends_an_evaluation_and_a_prediction_of_endless_data(both: Bo
         assert [event[0] for event in events].count(f"on_{kind}_batch_end") == 2
 
 
-def test_a_callback_ends_the_validation_and_training_goes_on(step_by_step: Both) -> None:
+def test_a_callback_ends_the_validation_and_training_continues(step_by_step: Both) -> None:
     recorder = {"at": ("on_test_batch_end", 2), "sets": "stop_evaluating"}
     step_by_step.run("fit", data(), epochs=2, validation_data=data(), recorder=recorder)
 

@@ -59,7 +59,7 @@ def test_no_time_at_all_is_no_division_by_zero() -> None:
     assert recorded((1, 0.0), (1, 0.0)).next() == 10
 
 
-def test_a_fixed_number_is_kept_to() -> None:
+def test_a_fixed_number_of_steps_never_changes() -> None:
     assert recorded((1, 9.0), (1, 9.0), (1, 1e-9), fixed=7).next() == 7
 
 
@@ -210,7 +210,7 @@ def test_every_pass_has_the_order_in_which_the_dataset_iterates() -> None:
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 3])
 @pytest.mark.parametrize("taken", [0, 1, 3, 8, 11, 16, 20])
-def test_seek_goes_on_where_another_process_stood(taken: int, steps_per_epoch: int | None) -> None:
+def test_seek_moves_to_the_position_of_another_process(taken: int, steps_per_epoch: int | None) -> None:
     def position_after(num_batches: int) -> tuple[EpochIterator, tuple[int, int]]:
         tf.random.set_seed(0)
         batches = shuffled(steps_per_epoch=steps_per_epoch)

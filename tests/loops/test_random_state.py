@@ -63,7 +63,7 @@ ROWS = [row for row in itertools.product(WITH_PIPELINES, MODELS) if row not in N
 
 
 @pytest.mark.parametrize(("strategy", "name"), ROWS, ids=lambda name: name.replace(" ", "_"))
-def test_what_is_drawn_after_fit_is_what_keras_draws(strategy: str, name: str) -> None:
+def test_draws_after_fit_equal_those_of_keras(strategy: str, name: str) -> None:
     keras.utils.set_random_seed(3)
     model = MODELS[name]()
     model.fit(batches(10, 4), verbose=0)

@@ -90,7 +90,7 @@ def test_weights_from_a_file_count_in_the_next_fit(tmp_path: Path) -> None:
     assert_same_history(histories[1], histories[0], TOLERANCE)
 
 
-def test_an_optimizer_that_keeps_more_is_held_against_the_memory_limit() -> None:
+def test_an_optimizer_with_more_slots_is_checked_against_the_memory_limit() -> None:
     trainer = tfpar.Trainer(two_outputs, tfpar.Pipeline(2, 2, balance="parameters", memory_limit_bytes=1500), seed=0)
     trainer.fit(**arrays())
     compile_again("mae", "adam")(trainer.model)

@@ -31,7 +31,7 @@ def graph_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any
     here.function_call_options = None
 
 
-def test_steps_leave_out_most_passes_of_the_graph_optimizer_and_what_comes_after_them_does_not(
+def test_only_steps_leave_out_most_passes_of_the_graph_optimizer(
     graph_options: Callable[..., Any],
 ) -> None:
     assert "constfold" in graph_options().optimizers
@@ -39,7 +39,7 @@ def test_steps_leave_out_most_passes_of_the_graph_optimizer_and_what_comes_after
     assert not tf.compat.v1.ConfigProto.FromString(after).graph_options.rewrite_options.ByteSize()
 
 
-def test_what_a_user_chose_of_the_graph_optimizer_stands(graph_options: Callable[..., Any]) -> None:
+def test_a_users_options_of_the_graph_optimizer_stay(graph_options: Callable[..., Any]) -> None:
     chosen = graph_options(constant_folding=False)
     assert chosen.constant_folding == chosen.OFF
     assert not chosen.optimizers

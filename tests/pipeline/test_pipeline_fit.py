@@ -57,7 +57,7 @@ def test_run_eagerly_and_several_steps_a_call_change_nothing() -> None:
     assert_same_state(states[1], states[0], 1e-6)
 
 
-def test_the_arguments_and_callbacks_of_fit_do_what_they_do_in_keras(tmp_path: Path) -> None:
+def test_the_arguments_and_callbacks_of_fit_work_as_in_keras(tmp_path: Path) -> None:
     histories, models = [], []
     with computing_in("float64"):
         for folder in ("keras", "pipeline"):

@@ -27,7 +27,7 @@ def test_looking_ahead_leaves_the_order_of_a_shuffled_dataset_as_it_is(steps_per
     assert fitted(looks=True) == fitted(looks=False)
 
 
-def test_recomputation_lowers_what_a_device_must_hold_where_nothing_waits_for_weight_gradients() -> None:
+def test_recomputation_lowers_the_memory_of_a_device_without_delayed_weight_gradients() -> None:
     def most_bytes(schedule: str, recompute: bool) -> int:
         strategy = tfpar.Pipeline(2, 4, schedule, [2, 2], recompute=recompute, memory_limit_bytes=1)
         with pytest.raises(ValueError, match="with this balance the devices need") as error:
@@ -50,7 +50,9 @@ def test_recomputation_lowers_what_a_device_must_hold_where_nothing_waits_for_we
         ("zero_bubble", True, [(160, 0, 640, 320), (320, 0, 0, 80)]),
     ],
 )
-def test_what_a_micro_batch_keeps_is_known(schedule: str, recompute: bool, expected: list[tuple[int, ...]]) -> None:
+def test_the_bytes_saved_for_a_micro_batch_are_known(
+    schedule: str, recompute: bool, expected: list[tuple[int, ...]]
+) -> None:
     """Of 5 examples in float32: 160 bytes into stage 0, 320 from each of its two layers, 80 out of stage 1."""
 
     def build() -> keras.Model:

@@ -100,7 +100,7 @@ def test_micro_batches_draw_masks_of_their_own() -> None:
     assert set(np.ravel(trainer.model.get_weights()[0])) == {0.0, 0.5, 1.0, 1.5, 2.0}
 
 
-def test_random_operations_of_tensorflow_itself_are_not_drawn_again() -> None:
+def test_random_operations_of_tensorflow_are_not_recomputed() -> None:
     def build() -> keras.Model:
         noise = layers.Lambda(lambda x: x * tf.random.uniform(tf.shape(x)))
         first = layers.EinsumDense("bi,i->bi", output_shape=64, kernel_initializer="ones")

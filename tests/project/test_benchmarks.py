@@ -132,7 +132,7 @@ def printed(result: harness.Result) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def test_the_tables_show_medians_rounds_and_a_missed_target_and_leave_out_what_was_not_measured() -> None:
+def test_the_tables_show_medians_rounds_and_a_missed_target_and_leave_out_missing_figures() -> None:
     def answer(measurement: Measurement) -> dict[str, float]:
         return {**measured_speed(measurement), **({"peak_bytes": 2.5e6} if measurement == THEIRS else {})}
 
@@ -331,7 +331,7 @@ def test_the_parity_table_as_json_keeps_the_figures_and_the_errors(monkeypatch: 
         ("", "no message"),
     ],
 )
-def test_of_an_error_the_words_that_tell_are_kept(message: str, words: str) -> None:
+def test_an_error_is_shortened_to_its_reason(message: str, words: str) -> None:
     assert parity_table.first_words(message) == words
 
 
@@ -407,7 +407,7 @@ def test_gloo_is_compared_with_tfpar_at_each_size() -> None:
 # The restart
 
 
-def test_a_record_keeps_whole_lines_only(tmp_path: Path) -> None:
+def test_a_record_has_whole_lines_only(tmp_path: Path) -> None:
     steps = [restart.Step(7, 0, 1.25), restart.Step(8, 1, 2.5)]
     (tmp_path / "steps-1").write_text(restart.as_lines(steps) + "8 2 3.")
     assert restart.record(tmp_path, 1) == steps

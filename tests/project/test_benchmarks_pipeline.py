@@ -57,7 +57,7 @@ def test_figures_are_computed_from_one_round(figure: Callable[[Round], float], v
 
 
 @pytest.mark.parametrize("experiment", PIPELINE_EXPERIMENTS, ids=lambda experiment: experiment.name)
-def test_every_finding_can_be_computed_from_what_its_settings_answer(experiment: Experiment) -> None:
+def test_every_finding_can_be_computed_from_the_figures_of_its_settings(experiment: Experiment) -> None:
     answers = {
         name: dict.fromkeys(FIGURES[setting.question], 1000.0 + place)
         for place, (name, setting) in enumerate(experiment.settings.items())
@@ -69,7 +69,7 @@ def test_every_finding_can_be_computed_from_what_its_settings_answer(experiment:
 
 
 @pytest.mark.parametrize("experiment", [PIPELINE_MLP, PIPELINE_TRANSFORMER], ids=lambda experiment: experiment.name)
-def test_torch_does_what_we_do_with_the_same_layers_sizes_and_microbatches(experiment: Experiment) -> None:
+def test_torch_runs_the_same_layers_sizes_and_microbatches(experiment: Experiment) -> None:
     theirs = {name: setting for name, setting in experiment.settings.items() if setting.trainer == "torch"}
     for name, setting in theirs.items():
         assert experiment.settings[name.replace("torch", "tfpar")] == replace(setting, trainer="pipeline")

@@ -130,7 +130,7 @@ def test_both_sides_of_the_diff_from_keras_train_the_same_weights(
         if document.stem != "keras_fit"
     ],
 )
-def test_what_a_diff_leads_to_runs(
+def test_the_result_of_a_diff_runs(
     document: Path, diff: str, logical_cpus: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

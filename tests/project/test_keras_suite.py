@@ -34,7 +34,7 @@ def test_after_it(): pass
 
 @pytest.mark.slow_start
 @pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
-def test_a_sample_passes_or_is_listed_and_what_is_refused_is_seen(strategy: str, tmp_path: Path) -> None:
+def test_a_sample_passes_or_is_listed_and_refusals_are_detected(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "refused_test.py").write_text(REFUSED)
     records = processes.run(strategy, [*SAMPLE, str(tmp_path / "refused_test.py")], seconds=120)
     (refused,) = records.keys() - set(SAMPLE)
@@ -60,7 +60,7 @@ def record(outcome: str, *refusals: str, error: str = "") -> dict[str, Any]:
     return {"outcome": outcome, "calls": 1, "refusals": list(refusals), "error": error, "where": ""}
 
 
-def test_only_what_the_list_names_may_end_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_listed_tests_may_end_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = expected.Expected("a/*::test_b*", "^ValueError: no", "Some reason.", ("mirrored",))
     monkeypatch.setattr(expected, "EXPECTED", [listed])
     refused = record("failed", "ValueError: no way", error="AssertionError: x")
@@ -75,7 +75,7 @@ def test_only_what_the_list_names_may_end_otherwise(monkeypatch: pytest.MonkeyPa
     assert command.verdict("mirrored", "a/c_test.py::test_b", record("crashed"))[0] == command.FAILED
 
 
-def test_results_are_kept_until_they_are_forgotten(tmp_path: Path) -> None:
+def test_results_stay_until_they_are_deleted(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     command.Results(path).add({name: record("passed") for name in "abc"})
     results = command.Results(path)

@@ -273,7 +273,7 @@ def test_good_records_train(call: command.InProcess, records: Path) -> None:
     assert "Epoch 1 begins" in outcome.out, "so the tests see when training begins"
 
 
-def test_a_plan_of_unknown_length_is_told_in_words_that_make_sense(call: command.InProcess, records: Path) -> None:
+def test_a_plan_of_unknown_length_is_printed_as_such(call: command.InProcess, records: Path) -> None:
     assert "as many steps" not in call("--config", "records.toml").out
 
 
@@ -338,7 +338,7 @@ def test_a_metric_of_the_model_can_be_watched(call: command.InProcess) -> None:
         assert call(*REGRESSION, *flags, "--directory", monitor).code == 0
 
 
-def test_the_regression_refuses_what_it_cannot_fit(call: command.InProcess, digits: list[str]) -> None:
+def test_the_regression_refuses_other_models_and_data(call: command.InProcess, digits: list[str]) -> None:
     trainer = settings("trainer=tfpar.trainers.regression.Regression")
     assert_one_sentence(call(*digits, *trainer), '"linear"', "'cnn'")
     outcome = call(*digits, *trainer, *settings("model.name=linear"), "--directory", "other")
@@ -465,7 +465,7 @@ def test_a_folder_that_holds_no_run_is_refused_and_stays_as_it_is(call: command.
 
 
 @pytest.mark.parametrize("path", ["own.py", "own.py/x"])
-def test_a_directory_that_cannot_be_made_is_refused(call: command.InProcess, tmp_path: Path, path: str) -> None:
+def test_a_directory_that_cannot_be_created_is_refused(call: command.InProcess, tmp_path: Path, path: str) -> None:
     assert_one_sentence(call("--directory", path), path, "--directory")
     assert (tmp_path / "own.py").read_text() == OWN
 
@@ -510,7 +510,7 @@ def test_after_a_full_disk_the_same_command_ends_with_the_same_weights(
     command.assert_same_weights(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_full_disk_under_tensorflows_own_files_is_told_in_the_same_words(call: command.InProcess) -> None:
+def test_a_full_disk_under_tensorflows_own_files_is_reported_in_the_same_words(call: command.InProcess) -> None:
     outcome = call("--directory", "run", *settings("trainer=own.DiskFull"))
     assert_one_sentence(outcome, "must have room", "run/events.v2", "Free some space")
 

@@ -25,7 +25,7 @@ def rows(num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(size=(num_rows, 3)).astype("float32"), rng.normal(size=(num_rows, 1)).astype("float32")
 
 
-def test_one_replica_never_reads_what_a_layer_added_for_another() -> None:
+def test_one_replica_never_reads_the_added_loss_of_another() -> None:
     # Keras keeps added losses in the layers, which replicas share: while replica 0 waited for the loss weights of
     # replica 1, that one cleared the list and put its own loss there, and replica 0 then used it.
     def build() -> keras.Model:

@@ -64,7 +64,7 @@ def test_dropout_is_reported_with_the_layer_that_differs_first(capsys: pytest.Ca
     assert "hidden/kernel" in printed
 
 
-def test_what_differs_first_is_the_layer_that_differs_after_one_step_not_the_first_of_the_model() -> None:
+def test_the_first_difference_is_the_layer_that_differs_after_one_step_not_the_first_of_the_model() -> None:
     """Statistics of each replica alone: only those of the normalization differ before anything else follows."""
     build = named(lambda: keras.layers.BatchNormalization(name="normalize", scale=False, center=False), metrics=[])
     report = tfpar.check_parity(build, parity_cases.batches(16, 8), mirrored(), verbose=0)

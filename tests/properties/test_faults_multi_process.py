@@ -62,7 +62,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> Struck:
     return Struck(outcome, noticed, resumed, folder, undisturbed / "run")
 
 
-def test_a_job_ends_well_after_faults_at_every_moment(struck: Struck) -> None:
+def test_a_job_ends_without_error_after_faults_at_every_moment(struck: Struck) -> None:
     assert struck.outcome.code == 0, struck.outcome
     assert sorted(path.name for path in (struck.folder / "struck").iterdir()) == STRUCK
 
@@ -81,7 +81,7 @@ def test_each_restart_names_the_worker_that_was_killed_or_stopped(struck: Struck
         assert what in line, (fault, said)
 
 
-def test_a_worker_that_stands_still_is_noticed_in_time(struck: Struck) -> None:
+def test_a_suspended_worker_is_noticed_in_time(struck: Struck) -> None:
     for fault, seconds in zip(STRUCK, struck.noticed_seconds, strict=True):
         assert seconds < (SILENCE_SECONDS + 15 if "STOP" in fault else 15), (fault, struck.noticed_seconds)
 
@@ -90,7 +90,7 @@ def test_a_restarted_job_soon_trains_again(struck: Struck) -> None:
     assert max(struck.resumed_seconds) < RESTART_SECONDS, struck.resumed_seconds
 
 
-def test_the_others_say_that_a_worker_is_lost_and_what_to_do(struck: Struck) -> None:
+def test_the_other_workers_report_a_lost_worker_and_the_way_out(struck: Struck) -> None:
     assert "A worker of the job is lost" in struck.outcome.err
     assert "Traceback" not in struck.outcome.err
 
@@ -134,7 +134,7 @@ def newest_step(folder: Path) -> int:
     return max(int(path.stem.removeprefix("step-")) for path in folder.glob("run/checkpoints/step-*.npz"))
 
 
-def test_a_preempted_worker_lets_all_save_at_the_same_step(preempted: Preempted) -> None:
+def test_after_a_preemption_all_workers_save_at_the_same_step(preempted: Preempted) -> None:
     assert preempted.two.code == 130, preempted.two
     assert f"[0] Stopped after step {preempted.saved[0]}; a checkpoint is written." in preempted.two.out
     assert "[1] Stopping after this step" in preempted.two.err

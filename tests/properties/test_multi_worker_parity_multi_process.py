@@ -115,7 +115,7 @@ def assert_ended_as(undisturbed: Trained, history: dict[str, list[float]], state
         assert relative_difference(actual, expected) <= 1e-5
 
 
-def test_three_workers_end_what_two_began(job: Job, undisturbed: Trained) -> None:
+def test_three_workers_finish_a_run_of_two(job: Job, undisturbed: Trained) -> None:
     for _, state in job(2).results("checkpoints"):
         assert int(state[4]) == 13, "interrupted in the second epoch"
     for history, state in job(3).results("checkpoints"):
@@ -125,7 +125,7 @@ def test_three_workers_end_what_two_began(job: Job, undisturbed: Trained) -> Non
 @pytest.mark.parametrize(
     "strategy", [tfpar.SingleDevice, lambda: tfpar.MultiWorker(["CPU:0"])], ids=["device", "worker"]
 )
-def test_one_ends_what_two_began(
+def test_one_process_finishes_a_run_of_two_workers(
     strategy: Callable[[], tfpar.Strategy],
     job: Job,
     checkpoints: Path,
@@ -144,5 +144,5 @@ def test_one_ends_what_two_began(
 
 
 @pytest.mark.parametrize("num_workers", JOBS)
-def test_the_workers_end_well(job: Job, num_workers: int) -> None:
+def test_the_workers_end_without_error(job: Job, num_workers: int) -> None:
     assert job(num_workers).finish() == [0] * num_workers

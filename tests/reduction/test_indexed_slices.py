@@ -332,7 +332,7 @@ def test_an_embedding_equals_one_device_eagerly() -> None:
     )
 
 
-def test_rows_that_cannot_be_told_apart_eagerly_are_refused() -> None:
+def test_lookups_that_cannot_be_separated_eagerly_are_refused() -> None:
     trainer = tfpar.Trainer(lambda: parity_cases.lookups(run_eagerly=True), small.STRATEGIES["mirrored"]())
     with pytest.raises(ValueError, match=r"several kinds of lookups cannot .* run_eagerly=True, received '.*table'"):
         trainer.fit(tokens(), verbose=0)

@@ -242,7 +242,7 @@ def test_a_first_batch_without_anything_to_mask_tells_nothing_about_the_next() -
     small.assert_trains_as_one_device(endpoint("only some values"), batches, pipeline)
 
 
-def test_what_micro_batches_need_of_the_whole_batch_is_no_more_than_weights_where_these_are_not_trained() -> None:
+def test_micro_batches_need_only_the_weights_of_the_whole_batch_if_these_are_not_trained() -> None:
     for name, way in [
         ("mean", "alone"),
         ("masked", "by weight"),
@@ -255,14 +255,14 @@ def test_what_micro_batches_need_of_the_whole_batch_is_no_more_than_weights_wher
         assert steps.compiler.ways(training=True) == (way,), name
 
 
-def test_what_is_not_linear_in_a_loss_is_refused_where_a_cut_parts_it_from_the_loss() -> None:
+def test_a_nonlinear_function_of_a_loss_is_refused_if_a_cut_separates_it_from_the_loss() -> None:
     to_the_loss, from_the_root_on = 6, 17
     trainer = tfpar.Trainer(adds_in_call, tfpar.Pipeline(2, 3, balance=[to_the_loss, from_the_root_on]), seed=0)
     with pytest.raises(ValueError, match="in the stage that computes it, received a stage 0 that outputs it"):
         trainer.fit(of_a_pipeline(), verbose=0)
 
 
-def test_a_loss_times_what_depends_on_examples_is_refused_in_a_pipeline() -> None:
+def test_a_loss_times_a_value_of_examples_is_refused_in_a_pipeline() -> None:
     trainer = tfpar.Trainer(endpoint("times another mean"), pipeline(), seed=0)
     with pytest.raises(
         ValueError, match="but not its product with another value of the examples, received such a product in stage 1"

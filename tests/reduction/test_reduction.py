@@ -338,7 +338,7 @@ INDIVISIBLE = {
 
 
 @pytest.mark.parametrize("name", INDIVISIBLE)
-def test_what_cannot_be_divided_is_refused_before_the_first_step_and_only_over_replicas(name: str) -> None:
+def test_losses_that_replicas_cannot_reduce_are_refused_before_the_first_step_and_only_over_replicas(name: str) -> None:
     build, message = INDIVISIBLE[name]
     dataset = parity_cases.two_outputs_data(as_dict=False)() if build is two_losses else small.data()
     trainer = tfpar.Trainer(build, small.STRATEGIES["mirrored"]())
@@ -376,7 +376,7 @@ class Counts(keras.layers.Layer):
         return features + 0.0 * keras.random.normal((1,), seed=self.seeds)
 
 
-def test_finding_out_how_losses_divide_leaves_no_trace_in_the_model() -> None:
+def test_the_trial_of_losses_does_not_change_the_model() -> None:
     trainer = tfpar.Trainer(adds(Counts), small.STRATEGIES["mirrored"]())
     trainer.fit(small.data(), verbose=0)
     assert trainer.model.layers[1].calls.numpy() == small.STEPS_PER_EPOCH

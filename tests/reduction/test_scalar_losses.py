@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("strategy", [small.STRATEGIES["mirrored"], pipeline], ids=["mirrored", "pipeline"])
-def test_what_cannot_be_divided_is_refused(name: str, strategy: Callable[[], tfpar.Strategy]) -> None:
+def test_scalars_that_cannot_be_reduced_are_refused(name: str, strategy: Callable[[], tfpar.Strategy]) -> None:
     build, dataset, message = REFUSED[name]
     trainer = tfpar.Trainer(build, strategy())
     with pytest.raises(ValueError, match=message):

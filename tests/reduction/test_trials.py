@@ -150,7 +150,7 @@ def test_a_layer_that_draws_the_same_numbers_each_time_equals_one_device(strateg
     small.assert_trains_as_one_device(build, lambda: dataset, small.SPLITTING_STRATEGIES[strategy], epochs=1)
 
 
-def test_a_model_of_its_own_call_that_draws_and_mixes_is_refused_for_prediction() -> None:
+def test_a_subclassed_model_that_draws_and_mixes_is_refused_for_prediction() -> None:
     class Own(keras.Model):
         def __init__(self, function: Any) -> None:
             super().__init__(name="draws")
@@ -200,7 +200,7 @@ def summed(targets: Any, outputs: Any) -> Any:
 
 @small.each_splitting_strategy
 @pytest.mark.parametrize("from_tensorflow", [False, True])
-def test_losses_and_metrics_of_noise_divide_as_what_they_are(strategy: str, from_tensorflow: bool) -> None:
+def test_losses_and_metrics_of_noise_are_recognized_as_sums_or_means(strategy: str, from_tensorflow: bool) -> None:
     """Scalars over parts of a batch and over all of it, of numbers drawn for each."""
     build = model_of(lambda: Samples(from_tensorflow), squared, metrics=[squared])
     history = trainer_of(build, strategy).fit(FEATURES, TARGETS, batch_size=8, verbose=0).history

@@ -136,7 +136,7 @@ def test_the_run_ends_with_an_error_and_resumes_where_it_says(
     assert metrics(tmp_path / kept_in) == metrics(whole)
 
 
-def test_a_file_that_is_lost_alone_is_written_again(
+def test_a_single_lost_file_is_written_again(
     call: command.InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose() -> None:

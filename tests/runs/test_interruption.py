@@ -186,7 +186,7 @@ def test_a_checkpoint_with_flipped_bits_is_passed_over(
     command.assert_same_weights(tmp_path / "run", tmp_path / "whole")
 
 
-def test_when_all_checkpoints_are_damaged_the_run_is_not_begun_anew(
+def test_when_all_checkpoints_are_damaged_the_run_does_not_start_over(
     crashed: RunDirectory, call: command.InProcess
 ) -> None:
     for path in crashed.checkpoints.iterdir():
@@ -246,7 +246,7 @@ def signalled(call: command.InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_one_checkpoint_from_which_the_run_goes_on(
+def test_a_signal_writes_one_checkpoint_from_which_the_run_resumes(
     signalled: list[str], call: command.InProcess, tmp_path: Path, number: signal.Signals
 ) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -77,7 +77,7 @@ def test_free_options_reach_the_trainer_and_are_printed_and_recorded(call: comma
     assert config.load(tmp_path / "run" / "config.toml").options == options
 
 
-def test_the_header_says_what_was_built_and_the_record_leaves_out_what_is_not_read(
+def test_the_header_describes_the_built_objects_and_the_record_leaves_out_unread_settings(
     call: command.InProcess, tmp_path: Path
 ) -> None:
     outcome = call(*flags("Free", "optimizer.warmup_steps=2"))
@@ -123,7 +123,7 @@ def test_the_header_names_the_optimizer_of_a_bundled_trainer(call: command.InPro
         "training.global_batch_size=32",
     ],
 )
-def test_what_a_trainer_does_not_read_is_refused(call: command.InProcess, override: str) -> None:
+def test_settings_that_a_trainer_does_not_read_are_refused(call: command.InProcess, override: str) -> None:
     outcome = call(*flags("Free", override))
     key = override.partition("=")[0]
     assert outcome.code == 1
@@ -194,7 +194,7 @@ def test_options_as_gives_the_model_with_its_defaults_and_unset_values() -> None
     assert config.load(None, ["options.any=3"]).options_as(Open).model_extra == {"any": 3}
 
 
-def test_what_is_recorded_of_any_trainer_loads_to_the_same_run(tmp_path: Path) -> None:
+def test_the_record_of_any_trainer_loads_as_the_same_run(tmp_path: Path) -> None:
     run = config.load(None, ["training.precision=float64", "optimizer.settings.beta_1=0.8", "model.l2=0.1"])
     path = tmp_path / "run.toml"
     path.write_text(settings_read.dump_read(run, ["model.l2", "training", "optimizer"], "own.Trainer"))

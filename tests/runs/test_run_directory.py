@@ -36,7 +36,7 @@ def refusal(path: Path, run: config.Run) -> str:
     return str(raised.value)
 
 
-def test_a_new_folder_is_made_with_all_its_parents_and_holds_the_run(tmp_path: Path) -> None:
+def test_a_new_folder_is_created_with_all_its_parents_for_the_run(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "deep" / "er" / "x")
     directory.claim(OTHER)
     assert config.load(directory.config) == OTHER
@@ -63,7 +63,7 @@ def test_a_claim_is_kept_where_something_is_trained(tmp_path: Path, file: str) -
     assert contents(tmp_path) == before
 
 
-def test_an_undone_claim_leaves_what_was_there_before(tmp_path: Path) -> None:
+def test_an_undone_claim_leaves_the_earlier_files(tmp_path: Path) -> None:
     (tmp_path / "tensorflow.log").write_text("earlier")
     directory = RunDirectory(tmp_path)
     directory.claim(RUN)

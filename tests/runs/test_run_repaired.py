@@ -74,7 +74,7 @@ def flip(path: Path) -> None:
     ],
     ids=["no model", "changed model", "no metrics", "a damaged line", "empty results", "cut results"],
 )
-def test_a_finished_run_writes_again_what_is_lost_or_damaged(
+def test_a_finished_run_writes_lost_or_damaged_files_again(
     call: command.InProcess, directory: RunDirectory, whole: Path, name: str, change: Callable[[Path], None]
 ) -> None:
     change(directory.path / name)
@@ -145,7 +145,7 @@ def test_a_finished_run_of_an_older_version_is_known_as_such(call: command.InPro
 
 
 @pytest.mark.parametrize("name", ["model.keras", "metrics.jsonl"])
-def test_a_finished_run_of_an_older_version_writes_again_what_is_damaged(
+def test_a_finished_run_of_an_older_version_writes_damaged_files_again(
     call: command.InProcess, directory: RunDirectory, whole: Path, name: str
 ) -> None:
     of_an_older_version(directory)

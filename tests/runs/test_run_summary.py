@@ -40,7 +40,7 @@ def test_a_summary_says_metrics_one_speed_and_files_in_80_columns(directory: Run
     assert str(directory.tensorboard) in lines[-2]
 
 
-def test_what_a_run_does_not_have_is_not_named(directory: RunDirectory) -> None:
+def test_missing_results_of_a_run_are_not_named(directory: RunDirectory) -> None:
     text = summary.summary(directory, {"epochs": 1, "steps": 1, "loss": float("nan")})
     assert text.startswith("trained    1 epoch, 1 step\nloss       nan\nmodel")
     assert "tensorboard" not in text

@@ -114,7 +114,7 @@ def test_arrays_with_a_split(job: workers.Workers) -> None:
 
 @pytest.mark.parametrize("name", cases.INPUTS)
 @pytest.mark.filterwarnings("ignore:Your input ran out of data", "ignore:`shuffle=True` was passed")
-def test_every_worker_takes_its_share_of_what_python_code_yields(job: workers.Workers, name: str) -> None:
+def test_every_worker_takes_its_local_batch_of_batches_from_python_code(job: workers.Workers, name: str) -> None:
     keras.utils.set_random_seed(0)
     case = input_cases.CASES[name]
     model = case.model()
@@ -166,7 +166,7 @@ def test_averaging_without_the_optimizers_moments(job: workers.Workers) -> None:
 # --- methods of the model's class
 
 
-def test_overridden_methods_give_what_they_give_on_one_device(job: workers.Workers) -> None:
+def test_overridden_methods_equal_one_device(job: workers.Workers) -> None:
     keras.utils.set_random_seed(0)
     entries = metric_entries.values_of(metric_entries.build(metric_entries.Derived)())
     loss = keras_fit(
@@ -211,7 +211,7 @@ def test_an_interruption_of_one_worker_stops_all_with_a_checkpoint(job: workers.
     assert [path.name for path in (job.folder / "interrupted").iterdir()] == ["step-00000013.npz"]
 
 
-def test_one_device_goes_on_from_the_workers_checkpoint(job: workers.Workers) -> None:
+def test_one_device_resumes_from_the_workers_checkpoint(job: workers.Workers) -> None:
     results_of(job, "interrupted_on_worker_1")
     resumed, undisturbed = (tfpar.Trainer(small.build_model, tfpar.SingleDevice(), seed=0) for _ in range(2))
     fit = {"epochs": 3, "verbose": 0}
@@ -259,7 +259,7 @@ def test_stock_callbacks_write_on_the_chief_alone(job: workers.Workers) -> None:
     assert {path.name for path in (folder / "board").iterdir()} == {"train", "validation"}
 
 
-def test_backup_and_restore_goes_on_where_the_chief_stood(job: workers.Workers) -> None:
+def test_backup_and_restore_resumes_at_the_chiefs_epoch(job: workers.Workers) -> None:
     results_of(job, "writing")
     expected = keras_fit(small.data(), epochs=4)
     for result in results_of(job, "restored"):
@@ -334,7 +334,7 @@ def test_a_model_function_that_fails_on_one_worker_is_an_error_on_all_who_train_
         assert_same(result, plain_fit())
 
 
-def test_strategies_are_made_one_after_another(job: workers.Workers) -> None:
+def test_strategies_are_created_one_after_another(job: workers.Workers) -> None:
     for rank, descriptions in enumerate(results_of(job, "many_strategies")):
         assert len(descriptions) == 20
         assert descriptions[0] == f"MultiWorker over 2 workers, 4 replicas; this is worker {rank} on CPU:0, CPU:1"
@@ -343,6 +343,6 @@ def test_strategies_are_made_one_after_another(job: workers.Workers) -> None:
         assert "Enabling collective ops after program startup" not in (job.folder / f"{rank}.out").read_text()
 
 
-def test_the_workers_end_well(job: workers.Workers) -> None:
+def test_the_workers_end_without_error(job: workers.Workers) -> None:
     results_of(job, "many_strategies")
     assert job.finish() == [0, 0]

@@ -50,7 +50,7 @@ def test_every_replica_and_every_call_draws_other_numbers() -> None:
     assert len(np.unique(drawn)) == drawn.size
 
 
-def test_the_generator_goes_on_where_it_was() -> None:
+def test_the_generator_continues_from_its_state() -> None:
     keras.utils.set_random_seed(3)
     keras.random.normal((2,))
     expected = np.asarray(keras.random.normal((2,)))

@@ -47,7 +47,7 @@ def test_predictions_of_the_whole_batch_equal_one_device(job: workers.Workers) -
         np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_every_worker_refuses_what_mixes(job: workers.Workers) -> None:
+def test_every_worker_refuses_batch_dependent_layers(job: workers.Workers) -> None:
     for result in job.results("refused"):
         assert isinstance(result, workers.Raised)
         assert (
@@ -67,7 +67,7 @@ def test_columns_of_words_over_two_workers_and_a_resumption_equal_one_device(
             assert relative_difference(actual, expected) <= 1e-5
 
 
-def test_what_mixes_in_inference_is_gathered_there_or_refused_on_every_worker(job: workers.Workers) -> None:
+def test_layers_that_mix_in_inference_are_gathered_there_or_refused_on_every_worker(job: workers.Workers) -> None:
     history, outputs = evaluated(tfpar.SingleDevice())
     for result in job.results("gathered in inference"):
         assert not isinstance(result, workers.Raised), result.trace
@@ -95,7 +95,7 @@ def test_all_workers_raise_one_sentence_for_data_that_one_of_them_refuses(job: w
 
 
 @pytest.mark.parametrize("kind", REFUSED_ALONE)
-def test_all_workers_refuse_what_the_examples_of_one_tell(job: workers.Workers, kind: str) -> None:
+def test_all_workers_refuse_a_loss_that_one_of_them_recognizes(job: workers.Workers, kind: str) -> None:
     """The others waited for its next message until their time limit."""
     results = job.results(f"refused alone: {kind}")
     messages = [result.message for result in results if isinstance(result, workers.Raised)]

@@ -22,7 +22,7 @@ TWO = ["CPU:0", "CPU:1"]
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_strategy_says_what_it_uses() -> None:
+def test_a_strategy_describes_its_devices() -> None:
     assert tfpar.SingleDevice("CPU:1").describe() == "SingleDevice on CPU:1"
     assert tfpar.Mirrored(TWO).describe() == "Mirrored over 2 replicas on CPU:0, CPU:1"
     assert tfpar.SingleDevice().num_replicas == 1
@@ -257,7 +257,7 @@ def test_masks_differ_from_step_to_step_and_not_from_run_to_run() -> None:
     np.testing.assert_array_equal(masks(strategy, 2), two)
 
 
-def test_the_first_replica_drops_what_one_device_drops() -> None:
+def test_the_first_replica_drops_the_units_of_one_device() -> None:
     np.testing.assert_array_equal(masks(tfpar.Mirrored(TWO), 1)[0], masks(tfpar.SingleDevice(), 1)[0])
 
 

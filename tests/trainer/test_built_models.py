@@ -166,7 +166,7 @@ def test_evaluate_and_predict_of_a_model_and_of_one_derived_from_it(strategy: st
     assert (now != expected["features"]).any(), "with the same weights"
 
 
-def test_a_model_with_a_train_step_of_its_own_predicts() -> None:
+def test_a_model_with_a_custom_train_step_predicts() -> None:
     class Own(keras.Sequential):
         def train_step(self, data: Any) -> Any:
             return {}
@@ -179,7 +179,7 @@ def test_a_model_with_a_train_step_of_its_own_predicts() -> None:
         tfpar.fit(model, inputs, inputs[:, :3], verbose=0)
 
 
-def test_the_three_share_what_one_of_them_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_evaluate_and_predict_share_compiled_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[int] = []
     original = keras.Sequential.call
     with tfpar.Mirrored(TWO).scope():
@@ -358,7 +358,7 @@ def TRAINER() -> Any:  # noqa: N802 - it stands for a trainer in the table
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_kind_of_argument_is_refused_with_what_to_write(name: str) -> None:
+def test_a_wrong_kind_of_argument_is_refused_with_the_right_code(name: str) -> None:
     call, kind, message = WRONG[name]
     with pytest.raises(kind, match=message):
         call()

@@ -70,7 +70,7 @@ def trainer_of(kind: type[OwnLoss], strategy: str) -> tfpar.Trainer:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_is_told_that_it_trains_in_training_and_evaluates_in_evaluation(strategy: str) -> None:
+def test_it_gets_training_true_in_training_and_false_in_evaluation(strategy: str) -> None:
     trainer = trainer_of(OwnLoss, strategy)
     trainer.fit(small.data(), verbose=0)
     assert trainer.model.asked == {True}
@@ -134,7 +134,7 @@ def by_weight() -> keras.Model:
 
 @pytest.mark.parametrize(("build", "received"), [(masked, "a mask"), (by_weight, "the weights of reduction")])
 @pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
-def test_masks_and_weights_to_divide_by_are_refused_also_where_the_first_batch_masks_nothing(
+def test_masks_and_weights_as_divisors_are_refused_also_if_the_first_batch_masks_nothing(
     strategy: str, build: Any, received: str
 ) -> None:
     trainer = tfpar.Trainer(build, STRATEGIES[strategy](), seed=0)

@@ -83,7 +83,7 @@ def test_fit_works_inside_the_scope_too(strategy: Callable[[], Any]) -> None:
     assert np.isfinite(history["val_loss"]).all()
 
 
-def test_a_model_compiled_anew_is_trained_anew() -> None:
+def test_a_model_compiled_again_is_trained_with_new_settings() -> None:
     keras.utils.set_random_seed(0)
     model = small.build_model()
     keras.utils.set_random_seed(0)

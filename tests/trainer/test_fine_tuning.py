@@ -89,7 +89,7 @@ def in_three_phases(verbs: Any, model: keras.Model) -> list[Any]:
 
 
 @by_strategy
-def test_a_model_compiled_again_outside_of_the_scope_trains_on(strategy: str) -> None:
+def test_a_model_compiled_again_outside_of_the_scope_continues_training(strategy: str) -> None:
     assert_equal_to_keras(strategy, in_three_phases)
 
 

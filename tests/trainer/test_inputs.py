@@ -257,7 +257,7 @@ def iter_of(batches: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_go_together_is_refused_before_the_first_step(name: str) -> None:
+def test_incompatible_arguments_are_refused_before_the_first_step(name: str) -> None:
     arguments, message = REFUSED[name]
     trainer, again = trainer_of(cases.dense_model, "single_device")
     again.reset()
@@ -391,7 +391,7 @@ class small_stop(keras.callbacks.Callback):  # noqa: N801
             self._trainer.interrupt()
 
 
-def test_a_generator_resumes_by_leaving_out_what_was_used_and_says_so(tmp_path: Path) -> None:
+def test_a_generator_resumes_by_skipping_used_batches_with_a_warning(tmp_path: Path) -> None:
     trainer, again = trainer_of(cases.dense_model, "single_device")
 
     def run(folder: str, epochs: int) -> list[np.ndarray]:

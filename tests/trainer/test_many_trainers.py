@@ -24,7 +24,7 @@ def test_a_trainer_leaves_nothing_in_memory(name: str) -> None:
     assert after.num_objects - before.num_objects <= 2 * NUM_OBJECTS
 
 
-def test_a_trained_model_is_copied_without_what_its_strategy_knows() -> None:
+def test_a_trained_model_is_copied_without_the_state_of_its_strategy() -> None:
     trainer = tfpar.Trainer(small.build_model, tfpar.Pipeline(2, 3, balance="parameters"), seed=0)
     trainer.fit(small.data(), verbose=0)
     twin = copy.deepcopy(trainer.model)

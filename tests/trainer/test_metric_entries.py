@@ -140,7 +140,7 @@ def test_entries_are_those_of_keras_where_python_runs_every_step(strategy: str) 
 
 
 @pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}], ids=str)
-def test_one_device_logs_what_the_last_batch_gave(settings: dict[str, Any]) -> None:
+def test_one_device_logs_the_entries_of_the_last_batch(settings: dict[str, Any]) -> None:
     keras.utils.set_random_seed(0)
     expected = values_of(build(OfTheBatch, **settings)())
     actual = values_of(tfpar.Trainer(build(OfTheBatch, **settings), tfpar.SingleDevice(), seed=0))
@@ -149,7 +149,7 @@ def test_one_device_logs_what_the_last_batch_gave(settings: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
-def test_one_device_logs_an_entry_that_lags_behind_as_keras_does(jit_compile: bool) -> None:
+def test_one_device_logs_a_delayed_entry_as_keras_does(jit_compile: bool) -> None:
     keras.utils.set_random_seed(0)
     expected = build(Lagging, jit_compile=jit_compile)().fit(data(), epochs=2, verbose=0).history
     trainer = tfpar.Trainer(build(Lagging, jit_compile=jit_compile), tfpar.SingleDevice(), seed=0)

@@ -244,7 +244,7 @@ def test_wrong_lists_of_objectives_are_refused(returned: Any, error: type[Except
         tfpar.Trainer(build)
 
 
-def test_an_optimizer_that_is_made_at_every_call_is_refused() -> None:
+def test_an_optimizer_created_at_every_call_is_refused() -> None:
     class Forgetful(Line):
         def objectives(self) -> list[tfpar.Objective]:
             return [tfpar.Objective("error", self.errors, optimizer=keras.optimizers.Adam())]

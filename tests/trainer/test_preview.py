@@ -151,7 +151,7 @@ def test_a_preview_of_other_strategies_holds_the_devices(strategy: str, tmp_path
 
 
 @pytest.mark.parametrize("strategy", WITH)
-def test_strategy_and_trainer_say_in_a_line_what_they_are(strategy: str) -> None:
+def test_strategy_and_trainer_are_described_in_one_line(strategy: str) -> None:
     trainer = tfpar.Trainer(build_model, WITH[strategy](), seed=0)
     assert repr(trainer.strategy) == f"<{DESCRIPTIONS[strategy]}>"
     shown = f"<Trainer of 'small', 107 parameters, Adam, step 0, on {DESCRIPTIONS[strategy]}>"

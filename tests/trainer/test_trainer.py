@@ -95,7 +95,7 @@ def test_fit_equals_keras_fit(twins: Twins, name: str) -> None:
     twins.assert_same_fit(small.data(), **settings)
 
 
-def test_epochs_go_on_within_an_endless_pass(twins: Twins) -> None:
+def test_epochs_continue_within_an_endless_pass(twins: Twins) -> None:
     twins.assert_same_fit(small.data().repeat(), epochs=4, steps_per_epoch=3)
 
 
@@ -334,7 +334,7 @@ def test_save_leaves_an_earlier_file_whole_when_it_fails(twins: Twins, tmp_path:
 
 
 @by_strategy
-def test_what_is_compiled_anew_between_two_fits_counts(strategy: str) -> None:
+def test_settings_compiled_between_two_fits_take_effect(strategy: str) -> None:
     """Other metrics, loss weights and losses, with the same optimizer; a frozen layer."""
     trainer = tfpar.Trainer(small.build_model, small.STRATEGIES[strategy](), seed=0)
     keras.utils.set_random_seed(0)

@@ -106,7 +106,7 @@ def test_a_keras_network_does_not_scale_images_that_the_data_have_scaled(name: s
     assert all(scale == 1 for scale in scales), scales
 
 
-def test_dropout_stands_before_the_logits() -> None:
+def test_dropout_comes_before_the_logits() -> None:
     network = model("model.dropout=0.5")
     assert isinstance(network.layers[-2], keras.layers.Dropout)
     assert network.layers[-2].rate == 0.5

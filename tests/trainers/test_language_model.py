@@ -85,7 +85,7 @@ def test_one_matrix_embeds_the_bytes_and_gives_their_logits() -> None:
     np.testing.assert_array_equal(network(numbers(1)), 0)
 
 
-def test_every_layer_is_keras_own_and_stands_in_the_outer_model_under_a_name_that_repeats() -> None:
+def test_every_layer_is_keras_own_and_is_in_the_outer_model_under_a_repeatable_name() -> None:
     first, second = model(), model()
     assert all(type(layer).__module__.startswith("keras.") for layer in first.layers)
     attentions = [layer for layer in first.layers if isinstance(layer, keras.layers.MultiHeadAttention)]
@@ -139,7 +139,7 @@ def untrained(sources: str) -> LanguageModel:
     return LanguageModel(config.load(CONFIG, [*TINY, sources]), tfpar.SingleDevice())
 
 
-def test_it_goes_on_from_a_prompt_of_any_length_and_repeats_itself(untrained: LanguageModel) -> None:
+def test_it_continues_a_prompt_of_any_length_repeatably(untrained: LanguageModel) -> None:
     for prompt in (b"d", b"a prompt that is longer than the context"):
         written = untrained.generate(prompt, 20)
         assert written.startswith(prompt)

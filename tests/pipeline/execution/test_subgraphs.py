@@ -42,7 +42,7 @@ def values(named: dict[str, Any]) -> dict[Any, tf.Tensor]:
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_subgraphs_compute_together_what_the_graph_computes(chain: tuple[Any, dict[str, Any]], recompute: bool) -> None:
+def test_subgraphs_together_equal_the_graph(chain: tuple[Any, dict[str, Any]], recompute: bool) -> None:
     graph, named = chain
     wanted = [named["made"], named["dx"], *named["sums"]]
     known = values(named)
