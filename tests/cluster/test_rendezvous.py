@@ -165,7 +165,8 @@ def test_a_taken_port_is_named_before_anybody_waits() -> None:
 def test_a_worker_with_another_secret_is_refused_on_both_sides() -> None:
     first, second = places(2)
     future = started(lambda: side(first, seconds=2))
-    message = rf"^TFPAR_JOB_SECRET must be the same for all workers, and the chief at {first.addresses[0]} refused that"
+    chief = first.addresses[0]
+    message = rf"^TFPAR_JOB_SECRET must be the same for all workers, and the chief at {chief} refused worker 1\."
     with pytest.raises(ValueError, match=message) as refused:
         side(second, secret=b"another secret of somebody")
     missing, remark = future.result(SECONDS)  # type: ignore[misc]

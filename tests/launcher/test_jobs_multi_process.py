@@ -111,7 +111,7 @@ def test_a_worker_may_start_late(together: Together, alone: Path) -> None:
     assert together.chief.code == 0, together.chief
     assert together.late.code == 0, together.late
     assert together.late.out == ""
-    assert re.search(r"^ *sharding +by batch, as", together.chief.out, re.MULTILINE), together.chief.out
+    assert re.search(r"^ *sharding +by batch, because", together.chief.out, re.MULTILINE), together.chief.out
     faults.assert_same_run(together.folder / "by_hand" / "run", alone)
 
 

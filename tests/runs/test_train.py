@@ -236,7 +236,7 @@ def test_the_audit_says_how_the_workers_share_the_examples(
 ) -> None:
     call = command.InProcess(capfd, monkeypatch, tmp_path)
     flags = ["--config", str(ROOT / "configs" / "regression_small.toml"), *settings("data.num_examples=64")]
-    assert call(*flags, "--audit", "2").out.startswith("sharding  by batch, as ")
+    assert call(*flags, "--audit", "2").out.startswith("sharding  by batch, because ")
 
 
 @pytest.mark.usefixtures("logical_cpus")
