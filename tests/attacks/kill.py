@@ -1,4 +1,4 @@
-"""Kill a job at random: any worker, the reaper or the launcher, at any moment; it ends as if nothing had happened.
+"""Kill a job at random: any worker, the reaper or the launcher, at any moment; its results do not change.
 
 A killed launcher is started again with the same command, as its user would do. After the kills the weights and metrics
 must be those of an undisturbed job, bit for bit, and no process may be left.

@@ -1,4 +1,4 @@
-"""Malformed inputs: what Hypothesis draws them from."""
+"""Hypothesis strategies for malformed inputs."""
 
 from __future__ import annotations
 

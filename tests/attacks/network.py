@@ -1,4 +1,4 @@
-"""Strangers on the port of a rendezvous: the workers of the job meet nevertheless, or the missing one is named in time.
+"""Strangers on the port of a rendezvous: the workers connect nevertheless, or the missing one is named in time.
 
 Each round is a job of three workers and up to 200 strangers, who connect to the chief's port before, while and after it
 listens: silent, slow, talkative, with replayed and forged proofs, or in the chief's place. In some rounds a worker is

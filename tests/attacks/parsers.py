@@ -1,4 +1,4 @@
-"""Malformed inputs to every parser: each ends in a value or in one sentence a problem, soon and in little memory.
+"""Malformed inputs to every parser: each gives a value or one sentence per problem, soon and in little memory.
 
 `python -m tests.attacks parsers --inputs 10000` draws other inputs at each run; `--seed` repeats one.
 """

@@ -1,4 +1,4 @@
-"""A short sample of the attack on the rendezvous; `python -m tests.attacks network --seconds 600` goes on for long."""
+"""A short sample of the attack on the rendezvous; `python -m tests.attacks network --seconds 600` is a long one."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""A short, fixed sample of malformed inputs for every parser, and those that were once answered badly."""
+"""A short, fixed sample of malformed inputs for every parser, and all inputs with past bugs."""
 
 import re
 

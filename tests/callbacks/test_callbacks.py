@@ -1,4 +1,4 @@
-"""Every stock Keras callback does under tfpar what it does under Keras' own `fit`; and the callbacks of our own."""
+"""Every stock Keras callback works as under Keras' own `fit`; and the callbacks of tfpar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else may lie in a folder of checkpoints: large numbers, links, pipes, files of other runs, forged files."""
+"""Other files in a folder of checkpoints: large numbers, links, pipes, files of other runs, forged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a model goes from one process to another in one piece, and a digest tells whether it is equal."""
+"""The transfer of a model's state between processes, and the digest that compares states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a process is in a job: TF_CONFIG and Slurm's variables, each mistake named, ports and missing workers."""
+"""The rank and the addresses of a job from TF_CONFIG and Slurm's variables, with all mistakes; missing workers."""
 
 import json
 import socket

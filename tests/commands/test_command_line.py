@@ -1,4 +1,4 @@
-"""What the commands say of themselves, and how they answer flags that they do not know."""
+"""The help and the version of the commands, and their errors for unknown flags."""
 
 import os
 import subprocess

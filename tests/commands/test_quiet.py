@@ -1,4 +1,4 @@
-"""Scripts show what their own code writes, and errors; TensorFlow's start-up messages and reports stay away."""
+"""Scripts show their own output and errors, without TensorFlow's start-up messages and reports."""
 
 from __future__ import annotations
 

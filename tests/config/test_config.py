@@ -1,4 +1,4 @@
-"""The run as data: what loads, what is refused and in which words, and that TensorFlow stays away."""
+"""The configuration: valid and invalid files and overrides, the sentences for mistakes, and no TensorFlow."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The settings of each kind of strategy, and the strategy that they become."""
+"""The settings of each kind of strategy, and the strategy that is created from them."""
 
 from __future__ import annotations
 

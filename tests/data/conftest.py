@@ -1,4 +1,4 @@
-"""What the data tests share: prepared digits, folders of TFRecord files, and epochs as plain lists."""
+"""Fixtures of the data tests: prepared digits, folders of TFRecord files, and epochs as plain lists."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

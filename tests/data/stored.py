@@ -1,4 +1,4 @@
-"""Small datasets as people have them: folders of images, CSV and Parquet files, and a function."""
+"""Small datasets in common forms: folders of images, CSV and Parquet files, and a function."""
 
 from collections.abc import Sequence
 from pathlib import Path

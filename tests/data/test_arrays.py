@@ -1,4 +1,4 @@
-"""Arrays as Keras takes them become shuffled global batches."""
+"""Shuffled global batches from all kinds of arrays that Keras accepts."""
 
 from typing import Any
 

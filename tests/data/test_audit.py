@@ -1,4 +1,4 @@
-"""The audit names what workers read twice or not at all, and finds nothing wrong where nothing is."""
+"""The audit reports examples that workers read twice or never, and no others."""
 
 from typing import Any
 

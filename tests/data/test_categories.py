@@ -1,4 +1,4 @@
-"""Columns of words in CSV and Parquet files: one-hot vectors as StringLookup makes them, for any number of workers."""
+"""Columns of words in CSV and Parquet files: the one-hot vectors of StringLookup, for any number of workers."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Folders of images: Keras' conventions and pixels, every format, and one sentence for everything that is wrong."""
+"""Folders of images: Keras' conventions and pixels, every format, and one sentence for every mistake."""
 
 from pathlib import Path
 from typing import Any

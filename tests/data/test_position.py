@@ -1,4 +1,4 @@
-"""A position is (epoch, step): a fresh pipeline, moved there, goes on exactly as the uninterrupted one."""
+"""A new input pipeline, moved to a position (epoch, step), continues exactly as the uninterrupted one."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Examples from a function: what it may return, and one sentence for everything else."""
+"""Examples from a function: its valid results, and one sentence for every other."""
 
 from pathlib import Path
 from typing import Any

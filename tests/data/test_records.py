@@ -1,4 +1,4 @@
-"""Folders of TFRecord files: what is read, in which order, and one sentence for everything that is wrong."""
+"""Folders of TFRecord files: splits, order, and one sentence for every mistake."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What image folders, CSV files, Parquet files and functions have in common: order, division, shares, resuming."""
+"""Order, sharding, held-out examples and resuming with image folders, CSV files, Parquet files and functions."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Keras' tests that cannot pass under tfpar, each kind with what the test then ends with, and why."""
+"""Keras' tests that cannot pass under tfpar, each kind with its error and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pytest plugin: Keras' tests run under a strategy, and what became of each is written to a file.
+"""The pytest plugin that runs Keras' tests under a strategy and writes their outcomes to a file.
 
 A process of its own for each group of tests, started by `tests.keras_suite.processes`. The settings come from the
 environment: this plugin is loaded before pytest reads options of plugins.

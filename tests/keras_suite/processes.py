@@ -1,4 +1,4 @@
-"""Keras' tests in processes of their own: one that crashes or hangs costs itself only."""
+"""Keras' tests in separate processes, so that a crash or a hang affects one test only."""
 
 from __future__ import annotations
 

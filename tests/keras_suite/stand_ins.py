@@ -1,4 +1,4 @@
-"""What Keras' tests ask for and this project has not, or needs in another form."""
+"""Replacements for objects that Keras' tests need and this project lacks or has in another form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed for batch systems: Slurm's options in bash that parses, and a TFJob that its own models accept."""
+"""The scripts and manifests for batch systems: valid bash with Slurm's options, and a valid TFJob."""
 
 import re
 import shlex

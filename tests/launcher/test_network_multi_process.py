@@ -1,4 +1,4 @@
-"""Who can reach the workers of a job on one machine: nobody from another machine, or nobody at all."""
+"""The workers of a job on one machine are unreachable from other machines, or for all other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inner loop: how many steps a call takes, where it stops, and what it leaves for the next call."""
+"""The inner loop: the number of steps of a call, its end, and the state for the next call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training moves the global random states as Keras' own `fit` does: what a script makes afterwards is the same."""
+"""Training advances the global random states as Keras' own `fit` does, so that later draws of a script are equal."""
 
 from __future__ import annotations
 

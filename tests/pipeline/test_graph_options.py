@@ -1,4 +1,4 @@
-"""Steps of pipelines leave out most passes of TensorFlow's graph optimizer, and change no choice of the user's."""
+"""Steps of pipelines leave out most passes of TensorFlow's graph optimizer, and change no options of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights and optimizer state live with their stage, and begin as on one device."""
+"""Weights and optimizer state are on the device of their stage, with the initial values of one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a step before it runs: memory, saved tensors, the order of actions; and what a trace shows."""
+"""The prediction of a step: memory, saved tensors, the order of actions; and the trace of a step."""
 
 from __future__ import annotations
 

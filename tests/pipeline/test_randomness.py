@@ -1,4 +1,4 @@
-"""Statistics, states and random numbers: what each micro-batch has of its own, and what counts once a step."""
+"""Statistics, states and random numbers of micro-batches and of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pipelines cannot do is refused in one sentence, before the first step."""
+"""Unsupported models of pipelines are refused in one sentence, before the first step."""
 
 from __future__ import annotations
 

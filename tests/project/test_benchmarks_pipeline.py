@@ -1,4 +1,4 @@
-"""The pipeline experiments: rounds, findings, what stands beside what, tables; and each question asked once."""
+"""The pipeline experiments: rounds, findings, comparisons, tables; and each measurement once."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Every train and launch command of the README and of docs/, each in a folder of its own."""
+"""Every train and launch command of the README and of docs/, each in a separate folder."""
 
 from __future__ import annotations
 

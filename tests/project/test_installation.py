@@ -1,4 +1,4 @@
-"""What installing leaves: a package that is found from every folder, with the trainers and configurations in it."""
+"""The installed package: usable from every folder, with trainers and configurations."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Versions of Keras and TensorFlow: what is required, what is warned of at import, what is said of a missing name."""
+"""Versions of Keras and TensorFlow: requirements, warnings at import, errors for missing private names."""
 
 import configparser
 import os

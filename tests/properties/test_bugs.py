@@ -1,4 +1,4 @@
-"""One test for each past bug, with what broke."""
+"""One test for each past bug, with its effect."""
 
 from __future__ import annotations
 

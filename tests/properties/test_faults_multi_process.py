@@ -1,4 +1,4 @@
-"""Workers that are killed, stand still or are preempted, at every moment: the job ends as if nothing had happened."""
+"""Workers that are killed, suspended or preempted, at every moment: the results of the job do not change."""
 
 import os
 import signal

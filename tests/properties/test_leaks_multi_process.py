@@ -1,4 +1,4 @@
-"""The fixture `leaves_nothing_behind` sees what a test leaves, and nothing else."""
+"""The fixture `leaves_nothing_behind` finds all remains of a test, and nothing else."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Parity, the heart: every strategy gives the losses, metrics and weights of Keras' own `fit` on one device."""
+"""Parity: every strategy gives the losses, metrics and weights of Keras' own `fit` on one device."""
 
 from __future__ import annotations
 

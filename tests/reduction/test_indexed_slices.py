@@ -1,4 +1,4 @@
-"""Gradients of rows that replicas look up: the rows that one device would have, for every way to look up."""
+"""Gradients of lookups on replicas: the rows of one device, for every kind of lookup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and gradients over replicas: divided once, by what counts, wherever the examples lie."""
+"""Losses and gradients over replicas: divided once, by the global weight, for any distribution of the examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training shows: a row an epoch, a bar on a terminal, and curves by step in TensorBoard."""
+"""The output of a training: a row per epoch, a progress bar on a terminal, and curves by step in TensorBoard."""
 
 import contextlib
 import io

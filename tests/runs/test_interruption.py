@@ -1,4 +1,4 @@
-"""Ctrl-C, a terminated job, a killed process, a damaged file: the same command goes on and ends with equal weights."""
+"""Ctrl-C, a terminated job, a killed process, a damaged file: the same command resumes and ends with equal weights."""
 
 import shutil
 import signal

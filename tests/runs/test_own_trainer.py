@@ -1,4 +1,4 @@
-"""A trainer class of one's own under the train command: its options, what it reads, and what is said and recorded."""
+"""A user's trainer class under the train command: its options and settings, the printed plan and the record."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run that resumes with other settings: more epochs and what changes no weight; all else is refused."""
+"""A run that resumes with other settings: more epochs, and settings that change no weight; others are refused."""
 
 import json
 import re

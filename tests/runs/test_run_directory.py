@@ -1,4 +1,4 @@
-"""The folder of one run: whom it takes, whom it refuses, and that a refusal changes nothing in it."""
+"""The run directory: accepted and refused folders, and a refusal that changes nothing."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""What a finished or resumed run has lost, or holds damaged, is written again from its checkpoints."""
+"""Lost or damaged files of a finished or resumed run are written again from its checkpoints."""
 
 from __future__ import annotations
 

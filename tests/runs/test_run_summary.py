@@ -1,4 +1,4 @@
-"""What is printed of a finished run: figures as people write them, in 80 columns."""
+"""The summary of a finished run: rounded figures, in 80 columns."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`python -m tfpar.train` as a user meets it: what it prints, what it leaves, and what the same command does again."""
+"""`python -m tfpar.train` for a user: its output, its files, and the same command again."""
 
 import configparser
 import importlib

@@ -1,4 +1,4 @@
-"""Two workers do all that one device does: averages, decisions, files, predictions, shards; and notice differences."""
+"""Two workers equal one device: averages, decisions, files, predictions, shards; and they detect differences."""
 
 from __future__ import annotations
 

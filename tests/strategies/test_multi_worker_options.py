@@ -1,4 +1,4 @@
-"""One worker alone is a job too; what no job can honour is refused before TensorFlow forms one."""
+"""A job with one worker, and options that are refused before TensorFlow forms a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers drawn without a seed in a layer's call: of its own on every replica, and repeatable."""
+"""Random numbers drawn without a seed in a layer's call: different on every replica, and repeatable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each strategy promises: its devices, its description, its own masks and statistics, and what it refuses."""
+"""The properties of each strategy: devices, description, Dropout masks, statistics, and refusals."""
 
 from __future__ import annotations
 

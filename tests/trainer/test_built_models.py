@@ -1,4 +1,4 @@
-"""Models that exist already: a trainer takes them with all their state, and `tfpar.predict` what derives from them."""
+"""Existing models: a trainer takes them with all their state, and `tfpar.predict` takes models made of their layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An overridden `compute_loss` is told whether it trains, and divided as what it returns then, under every strategy."""
+"""An overridden `compute_loss` gets `training`, and its value is reduced as a sum or mean, under every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tfpar.fit` takes a model that exists already, built under any strategy that tfpar knows."""
+"""`tfpar.fit` takes an existing model, built under any supported strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fine-tuning in phases: what is frozen, compiled again and trained on equals Keras under every strategy."""
+"""Fine-tuning in phases: freezing, compiling again and further training equal Keras under every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` take what Keras' take, in the same order, with the same results and warnings."""
+"""`fit`, `evaluate` and `predict` take all inputs of Keras, in the same order, with the same results and warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A search makes trainer after trainer in one process: none may leave its model or its graphs in memory."""
+"""Many trainers in one process, as in a search: none leaves its model or its graphs in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an overridden `compute_metrics` or `get_metrics_result` returns is logged as under Keras, or refused."""
+"""The entries of an overridden `compute_metrics` or `get_metrics_result` are logged as under Keras, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that train by objectives of their own: what is refused, resumed, counted, and what Keras still runs.
+"""Models with objectives: parity, refusals, resuming, metrics, and training with plain Keras.
 
 That every strategy gives one device's weights for them is a part of the parity table.
 """

@@ -1,4 +1,4 @@
-"""A trainer and a strategy show what they are, and `preview` what a step will be like, without training anything."""
+"""Descriptions of a trainer and a strategy, and `preview` of a step, without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer speaks Keras' dialect: fit, evaluate, predict and save as on one device, and bad input is refused."""
+"""Keras' methods of the trainer: fit, evaluate, predict and save as on one device; bad input is refused."""
 
 from __future__ import annotations
 

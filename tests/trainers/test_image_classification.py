@@ -1,4 +1,4 @@
-"""The image trainer: what it builds of a run's settings, and that its networks train alike on one device and on two."""
+"""The image trainer: the models for a run's settings, and the parity of its networks on one device and on two."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The language model: it looks only back, its embedding is tied, it learns, writes, and loads where tfpar is not."""
+"""The language model: causal attention, a tied embedding, training, generation, and loading without tfpar."""
 
 import json
 import math

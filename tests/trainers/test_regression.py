@@ -1,4 +1,4 @@
-"""The regression trainer: it finds the true weights, and holds no more rows in memory than it needs."""
+"""The regression trainer: it finds the true weights, with few rows in memory."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The tabular trainer, and the configurations of data that people have: each trains what its header says."""
+"""The tabular trainer, and the configurations for stored data: each reaches the result in its header."""
 
 import contextlib
 import io

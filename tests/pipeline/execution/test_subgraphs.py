@@ -1,4 +1,4 @@
-"""The subgraphs of a traced graph: what runs in which, and in which order."""
+"""The subgraphs of a traced graph: their operations and their order."""
 
 from typing import Any
 
