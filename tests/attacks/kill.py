@@ -77,7 +77,7 @@ def differences(folder: Path, expected: Path) -> list[str]:
 
 
 class Job:
-    """A job that is started until it ends by itself.
+    """A job that is started until it ends without an error.
 
     Args:
         words: The command's.

@@ -95,7 +95,7 @@ def uninterrupted(
 
 
 def test_interrupted_again_and_again_equals_uninterrupted(uninterrupted: Uninterrupted, tmp_path: Path) -> None:
-    """Every part in a trainer of its own; the uninterrupted run had many steps a call and took no looks in between."""
+    """Each part runs in a new trainer; the uninterrupted run has many steps per call."""
     for step in INTERRUPTIONS:
         trainer, _ = run(uninterrupted.strategy, tmp_path, step)
         assert trainer.interrupted
@@ -121,7 +121,7 @@ def test_resume_within_a_pass_that_spans_epochs(tmp_path: Path) -> None:
 
 
 def test_early_stopping_resumes_its_count(tmp_path: Path) -> None:
-    """Without its memory, the patience would begin anew and the training would be longer."""
+    """Without its state, the patience would start again and the training would be longer."""
     small_steps = parity_cases.classifier(lambda: keras.optimizers.SGD(1e-6))
     arguments = {"build": small_steps, "epochs": 9}
     expected, expected_history = run("single_device", tmp_path / "whole", **arguments)

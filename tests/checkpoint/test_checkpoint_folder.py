@@ -195,7 +195,7 @@ def test_a_state_that_would_replace_a_method_of_a_callback_is_refused(tmp_path: 
 
 
 def test_a_callback_may_remember_a_table_that_names_an_array(tmp_path: Path) -> None:
-    """It looks like the sign for an array that is stored beside it."""
+    """It has the form of a reference to a stored array."""
 
     class Remembers(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -120,7 +120,7 @@ def test_another_save_waits_for_the_one_before(model: keras.Model, tmp_path: Pat
 
 
 def test_the_state_at_the_time_of_save_is_written(model: keras.Model, tmp_path: Path, slow_disk: SlowDisk) -> None:
-    """Weights go on, and a callback may change its array in place."""
+    """Training changes the weights meanwhile, and a callback may change its array in place."""
     checkpoints, counts = Checkpoints(tmp_path), np.arange(3)
     expected = model.get_weights()
     checkpoints.save(model, Position(epoch=1), {"Counts.0": {"counts": counts}})

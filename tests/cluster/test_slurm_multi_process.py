@@ -38,7 +38,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
 CredType=cred/none
-# Nobody proves who he is, so nobody outside may speak to the daemons.
+# Without authentication: the daemons must be unreachable from outside.
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 # A job that goes back into the queue waits as long as its old credentials hold.
 AuthInfo=cred_expire=5
@@ -63,13 +63,13 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 KNOWN_VERSION = "22.05"  # Debian 12's
 NODES = ["node01", "node02", "localhost"]
 PRINT_JOB = "import os; from tfpar.cluster import tf_config; print(repr(tf_config.from_environment(os.environ)))"
-# A worker as tfpar.train: asked to stop, it saves and exits with 130, and the next time it goes on.
+# A worker that behaves as tfpar.train: on a request to stop it saves and exits with 130, and then resumes.
 WORKER = """
 import os, pathlib, signal, sys, time
 place = pathlib.Path(sys.argv[1], os.environ["SLURM_PROCID"])
 signal.signal(signal.SIGTERM, lambda *_: (place.write_text("saved"), sys.exit(130)))
 if place.exists():
-    print("goes on, as it was", place.read_text(), flush=True)
+    print("resumes, as it was", place.read_text(), flush=True)
     sys.exit()
 place.write_text("started")
 print("waits", flush=True)
@@ -222,8 +222,8 @@ def test_the_printed_script_saves_on_sigterm_is_requeued_and_resumes(cluster: Sl
     cluster.run("scancel", "--signal=TERM", job)
     wait_until(lambda: cluster.field(job, "Restarts") == "1", "the job is in the queue again")
     wait_until(lambda: cluster.field(job, "JobState") == "COMPLETED", "the job has ended well", seconds=20)
-    lines = sorted(re.findall(r"^\d: (?:waits|goes on).*", log.read_text(), re.MULTILINE))
-    assert lines == [f"{rank}: {word}" for rank in (0, 1) for word in ("goes on, as it was saved", "waits")]
+    lines = sorted(re.findall(r"^\d: (?:waits|resumes).*", log.read_text(), re.MULTILINE))
+    assert lines == [f"{rank}: {word}" for rank in (0, 1) for word in ("resumes, as it was saved", "waits")]
 
 
 def test_a_job_that_its_user_cancels_does_not_come_back(cluster: Slurm) -> None:

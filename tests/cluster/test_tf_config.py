@@ -27,7 +27,7 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def free_port() -> int:
-    """A port that nobody has; it was one a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

@@ -23,7 +23,7 @@ FEATURES = {
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> config.Data:
-    """Settings of the digits in a folder of their own."""
+    """Return settings of the digits in a separate folder."""
     return config.Data(directory=str(tmp_path_factory.mktemp("tfds")))
 
 

@@ -15,7 +15,7 @@ def add_noise(image: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
 
 @pytest.fixture(params=["arrays", "digits", "digits cached", "digits augmented", "tfrecord", "generated", "weighted"])
 def build(request: pytest.FixtureRequest) -> Build:
-    """A function that builds the same pipeline anew, for every source."""
+    """Return a function that builds the same input pipeline at each call, for every source."""
     if request.param == "arrays":
         return lambda: from_arrays(np.arange(23.0), np.arange(23), batch_size=4, shuffle=True, seed=3)
     if request.param == "weighted":

@@ -81,7 +81,7 @@ def test_batches_do_not_depend_on_the_number_of_workers() -> None:
     ("sizes", "steps"),
     [
         ([7, 0, 1, 3, 4, 0], [10, 4, 1]),  # uneven, two shards without examples, one of them in the middle
-        ([0, 0, 1], [1]),  # two of three workers never see an example of their own
+        ([0, 0, 1], [1]),  # two of three workers have no examples
         ([3, 3], [6]),
     ],
 )

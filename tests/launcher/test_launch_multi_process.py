@@ -281,7 +281,7 @@ if rank == 0:
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    # Each worker starts a process of its own, as a data loader does.
+    # Each worker starts a process, as a data loader does.
     script = 'child = subprocess.Popen(["sleep", "60"])\nsign("child", str(child.pid))\n' + DEAF + "time.sleep(60)"
     with started(tmp_path, script) as launcher:
         launcher.wait_for("ready-0", "ready-1")

@@ -106,7 +106,7 @@ def test_a_system_without_namespaces_refuses_a_private_network_in_one_sentence(t
 
 @pytest.fixture
 def outside() -> Iterator[int]:
-    """Another machine, as far as the network goes: a process in a namespace of its own, with a cable to ours."""
+    """A substitute for another machine: a process in another network namespace, connected by a virtual cable."""
     if os.getuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and ip to make another network")
     program = (

@@ -21,7 +21,7 @@ def graph_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any
 
     def read(**chosen: bool) -> Any:
         monkeypatch.setattr(here, "_optimizer_experimental_options", chosen)
-        here.function_call_options = None  # read anew, as after tf.config.optimizer.set_experimental_options
+        here.function_call_options = None  # read again, as after tf.config.optimizer.set_experimental_options
         with tfpar.Pipeline(1, 1).step_context():
             serialized = here.function_call_options.config_proto_serialized
         return tf.compat.v1.ConfigProto.FromString(serialized).graph_options.rewrite_options

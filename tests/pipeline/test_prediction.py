@@ -36,7 +36,7 @@ def test_recomputation_lowers_the_memory_of_a_device_without_delayed_weight_grad
         return max(int(need.replace(",", "")) for need in needs.partition(" bytes")[0].split(", "))
 
     assert most_bytes("1f1b", recompute=True) < most_bytes("1f1b", recompute=False)
-    # A W runs after the next micro-batch's B, and what that made again is there until its own W.
+    # A W runs after the next micro-batch's B, whose recomputed activations are saved until its own W.
     assert most_bytes("zero_bubble", recompute=True) == most_bytes("zero_bubble", recompute=False)
 
 

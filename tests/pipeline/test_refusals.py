@@ -35,7 +35,7 @@ class DependsOnTraining(keras.Model):
 
 
 class ScalesLoss(keras.Model):
-    """Makes something of its own out of all losses, penalties included."""
+    """Transforms the sum of all losses, penalties included."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return 2 * super().compute_loss(*args, **kwargs)

@@ -92,7 +92,7 @@ def test_the_examples_of_a_document_run(
     names["dataset"] = tf.data.Dataset.from_tensor_slices((names["images"], names["labels"])).take(256).batch(30)
     monkeypatch.chdir(tmp_path)
     for block in blocks(document, "python"):
-        if block not in files().values():  # a program of its own, which a command starts
+        if block not in files().values():  # a separate program, which a command starts
             exec(adapted(block), names)
     if document.name == "README.md":
         assert (tmp_path / "model.keras").exists()

@@ -17,7 +17,7 @@ from tests.support.documents import DEFAULT, ROOT, files, run_commands
 @pytest.mark.slow_start
 @pytest.mark.parametrize("command", [command for command in run_commands() if command != DEFAULT])
 def test_the_commands_of_the_documents_end_without_error(command: str, tmp_path: Path) -> None:
-    # The command as it is, but in a folder of its own and with the Python that runs the tests.
+    # The unchanged command, but in a separate folder and with the Python that runs the tests.
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name, text in files().items():
         (tmp_path / name).write_text(text)

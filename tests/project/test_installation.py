@@ -54,7 +54,7 @@ def build(clone: Path, kind: str, folder: Path) -> Path:
 
 
 def run(code: str, folder: Path, site_packages: Path) -> str:
-    """Run a script that lies in a folder, where only these packages are installed, and return what it prints."""
+    """Run a script in a folder, with only these packages installed, and return its output."""
     script = folder / "script.py"
     script.write_text(f"import site; site.addsitedir({str(site_packages)!r})\n{code}")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

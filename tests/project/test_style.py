@@ -15,7 +15,7 @@ from tests import ROOT
 # What .pre-commit-config.yaml runs, too.
 COMMANDS = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
 MAX_LINES = 350
-# A module imports from the packages on its own rung or on those above it. A package inside of one counts by itself.
+# A module imports from the packages on its own rung or on those above it. A sub-package has a separate place.
 LADDER = [
     ["_compat", "files", "messages", "per_model", "pipeline.schedule"],
     ["callbacks", "commands", "config", "data.batching"],

@@ -108,7 +108,7 @@ class Preempted(NamedTuple):
     one: Outcome
     saved: list[int]  # the step of the newest checkpoint after each of the first two
     directory: Path
-    alone: Path  # the same run of one process that nothing disturbed
+    alone: Path  # the same run in one process, uninterrupted
 
 
 @pytest.fixture(scope="module")

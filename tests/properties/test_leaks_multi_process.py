@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multi_process
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A folder of its own, and little time for leaks to end by themselves."""
+    """Use a separate folder, and a short time limit for leaks to end."""
     monkeypatch.setattr(leaks, "SECONDS_TO_END", 0.3)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -28,7 +28,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def reports(expected: str) -> Iterator[None]:
-    """What runs inside must be found to leave something behind."""
+    """Assert that the fixture finds remains of this context."""
     with pytest.raises(pytest.fail.Exception, match=expected), nothing_left_behind():
         yield
 

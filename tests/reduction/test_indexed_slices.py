@@ -82,7 +82,7 @@ def test_rows_are_those_of_one_device(way: str) -> None:
 
 
 def _relative(table: layers.Embedding, places: Any, tokens: Any) -> Any:
-    """A row for each two places by what lies between them."""
+    """Looks up a row for each pair of positions by their distance."""
     return ops.mean(table(ops.clip(places[:, None] - places[None, :], -4, 4) + 4), 1)
 
 
@@ -179,7 +179,7 @@ def test_rows_of_neither_an_example_nor_the_batch_are_refused(strategy: Callable
 
 
 def reading(read: Callable[[Any, Any], Any]) -> Callable[[], keras.Model]:
-    """A model whose loss reads rows of a weight of its first layer by itself."""
+    """A model whose loss looks up rows of a weight of its first layer."""
 
     def build() -> keras.Model:
         table = layers.Embedding(20, 5)
@@ -339,7 +339,7 @@ def test_lookups_that_cannot_be_separated_eagerly_are_refused() -> None:
 
 
 def embedding(policy: str) -> Callable[[], keras.Model]:
-    """A model with rows of a type of their own; in "mixed_float16" with a scaled loss, as Keras' compile makes it."""
+    """A model with an embedding of another dtype; in "mixed_float16" with Keras' scaled loss."""
 
     def build() -> keras.Model:
         hidden = [layers.Embedding(20, 5, dtype=policy), layers.GlobalAveragePooling1D(dtype="float32")]

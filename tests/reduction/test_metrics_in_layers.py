@@ -46,7 +46,7 @@ def mean_of_squares(targets: Any, outputs: Any) -> Any:
 
 
 class CountsLoss(keras.Model):
-    """Counts a scalar in a metric of its own in `compute_loss`."""
+    """Counts a scalar in one of its metrics in `compute_loss`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

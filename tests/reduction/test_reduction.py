@@ -210,7 +210,7 @@ def zero_at_first() -> keras.layers.Layer:
 
 
 class LearnsItsWeight(keras.layers.Layer):
-    """Adds a mean times a weight of its own; where a replica has no examples, the mean is no number."""
+    """Adds a mean times one of its weights; without examples on a replica, the mean is NaN."""
 
     def build(self, shape: Any) -> None:
         self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
@@ -300,7 +300,7 @@ def returns_a_scalar(targets: Any, outputs: Any) -> Any:
 
 
 def compares_examples(targets: Any, outputs: Any) -> Any:
-    """A common slip: `[batch, 1]` beside `[batch]` becomes `[batch, batch]`."""
+    """A common mistake: `[batch, 1]` and `[batch]` are broadcast to `[batch, batch]`."""
     return keras.ops.square(keras.ops.expand_dims(targets, -1) - keras.ops.sum(outputs, -1))
 
 
@@ -448,7 +448,7 @@ def test_every_optimizer_of_keras_equals_one_device(name: str) -> None:
 
     keras.utils.set_random_seed(0)
     model = build()
-    # Built inside the compiled step, as Keras 3.15 does by itself, ScheduleFreeAdamW would begin from zeros.
+    # If it were built inside the compiled step, as in Keras 3.15, ScheduleFreeAdamW would start from zeros.
     model.optimizer.build(model.trainable_variables)
     model.fit(small.data(), verbose=0)
     trainer = tfpar.Trainer(build, small.STRATEGIES["mirrored"](), seed=0)

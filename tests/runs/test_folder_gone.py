@@ -53,7 +53,7 @@ STEP, LAST_EPOCH, END = ("step", 8), ("epoch", 3), ("end", 0)
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of the undisturbed run, once it is trained."""
+    """The run directory of the uninterrupted run."""
     return {}
 
 

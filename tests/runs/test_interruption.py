@@ -13,7 +13,7 @@ from tests.support.command import Outcome, metrics, settings
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.runs.directory import RunDirectory
 
-# Everything that has a state of its own: Adam's moments, Dropout's and the augmentation's random numbers, the shuffle.
+# Everything with a state: Adam's moments, Dropout's and the augmentation's random numbers, the shuffle.
 FLAGS = [
     *("--directory", "runs/x"),
     *settings("model.dropout=0.25", 'data.augmentation=["shift"]', "training.checkpoint_seconds=0"),
@@ -23,7 +23,7 @@ STEPS_PER_EPOCH = 250
 
 
 class Chain(NamedTuple):
-    """One run that was interrupted, resumed, killed and resumed, beside one that nothing disturbed."""
+    """A run that was interrupted, resumed, killed and resumed, and an uninterrupted run."""
 
     interrupted: Outcome
     interrupted_at: Position
@@ -37,7 +37,7 @@ class Chain(NamedTuple):
 
 
 def position(directory: RunDirectory) -> Position:
-    """Where the newest checkpoint that can be read stands."""
+    """Return the position of the newest readable checkpoint."""
     found = Checkpoints(directory.checkpoints).position()
     assert found is not None
     return found
@@ -144,7 +144,7 @@ SMALL = [
 
 @pytest.fixture
 def crashed(call: command.InProcess, tmp_path: Path) -> RunDirectory:
-    """A run that lost its process after the last checkpoint but one; `whole/` beside it is the same run, to its end."""
+    """A run that was killed after the last checkpoint but one, and next to it, in `whole/`, the same run finished."""
     assert call(*SMALL).code == 0
     shutil.copytree(tmp_path / "run", tmp_path / "whole")
     directory = RunDirectory(tmp_path / "run")

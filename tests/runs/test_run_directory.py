@@ -261,7 +261,7 @@ def test_a_run_keeps_its_identity_and_another_run_gets_another(folder: Path, tmp
 
 
 def test_the_run_of_an_older_version_resumes_and_gets_an_identity(folder: Path) -> None:
-    """Known by its lock beside a configuration; the sign "" says that its checkpoints carry none."""
+    """Recognized by its lock next to a configuration; the identity "" marks checkpoints without one."""
     (folder / "run.json").unlink()
     directory = RunDirectory(folder)
     directory.claim(config.load(None, ["training.epochs=20"]))

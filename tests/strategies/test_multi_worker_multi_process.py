@@ -222,7 +222,7 @@ def test_one_device_resumes_from_the_workers_checkpoint(job: workers.Workers) ->
 
 
 def test_metrics_do_not_depend_on_when_checkpoints_are_written(job: workers.Workers) -> None:
-    """To the last digit: each replica goes on with the sum that it had, also where the training resumes."""
+    """Equal to the last digit: a resumed run restores the metric sum of each replica."""
     for few, many, resumed in results_of(job, "with_few_and_many_checkpoints"):
         assert few == many
         assert few == resumed

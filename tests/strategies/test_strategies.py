@@ -210,11 +210,11 @@ def test_every_weight_is_read_before_it_is_updated(strategy: str) -> None:
         small.assert_same_state(trainer.model.get_weights(), model.get_weights(), 1e-5)
 
 
-# --- what each replica does by itself ---------------------------------------------------------------------------------
+# --- random numbers and statistics of each replica --------------------------------------------------------------------
 
 
 class Remembers(keras.layers.Layer):
-    """Keeps the last masks drawn by a Dropout before it, those of each replica by themselves."""
+    """Stores the last masks of a Dropout before it, for each replica."""
 
     def build(self, shape: Any) -> None:
         self.seen = self.add_weight(shape=(4, shape[-1]), initializer="zeros", trainable=False, name="seen")
@@ -332,7 +332,7 @@ def test_a_batch_smaller_than_the_replicas_gives_each_the_statistics_of_all_of_i
 
 
 def test_evaluation_and_prediction_take_batches_of_any_size(normalizing: Callable[[], tfpar.Trainer]) -> None:
-    """They use the moving statistics; nobody takes new ones."""
+    """They use the moving statistics, and do not update them."""
     trainer = tfpar.Trainer(normalized, tfpar.Mirrored(TWO), seed=0)
     keras.utils.set_random_seed(0)
     model = normalized()

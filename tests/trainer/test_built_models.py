@@ -353,7 +353,7 @@ def same_model() -> Callable[[], keras.Model]:
     return lambda: model
 
 
-def TRAINER() -> Any:  # noqa: N802 - it stands for a trainer in the table
+def TRAINER() -> Any:  # noqa: N802 - a placeholder for a trainer in the table
     return tfpar.Trainer(small.build_model)
 
 

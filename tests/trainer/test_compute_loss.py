@@ -111,7 +111,7 @@ def test_a_loss_that_compares_examples_in_training_is_refused_there(strategy: st
 
 
 class HalvesLoss(keras.Model):
-    """Makes something of its own of the loss of compile."""
+    """Transforms the loss of compile."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return 0.5 * super().compute_loss(*args, **kwargs)

@@ -126,7 +126,7 @@ def test_something_that_is_no_model_is_refused() -> None:
 
 
 def test_models_of_other_shapes_train_under_tensorflows_default_all_reduce() -> None:
-    """In a process of its own: where it fails, it ends all collectives of the process."""
+    """In a separate process: a failure ends all collective operations of the process."""
     script = """
         import tensorflow as tf
         import tfpar

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 
 class Counting(keras.Model):
-    """Two layers and a metric of its own, which `compute_metrics` updates."""
+    """Two layers and a metric, which `compute_metrics` updates."""
 
     def __init__(self) -> None:
         inputs = keras.Input((parity_cases.NUM_FEATURES,))

@@ -330,7 +330,7 @@ def test_save_leaves_an_earlier_file_whole_when_it_fails(twins: Twins, tmp_path:
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.keras"], "nothing half-written is left"
 
 
-# --- compiled anew ----------------------------------------------------------------------------------------------------
+# --- compiled again ---------------------------------------------------------------------------------------------------
 
 
 @by_strategy
@@ -395,7 +395,7 @@ def frozen() -> keras.Model:
 
 
 class HasUnused(WithoutTraining):
-    """A subclass with a weight that no output depends on, and a metric of its own."""
+    """A subclass with an unused weight and a metric."""
 
     def __init__(self) -> None:
         super().__init__()
