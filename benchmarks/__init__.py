@@ -1,1 +1,1 @@
-"""Benchmarks: one harness, named experiments, Keras' own `fit` beside tfpar in the same run."""
+"""Benchmarks: one harness, named experiments, Keras' own `fit` and tfpar in the same run."""

@@ -82,7 +82,7 @@ _TWO_WORKERS = replace(_ONE_CORE, batch_size=128, num_workers=2, cores=None)
 
 MULTI_WORKER = Experiment(
     name="multi_worker",
-    summary="The same CNN in two worker processes of one core each, batch 64 a worker, beside DDP and legacy tf_keras",
+    summary="The same CNN in two workers of one core each, batch 64 a worker, compared with DDP and legacy tf_keras",
     figure="examples_per_second",
     measure=measure,
     settings={

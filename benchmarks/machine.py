@@ -13,9 +13,9 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Return what a reader must know to judge a figure: processor, cores, load before the start, versions.
+    """Return the conditions of a measurement: processor, cores, load before the start, versions.
 
-    The load says whether others used the machine: a figure taken beside a load of 1 on two cores is worth little.
+    The load shows other work on the machine: a figure measured with a load of 1 on two cores is unreliable.
 
     Returns:
         Names and values; versions are those of the installed packages.

@@ -25,9 +25,9 @@ class Measurement:
         cores: Processor cores that the process may use; None for all.
         intra_op_threads: Threads inside one operation; None for TensorFlow's choice.
         inter_op_threads: Operations at a time; None for TensorFlow's choice.
-        steps_per_execution: What Keras' `compile` gets; tfpar is left to choose by itself.
-        num_workers: Processes that train together, one core and one thread each; 1 for a process by itself.
-        compression: What `tfpar.MultiWorker` gets.
+        steps_per_execution: The argument of Keras' `compile`; tfpar chooses the number automatically.
+        num_workers: Processes that train together, one core and one thread each; 1 for a single process.
+        compression: The argument of `tfpar.MultiWorker`.
         checkpoints: How tfpar writes a checkpoint every second; None for no checkpoints.
     """
 
@@ -47,13 +47,13 @@ class Measurement:
 
 
 class Timing(NamedTuple):
-    """What one measurement took.
+    """The times of one measurement.
 
     Args:
         training_seconds: From the call of `fit` to its `on_train_end`; this is what counts.
         return_seconds: From there until `fit` returned, which is no training (see `benchmarks.worker`).
-        processor_seconds: What all threads of the process spent in training; on a core of its own, the difference to
-            `training_seconds` is waiting, for peers or for others who use the machine.
+        processor_seconds: The processor time of all threads in training; with a core for each process, the difference
+            to `training_seconds` is waiting, for other workers or for other work on the machine.
     """
 
     training_seconds: float

@@ -1,6 +1,6 @@
 """The table of docs/exactness.md: which cases equal one device on two logical CPUs, with Keras' `fit` and with tfpar.
 
-Every cell is a process of its own (`benchmarks.parity_cases`), because many of Keras' end in a crash. No TensorFlow
+Every cell is a separate process (`benchmarks.parity_cases`), because many of Keras' end in a crash. No TensorFlow
 here.
 """
 

@@ -24,7 +24,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
 
 
 def folder(peer: str) -> Path:
-    """Return where a peer's packages stand."""
+    """Return the folder of a peer's packages."""
     root = os.environ.get("TFPAR_BENCHMARK_PEERS") or Path.home() / ".cache" / "tfpar-benchmarks"
     return Path(root).expanduser().absolute() / f"{peer}-python{sys.version_info.major}.{sys.version_info.minor}"
 

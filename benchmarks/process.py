@@ -1,4 +1,4 @@
-"""Fresh Python processes for one measurement: nothing leaks from the one before, and threads can be set anew."""
+"""New Python processes for each measurement, without state of the last one, and with other thread settings."""
 
 from __future__ import annotations
 

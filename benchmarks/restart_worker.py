@@ -27,15 +27,15 @@ class Record(keras.callbacks.Callback):
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Write who has trained which step and when."""
+        """Write the process, the step and the time."""
         self._file.write(as_lines([Step(os.getpid(), batch, time.time())]))
 
 
 def main(folder: Path) -> None:
-    """Train until somebody ends it.
+    """Train until the process is ended.
 
     Args:
-        folder: Where checkpoints and records go.
+        folder: The folder of checkpoints and records.
     """
     strategy = tfpar.MultiWorker()
     trainer = tfpar.Trainer(workloads.cnn_model, strategy, seed=0)

@@ -1,4 +1,4 @@
-"""PyTorch beside us: the same models, DistributedDataParallel on gloo, one thread. No TensorFlow in this process.
+"""PyTorch for comparison: the same models, DistributedDataParallel on gloo, one thread. No TensorFlow in this process.
 
 The loop is the plain one of PyTorch's tutorials without metrics, and batches are cut from arrays in memory at no cost:
 both in PyTorch's favour. DDP's own hook for bfloat16 gradients refuses gloo ("required CUDA 11+ and NCCL 2.10+").
@@ -21,7 +21,7 @@ def train(measurement: Measurement, rank: int, addresses: list[str]) -> Timing:
     Args:
         measurement: What to train.
         rank: Which worker this is.
-        addresses: Of all workers; they meet at the first. Empty for a process by itself.
+        addresses: The addresses of all workers; they connect at the first. Empty for a single process.
     """
     torch = peers.load("torch")
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
 """The process of one measurement: `python -m benchmarks.worker '{"setting": {…}, …}'` prints seconds as JSON.
 
-The clock stops at `on_train_end`, not when `fit` returns. On its way out `fit` destroys the iterator of its data, and
-with tf.data's autotuning on (the default) TensorFlow 2.21 then often sleeps until 10 ms x (2^k - 1) after the start:
-1.27, 2.55, 5.11, 10.23 seconds, whoever trains, which makes different trainers look equal. Up to three quarters of the
-time around `fit` was such sleep; with autotuning off there was none. It is reported beside the training, not within it.
+The clock stops at `on_train_end`, not when `fit` returns. Before it returns, `fit` destroys the iterator of its data.
+With tf.data's autotuning on (the default) TensorFlow 2.21 then often sleeps until 10 ms x (2^k - 1) after the start:
+1.27, 2.55, 5.11, 10.23 seconds, with every trainer, which makes different trainers look equal. Up to three quarters of
+the time around `fit` was such sleep; with autotuning off there was none. It is reported separately from the training.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run_here(measurement: Measurement, rank: int = 0, addresses: list[str] | Non
     Args:
         measurement: What to train; the process must not have started TensorFlow yet.
         rank: Which worker this is.
-        addresses: Of all workers; None or empty for a process by itself.
+        addresses: The addresses of all workers; None or empty for a single process.
 
     Returns:
         Seconds of the timed call, until the end of training and from there until the return.
@@ -81,7 +81,7 @@ def run_here(measurement: Measurement, rank: int = 0, addresses: list[str] | Non
 
 
 def _use_cores(measurement: Measurement, rank: int) -> None:
-    """Pin the process before TensorFlow counts the cores; of several workers each has a core of its own."""
+    """Pin the process before TensorFlow counts the cores; each of several workers gets another core."""
     available = sorted(os.sched_getaffinity(0))
     needed = measurement.num_workers if measurement.num_workers > 1 else measurement.cores or 1
     if needed > len(available):

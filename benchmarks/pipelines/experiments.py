@@ -59,7 +59,7 @@ def _recomputation(schedule: str, num_microbatches: int) -> Finding:
 
 
 def _prediction() -> Experiment:
-    """Measure step times beside predicted ones, all for the same global batch on two devices."""
+    """Compare measured and predicted step times, all for the same global batch on two devices."""
     settings = {}
     for schedule, num_stages, num_microbatches in (
         ("gpipe", 2, 8),

@@ -38,14 +38,14 @@ def spread(settings: Sequence[str], figure: str) -> Figure:
 
 
 def efficiency(pipelined: str, setting: Setting, one_core: str) -> Figure:
-    """Return what computes ideal / measured step time, ideal = T/p x (m+p-1)/m for GPipe and 1F1B.
+    """Return a function that computes ideal / measured step time, ideal = T/p x (m+p-1)/m for GPipe and 1F1B.
 
-    p stages and m micro-batches leave a bubble of (p-1)/(m+p-1), counted as nobody's fault; above 1 is an executor that
+    p stages and m micro-batches have a bubble of (p-1)/(m+p-1), which is part of the ideal; above 1 is an executor that
     fills some of it, with gradients of weights for example.
 
     Args:
         pipelined: The setting of p stages and m micro-batches.
-        setting: It itself, for p and m.
+        setting: The setting itself, for p and m.
         one_core: The setting that measures T: the same step on one device with one core.
     """
     stages, microbatches = setting.num_stages, setting.num_microbatches
@@ -54,7 +54,7 @@ def efficiency(pipelined: str, setting: Setting, one_core: str) -> Figure:
 
 
 def saved_share(setting: str, base: str, figure: str) -> Figure:
-    """Return what computes by which share a setting's figure is below another's: 0.1 for 10 % less.
+    """Return a function that computes the fraction by which a setting's figure is below another's: 0.1 for 10 % less.
 
     Args:
         setting: The setting that should need less.

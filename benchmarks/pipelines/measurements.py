@@ -132,7 +132,7 @@ def _memory(setting: Setting) -> Answer:
 
     def note(step: int, logs: Any = None) -> None:
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # Linux tells kilobytes
-        CLEAR_REFERENCES.write_text("5")  # the peak begins anew, proc(5)
+        CLEAR_REFERENCES.write_text("5")  # resets the peak, proc(5)
         before.append(int(STATM.read_text().split()[1]) * resource.getpagesize())
 
     _model_of(setting).fit(
@@ -142,7 +142,7 @@ def _memory(setting: Setting) -> Answer:
     )
     answer = {"peak_bytes": float(peaks[1] - before[0])}
     if setting.trainer == "pipeline":
-        trainer = _model_of(setting)  # another, for the first one has been told of the small batch
+        trainer = _model_of(setting)  # a new one, because the first one was prepared with a small batch
         trainer.fit(full, verbose=0)
         answer["predicted_bytes"] = together_bytes(_prediction_of(trainer, full))
     return answer

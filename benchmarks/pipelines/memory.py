@@ -1,7 +1,7 @@
-"""What logical CPUs, which share one memory, hold together at any time of a predicted step.
+"""The memory of logical CPUs, which share one memory, at any time of a predicted step.
 
                               .:.
-                            .::::::.       its activations are made again in B and go one by one
+                            .::::::.       its activations are recomputed in B and freed one by one
 bytes  .............................
        F                   B
 """
@@ -18,10 +18,10 @@ Corner = tuple[float, float]  # seconds, bytes
 
 
 def together_bytes(prediction: Prediction) -> float:
-    """Return the most bytes of activations that all devices together hold at one time.
+    """Return the largest number of bytes of activations on all devices together at one time.
 
-    `Timeline.peak_bytes` says what each device needs of a memory of its own, and devices need the most at different
-    times. What a backward pass makes again grows until the forward pass has run again, and then shrinks.
+    `Timeline.peak_bytes` has the peak of each device, and devices have their peaks at different times. The recomputed
+    activations of a backward pass grow until the forward pass has run again, and then shrink.
 
     Args:
         prediction: A pipeline's predicted step, for a schedule without W.

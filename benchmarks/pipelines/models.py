@@ -57,7 +57,7 @@ def wide_model() -> keras.Model:
 
 
 def resnet50_model() -> keras.Model:
-    """Return Keras' ResNet50 without weights of its own: `[batch, 64, 64, 3]` -> `[batch, 1000]`."""
+    """Return Keras' ResNet50 without pretrained weights: `[batch, 64, 64, 3]` -> `[batch, 1000]`."""
     model = keras.applications.ResNet50(weights=None, input_shape=IMAGE_SHAPE, classes=NUM_CLASSES)
     return _compiled(model, "sparse_categorical_crossentropy")
 

@@ -1,4 +1,4 @@
-"""The step times of `tfpar.Pipeline` beside `torch.distributed.pipelining` and one core. No TensorFlow here."""
+"""The step times of `tfpar.Pipeline`, `torch.distributed.pipelining` and one core. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def _findings(point: Setting, schedule: str, times_as_fast: float | None = None)
 
 PIPELINE_MLP = _speed(
     "pipeline_mlp",
-    "8 x Dense(512) in 2 stages on 2 logical CPUs, beside torch.distributed.pipelining in 2 processes",
+    "8 x Dense(512) in 2 stages on 2 logical CPUs, compared with torch.distributed.pipelining in 2 processes",
     Setting("mlp", "pipeline", num_microbatches=8, microbatch_size=64, num_laps=5, steps_per_lap=20),
     times_as_fast=1.3,
 )
 TRANSFORMER = Setting("transformer", "pipeline", num_microbatches=8, microbatch_size=4, num_laps=5, steps_per_lap=1)
 PIPELINE_TRANSFORMER = _speed(
     "pipeline_transformer",
-    "8 blocks of width 256, context 128, in 2 stages, beside torch.distributed.pipelining in 2 processes",
+    "8 blocks of width 256, context 128, in 2 stages, compared with torch.distributed.pipelining in 2 processes",
     TRANSFORMER,
     times_as_fast=1.12,
 )

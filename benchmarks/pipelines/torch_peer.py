@@ -1,8 +1,8 @@
-"""`torch.distributed.pipelining` beside us: one process a stage on gloo, one core and one thread each.
+"""`torch.distributed.pipelining` for comparison: one process per stage on gloo, one core and one thread each.
 
     python -m benchmarks.pipelines.torch_peer '{"setting": {…}, "rank": 0, "addresses": ["127.0.0.1:1234"]}'
 
-The loop is the plain one of PyTorch's tutorials, without metrics, and the batch stands in memory as a tensor: both in
+The loop is the plain one of PyTorch's tutorials, without metrics, and the batch is a tensor in memory: both in
 PyTorch's favour. No TensorFlow in this process.
 """
 

@@ -46,7 +46,7 @@ def run_here(setting: Setting) -> Answer:
 
 
 def _start_tensorflow(setting: Setting) -> None:
-    """Give each device a core and a thread of its own; the first step gets all there is, as users do."""
+    """Give each device one core and one thread; the first step gets all of them, as in use."""
     pinned = setting.question != "first_step"
     available = sorted(os.sched_getaffinity(0))
     if pinned and setting.num_devices > len(available):

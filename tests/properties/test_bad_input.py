@@ -108,7 +108,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture
 def records(call: command.InProcess, tmp_path: Path) -> Path:
-    """A folder of TFRecord files, 40 examples for training and 4 for validation, and its configuration `records.toml`."""
+    """A folder of TFRecord files with 40 training and 4 validation examples, and its configuration `records.toml`."""
     (tmp_path / "records.toml").write_text(RECORDS)
     write(tmp_path / "records" / "train-0", [i % 4 for i in range(40)])
     write(tmp_path / "records" / "test-0", [0, 1, 2, 3])
