@@ -82,6 +82,12 @@ ROWS = [
         "which losses and metrics a step counts, and since which compilation",
     ),
     _keras(
+        "keras.src.trainers.trainer.Trainer",
+        "_resolve_auto_jit_compile",
+        _TRAINER,
+        'XLA compiles a step only on request: jit_compile="auto" means False (keras-team/keras#20763)',
+    ),
+    _keras(
         "a model",
         "train_function test_function predict_function _distribute_strategy",
         _TF_TRAINER,

@@ -5,12 +5,16 @@ Written for Keras 3.15 and TensorFlow 2.21.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
+from keras.src.trainers.trainer import Trainer
 
 from tfpar._compat import keras_losses_in_call, versions
 
@@ -49,6 +53,27 @@ def overridden(model: keras.Model, method: str) -> bool:
 def compilation(model: keras.Model) -> Any:
     """Return an object that `compile` creates each time it is called, None before (Keras 3.15)."""
     return versions.private(model, "_compile_config") if model.compiled else None
+
+
+@contextlib.contextmanager
+def xla_only_on_request() -> Iterator[None]:
+    """Let `jit_compile="auto"` mean False for models that are compiled inside this context.
+
+    Keras 3.15 resolves it to True on a machine with GPUs, and `compile` keeps only the result. XLA compiles a step
+    again for each shape of a batch (keras-team/keras#20763, tensorflow/tensorflow#61314, #111958).
+    """
+    versions.require(Trainer, "_resolve_auto_jit_compile")
+    with mock.patch.object(Trainer, "_resolve_auto_jit_compile", return_value=False):
+        yield
+
+
+def keep_xla_on_request(model: keras.Model) -> None:
+    """Let `jit_compile="auto"` mean False for later compilations of a model, as `xla_only_on_request` does."""
+    versions.replace(model, "_resolve_auto_jit_compile", _no_xla)
+
+
+def _no_xla() -> bool:
+    return False
 
 
 def restored_epoch(model: keras.Model) -> int:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
+from tfpar._compat import keras_model
 from tfpar.strategies import Strategy, model_checks
 
 ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
@@ -31,13 +32,14 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
     with strategy.raising_on_all_workers("The model function" if not isinstance(build_model, keras.Model) else None):
         model = build_model if isinstance(build_model, keras.Model) else _called(build_model, strategy, seed)
         strategy.move_model(model)
+    keras_model.keep_xla_on_request(model)
     return model
 
 
 def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: int | None) -> keras.Model:
     if seed is not None:
         keras.utils.set_random_seed(seed)
-    with strategy.scope():
+    with strategy.scope(), keras_model.xla_only_on_request():
         model = build_model()
     model_checks.check_model(model)
     model_checks.check_steps(model, "fit", "evaluate", "predict")
