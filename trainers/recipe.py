@@ -58,7 +58,7 @@ def build_optimizer(run: config.Run) -> keras.optimizers.Optimizer:
 
 
 def _is_optimizer(value: Any) -> bool:
-    """Say whether a value is the class of one optimizer: not the base of all, nor one that wraps others."""
+    """Return whether a value is the class of one optimizer: not the base of all, nor one that wraps others."""
     base = keras.optimizers.Optimizer
     is_class = isinstance(value, type) and issubclass(value, base)
     return is_class and value.update_step is not base.update_step

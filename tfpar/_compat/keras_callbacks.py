@@ -10,5 +10,5 @@ NOT_STATE = ("params", "_model", "min_delta")
 
 
 def traces_batches(callback: keras.callbacks.Callback) -> bool:
-    """Say whether a callback profiles single batches (keras/src/callbacks/tensorboard.py)."""
+    """Return whether a callback profiles single batches (keras/src/callbacks/tensorboard.py)."""
     return isinstance(callback, keras.callbacks.TensorBoard) and bool(callback._should_trace)

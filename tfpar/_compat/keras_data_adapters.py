@@ -36,12 +36,12 @@ is_torch_tensor = data_adapter_utils.is_torch_tensor
 
 
 def is_array(value: Any) -> bool:
-    """Say whether Keras takes a value as an array."""
+    """Return whether Keras takes a value as an array."""
     return value is not None and bool(array_slicing.can_slice_array(value))
 
 
 def is_pandas(value: Any) -> bool:
-    """Say whether a value is a DataFrame or a Series; never where pandas is not installed."""
+    """Return whether a value is a DataFrame or a Series; never where pandas is not installed."""
     pandas = sys.modules.get("pandas")
     return pandas is not None and isinstance(value, pandas.Series | pandas.DataFrame)
 
@@ -52,7 +52,7 @@ def pandas_values(frame: Any) -> Any:
 
 
 def is_python_source(x: Any) -> bool:
-    """Say whether `x` yields batches in Python: a PyDataset, a generator, a DataLoader, or an adapter of the user's."""
+    """Return whether `x` yields batches in Python: a PyDataset, a generator, a DataLoader or a user's adapter."""
     return (
         isinstance(x, DataAdapter | keras.utils.PyDataset | types.GeneratorType)
         or data_adapters.is_torch_dataloader(x)
@@ -109,7 +109,7 @@ def begin_training(adapter: Any) -> None:
 
 
 def count_epoch(adapter: Any) -> None:
-    """Let the next pass have the order of the next epoch."""
+    """Set the order of the next pass to that of the next epoch."""
     if _is_numbered(adapter):
         versions.replace(adapter, "_epoch", adapter._epoch + 1)
 

@@ -28,7 +28,7 @@ aggregate_added_loss = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
 
 @contextlib.contextmanager
 def loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduction) -> Iterator[None]:
-    """Let `reduce_loss` and `reduce_added_loss` do every division of a loss inside this context.
+    """Reduce every loss inside this context with `reduce_loss` and `reduce_added_loss`.
 
     Keras 3.15 divides a loss in one function, `reduce_weighted_values`, by the count of the replica that calls it, and
     then by the number of replicas: wrong for uneven batches and masks (keras-team/keras#19246 and the facts in the
@@ -50,7 +50,7 @@ def loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduc
 
 @contextlib.contextmanager
 def local_losses() -> Iterator[None]:
-    """Let every loss inside this context be that of the calling replica's examples alone.
+    """Compute every loss inside this context from the examples of the calling replica only.
 
     Keras 3.15 divides losses by the number of replicas wherever a strategy is in force.
     """
@@ -99,6 +99,6 @@ def flat_losses(model: keras.Model) -> list[Any]:
 
 @contextlib.contextmanager
 def without_added_losses() -> Iterator[None]:
-    """Let `Layer.losses` be empty inside this context, so that `compute_loss` adds nothing (Keras 3.15)."""
+    """Empty `Layer.losses` inside this context, so that `compute_loss` adds nothing (Keras 3.15)."""
     with mock.patch.object(keras.Layer, "losses", property(lambda layer: [])):
         yield

@@ -37,7 +37,7 @@ def in_call() -> Iterator[None]:
 
 @contextlib.contextmanager
 def losses_in_call(reduce_loss: LossReduction | None = None) -> Iterator[None]:
-    """Let `reduce_loss` reduce the losses that a model's `call` computes inside this context.
+    """Reduce the losses of a model's `call` inside this context with `reduce_loss`.
 
     Keras 3.15 has one function for every loss, `reduce_weighted_values`, and divides by the number of replicas in it.
 
@@ -59,7 +59,7 @@ def losses_in_call(reduce_loss: LossReduction | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undivided() -> Iterator[None]:
-    """Let no loss be divided by the number of replicas inside this context, as Keras 3.15 does under a strategy."""
+    """Prevent Keras 3.15's division of losses by the number of replicas inside this context, under a strategy."""
     with mock.patch.object(loss_module, "scale_loss_for_distribution", lambda value: value):
         yield
 
@@ -87,7 +87,7 @@ def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterato
 
 @contextlib.contextmanager
 def scalars_noted(note: Callable[[keras.Metric, tf.Tensor], Any]) -> Iterator[None]:
-    """Let a function take each scalar without a weight that a `Mean` or `Sum` is given inside this context.
+    """Call a function with each unweighted scalar that a `Mean` or `Sum` counts inside this context.
 
     Args:
         note: Takes the metric, which does not count the scalar, and the scalar.

@@ -56,7 +56,7 @@ def held_metrics(model: keras.Model) -> list[keras.Metric]:
 
 
 def add_metric(model: keras.Model, metric: keras.Metric) -> None:
-    """Let a model hold a metric: reset, logged and saved as its own, also once the model is built.
+    """Add a metric to a model, which resets, logs and saves it, even after the model is built.
 
     Keras 3.15 locks the attributes of a built layer (keras/src/layers/layer.py, `_lock_state`), not this list.
     """

@@ -25,7 +25,7 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
 
 
 def recomputes(model: keras.Model) -> bool:
-    """Say whether a layer was built in a `keras.RematScope`, and so reads its weights in the backward pass too."""
+    """Return whether a layer was built in a `keras.RematScope`, and so reads its weights in the backward pass too."""
     return any(versions.private(layer, "_remat_mode") is not None for layer in all_layers(model))
 
 
@@ -41,12 +41,12 @@ def compute_loss(model: keras.Model, inputs: Any, targets: Any, outputs: Any, we
 
 
 def is_of_keras(value: Any) -> bool:
-    """Say whether a function, or the class of an object, is Keras' own; of Keras 3.15 all are in `keras.src`."""
+    """Return whether a function, or the class of an object, is Keras' own; of Keras 3.15 all are in `keras.src`."""
     return str(getattr(value, "__module__", "")).startswith("keras.src.")
 
 
 def overridden(model: keras.Model, method: str) -> bool:
-    """Say whether the user's model class replaces a method of Keras' own trainer."""
+    """Return whether the user's model class replaces a method of Keras' own trainer."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 

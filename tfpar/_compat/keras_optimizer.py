@@ -22,7 +22,7 @@ from tfpar._compat.keras_weight_placement import place
 
 @contextlib.contextmanager
 def one_device_optimizer() -> Iterator[None]:
-    """Let Keras optimizers run their one-device code inside this context.
+    """Run the one-device code of Keras optimizers inside this context.
 
     Keras 3.15's TensorFlow optimizer reduces and updates across replicas itself, after clipping and inside
     conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
@@ -42,7 +42,7 @@ def one_device_optimizer() -> Iterator[None]:
 
 
 def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:
-    """Let the slots of a built optimizer follow its weights, which have moved.
+    """Move the slots of a built optimizer to the devices of its moved weights.
 
     Args:
         optimizer: A built optimizer.

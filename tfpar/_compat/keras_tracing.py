@@ -149,7 +149,7 @@ class _Recorder:
             yield
 
     def is_symbolic(self, leaf: Any) -> bool:
-        """Say whether an operation on it is recorded: weights too, or their values of today would become constants."""
+        """Return whether an operation on it is recorded: weights too, or their current values would become constants."""
         return isinstance(leaf, keras.KerasTensor) or (not self._is_inside and isinstance(leaf, Variable))
 
     def _call_layer(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
@@ -278,7 +278,7 @@ def _can_open(layer: keras.Layer, kwargs: dict[str, Any]) -> bool:
 
 
 def is_built(model: keras.Model) -> bool:
-    """Say whether the model and its layers at every depth have their weights."""
+    """Return whether the model and its layers at every depth have their weights."""
     return all(layer.built for layer in model._flatten_layers())
 
 

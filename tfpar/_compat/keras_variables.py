@@ -101,12 +101,12 @@ def num_moves(variables: Iterable[Any]) -> int:
 
 
 def is_allocated(variable: Any) -> bool:
-    """Say whether a variable has memory; a pipeline allocates weights when their stages are known."""
+    """Return whether a variable has memory; a pipeline allocates weights when their stages are known."""
     return variable._value is not None
 
 
 def is_on(variable: Any, device: str) -> bool:
-    """Say whether the memory of a variable is on a device of this process, such as `"GPU:1"`."""
+    """Return whether the memory of a variable is on a device of this process, such as `"GPU:1"`."""
     return is_allocated(variable) and short_name(variable._value.device) == short_name(device)
 
 
@@ -127,7 +127,7 @@ def belongs_to(model: keras.Model) -> tf.distribute.Strategy | None:
 
 
 def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
-    """Let Keras' own methods of a model and its optimizer know the strategy that their variables belong to.
+    """Set the strategy of a moved model and its optimizer for Keras' own methods.
 
     Keras' optimizers remember the strategy in whose scope they are created, and find a weight's slots by the weight's
     memory (keras/src/backend/tensorflow/optimizer.py).
@@ -146,7 +146,7 @@ def move_trainer(model: keras.Model, home: tf.distribute.Strategy | None) -> Non
 
 
 def has_lost_slots(model: keras.Model) -> bool:
-    """Say whether the memory of weights was allocated again since an optimizer created their slots."""
+    """Return whether the memory of weights was allocated again since an optimizer created their slots."""
     return any(
         optimizer._var_key(weight) not in optimizer._trainable_variables_indices
         for optimizer in _optimizers(model)
@@ -155,7 +155,7 @@ def has_lost_slots(model: keras.Model) -> bool:
 
 
 def find_slots(optimizer: Any) -> None:
-    """Let an optimizer find the slots of its weights by the memory that these have now (Keras 3.15)."""
+    """Update an optimizer's map from the memory of its weights to their slots (Keras 3.15)."""
     indices = {optimizer._var_key(weight): index for index, weight in enumerate(optimizer._trainable_variables)}
     versions.replace(optimizer, "_trainable_variables_indices", indices)
 
@@ -181,7 +181,7 @@ def bare_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> l
 
 
 def convert_replicated_variables() -> None:
-    """Let Python and NumPy convert a replicated variable: `float(optimizer.learning_rate)`, `int(iterations)`.
+    """Enable conversions of replicated variables: `float(optimizer.learning_rate)`, `int(iterations)`.
 
     TensorFlow 2.21's `DistributedVariable` has `numpy`, but not the `__float__`, `__int__` and `__array__` of its other
     variables (tensorflow/python/distribute/values.py), which Keras 3.15 calls (keras/src/backend/common/variables.py).

@@ -20,7 +20,7 @@ from tfpar._compat import keras_variables, versions
 
 @contextlib.contextmanager
 def deferred_weights() -> Iterator[None]:
-    """Let layers make weights without memory inside this context; `place` gives it to them.
+    """Create weights of layers without memory inside this context; `place` allocates it.
 
     Keras 3.15 allocates a weight where its layer is built, and a model is built before anybody knows which layer runs
     where: one larger than its first device could not be built at all. A weight without memory reads as its initial
@@ -79,7 +79,7 @@ def deferred_weights() -> Iterator[None]:
 
 
 def _is_pure(initializer: Any) -> bool:
-    """Say whether an initializer gives the same values whenever it is called: those of Keras, unless they draw on."""
+    """Return whether an initializer gives the same values at every call: all of Keras, except those with a generator."""
     known = isinstance(initializer, keras.initializers.Initializer) and type(initializer).__module__.startswith(
         "keras."
     )
@@ -87,7 +87,7 @@ def _is_pure(initializer: Any) -> bool:
 
 
 def place(variable: Any, device: str) -> bool:
-    """Let a variable live on a device: allocate it there, or move it.
+    """Place a variable on a device: allocate it there, or move it.
 
     Args:
         variable: A Keras variable.

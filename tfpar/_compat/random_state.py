@@ -102,7 +102,7 @@ def _stand_in() -> keras.random.SeedGenerator:
 
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Let every global random state be after this context as before, also where it is seeded inside."""
+    """Restore every global random state after this context, even if it is seeded inside."""
     python, of_numpy = random.getstate(), np.random.get_state()
     of_tensorflow = context.context()
     versions.require_mentioned(context.Context._internal_operation_seed, "_rng")
@@ -148,7 +148,7 @@ class GeneratorOnReplicas:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let what draws without a seed inside this context draw from here."""
+        """Use this generator for all draws without a seed inside this context."""
         with mock.patch.object(seed_generator_module, "global_seed_generator", self._draws):
             yield
 

@@ -20,7 +20,7 @@ _register = ops.RegisterGradient.__call__
 
 
 def release_with_graphs() -> None:
-    """Let the gradient functions that are registered from now on live as long as the graphs they are part of."""
+    """Keep gradient functions registered after this call only as long as their graphs exist."""
     ops.RegisterGradient.__call__ = _register_in_graph
 
 

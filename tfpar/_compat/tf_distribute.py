@@ -80,12 +80,12 @@ def form_cluster(
 
 
 def has_cluster() -> bool:
-    """Say whether this process belongs to a formed cluster already (TensorFlow 2.21)."""
+    """Return whether this process belongs to a formed cluster already (TensorFlow 2.21)."""
     return context.context().coordination_service is not None
 
 
 def has_started() -> bool:
-    """Say whether TensorFlow runs already, so that no cluster can be formed any more (TensorFlow 2.21)."""
+    """Return whether TensorFlow runs already, so that no cluster can be formed any more (TensorFlow 2.21)."""
     return context.context()._context_handle is not None
 
 
@@ -106,7 +106,7 @@ def report_failure(code: int, message: str) -> None:
 def communicate_through(
     strategy: tf.distribute.MultiWorkerMirroredStrategy, all_reduce: Callable[[Any, int], Any]
 ) -> None:
-    """Let a strategy communicate where tfpar says so, and nowhere else.
+    """Restrict the communication of a strategy to the calls of tfpar.
 
     TensorFlow 2.21 communicates where a metric's variable is read and where a variable is made. A callback that saves
     on the chief alone would never return, as the other workers do not save, and neither would a worker that builds
@@ -138,7 +138,7 @@ def communicate_through(
 
 
 def is_summed_on_read(variable: keras.Variable) -> bool:
-    """Say whether each replica holds a part of a variable, as with metrics (TensorFlow 2.21)."""
+    """Return whether each replica holds a part of a variable, as with metrics (TensorFlow 2.21)."""
     return isinstance(variable.value, SyncOnReadVariable)
 
 

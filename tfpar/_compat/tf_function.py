@@ -24,7 +24,7 @@ _traced: list[dict[int, tuple[Function, Function]]] = []
 
 @contextlib.contextmanager
 def own_traces() -> Iterator[None]:
-    """Let every `tf.function` that is called inside this context have a trace for this context alone.
+    """Trace every `tf.function` that is called inside this context for this context only.
 
     A context inside of another shares its traces.
     """
@@ -51,7 +51,7 @@ def own_traces() -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager_functions() -> Iterator[None]:
-    """Let every `tf.function` that runs eagerly inside this context run as Python code, but those compiled by XLA.
+    """Run every eager call of a `tf.function` inside this context as Python code, except with XLA.
 
     `tf.config.run_functions_eagerly` takes those too, and on CPUs Keras' grouped convolutions run in no other way.
     """

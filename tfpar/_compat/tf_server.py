@@ -16,7 +16,7 @@ from tensorflow.python.framework import errors_impl
 
 @contextlib.contextmanager
 def starting_without_lock() -> Iterator[None]:
-    """Let other threads of Python run while TensorFlow starts its server and waits for the other workers.
+    """Release Python's lock inside this context while TensorFlow starts its server and waits for the other workers.
 
     TensorFlow 2.21 (`tensorflow/python/tfe_wrapper.cc`, `TFE_EnableCollectiveOps`) holds Python's lock all the time: on
     the chief until the last worker has connected, which is seconds. The same function of TensorFlow's C interface,

@@ -54,7 +54,7 @@ def typical_draws(quantile: float = TYPICAL) -> Iterator[list[str]]:
 
 
 def is_dropout(called: Sequence[str]) -> bool:
-    """Say whether nothing was called but dropout, which keeps every unit whatever the quantile."""
+    """Return whether nothing was called but dropout, which keeps every unit whatever the quantile."""
     return bool(called) and set(called) == {"dropout"}
 
 

@@ -38,20 +38,20 @@ def begin() -> None:
 
 
 def imported() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again: the imports are over."""
+    """Restore KeyboardInterrupt on Ctrl-C after the imports."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def ended() -> None:
-    """Let Ctrl-C end the process at once: its work is done, and Python would only report where it was interrupted."""
+    """End the process at once on Ctrl-C, without Python's traceback, after the work is done."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Let Ctrl-C end the process at once inside this context, where it would raise KeyboardInterrupt.
+    """End the process at once on Ctrl-C inside this context, instead of raising KeyboardInterrupt.
 
     Example:
         >>> with importing():

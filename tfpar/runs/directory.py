@@ -178,7 +178,7 @@ class RunDirectory:
             atomic_file.write(self.config, text)
 
     def is_there(self) -> bool:
-        """Say whether the folder is still that of the run: not removed, emptied, renamed or replaced.
+        """Return whether the folder is still that of the run: not removed, emptied, renamed or replaced.
 
         A lost `run.json` alone is written again.
         """
@@ -204,7 +204,7 @@ class RunDirectory:
         atomic_file.write(folder / "run.json", json.dumps({"run": self.identity}) + "\n")
 
     def _holds_lock(self, folder: Path) -> bool:
-        """Say whether a folder is the one that was claimed, by the file that this process has locked there."""
+        """Return whether a folder is the one that was claimed, by the file that this process has locked there."""
         try:
             return self._lock is not None and os.path.samestat(os.fstat(self._lock.fileno()), os.stat(folder / ".lock"))
         except OSError:

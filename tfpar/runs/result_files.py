@@ -92,7 +92,7 @@ def digest(path: Path) -> str:
 
 
 def is_unchanged(path: Path, digests: Mapping[str, Any] | None) -> bool:
-    """Say whether a file is as it was when its digest was taken.
+    """Return whether a file is as it was when its digest was taken.
 
     Args:
         path: The file.
@@ -112,7 +112,7 @@ def is_unchanged(path: Path, digests: Mapping[str, Any] | None) -> bool:
 
 
 def are_results(results: Mapping[str, Any]) -> bool:
-    """Say whether a table holds the results of a run: numbers by name, or lists of them."""
+    """Return whether a table holds the results of a run: numbers by name, or lists of them."""
     counts = [results.get(name) for name in ("epochs", "steps")]
     return all(isinstance(count, int) for count in counts) and all(map(_is_figure, results.values()))
 

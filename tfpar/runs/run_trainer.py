@@ -71,7 +71,7 @@ class RunTrainer(Protocol):
         """Compute loss and metrics."""
 
     def interrupt(self) -> None:
-        """Let `fit` stop after the current step, write a checkpoint and return."""
+        """Stop `fit` after the current step, with a checkpoint."""
 
     def save(self, path: str | Path) -> None:
         """Save the model as plain Keras."""

@@ -62,7 +62,7 @@ class StepSummaries(keras.callbacks.Callback):
                 tf.summary.scalar(f"batch_{name}", value)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Let TensorBoard see the epoch."""
+        """Flush the logs of the epoch to the file."""
         self._writer.flush()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -39,7 +39,7 @@ class MultiWorker(DataParallel):
     """Train in several processes with `tf.distribute.MultiWorkerMirroredStrategy`, equal to one device.
 
     Every worker runs the same program. The variable TF_CONFIG holds the addresses of all workers and the rank of this
-    one; `python -m tfpar.launch` and Kubeflow set it, and under Slurm's `srun` Slurm's own variables replace it.
+    one; `python -m tfpar.launch` and Kubeflow set it, and under `srun` the variables of Slurm replace it.
     Without it the job has one worker. The chief, rank 0, decides for all workers and writes the files; its weights are
     broadcast before the first step.
 
@@ -48,7 +48,7 @@ class MultiWorker(DataParallel):
             has the same number of them.
         all_reduce: How gradients are summed: `"ring"`, on GPUs `"nccl"`, or `"auto"` for TensorFlow's choice.
         pack_bytes: Small gradients are sent together in packs of up to this many bytes, larger ones in slices of that
-            size; None for 4 MiB, which was measured to be fast.
+            size; None for 4 MiB, which was fast in measurements.
         compression: `"bfloat16"` rounds gradients to 8 bits of precision for the all-reduce, which halves its bytes;
             None keeps their type.
         sync: `"step"` sums the gradients of every step, with one device's result; with `"average"` every replica
@@ -56,15 +56,15 @@ class MultiWorker(DataParallel):
         every: With `sync="average"`, the steps from one average to the next.
         average_optimizer: With `sync="average"`, whether the optimizer's moments are averaged too; otherwise each
             replica keeps its own, and a resumed run begins with the chief's.
-        batch_dependent_layers: How a layer is treated in which examples depend on each other: `"refuse"` it before the
-            first step, or `"gather"` the batch, so that every replica computes the layer on all of it.
-        form_seconds: How long to wait for all workers to appear.
-        silence_seconds: After how long without a sign of life a worker counts as failed.
+        batch_dependent_layers: The treatment of layers in which examples depend on each other: `"refuse"` them before
+            the first step, or `"gather"` the batch, so that every replica computes them on all of it.
+        form_seconds: The time limit for all workers to connect.
+        silence_seconds: The time without a heartbeat after which a worker counts as failed.
 
     Raises:
-        ValueError: If TF_CONFIG is malformed, or this process is an evaluator, or an option is out of range.
+        ValueError: If TF_CONFIG is malformed, or this process is an evaluator, or an argument is out of range.
         RuntimeError: If TensorFlow has started already.
-        TimeoutError: If a worker does not appear in time; the message names its address.
+        TimeoutError: If a worker does not connect in time; the message names its address.
 
     Example:
         >>> strategy = tfpar.MultiWorker()  # right after the imports
