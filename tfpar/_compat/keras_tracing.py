@@ -149,7 +149,7 @@ class _Recorder:
             yield
 
     def is_symbolic(self, leaf: Any) -> bool:
-        """Return whether an operation on it is recorded: weights too, or their current values would become constants."""
+        """Return whether an operation on it is recorded: also for weights, so that they do not become constants."""
         return isinstance(leaf, keras.KerasTensor) or (not self._is_inside and isinstance(leaf, Variable))
 
     def _call_layer(self, layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:

@@ -79,7 +79,7 @@ def deferred_weights() -> Iterator[None]:
 
 
 def _is_pure(initializer: Any) -> bool:
-    """Return whether an initializer gives the same values at every call: all of Keras, except those with a generator."""
+    """Return whether an initializer gives the same values at every call: Keras' own, except with a generator."""
     known = isinstance(initializer, keras.initializers.Initializer) and type(initializer).__module__.startswith(
         "keras."
     )
