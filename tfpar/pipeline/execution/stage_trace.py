@@ -226,9 +226,9 @@ def _check_losses_in_call(
     later = reached_from(whole)
     if any(dense_part(output).op in later for output in outputs):
         raise ValueError(
-            "In a pipeline, the value of a loss object that is computed in call() and transformed by more than a "
-            "constant factor, or has trained weights, must be used in the stage that computes it, received a stage "
-            f"{stage.index} that outputs it. Change the cuts with balance, or train on SingleDevice() or Mirrored()."
+            "In a pipeline, a loss computed in call() must be used in the same stage if it has trained weights or is "
+            f"transformed by more than a constant factor, but stage {stage.index} sends it to a later stage. Change "
+            "the cuts with balance, or train on SingleDevice() or Mirrored()."
         )
     gradients = tf.gradients(list(losses), list(whole)) if losses else []
     varying = reached_from(values, stop=[loss.op for loss in whole])
@@ -236,8 +236,8 @@ def _check_losses_in_call(
         if gradient is not None and gradient.op in varying:
             raise ValueError(
                 "In a pipeline, a layer can add the value of a loss object, or a function of it, but not its product "
-                f"with another value of the examples, received such a product in stage {stage.index}. Add each as a "
-                "separate loss, or train on SingleDevice() or Mirrored()."
+                f"with another value of the examples, as in stage {stage.index}. Add each as a separate loss, or train "
+                "on SingleDevice() or Mirrored()."
             )
 
 
