@@ -258,7 +258,7 @@ def test_micro_batches_need_only_the_weights_of_the_whole_batch_if_these_are_not
 def test_a_nonlinear_function_of_a_loss_is_refused_if_a_cut_separates_it_from_the_loss() -> None:
     to_the_loss, from_the_root_on = 6, 17
     trainer = tfpar.Trainer(adds_in_call, tfpar.Pipeline(2, 3, balance=[to_the_loss, from_the_root_on]), seed=0)
-    with pytest.raises(ValueError, match="must be used in the same stage .* but stage 0 sends it to a later stage"):
+    with pytest.raises(ValueError, match=r"must be used in the same stage .* but stage 0 sends it to a later stage"):
         trainer.fit(of_a_pipeline(), verbose=0)
 
 
