@@ -258,6 +258,43 @@ class AddsNorm(layers.Layer):
         return inputs
 
 
+class AddsInEachMode(layers.Layer):
+    """Adds one loss in training and another one in inference."""
+
+    def __init__(self, in_training: Callable[[Any], Any], in_inference: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.functions = in_inference, in_training
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.add_loss(0.1 * self.functions[bool(training)](inputs))
+        return inputs
+
+
+def norm(inputs: Any) -> Any:
+    return ops.sqrt(ops.sum(ops.square(inputs)))
+
+
+@small.each_splitting_strategy
+def test_losses_that_a_layer_adds_in_one_mode_do_not_decide_about_those_of_the_other(strategy: str) -> None:
+    def dataset() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((FEATURES, TARGETS)).batch(7)
+
+    build = model_of(lambda: AddsInEachMode(ops.sum, ops.mean))
+    small.assert_trains_as_one_device(build, dataset, small.SPLITTING_STRATEGIES[strategy], epochs=1)
+
+    trains = trainer_of(model_of(lambda: AddsInEachMode(ops.mean, norm)), strategy)
+    keras.utils.set_random_seed(0)
+    expected = model_of(lambda: AddsInEachMode(ops.mean, norm))().fit(dataset(), verbose=0).history["loss"]
+    assert trains.fit(dataset(), verbose=0).history["loss"] == pytest.approx(expected, rel=1e-5)
+    evaluates = trainer_of(model_of(lambda: AddsInEachMode(norm, ops.mean)), strategy)
+    keras.utils.set_random_seed(0)
+    loss = model_of(lambda: AddsInEachMode(norm, ops.mean))().evaluate(dataset(), verbose=0)
+    assert evaluates.evaluate(dataset(), verbose=0) == pytest.approx(loss, rel=1e-5)
+    for call in (trains.evaluate, evaluates.fit):
+        with pytest.raises(ValueError, match="A loss added with add_loss"):
+            call(dataset(), verbose=0)
+
+
 class OwnReduction(keras.losses.Loss):
     """Reduces in `__call__`."""
 

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
+from tfpar.pipeline.graph.trial_batch import moving_statistics
 from tfpar.reduction import trial_losses
 from tfpar.reduction.losses import BatchWeights, global_mean, global_sum, reduce_loss
 from tfpar.reduction.losses_in_call import PartTrial, Way, cheapest_ways, other_ways
@@ -42,7 +43,7 @@ class LossDecomposition:
         values_call: Calls the model where the values of its outputs count; None for `call`.
 
     Raises:
-        ValueError: If a loss is neither a sum nor a mean over the batch.
+        ValueError: If a loss is neither a sum nor a mean over the batch; for added losses see `check`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class LossDecomposition:
         self.partial_values = len(keras_losses.flat_losses(model)) < 2
         self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
+        self._refused: dict[bool, ValueError] = {}  # for added losses, in training and in evaluation
         # In the order in which Keras reduces the losses of `compile`; None for a loss with a value per example.
         self._scalar_losses: list[Kind | None] = []
         self.counts_scalars = False
@@ -104,16 +106,42 @@ class LossDecomposition:
                 model, parts, values_call, Trial() if self._whole_in_call[True] else None
             )
         added_losses = functools.partial(trial_losses.added_losses, call=call)
-        find = functools.partial(self._find_added_losses, model, parts)
-        same_ways = self.ways[True] == self.ways[False]  # the weights of a loss may be trained in training mode only
-        evaluating = find(False, functools.partial(added_losses, training=False))
-        training = functools.partial(added_losses, training=True)
-        # Without dropout, inference shows the kinds of the losses in training too.
-        as_in_evaluation = same_ways and None not in evaluating and len(training(model, parts[0])) == len(evaluating)
-        if as_in_evaluation:
-            self._whole_in_call[True], self.ways[True] = self._whole_in_call[False], self.ways[False]
-        kinds = {False: evaluating, True: evaluating if as_in_evaluation else find(True, training)}
-        self._added_losses = {key: [kind or "mean" for kind in found] for key, found in kinds.items()}
+        for training in (False, True):
+            losses_of = functools.partial(added_losses, training=training)
+            try:
+                kinds = self._added_kinds(model, parts, training, losses_of)
+            except ValueError as error:  # the model may still be used in the other mode
+                self._refused[training] = error
+            else:
+                self._added_losses[training] = [kind or "mean" for kind in kinds]
+
+    def _added_kinds(
+        self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]
+    ) -> list[Kind | None]:
+        """Return the kinds of the losses that layers add, in training from moving statistics."""
+        with moving_statistics() if training else contextlib.nullcontext():
+            try:
+                return self._find_added_losses(model, parts, training, losses_of)
+            except ValueError:
+                values, again = (losses_of(model, parts[0]) for _ in range(2))
+                known = self._added_losses[False]
+                if not training or values == again or False in self._refused or len(values) != len(known):
+                    raise
+        # Random numbers in training hide the kinds of the losses, and evaluation has none.
+        self._whole_in_call[True], self.ways[True] = self._whole_in_call[False], self.ways[False]
+        return list(known)
+
+    def check(self, training: bool) -> None:
+        """Refuse a model with an added loss that is neither a sum nor a mean over the batch.
+
+        Args:
+            training: Whether train steps follow, or evaluate steps.
+
+        Raises:
+            ValueError: If there is one in this mode.
+        """
+        if training in self._refused:
+            raise self._refused[training]
 
     def find_own_loss(
         self, model: keras.Model, batch: Any, training: bool, call: Callable[..., Any] = keras_model.call_model

@@ -153,13 +153,14 @@ class DataParallel(Strategy):
         """Find the reduction of gradients of embedding lookups, and of the value of an overridden `compute_loss`.
 
         Raises:
-            ValueError: If replicas cannot reduce them exactly.
+            ValueError: If replicas cannot reduce them exactly, or an added loss.
         """
         runs = self._runs_of(model)
         if training and self.num_replicas > 1 and may_look_up(model, batch):
             self._find_lookup_kinds(model, batch)
         if runs.losses is not None:
             with self.raising_on_all_workers(), runs.gathering():
+                runs.losses.check(training)
                 runs.losses.find_own_loss(model, batch, training)
 
     def _find_lookup_kinds(self, model: keras.Model, batch: Any) -> None:

@@ -74,6 +74,7 @@ class StepCompiler:
         Raises:
             ValueError: If it does not decompose.
         """
+        self.decomposition.check(training)
         self.decomposition.find_own_loss(self.staged.model, batch, training, self._call)
 
     def _call(self, model: keras.Model, inputs: Any, training: bool) -> Any:
