@@ -51,10 +51,12 @@ class CountsLoss(keras.Model):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.seen = keras.metrics.Mean(name="seen")
+        self.calls = keras.metrics.Sum(name="calls")
 
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True) -> Any:  # type: ignore
         loss = ops.mean(keras.losses.sparse_categorical_crossentropy(y, y_pred, from_logits=True))
         self.seen.update_state(2 * loss)
+        self.calls.update_state(1)
         return loss
 
 
@@ -69,6 +71,7 @@ COUNTED: dict[str, Callable[[], keras.Model]] = {
     "a mean in a layer": counting(keras.metrics.Mean, lambda features: ops.mean(ops.square(features))),
     "a sum in a layer": counting(keras.metrics.Sum, lambda features: ops.sum(ops.abs(features))),
     "a constant in a layer": counting(keras.metrics.Mean, lambda features: 0.25),
+    "the number of calls of a layer": counting(keras.metrics.Sum, lambda features: 1.0),
     "a metric function": parity_cases.classifier(metrics=[mean_of_squares]),
     "a loss of its own": counts_loss,
 }

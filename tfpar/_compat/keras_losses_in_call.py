@@ -6,6 +6,7 @@ Written for Keras 3.15, as `tfpar._compat.keras_model`, which is at its full len
 from __future__ import annotations
 
 import contextlib
+import numbers
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,24 +65,40 @@ def undivided() -> Iterator[None]:
         yield
 
 
+def _is_scalar(values: Any, sample_weight: Any) -> bool:
+    return sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0
+
+
+def _is_number(values: Any) -> bool:
+    """Return whether a value is a number of Python or NumPy: the same for every part of a batch."""
+    return isinstance(values, numbers.Number)
+
+
 @contextlib.contextmanager
 def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterator[None]:
-    """Weight each scalar that `keras.metrics.Mean` counts inside this context, because it is a value of a whole batch.
+    """Weight each scalar that a metric counts inside this context, because it is a value of a whole batch.
 
-    Keras 3.15 counts each with weight one, and every replica has such a scalar for the same batch.
+    Keras 3.15 counts each with weight one, and every replica has such a scalar for the same batch. `keras.metrics.Mean`
+    counts means, and `keras.metrics.Sum` sums, which need no weight, or the number of its calls.
 
     Args:
         weight: Takes the scalar and returns its weight: the share of the batch's examples that the calling replica
             counts, a scalar; None for one.
     """
 
-    def update_state(metric: keras.metrics.Mean, values: Any, sample_weight: Any = None) -> None:
-        if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
-            sample_weight = weight(tf.convert_to_tensor(values))
-        original(metric, values, sample_weight)
+    def weighting(kind: type[keras.Metric]) -> Callable[..., None]:
+        original = kind.update_state
 
-    original = keras.metrics.Mean.update_state
-    with mock.patch.object(keras.metrics.Mean, "update_state", update_state):
+        def update_state(metric: keras.Metric, values: Any, sample_weight: Any = None) -> None:
+            if _is_scalar(values, sample_weight) and (kind is keras.metrics.Mean or _is_number(values)):
+                sample_weight = weight(tf.convert_to_tensor(values))
+            original(metric, values, sample_weight)
+
+        return update_state
+
+    with contextlib.ExitStack() as stack:
+        for kind in (keras.metrics.Mean, keras.metrics.Sum):
+            stack.enter_context(mock.patch.object(kind, "update_state", weighting(kind)))
         yield
 
 
@@ -90,17 +107,18 @@ def scalars_noted(note: Callable[[keras.Metric, tf.Tensor], Any]) -> Iterator[No
     """Call a function with each unweighted scalar that a `Mean` or `Sum` counts inside this context.
 
     Args:
-        note: Takes the metric, which does not count the scalar, and the scalar.
+        note: Takes the metric, which does not count the scalar, and the scalar; not called for a number in a `Sum`,
+            which `scalars_weighted` counts once.
     """
 
     def noting(kind: type[keras.Metric]) -> Callable[..., None]:
         original = kind.update_state
 
         def update_state(metric: keras.Metric, values: Any, sample_weight: Any = None) -> None:
-            if sample_weight is None and tf.convert_to_tensor(values).shape.rank == 0:
-                note(metric, tf.convert_to_tensor(values))
-            else:
+            if not _is_scalar(values, sample_weight):
                 original(metric, values, sample_weight)
+            elif kind is keras.metrics.Mean or not _is_number(values):
+                note(metric, tf.convert_to_tensor(values))
 
         return update_state
 
