@@ -1,8 +1,8 @@
 """Change checkpoints at random: each is restored exactly, passed over, or refused in one sentence.
 
 The newest of two checkpoints is changed. Damage (flipped bits, cut or moved bytes) must never be restored as something
-else. A forged file has valid sums: its numbers cannot be told from genuine ones, but what is no state of a run must not
-end in a traceback, take more than a second, or more memory than its size.
+else. A forged file has valid sums: its numbers cannot be distinguished from genuine ones, but a file without the state
+of a run must not end in a traceback, take more than a second, or more memory than its size.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def test_backup_and_restore_resumes_at_the_same_epoch(pair: Pair, tmp_path: Path
             else:
                 fit(small.data(), epochs=4, verbose=0, callbacks=[backup, crash])
         epochs.append(seen)
-    assert epochs[0][3] > 0, "Keras itself does not begin anew"
+    assert epochs[0][3] > 0, "Keras itself does not start over"
     assert epochs[1] == epochs[0], f"tfpar trained the epochs {epochs[1]}"
     pair.assert_equal()
 

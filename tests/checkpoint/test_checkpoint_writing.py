@@ -205,7 +205,7 @@ def test_a_full_disk_is_raised_by_the_next_call_once(
     save(checkpoints, model, 3)
     assert checkpoints.due() is False
     checkpoints.wait()
-    assert restored_epoch(tmp_path, model) == 3, "with room again, it goes on"
+    assert restored_epoch(tmp_path, model) == 3, "with free space, it writes again"
 
 
 def _due_after_the_write(checkpoints: Checkpoints) -> bool:

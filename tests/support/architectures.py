@@ -116,7 +116,7 @@ def main() -> None:
     began = time.monotonic()
     for name in given.names or [name for name in all_names() if name >= (given.first or "")]:
         if time.monotonic() - began > 60 * given.minutes:
-            print(f"Go on with --from {name}")
+            print(f"Resume with --from {name}")
             break
         print(f"{name}: {check(name)}", flush=True)
         for num_stages in given.stages:
