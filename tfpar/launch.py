@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfpar.cluster import cores, slurm
+from tfpar.cluster import cores, gpus, slurm
 from tfpar.commands import command_line, start_up
 from tfpar.commands.number_flags import Integer, Number, check_within
 from tfpar.config.sections import A_WEEK_SECONDS
-from tfpar.launcher import Job, launch, manifests, network_namespace
+from tfpar.launcher import Job, gpu_division, launch, manifests, network_namespace
 from tfpar.messages import received
 from tfpar.messages.received import quoted
 from tfpar.messages.suggestions import closest
@@ -28,6 +28,12 @@ _NUM_WORKERS = flags.DEFINE(Integer(), "num_workers", None, "Number of workers; 
 _MAX_RESTARTS = flags.DEFINE(Integer(), "max_restarts", 0, "Number of restarts after failures other than usage errors.")
 _CORES_PER_WORKER = flags.DEFINE(
     Integer(), "cores_per_worker", None, "Cores and threads of a worker; by default the cores of this machine, divided."
+)
+_GPUS_PER_WORKER = flags.DEFINE(
+    Integer(),
+    "gpus_per_worker",
+    None,
+    "GPUs of a worker; by default the GPUs of this machine, or of CUDA_VISIBLE_DEVICES, divided. 0: train on CPUs.",
 )
 _GRACE_SECONDS = flags.DEFINE(Number(), "grace_seconds", 30.0, "Seconds between the request to stop and SIGKILL.")
 _NETWORK = flags.DEFINE_string(
@@ -40,6 +46,7 @@ _PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script
 
 MAX_LOCAL_WORKERS = 1024  # each is a process with ports, threads and some hundred megabytes
 MAX_CORES = 8192  # of one machine, Linux' limit
+MAX_GPUS = 256  # of one worker on a cluster
 _AFTER_DASHES = (
     "The command of the workers follows after --, as in "
     "python -m tfpar.launch --num_workers 2 -- --config digits_workers."
@@ -55,6 +62,7 @@ COMMAND: command_line.Command = command_line.Command(
         "num_workers": "N",
         "max_restarts": "TIMES",
         "cores_per_worker": "CORES",
+        "gpus_per_worker": "GPUS",
         "grace_seconds": "SECONDS",
         "network": "KIND",
         "print": "KIND",
@@ -80,21 +88,23 @@ def main(argv: Sequence[str]) -> int:
         128 + n when signal n stopped the job: 141 (SIGPIPE) if the reader of the output is gone.
     """
     try:
-        num_workers, cores_per_worker = _num_workers(), _cores_per_worker()
+        num_workers, cores_per_worker, gpus_per_worker = _num_workers(), _cores_per_worker(), _gpus_per_worker()
         words = worker_words(argv[1:])
         is_private = _is_private()
         if _PRINT.value is not None:
             check_within("num_workers", num_workers, 1, slurm.MAX_TASKS)
-            print(_submission(_PRINT.value, num_workers, ["python", *words], cores_per_worker), end="")
+            command = ["python", *words]
+            print(_submission(_PRINT.value, num_workers, command, cores_per_worker, gpus_per_worker or 0), end="")
             return 0
         _refuse_other_job()
         check_within("num_workers", num_workers, 1, MAX_LOCAL_WORKERS)
         check_within("max_restarts", _MAX_RESTARTS.value, 0, math.inf)
         _check_grace_seconds()
+        division = gpu_division.divide(gpus.find(os.environ), num_workers, gpus_per_worker)
         if is_private:
             network_namespace.enter_private()
-        command = [sys.executable, *words]
-        return launch(Job(command, num_workers, cores_per_worker, _MAX_RESTARTS.value, _GRACE_SECONDS.value))
+        command, restarts, seconds = [sys.executable, *words], _MAX_RESTARTS.value, _GRACE_SECONDS.value
+        return launch(Job(command, num_workers, cores_per_worker, restarts, seconds, division))
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return start_up.INTERRUPTED
@@ -146,11 +156,19 @@ def _cores_per_worker() -> int:
     return int(_CORES_PER_WORKER.value)
 
 
-def _submission(kind: str, num_workers: int, command: Sequence[str], cores_per_worker: int) -> str:
+def _gpus_per_worker() -> int | None:
+    if _GPUS_PER_WORKER.value is not None:
+        check_within("gpus_per_worker", _GPUS_PER_WORKER.value, 0, MAX_GPUS)
+    return None if _GPUS_PER_WORKER.value is None else int(_GPUS_PER_WORKER.value)
+
+
+def _submission(
+    kind: str, num_workers: int, command: Sequence[str], cores_per_worker: int, gpus_per_worker: int
+) -> str:
     printers = {"slurm": manifests.slurm_script, "tfjob": manifests.tfjob_manifest}
     if kind not in printers:
         raise ValueError(f"--print must be one of {', '.join(printers)}, received {quoted(kind)}.")
-    return printers[kind](num_workers, command, cores_per_worker)
+    return printers[kind](num_workers, command, cores_per_worker, gpus_per_worker)
 
 
 def _is_private() -> bool:

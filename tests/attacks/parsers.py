@@ -25,8 +25,9 @@ from hypothesis import seed as fixed_seed
 from hypothesis import strategies as st
 
 from tests.attacks import malformed
+from tests.support import stand_ins
 from tfpar import config, launch, train
-from tfpar.cluster import job_secret, slurm, tf_config
+from tfpar.cluster import gpus, job_secret, slurm, tf_config
 from tfpar.cluster.rendezvous import messages
 from tfpar.commands import command_line
 from tfpar.files import json_lines
@@ -165,6 +166,11 @@ PARSERS = {
     "Slurm": Parser(malformed.slurm_variables(), read_job),
     "hosts": Parser(malformed.mutated(["node[01-03,7],gpu1", "a[1-2][1-2]"]), slurm.expand_hosts),
     "tasks": Parser(malformed.mutated(["2(x3),1"]), slurm.expand_tasks),
+    "CUDA_VISIBLE_DEVICES": Parser(
+        malformed.mutated([f"0,1,{stand_ins.uuid(0)}", "MIG-GPU-8f3c/1/0,-1"]),
+        lambda text: gpus.named_in({"CUDA_VISIBLE_DEVICES": text}),
+    ),
+    "nvidia-smi": Parser(malformed.mutated([stand_ins.table(2)]), gpus.parse),
     "train flags": Parser(malformed.command_lines(tuple(train.COMMAND.flags)), read_train_command),
     "launch flags": Parser(malformed.command_lines(tuple(launch.COMMAND.flags)), read_launch_command),
     "batch scripts": Parser(st.lists(st.text(st.characters(codec="utf-8"), min_size=1)), read_script),

@@ -186,6 +186,8 @@ GRACE_RULE = "--grace_seconds must be from 0 to 604800 (a week)"
         ([], "--num_workers must say how many workers start, and it is not set. Try --num_workers 2."),
         (["--num_workers", "0"], "--num_workers must be at least 1, received 0."),
         (["--num_workers", "2", "--cores_per_worker", "0"], "--cores_per_worker must be at least 1, received 0."),
+        (["--num_workers", "2", "--gpus_per_worker", "-1"], "--gpus_per_worker must be at least 0, received -1."),
+        (["--num_workers", "2", "--gpus_per_worker", "257"], "--gpus_per_worker must be at most 256, received 257."),
         (["--num_workers", "2", "--max_restarts", "-1"], "--max_restarts must be at least 0, received -1."),
         (["--num_workers", "2", "--grace_seconds", "-1"], f"{GRACE_RULE}, received -1."),
         (["--num_workers", "2", "--grace_seconds", "nan"], f"{GRACE_RULE}, received nan."),

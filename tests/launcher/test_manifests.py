@@ -27,6 +27,20 @@ def test_the_slurm_script_asks_for_a_task_a_worker_and_cores_for_each() -> None:
     }
 
 
+def test_the_slurm_script_asks_for_gpus_for_each_task_of_job_and_step() -> None:
+    script = manifests.slurm_script(3, COMMAND, 4, 2)
+    assert re.findall(r"^#SBATCH --gpus-per-task=(.*)$", script, re.MULTILINE) == ["2"]
+    assert re.findall(r"^srun .* --gpus-per-task=(\d+) ", script, re.MULTILINE) == ["2"]
+    assert "gpus-per-task" not in manifests.slurm_script(3, COMMAND, 4)
+
+
+def test_the_manifest_limits_the_gpus_of_every_pod(tfjob: dict[str, Any]) -> None:
+    for replicas in tfjob["spec"]["tfReplicaSpecs"].values():
+        resources = replicas["template"]["spec"]["containers"][0]["resources"]
+        assert resources["limits"] == {"cpu": "4", "memory": "4Gi", "nvidia.com/gpu": "2"}
+    assert "nvidia.com" not in manifests.tfjob_manifest(3, COMMAND, 4)
+
+
 def test_all_options_of_the_slurm_script_stand_before_its_first_command() -> None:
     lines = manifests.slurm_script(3, COMMAND, 4).splitlines()
     first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
@@ -87,7 +101,7 @@ def test_both_say_that_tensorflows_port_needs_a_trusted_network(policy: dict[str
 def documents() -> list[dict[str, Any]]:
     """The manifest of three workers, as YAML reads it."""
     yaml = pytest.importorskip("yaml", reason="reads the manifest; comes with kubeflow-training")
-    return [one for one in yaml.safe_load_all(manifests.tfjob_manifest(3, COMMAND, 4)) if one]
+    return [one for one in yaml.safe_load_all(manifests.tfjob_manifest(3, COMMAND, 4, 2)) if one]
 
 
 @pytest.fixture
@@ -202,6 +216,12 @@ def test_a_job_that_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         printer(num_workers, command, cores)
+
+
+@pytest.mark.parametrize("printer", [manifests.slurm_script, manifests.tfjob_manifest])
+def test_a_negative_number_of_gpus_is_refused(printer: Any) -> None:
+    with pytest.raises(ValueError, match=r"^gpus_per_worker must be at least 0, received -1\. Leave it out"):
+        printer(1, ["python"], 1, -1)
 
 
 def test_the_command_of_the_slurm_script_can_be_copied_to_a_shell() -> None:

@@ -80,6 +80,7 @@ def started(
     *options: str,
     num_workers: int = 2,
     variables: Mapping[str, str] | None = None,
+    gpus_of: str | None = None,
     out: int = subprocess.PIPE,
     err: int = subprocess.PIPE,
 ) -> Iterator[Launcher]:
@@ -91,11 +92,16 @@ def started(
         options: Further flags of the launcher.
         num_workers: Number of workers.
         variables: Further environment variables.
+        gpus_of: The folder of a program `nvidia-smi`; without it the launcher sees no GPU.
         out: File descriptor of its standard output.
         err: File descriptor of its standard error.
     """
     (folder / "script.py").write_text(PRELUDE + script)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_", "CUDA_"))}
+    if gpus_of is None:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        environment["PATH"] = f"{gpus_of}:{environment['PATH']}"
     arguments = ["--num_workers", str(num_workers), *options, "--", "script.py"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tfpar.launch", *arguments],
@@ -117,10 +123,15 @@ def started(
 
 
 def run(
-    folder: Path, script: str, *options: str, num_workers: int = 2, variables: Mapping[str, str] | None = None
+    folder: Path,
+    script: str,
+    *options: str,
+    num_workers: int = 2,
+    variables: Mapping[str, str] | None = None,
+    gpus_of: str | None = None,
 ) -> Ended:
     """Run the launcher and wait for its end."""
-    with started(folder, script, *options, num_workers=num_workers, variables=variables) as launcher:
+    with started(folder, script, *options, num_workers=num_workers, variables=variables, gpus_of=gpus_of) as launcher:
         return launcher.finish()
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 from tfpar.commands.command_line import REPEATABLE
+from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.log_output import Outputs
 from tfpar.launcher.reaper import Reaper
 from tfpar.launcher.stop_signals import StopSignals
@@ -28,6 +29,7 @@ class Job:
         cores_per_worker: Cores of each worker, at least 1; if there are too few, all workers share all cores.
         max_restarts: Number of restarts of all workers after a failure; none after exit code 2, a usage error.
         grace_seconds: Time between the request to stop and SIGKILL.
+        gpus: The GPUs of each worker; None leaves the workers' environment as it is.
 
     Example:
         >>> Job(["python", "-m", "tfpar.train"], num_workers=2, cores_per_worker=1).max_restarts
@@ -39,6 +41,7 @@ class Job:
     cores_per_worker: int
     max_restarts: int = 0
     grace_seconds: float = 30.0
+    gpus: GpuDivision | None = None
 
 
 def launch(job: Job) -> int:
@@ -60,6 +63,8 @@ def launch(job: Job) -> int:
     """
     with StopSignals() as signals, Reaper() as reaper:
         outputs = Outputs(signals)
+        for line in [] if job.gpus is None else job.gpus.lines():
+            outputs.say(line)
         group = _run_with_restarts(job, reaper, outputs, signals)
         if signals.stop is not None:
             outputs.say(f"Stopped by {signal.Signals(signals.stop).name}. {group.endings()}")
@@ -105,7 +110,7 @@ def _run_with_restarts(job: Job, reaper: Reaper, outputs: Outputs, signals: Stop
     restarts = short_starts = 0
     while True:
         began_seconds = time.monotonic()
-        group = WorkerGroup(job.command, job.num_workers, job.cores_per_worker, job.grace_seconds)
+        group = WorkerGroup(job.command, job.num_workers, job.cores_per_worker, job.grace_seconds, job.gpus)
         group.run(reaper, outputs, signals)
         if signals.stop is not None or group.failed is None or restarts == job.max_restarts:
             return group

@@ -21,7 +21,7 @@ _FIRST_PORT = slurm.FIRST_PORT
 _LAST_PORT = slurm.FIRST_PORT + slurm.PORTS_A_STEP * slurm.NUM_SLOTS - 1
 
 
-def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int) -> str:
+def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int, gpus_per_worker: int = 0) -> str:
     """Return a batch script for `sbatch`, with one task per worker.
 
     After preemption, the end of the time limit or the loss of a node the job is requeued, and resumes from its last
@@ -31,6 +31,7 @@ def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int
         num_workers: Number of workers, at least 1.
         command: The words of the command line of every worker.
         cores_per_worker: Cores and threads of each worker, at least 1.
+        gpus_per_worker: GPUs of each worker; 0 for workers without GPUs.
 
     Returns:
         The script, which ends in a line break.
@@ -42,15 +43,17 @@ def slurm_script(num_workers: int, command: Sequence[str], cores_per_worker: int
         >>> print(slurm_script(2, ["python", "-m", "tfpar.train"], 4).splitlines()[0])
         #!/bin/bash
     """
-    _check(num_workers, command, cores_per_worker)
+    _check(num_workers, command, cores_per_worker, gpus_per_worker)
+    gpus = f"--gpus-per-task={gpus_per_worker}"
+    of_job = f"#SBATCH {gpus}" if gpus_per_worker else "# For GPU nodes, print this script with --gpus_per_worker."
+    in_step = f" {gpus}" if gpus_per_worker else ""
     return f"""#!/bin/bash
 # Submit with sbatch, in the environment to train in, from a folder that all nodes see: its runs/ has the checkpoints.
 
 #SBATCH --job-name=tfpar
 #SBATCH --ntasks={num_workers}
 #SBATCH --cpus-per-task={cores_per_worker}
-# On GPU nodes, one a worker (remove one #):
-##SBATCH --gpus-per-task=1
+{of_job}
 # FILL IN: a time limit that your partition allows. At its end the job saves, is requeued and resumes.
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@{STOP_SECONDS}
@@ -66,7 +69,7 @@ export {job_secret.VARIABLE}="$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')"
 #   nft add rule inet filter input tcp dport {_FIRST_PORT}-{_LAST_PORT} ip saddr != 10.0.0.0/16 drop
 
 # tfpar reads the addresses of all workers from the variables of srun, which must number the tasks node by node.
-srun --kill-on-bad-exit=1 --distribution=block --cpus-per-task={cores_per_worker} --label \\
+srun --kill-on-bad-exit=1 --distribution=block --cpus-per-task={cores_per_worker}{in_step} --label \\
     {shlex.join(command)}
 code=$?
 
@@ -78,7 +81,7 @@ exit "$code"
 """
 
 
-def tfjob_manifest(num_workers: int, command: Sequence[str], cores_per_worker: int) -> str:
+def tfjob_manifest(num_workers: int, command: Sequence[str], cores_per_worker: int, gpus_per_worker: int = 0) -> str:
     """Return a manifest for `kubectl apply`: a TFJob of Kubeflow's training operator, and its network policy.
 
     The chief has its own replica type because it alone reads and writes the run directory: a volume that only one node
@@ -88,6 +91,7 @@ def tfjob_manifest(num_workers: int, command: Sequence[str], cores_per_worker: i
         num_workers: Number of workers, the chief included, at least 1.
         command: The words of the command line of every worker.
         cores_per_worker: Cores and threads of each worker, at least 1.
+        gpus_per_worker: GPUs of each worker; 0 for workers without GPUs.
 
     Returns:
         The YAML, which ends in a line break.
@@ -99,8 +103,8 @@ def tfjob_manifest(num_workers: int, command: Sequence[str], cores_per_worker: i
         >>> [line for line in tfjob_manifest(2, ["python", "-m", "tfpar.train"], 4).splitlines() if "kind" in line]
         ['kind: NetworkPolicy', 'kind: TFJob']
     """
-    _check(num_workers, command, cores_per_worker)
-    pod = _pod(command, cores_per_worker)
+    _check(num_workers, command, cores_per_worker, gpus_per_worker)
+    pod = _pod(command, cores_per_worker, gpus_per_worker)
     workers = f"    Worker:\n{_replicas(num_workers - 1)}{pod}" if num_workers > 1 else ""
     return f"""\
 # Submit with: kubectl apply -f THIS_FILE. Lines marked FILL IN depend on your cluster. Before the first time, create
@@ -153,7 +157,11 @@ def _replicas(count: int) -> str:
     return f"      replicas: {count}\n      restartPolicy: OnFailure\n"
 
 
-def _pod(command: Sequence[str], cores: int) -> str:
+def _pod(command: Sequence[str], cores: int, gpus: int) -> str:
+    # A request for GPUs is their limit, by Kubernetes' rule.
+    limit = (
+        f', nvidia.com/gpu: "{gpus}"}}  # FILL IN the memory' if gpus else "}  # FILL IN; --gpus_per_worker adds GPUs"
+    )
     # Kubernetes replaces $(NAME) in a command by a variable, and writes $$( for a plain one.
     words = (json.dumps(word.replace("$(", "$$("), ensure_ascii=False) for word in command)
     return f"""\
@@ -175,7 +183,7 @@ def _pod(command: Sequence[str], cores: int) -> str:
                   valueFrom: {{secretKeyRef: {{name: tfpar-job, key: secret}}}}
               resources:
                 requests: {{cpu: "{cores}", memory: 4Gi}}  # FILL IN the memory
-                limits: {{cpu: "{cores}", memory: 4Gi}}  # FILL IN; for a GPU add nvidia.com/gpu: "1"
+                limits: {{cpu: "{cores}", memory: 4Gi{limit}
 """
 
 
@@ -183,10 +191,12 @@ def _lines(lines: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _check(num_workers: int, command: Sequence[str], cores_per_worker: int) -> None:
+def _check(num_workers: int, command: Sequence[str], cores_per_worker: int, gpus_per_worker: int) -> None:
     for name, value in (("num_workers", num_workers), ("cores_per_worker", cores_per_worker)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, received {value}. A job needs one worker with one core.")
+    if gpus_per_worker < 0:
+        raise ValueError(f"gpus_per_worker must be at least 0, received {gpus_per_worker}. Leave it out without GPUs.")
     if not command:
         raise ValueError(
             "command must have the words that run a worker, received none. Try ['python', '-m', 'tfpar.train']."

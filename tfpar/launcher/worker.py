@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from tfpar.cluster import job_secret, tf_config
+from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.line_splitter import Lines
 from tfpar.launcher.reaper import Reaper
 
@@ -24,9 +25,14 @@ _READ_BYTES = 1 << 16
 
 
 def environment_of(
-    rank: int, addresses: Sequence[str], cores_per_worker: int, secret: str, given: Mapping[str, str]
+    rank: int,
+    addresses: Sequence[str],
+    cores_per_worker: int,
+    secret: str,
+    given: Mapping[str, str],
+    gpus: GpuDivision | None = None,
 ) -> dict[str, str]:
-    """Return the environment of a worker: TF_CONFIG, the job secret, and thread settings for its cores.
+    """Return the environment of a worker: TF_CONFIG, the job secret, its GPUs, and thread settings for its cores.
 
     Args:
         rank: The rank of the worker, from 0, the chief.
@@ -34,6 +40,7 @@ def environment_of(
         cores_per_worker: Number of cores of each worker.
         secret: The job secret, the same for all workers.
         given: The environment of the launcher. Its thread settings and job secret take precedence.
+        gpus: The GPUs of each worker; None leaves their variables as they are.
 
     Example:
         >>> environment_of(0, ["127.0.0.1:4000"], 2, job_secret.new(), {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"]
@@ -44,6 +51,7 @@ def environment_of(
         "TF_CONFIG": tf_config.to_tf_config(addresses, rank),
         job_secret.VARIABLE: given.get(job_secret.VARIABLE) or secret,
         "PYTHONUNBUFFERED": "1",
+        **({} if gpus is None else gpus.variables(rank)),
     }
     return {**threads, **given, **own}
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tfpar.cluster import job_secret
 from tfpar.commands.start_up import INTERRUPTED  # also the exit code of a worker that stopped with a checkpoint
+from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.log_output import Outputs
 from tfpar.launcher.reaper import Reaper
 from tfpar.launcher.stop_signals import StopSignals
@@ -51,12 +52,20 @@ class WorkerGroup:
         num_workers: Number of workers.
         cores_per_worker: Cores of each worker.
         grace_seconds: Time between the request to stop and SIGKILL.
+        gpus: The GPUs of each worker; None for a job without GPUs.
     """
 
-    def __init__(self, command: Sequence[str], num_workers: int, cores_per_worker: int, grace_seconds: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_workers: int,
+        cores_per_worker: int,
+        grace_seconds: float,
+        gpus: GpuDivision | None = None,
+    ) -> None:
         self.failed: Worker | None = None  # the first worker that failed
         self._command, self._num_workers, self._cores_per_worker = command, num_workers, cores_per_worker
-        self._grace_seconds = grace_seconds
+        self._grace_seconds, self._gpus = grace_seconds, gpus
         self._workers: list[Worker] = []
         self._stopped: list[int] = []  # ranks of workers in state T at the first failure
         self._is_stopping = False
@@ -125,7 +134,7 @@ class WorkerGroup:
             worker = Worker(
                 rank,
                 self._command,
-                environment_of(rank, addresses, self._cores_per_worker, secret, os.environ),
+                environment_of(rank, addresses, self._cores_per_worker, secret, os.environ, self._gpus),
                 cores_of(rank, self._num_workers, self._cores_per_worker, available),
                 reaper,
                 keeps_terminal=rank == 0 and outputs.is_terminal,
