@@ -59,7 +59,7 @@ class LossDecomposition:
         self.partial_values = len(keras_losses.flat_losses(model)) < 2
         self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
-        self._refused: dict[bool, ValueError] = {}  # for added losses, in training and in evaluation
+        self._refusals: dict[bool, str] = {}  # of added losses, in training and in evaluation
         # In the order in which Keras reduces the losses of `compile`; None for a loss with a value per example.
         self._scalar_losses: list[Kind | None] = []
         self.counts_scalars = False
@@ -111,7 +111,7 @@ class LossDecomposition:
             try:
                 kinds = self._added_kinds(model, parts, training, losses_of)
             except ValueError as error:  # the model may still be used in the other mode
-                self._refused[training] = error
+                self._refusals[training] = str(error)
             else:
                 self._added_losses[training] = [kind or "mean" for kind in kinds]
 
@@ -125,7 +125,7 @@ class LossDecomposition:
             except ValueError:
                 values, again = (losses_of(model, parts[0]) for _ in range(2))
                 known = self._added_losses[False]
-                if not training or values == again or False in self._refused or len(values) != len(known):
+                if not training or values == again or False in self._refusals or len(values) != len(known):
                     raise
         # Random numbers in training hide the kinds of the losses, and evaluation has none.
         self._whole_in_call[True], self.ways[True] = self._whole_in_call[False], self.ways[False]
@@ -140,8 +140,8 @@ class LossDecomposition:
         Raises:
             ValueError: If there is one in this mode.
         """
-        if training in self._refused:
-            raise self._refused[training]
+        if training in self._refusals:
+            raise ValueError(self._refusals[training])
 
     def find_own_loss(
         self, model: keras.Model, batch: Any, training: bool, call: Callable[..., Any] = keras_model.call_model
