@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tfpar.parity import check_parity
     from tfpar.reduction.objective import Objective
     from tfpar.reduction.whole_batch import gather
-    from tfpar.strategies import Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy
+    from tfpar.strategies import Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy, WorkerLostError
     from tfpar.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -40,6 +40,7 @@ _HOMES = {
     "Strategy": "strategies",
     "Throughput": "callbacks",
     "Trainer": "trainer",
+    "WorkerLostError": "strategies",
     "check_parity": "parity",
     "evaluate": "drop_in",
     "fit": "drop_in",
@@ -64,6 +65,7 @@ __all__ = [
     "Strategy",
     "Throughput",
     "Trainer",
+    "WorkerLostError",
     "check_parity",
     "evaluate",
     "fit",

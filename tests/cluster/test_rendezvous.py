@@ -131,7 +131,8 @@ def test_meeting_raises_with_the_rule_and_the_missing(monkeypatch: pytest.Monkey
     with pytest.raises(ValueError, match="TFPAR_JOB_SECRET must have at least 16 characters, received 5"):
         rendezvous.connect_workers(first, 1)
     monkeypatch.setenv(job_secret.VARIABLE, f"  {SECRET.decode()}\n")
-    message = rf"All 2 workers must connect within 0.1 s, and {first.addresses[1]} did not\. .*form_seconds\.$"
+    absent = rf"{first.addresses[1]} \(Connection refused\)"
+    message = rf"All 2 workers must connect within 0.1 s, and {absent} did not\. .*form_seconds\.$"
     with pytest.raises(TimeoutError, match=message):
         rendezvous.connect_workers(first, 0.1)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tfpar.cluster import slurm, tf_config
+from tfpar.cluster import reachability, slurm, tf_config
 from tfpar.cluster.tf_config import Job
 
 TWO_WORKERS = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
@@ -320,21 +320,21 @@ def test_an_evaluator_needs_no_port(listener: socket.socket) -> None:
 def test_missing_workers_are_named(listener: socket.socket, free_port: int) -> None:
     here, missing = f"127.0.0.1:{listener.getsockname()[1]}", f"127.0.0.1:{free_port}"
     addresses = ("127.0.0.1:1", here, missing)
-    assert tf_config.unreachable(Job(addresses, 0, "chief"), seconds=5) == (missing,)
-    assert tf_config.unreachable(Job((missing, here), 0, "evaluator"), seconds=5) == (missing,)
-    assert tf_config.unreachable(Job((missing,), 0, "chief"), seconds=5) == ()
+    assert reachability.unreachable(Job(addresses, 0, "chief"), seconds=5) == (missing,)
+    assert reachability.unreachable(Job((missing, here), 0, "evaluator"), seconds=5) == (missing,)
+    assert reachability.unreachable(Job((missing,), 0, "chief"), seconds=5) == ()
 
 
 def test_a_worker_whose_host_is_unknown_is_missing() -> None:
     addresses = ("127.0.0.1:1", "a" * 70 + ":1")
-    assert tf_config.unreachable(Job(addresses, 0, "chief"), seconds=5) == (addresses[1],)
+    assert reachability.unreachable(Job(addresses, 0, "chief"), seconds=5) == (addresses[1],)
 
 
 def test_a_worker_that_never_answers_is_missing_after_the_time_limit() -> None:
     with socket.socket() as bound:  # takes no connection, as it does not listen
         bound.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
-        assert tf_config.unreachable(Job(("127.0.0.1:1", address), 0, "chief"), seconds=0.5) == (address,)
+        assert reachability.unreachable(Job(("127.0.0.1:1", address), 0, "chief"), seconds=0.5) == (address,)
 
 
 @pytest.mark.parametrize("module", ["cluster.tf_config", "cluster.slurm", "launcher.manifests"])

@@ -17,7 +17,6 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from tfpar.cluster import slurm
@@ -295,32 +294,6 @@ def check_port_free(job: Job) -> None:
                 f"The port of this worker must be free, and {address} (rank {job.rank}) is taken: "
                 f"{os.strerror(error.errno or 0)}. End the process that listens there, or choose another port."
             ) from None
-
-
-def unreachable(job: Job, seconds: float) -> tuple[str, ...]:
-    """Return the addresses of the other workers that accept no connection: those that never started.
-
-    It is called at TensorFlow's time limit for forming the cluster, to name the missing workers. A worker stopped by a
-    signal still counts as reachable: the kernel accepts the connection.
-
-    Args:
-        job: The job and the rank of this process in it.
-        seconds: The time limit; all workers are tried at the same time.
-
-    Example:
-        >>> unreachable(Job(("localhost:2222",), rank=0, role="chief"), seconds=1)
-        ()
-    """
-    peers = job.peers
-    with ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
-        answers = list(pool.map(lambda address: _accepts(address, seconds), peers))
-    return tuple(address for address, accepted in zip(peers, answers, strict=True) if not accepted)
-
-
-def _accepts(address: str, seconds: float) -> bool:
-    with contextlib.suppress(OSError, UnicodeError), socket.create_connection(split_address(address), timeout=seconds):
-        return True
-    return False
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -55,7 +55,7 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
         if sentence is not None:
             raise ValueError(sentence) from error
         if lost := strategies.lost_worker(error):
-            raise ConnectionError(lost) from error
+            raise lost from error
         raise
     finally:
         if sys.stdout.isatty() and sys.exc_info()[0] is not None:

@@ -4,7 +4,7 @@ from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.factory import from_settings
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker import MultiWorker
-from tfpar.strategies.multi_worker.preflight import lost_worker
+from tfpar.strategies.multi_worker.failures import WorkerLostError, lost_worker
 from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.resolve import resolve, strategy_of
 from tfpar.strategies.single_device import SingleDevice
@@ -16,6 +16,7 @@ __all__ = [
     "Pipeline",
     "SingleDevice",
     "Strategy",
+    "WorkerLostError",
     "from_settings",
     "lost_worker",
     "resolve",

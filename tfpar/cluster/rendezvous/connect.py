@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
-from tfpar.cluster import job_secret, tf_config
+from tfpar.cluster import job_secret, reachability, tf_config
 from tfpar.cluster.rendezvous import chief, worker
+
+_MOST_ASKED, _ASK_SECONDS = 16, 2.0
 
 
 def connect_workers(job: tf_config.Job, seconds: float) -> None:
@@ -37,7 +39,14 @@ def connect_workers(job: tf_config.Job, seconds: float) -> None:
     missing, remark = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret)
     if missing:
         raise TimeoutError(
-            f"All {job.num_workers} workers must connect within {seconds:g} s, and {', '.join(missing)} did not. Check "
-            "the output of that worker, and that its address in TF_CONFIG is right and reachable from the other "
+            f"All {job.num_workers} workers must connect within {seconds:g} s, and {_named(job, missing)} did not. "
+            "Check the output of that worker, and that its address in TF_CONFIG is right and reachable from the other "
             f"workers; if it only starts slowly, set a longer strategy.form_seconds.{remark}"
         )
+
+
+def _named(job: tf_config.Job, missing: list[str]) -> str:
+    """Return missing addresses, each with the reason why the chief, or a worker without the chief, cannot connect."""
+    asks = job.rank == 0 or missing == [job.addresses[0]]
+    problems = reachability.problems(missing[:_MOST_ASKED], _ASK_SECONDS) if asks else {}
+    return ", ".join(f"{one} ({problems[one]})" if one in problems else one for one in missing)

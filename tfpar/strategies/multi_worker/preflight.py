@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,9 +15,9 @@ import tensorflow as tf
 
 from tfpar import cluster
 from tfpar._compat import tf_distribute, tf_server
-from tfpar.cluster import loopback, rendezvous, tf_config
+from tfpar.cluster import loopback, reachability, rendezvous, tf_config
 from tfpar.config.sections import A_WEEK_SECONDS
-from tfpar.strategies.multi_worker.failures import OF_LOST_WORKER
+from tfpar.strategies.multi_worker.failures import reason_of
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
 STARTED = (
@@ -106,10 +104,10 @@ def form_cluster(
     except tf.errors.OpError as error:
         if job is None:
             raise
-        missing = tf_config.unreachable(job, 2.0)
+        missing = reachability.unreachable(job, 2.0)
         raise TimeoutError(
             f"All {job.num_workers} workers were connected, and {', '.join(missing) or 'one of them'} was lost while "
-            f"TensorFlow started: {_reason(error)}. Look at its output."
+            f"TensorFlow started: {reason_of(error)}. Look at its output."
         ) from error
 
 
@@ -131,36 +129,6 @@ def _begin_confined(
             file=sys.stderr,
         )
     return strategy
-
-
-def lost_worker(error: tf.errors.OpError) -> str | None:
-    """Return the message for an error after the loss of another worker; None for any other error.
-
-    Args:
-        error: The error of a TensorFlow operation.
-    """
-    job = tf_config.from_environment(os.environ)
-    if job is None or job.num_workers == 1 or not isinstance(error, OF_LOST_WORKER):
-        return None
-    _, _, unhealthy = error.message.partition("unhealthy")
-    silent = [job.addresses[int(rank)] for rank in re.findall(r"/task:(\d+)", unhealthy)]
-    if missing := tf_config.unreachable(job, 2.0):
-        who = f"{', '.join(missing)} no longer responds"
-    elif silent:
-        who = f"no heartbeat of {', '.join(dict.fromkeys(silent))}"
-    else:
-        who = "it responds, but makes no progress; it is the chief if the other workers print the same"
-    return (
-        f"A worker of the job is lost: {who} ({_reason(error)}). Start all workers again with the "
-        "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so "
-        "automatically."
-    )
-
-
-def _reason(error: tf.errors.OpError) -> str:
-    """Return the part of TensorFlow's message with the cause."""
-    found = re.search(r"aborted by: (.+)", error.message) or re.search(r"\S.*", error.message)
-    return found[found.re.groups][:160] if found else type(error).__name__
 
 
 def differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:

@@ -1,0 +1,175 @@
+"""Jobs over hosts with addresses of their own: parity with one device, a lost link, a host that cannot be reached."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support import hosts
+from tests.support.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
+from tfpar.cluster import tf_config
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.slow_start, pytest.mark.usefixtures("leaves_nothing_behind")]
+
+PORT, SILENCE_SECONDS, TIMEOUT_SECONDS = 20_321, 4.0, 120.0
+# Every host trains an epoch and says the loss, then trains until the network fails.
+SCRIPT = f"""
+import os, sys
+from pathlib import Path
+import keras, numpy as np, tfpar
+strategy = tfpar.MultiWorker(silence_seconds={SILENCE_SECONDS}) if "TF_CONFIG" in os.environ else tfpar.SingleDevice()
+rng = np.random.default_rng(0)
+inputs = rng.normal(size=(64, 8)).astype("float32")
+labels = (inputs.sum(1) > 0).astype("int32")
+
+def build_model():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(2)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+class Sign(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        Path("trains").touch()
+
+trainer = tfpar.Trainer(build_model, strategy, seed=0)
+losses = trainer.fit(inputs, labels, batch_size=16, epochs=3, shuffle=False, verbose=0).history["loss"]
+print("losses", losses, flush=True)
+if "--on" in sys.argv:
+    try:
+        trainer.fit(inputs, labels, batch_size=16, epochs=1_000_000, verbose=0, callbacks=[Sign()])
+    except tfpar.WorkerLostError as error:
+        print("lost", str(error), flush=True)
+"""
+
+
+class Ended(NamedTuple):
+    """A process that has ended, with its output."""
+
+    code: int
+    text: str
+
+    def said(self, word: str) -> list[str]:
+        """Return the rest of the lines that begin with a word."""
+        return [line.removeprefix(f"{word} ") for line in self.text.splitlines() if line.startswith(f"{word} ")]
+
+
+class Job:
+    """Workers on hosts, one on each.
+
+    Args:
+        machines: The hosts.
+        folder: An empty folder.
+        arguments: The arguments of Python.
+    """
+
+    def __init__(self, machines: list[hosts.Host], folder: Path, *arguments: str) -> None:
+        addresses = [f"{host.address}:{PORT}" for host in machines]
+        self.folders = [folder / str(rank) for rank in range(len(machines))]
+        self.processes = []
+        for rank, host in enumerate(machines):
+            self.folders[rank].mkdir()
+            variables = {"TF_CONFIG": tf_config.to_tf_config(addresses, rank)}
+            self.processes.append(host.start(arguments, self.folders[rank], variables, folder / f"{rank}.out"))
+
+    def wait_for_training(self) -> None:
+        """Wait until all workers train in the last `fit`."""
+        deadline_seconds = time.monotonic() + TIMEOUT_SECONDS
+        while not all((folder / "trains").exists() for folder in self.folders):
+            ended = [one for one in self.processes if one.poll() is not None]
+            assert not ended, [one.text for one in self.finish()]
+            assert time.monotonic() < deadline_seconds, "the workers do not train"
+            time.sleep(0.05)
+
+    def finish(self) -> list[Ended]:
+        """Wait for the end of all workers."""
+        codes = [process.wait(TIMEOUT_SECONDS) for process in self.processes]
+        return [
+            Ended(code, path.with_suffix(".out").read_text()) for code, path in zip(codes, self.folders, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[list[hosts.Host]]:
+    """Three hosts that can reach each other."""
+    with hosts.connected(3) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A script that every worker runs."""
+    path = tmp_path_factory.mktemp("script") / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+class Cut(NamedTuple):
+    """A job of three hosts, and how it ended after the link of host 2 went down."""
+
+    ended: list[Ended]
+    noticed_seconds: float
+
+
+@pytest.fixture(scope="module")
+def cut(machines: list[hosts.Host], script: Path, tmp_path_factory: pytest.TempPathFactory) -> Cut:
+    """Three hosts that train, until the link of host 2 goes down in the middle of a step."""
+    job = Job(machines, tmp_path_factory.mktemp("cut"), str(script), "--on")
+    with hosts.ended_in_the_end(job.processes):
+        job.wait_for_training()
+        machines[2].set_link("down")
+        began = time.monotonic()
+        try:
+            ended = job.finish()
+        finally:
+            machines[2].set_link("up")
+        return Cut(ended, time.monotonic() - began)
+
+
+def test_three_hosts_train_as_one_device(cut: Cut, script: Path, tmp_path: Path) -> None:
+    alone = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=hosts.environment(), capture_output=True, text=True, check=True
+    )
+    [expected] = Ended(0, alone.stdout).said("losses")
+    for one in cut.ended:
+        [losses] = one.said("losses")
+        assert json.loads(losses) == pytest.approx(json.loads(expected), rel=1e-5)
+
+
+def test_a_link_that_goes_down_is_noticed_in_time(cut: Cut) -> None:
+    assert cut.noticed_seconds < 2 * SILENCE_SECONDS + 15
+
+
+def test_every_script_gets_one_error_that_names_the_silent_host(cut: Cut, machines: list[hosts.Host]) -> None:
+    for rank, one in enumerate(cut.ended):
+        [sentence] = one.said("lost")
+        assert "Traceback" not in one.text
+        assert "resumes from the last checkpoint" in sentence
+        silent = [machines[2]] if rank < 2 else machines[:2]
+        assert any(f"{host.address}:{PORT}" in sentence for host in silent), sentence
+
+
+def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
+    machines: list[hosts.Host], script: Path, tmp_path: Path
+) -> None:
+    machines[1].set_link("down")
+    try:
+        short = tmp_path / "short.py"
+        short.write_text("import tfpar\ntfpar.MultiWorker(form_seconds=3)\n")
+        job = Job(machines[:2], tmp_path, str(short))
+        with hosts.ended_in_the_end(job.processes):
+            ended = job.finish()
+    finally:
+        machines[1].set_link("up")
+    for rank, one in enumerate(ended):
+        assert one.code == 1
+        found = re.search(rf"{machines[1 - rank].address}:{PORT} \(([^)]*)\) did not", one.text)
+        assert found, one.text
+        assert found[1] in ("No route to host", "Network is unreachable", "timed out")
