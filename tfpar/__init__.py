@@ -76,10 +76,17 @@ __all__ = [
 ]
 
 
+def _grow_memory() -> None:
+    from tfpar._compat import tf_memory_growth  # imports TensorFlow
+
+    tf_memory_growth.install()
+
+
 versions.warn_if_untested()
 # Before TensorFlow is imported: it writes while it is.
 tensorflow_log.install()
 keras_lazy_imports.install()
+keras_lazy_imports.after_import("tensorflow", _grow_memory)
 
 
 if not TYPE_CHECKING:  # a type checker would take any misspelt name for one of `Any`

@@ -331,6 +331,12 @@ ROWS = [
         "whether TensorFlow has started; its time limits, failures, random state and options",
     ),
     _tensorflow(
+        "TensorFlow's context",
+        "_compute_gpu_options _memory_growth_map",
+        "eager/context",
+        "memory growth where the user has chosen nothing",
+    ),
+    _tensorflow(
         "tensorflow.python.pywrap_tfe",
         "TFE_EnableCollectiveOps",
         "eager/context",

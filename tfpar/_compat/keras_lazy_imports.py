@@ -16,7 +16,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +31,19 @@ def install() -> None:
     """
     if "keras" not in sys.modules and _finder not in sys.meta_path:
         sys.meta_path[:0] = [_finder, _large]
+
+
+def after_import(name: str, function: Callable[[], None]) -> None:
+    """Call a function right after the import of a module of `LARGE`, now if it is imported already.
+
+    Args:
+        name: Of the module.
+        function: What to call.
+    """
+    if name in sys.modules:
+        function()
+    else:
+        _after.setdefault(name, []).append(function)
 
 
 class _Late(importlib.abc.MetaPathFinder):
@@ -66,6 +79,8 @@ class _Large(importlib.abc.MetaPathFinder):
             def exec_module(module: ModuleType) -> None:
                 with _without_collections():
                     execute(module)
+                for function in _after.pop(name, ()):
+                    function()
 
             loader.exec_module = exec_module
         return spec
@@ -115,5 +130,6 @@ def _wait(module: Any, execute: Any) -> None:
     module.__dir__ = lambda: sorted(load())
 
 
+_after: dict[str, list[Callable[[], None]]] = {}
 _finder = _Late()
 _large = _Large()
