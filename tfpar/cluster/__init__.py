@@ -1,5 +1,19 @@
 """The workers of a job, their addresses and their devices; imports no TensorFlow."""
 
-from tfpar.cluster.devices import configured_devices, native_messages_to, resolve_devices, use_logical_cpus
+from tfpar.cluster.devices import (
+    check_one_kind,
+    configured_devices,
+    native_messages_to,
+    resolve_devices,
+    use_logical_cpus,
+)
+from tfpar.cluster.gpu_cards import card_numbers
 
-__all__ = ["configured_devices", "native_messages_to", "resolve_devices", "use_logical_cpus"]
+__all__ = [
+    "card_numbers",
+    "check_one_kind",
+    "configured_devices",
+    "native_messages_to",
+    "resolve_devices",
+    "use_logical_cpus",
+]

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
+from tfpar.cluster import gpu_cards, gpus
 from tfpar.commands import standard_streams
 from tfpar.messages import tensorflow_log
+from tfpar.messages.received import excerpt
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -87,11 +89,38 @@ def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]
         if name not in existing or names.count(name) > 1:
             raise ValueError(
                 f"devices must name different devices of this machine, received {list(devices)}. "
-                f"There are: {list(existing)}. Without GPUs, tfpar.use_logical_cpus(n) makes n CPU devices."
+                f"There are: {list(existing)}. {_hint(name, existing)}"
             )
     if not names:
         raise ValueError(f"devices must name at least one device, received []. There are: {list(existing)}.")
     return names
+
+
+def _hint(name: str, existing: Sequence[str]) -> str:
+    visible = os.environ.get(gpus.VARIABLE)
+    if name.startswith("GPU") and name not in existing and visible is not None:
+        return f"{gpus.VARIABLE}={excerpt(visible)} is set: this process sees these GPUs only, and numbers them from 0."
+    return "Without GPUs, tfpar.use_logical_cpus(n) makes n CPU devices."
+
+
+def check_one_kind(strategy: str, devices: Sequence[str]) -> None:
+    """Refuse GPUs and CPUs together as the devices of replicas.
+
+    Args:
+        strategy: Its name, for the message.
+        devices: Short names.
+
+    Raises:
+        ValueError: If the devices are of two kinds.
+
+    Example:
+        >>> check_one_kind("Mirrored", ["CPU:0", "CPU:1"])
+    """
+    if len({name.partition(":")[0] for name in devices}) > 1:
+        raise ValueError(
+            f"{strategy} needs devices of one kind, as its replicas compute equal parts of a batch, received "
+            f"{list(devices)}. Name GPUs only, or CPUs only."
+        )
 
 
 def configured_devices(devices: Sequence[str] | None) -> list[str]:
@@ -109,7 +138,7 @@ def configured_devices(devices: Sequence[str] | None) -> list[str]:
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     num_cpus = len(tf.config.get_logical_device_configuration(cpu) or [None])
-    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    num_gpus = len(gpu_cards.cards_of_gpus())
     existing = [f"CPU:{index}" for index in range(num_cpus)] + [f"GPU:{index}" for index in range(num_gpus)]
     return _chosen(devices, existing)
 

@@ -33,7 +33,8 @@ class Mirrored(DataParallel):
             every replica calls such a layer with the whole batch.
 
     Raises:
-        ValueError: If a device does not exist or is named twice, or the all-reduce does not run on the devices.
+        ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, or the all-reduce does not
+            run on the devices.
 
     Example:
         >>> tfpar.use_logical_cpus(2)
@@ -59,6 +60,7 @@ class Mirrored(DataParallel):
             )
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
+        cluster.check_one_kind("Mirrored", self.devices)
         cross_device_ops = _cross_device_ops(all_reduce, self.devices, packs_itself=pack_bytes is not None)
         super().__init__(
             tf.distribute.MirroredStrategy(self.devices, cross_device_ops), pack_bytes, batch_dependent_layers
@@ -103,6 +105,11 @@ def _cross_device_ops(
         )
     num_packs = 0 if packs_itself else 1
     if all_reduce == "nccl":
+        if (num_cards := len(set(cluster.card_numbers(devices)))) < len(devices):
+            raise ValueError(
+                f"all_reduce='nccl' needs a physical GPU for each replica, and {list(devices)} are logical devices of "
+                f"{num_cards}. Use 'reduction_to_one_device', or one device of each GPU."
+            )
         return tf.distribute.NcclAllReduce(num_packs)
     if all_reduce == "hierarchical_copy":
         return tf.distribute.HierarchicalCopyAllReduce(num_packs)

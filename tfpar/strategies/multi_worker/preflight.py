@@ -80,10 +80,12 @@ def form_cluster(
         silence_seconds: Seconds without a message after which a worker counts as lost.
 
     Raises:
+        ValueError: If a device does not exist, or GPUs and CPUs are mixed.
         RuntimeError: If TensorFlow has started already.
         TimeoutError: If a worker does not appear in time, or is lost while TensorFlow starts.
     """
     names = cluster.configured_devices(devices)
+    cluster.check_one_kind("MultiWorker", names)
     alone = job is None or job.num_workers == 1
     spec = tf.train.ClusterSpec({} if alone or job is None else {"worker": list(job.addresses)})
     rank = 0 if job is None else job.rank

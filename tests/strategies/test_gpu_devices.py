@@ -1,0 +1,71 @@
+"""Refusals of devices and all-reduces on GPUs, before TensorFlow runs anything on them; the GPUs are made up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tfpar
+from tests.support import made_up_gpus
+from tfpar import cluster
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, the first with two logical devices: GPU:0 and GPU:1 share it."""
+    monkeypatch.setenv("PATH", "/nowhere")  # no nvidia-smi
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    made_up_gpus.install(monkeypatch, [2, 1])
+
+
+@pytest.mark.parametrize("strategy", [tfpar.Mirrored, tfpar.MultiWorker])
+def test_gpus_and_cpus_together_are_refused(strategy: Callable[..., Any]) -> None:
+    message = (
+        f"{strategy.__name__} needs devices of one kind, as its replicas compute equal parts of a batch, received "
+        "['CPU:0', 'GPU:2']. Name GPUs only, or CPUs only."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        strategy(["CPU:0", "GPU:2"])
+
+
+def test_nccl_is_refused_for_two_replicas_on_one_gpu() -> None:
+    message = (
+        "all_reduce='nccl' needs a physical GPU for each replica, and ['GPU:0', 'GPU:1', 'GPU:2'] are logical devices "
+        "of 2. Use 'reduction_to_one_device', or one device of each GPU."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        tfpar.Mirrored(all_reduce="nccl")
+
+
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda: tfpar.Mirrored(["GPU:0", "GPU:7"]),
+        lambda: tfpar.MultiWorker(["GPU:7"]),
+        lambda: tfpar.SingleDevice("GPU:7"),
+        lambda: tfpar.Pipeline(2, 2, devices=["GPU:0", "GPU:7"]),
+    ],
+    ids=["Mirrored", "MultiWorker", "SingleDevice", "Pipeline"],
+)
+def test_a_gpu_that_does_not_exist_is_refused_with_those_that_do(
+    create: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        ValueError, match=r"received \[.*'GPU:7'\]\. There are: .*'GPU:0', 'GPU:1', 'GPU:2'\]\. Without"
+    ):
+        create()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES=4,5 is set: this process sees these GPUs only, and num"):
+        create()
+
+
+def test_logical_gpus_of_one_card_have_its_number_and_cpus_have_none() -> None:
+    first, second, third, cpu = cluster.card_numbers(["GPU:0", "GPU:1", "GPU:2", "CPU:1"])
+    assert first == second != third
+    assert min(first, third) > cpu == 0
+    assert max(first, third) < 1 << 63
