@@ -3,6 +3,7 @@
 python -m tfpar.launch --num_workers 2 -- --config configs/digits.toml      arguments of tfpar.train
 python -m tfpar.launch --num_workers 2 -- script.py --epochs 3              your own script
 python -m tfpar.launch --num_workers 2 -- -m package.module                 your own module
+python -m tfpar.launch --num_workers 4 --hosts a,b -- --config configs/digits.toml    on host a and on host b
 python -m tfpar.launch --num_workers 4 --print slurm -- --config configs/digits.toml
 """
 
@@ -19,7 +20,7 @@ from tfpar.cluster import cores, gpus, slurm
 from tfpar.commands import command_line, start_up
 from tfpar.commands.number_flags import Integer, Number, check_within
 from tfpar.config.sections import A_WEEK_SECONDS
-from tfpar.launcher import Job, gpu_division, launch, manifests, network_namespace
+from tfpar.launcher import Job, gpu_division, hosts, launch, manifests, network_namespace
 from tfpar.messages import received
 from tfpar.messages.received import quoted
 from tfpar.messages.suggestions import closest
@@ -36,6 +37,13 @@ _GPUS_PER_WORKER = flags.DEFINE(
     "GPUs of a worker; by default the GPUs of this machine, or of CUDA_VISIBLE_DEVICES, divided. 0: train on CPUs.",
 )
 _GRACE_SECONDS = flags.DEFINE(Number(), "grace_seconds", 30.0, "Seconds between the request to stop and SIGKILL.")
+_HOSTS = flags.DEFINE_string(
+    "hosts",
+    None,
+    "The hosts of the job, with commas; run the same command on each of them. By default all workers are on this one.",
+)
+_HOST = flags.DEFINE(Integer(), "host", None, "Number of this host in --hosts, from 0; by default found by address.")
+_PORT = flags.DEFINE(Integer(), "port", hosts.FIRST_PORT, "With --hosts, port of the first worker of each host.")
 _NETWORK = flags.DEFINE_string(
     "network",
     "open",
@@ -64,12 +72,16 @@ COMMAND: command_line.Command = command_line.Command(
         "cores_per_worker": "CORES",
         "gpus_per_worker": "GPUS",
         "grace_seconds": "SECONDS",
+        "hosts": "A,B,...",
+        "host": "N",
+        "port": "PORT",
         "network": "KIND",
         "print": "KIND",
     },
     examples=[
         "python -m tfpar.launch --num_workers 2 -- --config digits_workers",
         "python -m tfpar.launch --num_workers 2 --max_restarts 3 -- script.py --width 8",
+        "python -m tfpar.launch --num_workers 4 --hosts 10.0.0.1,10.0.0.2 -- script.py",
         "python -m tfpar.launch --num_workers 4 --print slurm -- --config mnist",
     ],
     details=lambda: "The workers' command follows --; python -m tfpar.train --help lists its flags.",
@@ -88,7 +100,9 @@ def main(argv: Sequence[str]) -> int:
         128 + n when signal n stopped the job: 141 (SIGPIPE) if the reader of the output is gone.
     """
     try:
-        num_workers, cores_per_worker, gpus_per_worker = _num_workers(), _cores_per_worker(), _gpus_per_worker()
+        num_workers, host_plan = _num_workers(), _host_plan()
+        num_local = num_workers if host_plan is None else host_plan.num_local
+        cores_per_worker, gpus_per_worker = _cores_per_worker(num_local), _gpus_per_worker()
         words = worker_words(argv[1:])
         is_private = _is_private()
         if _PRINT.value is not None:
@@ -97,14 +111,14 @@ def main(argv: Sequence[str]) -> int:
             print(_submission(_PRINT.value, num_workers, command, cores_per_worker, gpus_per_worker or 0), end="")
             return 0
         _refuse_other_job()
-        check_within("num_workers", num_workers, 1, MAX_LOCAL_WORKERS)
+        check_within("num_workers", num_local, 1, MAX_LOCAL_WORKERS)
         check_within("max_restarts", _MAX_RESTARTS.value, 0, math.inf)
         _check_grace_seconds()
-        division = gpu_division.divide(gpus.find(os.environ), num_workers, gpus_per_worker)
+        division = gpu_division.divide(gpus.find(os.environ), num_local, gpus_per_worker)
         if is_private:
             network_namespace.enter_private()
         command, restarts, seconds = [sys.executable, *words], _MAX_RESTARTS.value, _GRACE_SECONDS.value
-        return launch(Job(command, num_workers, cores_per_worker, restarts, seconds, division))
+        return launch(Job(command, num_local, cores_per_worker, restarts, seconds, division, host_plan))
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return start_up.INTERRUPTED
@@ -149,9 +163,19 @@ def _num_workers() -> int:
     return int(_NUM_WORKERS.value)
 
 
-def _cores_per_worker() -> int:
+def _host_plan() -> hosts.HostPlan | None:
+    if _HOSTS.value is None:
+        if _HOST.value is not None or _PORT.value != hosts.FIRST_PORT:
+            raise ValueError("--host and --port are for jobs over several hosts, and --hosts is not set. Set it.")
+        return None
+    if _PRINT.value is not None or _NETWORK.value == "private":
+        raise ValueError("--hosts starts workers that other hosts reach: leave out --print and --network private.")
+    return hosts.plan(_HOSTS.value, _HOST.value, _num_workers(), _PORT.value)
+
+
+def _cores_per_worker(num_local: int) -> int:
     if _CORES_PER_WORKER.value is None:
-        return max(1, cores.num_allowed_cores() // _num_workers())
+        return max(1, cores.num_allowed_cores() // num_local)
     check_within("cores_per_worker", _CORES_PER_WORKER.value, 1, MAX_CORES)
     return int(_CORES_PER_WORKER.value)
 
@@ -190,7 +214,7 @@ def _refuse_other_job() -> None:
     if os.environ.get("TF_CONFIG"):
         raise ValueError(
             "TF_CONFIG must not be set: this process belongs to a job already, and tfpar.launch starts a new one. "
-            "On every machine of a cluster run python -m tfpar.train; for a job on this machine, unset TF_CONFIG."
+            "With TF_CONFIG, run python -m tfpar.train on every machine; else unset it, here or with --hosts."
         )
 
 

@@ -1,4 +1,4 @@
-"""Jobs over hosts with addresses of their own: parity with one device, a lost link, a host that cannot be reached."""
+"""Jobs over hosts with their own addresses: parity with one device, a lost link, a host that cannot be reached."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support import hosts
+from tests.support import faults, hosts
+from tests.support.command import settings
 from tests.support.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
 from tfpar.cluster import tf_config
 
@@ -153,7 +154,8 @@ def test_every_script_gets_one_error_that_names_the_silent_host(cut: Cut, machin
         assert "Traceback" not in one.text
         assert "resumes from the last checkpoint" in sentence
         silent = [machines[2]] if rank < 2 else machines[:2]
-        assert any(f"{host.address}:{PORT}" in sentence for host in silent), sentence
+        named = ", ".join(f"{host.address}:{PORT}" for host in silent)
+        assert f"{named} no longer respond{'s' * (rank < 2)} (no heartbeat)." in sentence
 
 
 def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
@@ -173,3 +175,67 @@ def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
         found = re.search(rf"{machines[1 - rank].address}:{PORT} \(([^)]*)\) did not", one.text)
         assert found, one.text
         assert found[1] in ("No route to host", "Network is unreachable", "timed out")
+
+
+# A trainer that is slow while there is a file of this name.
+SLOW = """
+class Slowness(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(0.2 * Path("slow").exists())
+
+class Slow(Striking):
+    def fit(self, *arguments, callbacks, **more):
+        return super().fit(*arguments, callbacks=[*callbacks, Slowness()], **more)
+"""
+FLAGS = [*faults.FLAGS, *settings("trainer=own.Slow", "training.steps_per_call=2"), *faults.OF_A_JOB]
+
+
+class Restarted(NamedTuple):
+    """Launchers on two hosts, whose workers restarted after a link went down for a while."""
+
+    ended: list[Ended]
+    folder: Path
+    alone: Path
+
+
+@pytest.fixture(scope="module")
+def restarted(machines: list[hosts.Host], tmp_path_factory: pytest.TempPathFactory) -> Restarted:
+    """The same launcher command on two hosts; the link of host 1 is down in the middle of the training."""
+    folder, alone = (faults.prepare(tmp_path_factory.mktemp(name)) for name in ("restarted", "alone"))
+    for one in (folder, alone):
+        (one / "own.py").write_text(faults.OWN + SLOW)
+    outcome = faults.run([*faults.TRAIN, *FLAGS], alone)
+    assert outcome.code == 0, outcome
+    names = ",".join(host.address for host in machines[:2])
+    command = ["-m", "tfpar.launch", "--num_workers", "2", "--hosts", names, "--max_restarts", "3", "--", *FLAGS]
+    (folder / "slow").touch()
+    processes = [host.start(command, folder, {}, folder / f"{rank}.out") for rank, host in enumerate(machines[:2])]
+    with hosts.ended_in_the_end(processes):
+        deadline_seconds = time.monotonic() + TIMEOUT_SECONDS
+        while len(faults.first_steps(folder)) < 1:
+            assert time.monotonic() < deadline_seconds, (folder / "0.out").read_text()
+            time.sleep(0.05)
+        machines[1].set_link("down")
+        try:
+            while any("Restart 1 of 3" not in (folder / f"{rank}.out").read_text() for rank in range(2)):
+                assert time.monotonic() < deadline_seconds, [(folder / f"{rank}.out").read_text() for rank in range(2)]
+                time.sleep(0.05)
+        finally:
+            machines[1].set_link("up")
+        (folder / "slow").unlink()
+        codes = [process.wait(TIMEOUT_SECONDS) for process in processes]
+    texts = [(folder / f"{rank}.out").read_text() for rank in range(2)]
+    return Restarted([Ended(*pair) for pair in zip(codes, texts, strict=True)], folder / "run", alone / "run")
+
+
+def test_launchers_on_all_hosts_restart_their_workers_and_resume_from_the_checkpoint(restarted: Restarted) -> None:
+    for one in restarted.ended:
+        assert one.code == 0, one.text
+    faults.assert_same_run(restarted.folder, restarted.alone)
+
+
+def test_each_launcher_says_which_workers_it_starts(restarted: Restarted, machines: list[hosts.Host]) -> None:
+    for rank, one in enumerate(restarted.ended):
+        line = f"This host starts worker {rank} of 2, from {machines[rank].address}:20200."
+        assert line in one.text
+        assert f"{machines[1 - rank].address}:20200 no longer responds (no heartbeat)" in one.text

@@ -14,6 +14,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {
     INSTALL: "installs; CI begins with it",
     "srun": "needs an allocation of Slurm; tests/cluster/test_slurm_multi_process.py runs it where Slurm is installed",
+    "--hosts": "needs two hosts; tests/cluster/test_several_hosts_multi_process.py runs it in network namespaces",
     "-m pytest": "is what runs these tests",
 }
 LANGUAGES = {"diff", "python", "sh", "toml", "text"}  # the last is for drawings, formulas and output

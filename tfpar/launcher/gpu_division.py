@@ -36,11 +36,15 @@ class GpuDivision:
         # The numbers are those of nvidia-smi, unless the user wrote them.
         return visible if self.found.is_users else {**visible, gpus.ORDER: gpus.BY_BUS}
 
-    def lines(self) -> list[str]:
-        """Return the plan, and warnings, in lines of at most 71 characters: 80 with the launcher's prefix."""
+    def lines(self, first_rank: int = 0) -> list[str]:
+        """Return the plan, and warnings, in lines of at most 71 characters: 80 with the launcher's prefix.
+
+        Args:
+            first_rank: The rank of the first worker of this host.
+        """
         num_given, num_found = sum(map(len, self.shares)), len(self.found.gpus)
         rest = self.found.gpus[num_given:]
-        paragraphs = [f"worker {rank}: {_names(share)}" for rank, share in enumerate(self.shares) if share]
+        paragraphs = [f"worker {rank}: {_names(share)}" for rank, share in enumerate(self.shares, first_rank) if share]
         if num_given and rest:
             paragraphs.append(f"given to no worker: {_names(rest)}")
         if self.found.problem and num_found:

@@ -1,4 +1,4 @@
-"""A job on this machine: its restarts, its exit code, and the report at the end."""
+"""The workers of a job on this machine: its restarts, its exit code, and the report at the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tfpar.commands.command_line import REPEATABLE
 from tfpar.launcher.gpu_division import GpuDivision
+from tfpar.launcher.hosts import HostPlan
 from tfpar.launcher.log_output import Outputs
 from tfpar.launcher.reaper import Reaper
 from tfpar.launcher.stop_signals import StopSignals
@@ -25,11 +26,12 @@ class Job:
 
     Args:
         command: The command of every worker.
-        num_workers: Number of workers, at least 1.
+        num_workers: Number of workers of this host, at least 1.
         cores_per_worker: Cores of each worker, at least 1; if there are too few, all workers share all cores.
         max_restarts: Number of restarts of all workers after a failure; none after exit code 2, a usage error.
         grace_seconds: Time between the request to stop and SIGKILL.
         gpus: The GPUs of each worker; None leaves the workers' environment as it is.
+        hosts: The workers of this host in a job over several hosts; None for a job on this machine.
 
     Example:
         >>> Job(["python", "-m", "tfpar.train"], num_workers=2, cores_per_worker=1).max_restarts
@@ -42,6 +44,7 @@ class Job:
     max_restarts: int = 0
     grace_seconds: float = 30.0
     gpus: GpuDivision | None = None
+    hosts: HostPlan | None = None
 
 
 def launch(job: Job) -> int:
@@ -63,7 +66,11 @@ def launch(job: Job) -> int:
     """
     with StopSignals() as signals, Reaper() as reaper:
         outputs = Outputs(signals)
-        for line in [] if job.gpus is None else job.gpus.lines():
+        first_rank = 0 if job.hosts is None else job.hosts.first_rank
+        for line in [
+            *([] if job.hosts is None else [job.hosts.line()]),
+            *([] if job.gpus is None else job.gpus.lines(first_rank)),
+        ]:
             outputs.say(line)
         group = _run_with_restarts(job, reaper, outputs, signals)
         if signals.stop is not None:
@@ -110,7 +117,7 @@ def _run_with_restarts(job: Job, reaper: Reaper, outputs: Outputs, signals: Stop
     restarts = short_starts = 0
     while True:
         began_seconds = time.monotonic()
-        group = WorkerGroup(job.command, job.num_workers, job.cores_per_worker, job.grace_seconds, job.gpus)
+        group = WorkerGroup(job.command, job.num_workers, job.cores_per_worker, job.grace_seconds, job.gpus, job.hosts)
         group.run(reaper, outputs, signals)
         if signals.stop is not None or group.failed is None or restarts == job.max_restarts:
             return group

@@ -31,6 +31,7 @@ def environment_of(
     secret: str,
     given: Mapping[str, str],
     gpus: GpuDivision | None = None,
+    first_rank: int = 0,
 ) -> dict[str, str]:
     """Return the environment of a worker: TF_CONFIG, the job secret, its GPUs, and thread settings for its cores.
 
@@ -38,9 +39,10 @@ def environment_of(
         rank: The rank of the worker, from 0, the chief.
         addresses: `host:port` of every worker, in the order of ranks.
         cores_per_worker: Number of cores of each worker.
-        secret: The job secret, the same for all workers.
+        secret: The job secret, the same for all workers; empty to set none.
         given: The environment of the launcher. Its thread settings and job secret take precedence.
-        gpus: The GPUs of each worker; None leaves their variables as they are.
+        gpus: The GPUs of each worker of this host; None leaves their variables as they are.
+        first_rank: The rank of the first worker of this host.
 
     Example:
         >>> environment_of(0, ["127.0.0.1:4000"], 2, job_secret.new(), {"OMP_NUM_THREADS": "1"})["OMP_NUM_THREADS"]
@@ -49,9 +51,9 @@ def environment_of(
     threads = dict.fromkeys(THREAD_SETTINGS, str(cores_per_worker))
     own = {
         "TF_CONFIG": tf_config.to_tf_config(addresses, rank),
-        job_secret.VARIABLE: given.get(job_secret.VARIABLE) or secret,
+        **({job_secret.VARIABLE: secret} if secret and not given.get(job_secret.VARIABLE) else {}),
         "PYTHONUNBUFFERED": "1",
-        **({} if gpus is None else gpus.variables(rank)),
+        **({} if gpus is None else gpus.variables(rank - first_rank)),
     }
     return {**threads, **given, **own}
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from tfpar.cluster import job_secret
 from tfpar.commands.start_up import INTERRUPTED  # also the exit code of a worker that stopped with a checkpoint
 from tfpar.launcher.gpu_division import GpuDivision
+from tfpar.launcher.hosts import HostPlan
 from tfpar.launcher.log_output import Outputs
 from tfpar.launcher.reaper import Reaper
 from tfpar.launcher.stop_signals import StopSignals
@@ -49,10 +50,11 @@ class WorkerGroup:
 
     Args:
         command: The command of every worker.
-        num_workers: Number of workers.
+        num_workers: Number of workers of this host.
         cores_per_worker: Cores of each worker.
         grace_seconds: Time between the request to stop and SIGKILL.
         gpus: The GPUs of each worker; None for a job without GPUs.
+        hosts: The workers of this host in a job over several hosts; None for a job on this machine.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class WorkerGroup:
         cores_per_worker: int,
         grace_seconds: float,
         gpus: GpuDivision | None = None,
+        hosts: HostPlan | None = None,
     ) -> None:
         self.failed: Worker | None = None  # the first worker that failed
         self._command, self._num_workers, self._cores_per_worker = command, num_workers, cores_per_worker
-        self._grace_seconds, self._gpus = grace_seconds, gpus
+        self._grace_seconds, self._gpus, self._hosts = grace_seconds, gpus, hosts
         self._workers: list[Worker] = []
         self._stopped: list[int] = []  # ranks of workers in state T at the first failure
         self._is_stopping = False
@@ -129,13 +132,18 @@ class WorkerGroup:
 
     def _start(self, reaper: Reaper, outputs: Outputs) -> None:
         available = sorted(os.sched_getaffinity(0))
-        addresses, secret = free_addresses(self._num_workers), job_secret.new()
-        for rank in range(self._num_workers):
+        addresses: Sequence[str]
+        if self._hosts is None:
+            addresses, secret, first_rank = free_addresses(self._num_workers), job_secret.new(), 0
+        else:  # a new secret would differ from that of the other hosts
+            addresses, secret, first_rank = self._hosts.addresses, "", self._hosts.first_rank
+        for local in range(self._num_workers):
+            rank = first_rank + local
             worker = Worker(
                 rank,
                 self._command,
-                environment_of(rank, addresses, self._cores_per_worker, secret, os.environ, self._gpus),
-                cores_of(rank, self._num_workers, self._cores_per_worker, available),
+                environment_of(rank, addresses, self._cores_per_worker, secret, os.environ, self._gpus, first_rank),
+                cores_of(local, self._num_workers, self._cores_per_worker, available),
                 reaper,
                 keeps_terminal=rank == 0 and outputs.is_terminal,
             )

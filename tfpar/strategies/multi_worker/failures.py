@@ -100,15 +100,17 @@ def lost_worker(error: tf.errors.OpError) -> WorkerLostError | None:
     _, _, unhealthy = error.message.partition("unhealthy")
     silent = [job.addresses[int(rank)] for rank in re.findall(r"/task:(\d+)", unhealthy)]
     if missing := reachability.unreachable(job, 2.0):
-        who = f"{', '.join(missing)} no longer responds"
+        reason = "no heartbeat" if silent or isinstance(error, tf.errors.DeadlineExceededError) else reason_of(error)
+        who = f"{', '.join(missing)} no longer respond{'s' * (len(missing) == 1)} ({reason})"
     elif silent:
         who = f"no heartbeat of {', '.join(dict.fromkeys(silent))}"
     elif isinstance(error, tf.errors.InternalError):  # such as one of XLA on this worker alone
         return None
     else:
-        who = "it responds, but makes no progress; it is the chief if the other workers print the same"
+        chief = "it is the chief if the other workers print the same"
+        who = f"it responds, but makes no progress; {chief} ({reason_of(error)})"
     return WorkerLostError(
-        f"A worker of the job is lost: {who} ({reason_of(error)}). Start all workers again with the "
+        f"A worker of the job is lost: {who}. Start all workers again with the "
         "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so "
         "automatically."
     )
