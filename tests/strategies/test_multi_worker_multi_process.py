@@ -314,6 +314,13 @@ def test_other_versions_are_an_error_on_all(job: workers.Workers) -> None:
         assert f"Keras' version ('2.0' instead of '{keras.__version__}')" in result
 
 
+def test_other_numbers_of_devices_are_an_error_on_all(job: workers.Workers) -> None:
+    for result in results_of(job, "other_numbers_of_devices"):
+        assert result is not None
+        assert result.startswith("All workers must be equal, and worker 1 (127.0.0.1:")
+        assert "number of devices ('1' instead of '2')" in result
+
+
 def test_other_models_are_an_error_on_all_and_nobody_waits_for_ever(job: workers.Workers) -> None:
     for result in results_of(job, "other_models"):
         assert result is not None

@@ -270,6 +270,12 @@ class Functions:
         finally:
             preflight.versions = original
 
+    def other_numbers_of_devices(self) -> Any:
+        try:
+            tfpar.MultiWorker(None if RANK == 0 else ONE)
+        except ValueError as error:
+            return str(error)
+
     def other_models(self) -> Any:
         trainer = tfpar.Trainer(cases.of_width(8 + RANK), self._plain, seed=0)
         try:

@@ -7,7 +7,7 @@ from tfpar.cluster.devices import (
     resolve_devices,
     use_logical_cpus,
 )
-from tfpar.cluster.gpu_cards import card_numbers
+from tfpar.cluster.gpu_cards import card_numbers, take_share_of_slurm_task
 
 __all__ = [
     "card_numbers",
@@ -15,5 +15,6 @@ __all__ = [
     "configured_devices",
     "native_messages_to",
     "resolve_devices",
+    "take_share_of_slurm_task",
     "use_logical_cpus",
 ]

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 
-from tfpar.cluster import gpus
+from tfpar.cluster import gpus, slurm_gpus
 
 
 def cards_of_gpus() -> list[int]:
@@ -24,6 +24,19 @@ def cards_of_gpus() -> list[int]:
         for gpu in tf.config.get_visible_devices("GPU")
         for _ in tf.config.get_logical_device_configuration(gpu) or [None]
     ]
+
+
+def take_share_of_slurm_task() -> None:
+    """Make the GPUs of the other tasks of a Slurm job step on this node invisible; call it before TensorFlow starts.
+
+    GPUs that Slurm has bound to this task, and a choice that the user has made with `tf.config`, stay.
+    """
+    import tensorflow as tf
+
+    found = tf.config.get_visible_devices("GPU")
+    share = slurm_gpus.share(os.environ, len(found))
+    if share is not None and len(found) == len(tf.config.list_physical_devices("GPU")):
+        tf.config.set_visible_devices([found[index] for index in share], "GPU")
 
 
 def card_numbers(devices: Sequence[str]) -> list[int]:

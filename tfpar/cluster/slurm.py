@@ -49,20 +49,20 @@ def from_variables(environment: Mapping[str, str]) -> tuple[tuple[str, ...], int
         >>> from_variables({"SLURM_JOB_ID": "7"}) is None
         True
     """
-    if "SLURM_STEP_ID" not in environment or _number(environment, "SLURM_STEP_NUM_TASKS") == 1:
+    if "SLURM_STEP_ID" not in environment or number(environment, "SLURM_STEP_NUM_TASKS") == 1:
         return None
-    hosts = expand_hosts(_variable(environment, "SLURM_STEP_NODELIST"))
-    tasks = expand_tasks(_variable(environment, "SLURM_STEP_TASKS_PER_NODE"))
-    num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
+    hosts = expand_hosts(variable(environment, "SLURM_STEP_NODELIST"))
+    tasks = expand_tasks(variable(environment, "SLURM_STEP_TASKS_PER_NODE"))
+    num_tasks = number(environment, "SLURM_STEP_NUM_TASKS")
     if len(hosts) != len(tasks) or sum(tasks) != num_tasks:
         raise ValueError(
             "SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NUM_TASKS must describe the same tasks, "
             f"received {len(hosts)} node(s), tasks {quoted(tasks)} and {num_tasks} task(s). {_KEEP}"
         )
     places = [(node, local) for node, count in enumerate(tasks) for local in range(count)]
-    rank = _number(environment, "SLURM_PROCID")
+    rank = number(environment, "SLURM_PROCID")
     _check_place(environment, places, rank)
-    port = first_port(_number(environment, "SLURM_JOB_ID"), _number(environment, "SLURM_STEP_ID"))
+    port = first_port(number(environment, "SLURM_JOB_ID"), number(environment, "SLURM_STEP_ID"))
     if port + max(tasks) - 1 > _LAST_PORT:
         raise ValueError(
             f"Each task on a node needs its own port from {port} to {_LAST_PORT}, received {max(tasks)} tasks on "
@@ -196,7 +196,7 @@ def expand_tasks(tasks_per_node: str) -> list[int]:
 
 def _check_place(environment: Mapping[str, str], places: Sequence[tuple[int, int]], rank: int) -> None:
     """Refuse `--distribution=cyclic` and similar: the rank of a task would give it the address of another task."""
-    actual = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_LOCALID")
+    actual = number(environment, "SLURM_NODEID"), number(environment, "SLURM_LOCALID")
     if rank >= len(places) or places[rank] != actual:
         raise ValueError(
             f"Tasks must fill one node after the other, received task {rank} as number {actual[1]} of node {actual[0]} "
@@ -204,14 +204,16 @@ def _check_place(environment: Mapping[str, str], places: Sequence[tuple[int, int
         )
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    value = _variable(environment, name)
+def number(environment: Mapping[str, str], name: str) -> int:
+    """Return the whole number in a variable of a job step; raise ValueError if it is missing or no number."""
+    value = variable(environment, name)
     if not re.fullmatch(_DIGITS, value):
         raise ValueError(f"{name} must be a whole number, received {quoted(value)}. Keep the variables that srun sets.")
     return int(value)
 
 
-def _variable(environment: Mapping[str, str], name: str) -> str:
+def variable(environment: Mapping[str, str], name: str) -> str:
+    """Return a variable of a job step; raise ValueError if it is missing."""
     if name not in environment:
         raise ValueError(
             f"A task of a Slurm job step must have {name}, and it is not set. Keep the variables that srun sets (a "

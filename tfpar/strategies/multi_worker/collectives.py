@@ -38,7 +38,7 @@ class Group:
     Args:
         devices: The devices of the members in this process, in order.
         num_members: The number of members in all processes together.
-        implementation: `"ring"`, `"nccl"`, or `"auto"` for TensorFlow's choice.
+        implementation: `"nccl"`, if each member has a GPU of its own, or `"ring"`.
         pack_bytes: A larger tensor is sent in packs of about this many bytes.
 
     Example:
@@ -51,7 +51,7 @@ class Group:
         self,
         devices: Sequence[str],
         num_members: int,
-        implementation: AllReduce = "auto",
+        implementation: Literal["ring", "nccl"] = "ring",
         pack_bytes: int = PACK_BYTES,
     ) -> None:
         self.num_members = num_members
@@ -60,10 +60,9 @@ class Group:
         self._pack_bytes = pack_bytes
         self._key = next(_GROUP_KEYS)
         self._counts = [itertools.count(1) for _ in devices]
-        # A tf.function runs collectives with the same ordering token sequentially, others concurrently. NCCL, which
-        # "auto" may choose between GPUs, needs the same order on all devices.
-        may_be_nccl = implementation == "nccl" or (implementation == "auto" and any("GPU" in name for name in devices))
-        num_streams = 1 if may_be_nccl else NUM_STREAMS
+        # A tf.function runs collectives with the same ordering token sequentially, others concurrently. NCCL needs the
+        # same order on all devices.
+        num_streams = 1 if implementation == "nccl" else NUM_STREAMS
         self._tokens = [
             [_token(device, f"{self._key}/{member}/{stream}") for stream in range(num_streams)]
             for member, device in enumerate(devices)

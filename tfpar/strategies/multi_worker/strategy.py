@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import data
+from tfpar import cluster, data
 from tfpar._compat import keras_model, tf_distribute
 from tfpar.cluster import tf_config
 from tfpar.data import Sharded
@@ -24,7 +24,7 @@ from tfpar.strategies import batch_dependence
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.data_parallel import DataParallel
-from tfpar.strategies.multi_worker import preflight, sufficient_factors
+from tfpar.strategies.multi_worker import all_reduce_choice, preflight, sufficient_factors
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Group
 from tfpar.strategies.multi_worker.consensus import Consensus
 from tfpar.strategies.multi_worker.failures import Failures
@@ -46,7 +46,8 @@ class MultiWorker(DataParallel):
     Args:
         devices: This worker's devices, such as `["GPU:0"]`; None for all GPUs, or else all logical CPUs. Every worker
             has the same number of them.
-        all_reduce: How gradients are summed: `"ring"`, on GPUs `"nccl"`, or `"auto"` for TensorFlow's choice.
+        all_reduce: How gradients are summed: `"ring"`, on GPUs `"nccl"`, or `"auto"` for NCCL where every replica has
+            a GPU of its own, else a ring.
         pack_bytes: Small gradients are sent together in packs of up to this many bytes, larger ones in slices of that
             size; None for 4 MiB, which was fast in measurements.
         compression: `"bfloat16"` rounds gradients to 8 bits of precision for the all-reduce, which halves its bytes;
@@ -127,14 +128,17 @@ class MultiWorker(DataParallel):
         """Set up the communication between the workers."""
         super().__init__(strategy, pack_bytes, batch_dependent_layers)
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
-        self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, self._all_reduce, pack_bytes)
         host = self.devices[0].replace(device_type="CPU", device_index=0).to_string()
         self._hosts = Group([host], self.num_workers)
         self._failures = Failures(self.rank, self.addresses[self.rank])
         self._consensus = Consensus(self._hosts, self.rank, self.addresses, self._sentence)
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
-        self.require_equal(preflight.versions())
+        self.require_equal({**preflight.versions(), "number of devices": str(len(self.devices))})
+        cards = tf.constant(cluster.card_numbers(self.device_names), tf.int64)
+        all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
+        chosen = all_reduce_choice.choose(self._all_reduce, all_cards, self.num_workers)
+        self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, chosen, pack_bytes)
         self._num_rows: PerModel[float] = PerModel()
         # CPUs of different models round matmuls differently: then sufficient factors, from which every worker computes
         # the sum itself, are off, and every worker receives the reduced sum.

@@ -1,0 +1,64 @@
+"""The GPUs of a task of a Slurm job step: its own already, or all those of the step on its node, to be divided.
+
+srun --gpus-per-task=2     each task sees its two: keep them
+srun --gpus-per-node=4     each of two tasks sees all four: task 0 takes the first two, task 1 the others
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from tfpar.cluster import slurm
+
+
+def share(environment: Mapping[str, str], num_visible: int) -> range | None:
+    """Return the GPUs of this task among those that it sees; None if it keeps all.
+
+    A task keeps all if it is the only one of its node, if Slurm has bound GPUs to it, or if there are fewer than tasks.
+
+    Args:
+        environment: The variables of this process. With TF_CONFIG the GPUs are divided by whoever set it.
+        num_visible: The number of GPUs that this process sees.
+
+    Raises:
+        ValueError: If a variable of Slurm is missing or invalid.
+
+    Example:
+        >>> step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
+        >>> share({**step, "SLURM_NODEID": "0", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "4"}, 4)
+        range(2, 4)
+    """
+    is_several = "SLURM_STEP_ID" in environment and environment.get("SLURM_STEP_NUM_TASKS") != "1"
+    if "TF_CONFIG" in environment or not is_several or num_visible < 2:
+        return None
+    tasks = slurm.expand_tasks(slurm.variable(environment, "SLURM_STEP_TASKS_PER_NODE"))
+    node, task = slurm.number(environment, "SLURM_NODEID"), slurm.number(environment, "SLURM_LOCALID")
+    num_tasks = tasks[node] if node < len(tasks) else 1
+    if num_tasks == 1 or num_visible < num_tasks or _is_bound(environment, num_visible):
+        return None
+    each = num_visible // num_tasks
+    return range(task * each, (task + 1) * each)
+
+
+def _is_bound(environment: Mapping[str, str], num_visible: int) -> bool:
+    """Return whether Slurm has given this task GPUs of its own."""
+    binding = environment.get("SLURM_GPU_BIND", "none").rpartition(",")[2]  # after "verbose,"
+    if binding != "none":
+        return True
+    # Since 21.08 Slurm binds --gpus-per-task; before, each task saw those of all tasks.
+    of_task = _count(environment, "SLURM_GPUS_PER_TASK") or _count(environment, "SLURM_TRES_PER_TASK")
+    of_node = _count(environment, "SLURM_GPUS_ON_NODE") or _num_listed(environment.get("SLURM_STEP_GPUS", ""))
+    return num_visible <= of_task or num_visible < of_node
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    """Return the number of GPUs in "4", "a100:4", "gres/gpu:a100:4" or "4(S:0-1)"; 0 if there is none."""
+    parts = environment.get(name, "").split(",")  # such as "cpu=4,gres/gpu:2"
+    text = next((part for part in parts if "gpu" in part or not {"/", "="} & set(part)), "")
+    found = re.search(r"(?:^|[:=])([0-9]{1,4})(?:\(.*\))?$", text)
+    return int(found[1]) if found else 0
+
+
+def _num_listed(text: str) -> int:
+    return len([name for name in text.split(",") if name])
