@@ -31,7 +31,7 @@ STEP = {
         # Each task sees the GPUs of all tasks of its node.
         ({"SLURM_GPUS_ON_NODE": "4"}, 4, range(2, 4)),
         ({"SLURM_GPUS_ON_NODE": "gpu:a100:4(S:0-1)"}, 4, range(2, 4)),
-        ({"SLURM_STEP_GPUS": "0,1,2,3"}, 4, range(2, 4)),
+        ({"SLURM_GPUS_ON_NODE": "4", "SLURM_STEP_GPUS": "0,1,2,3", "SLURMD_TRES_BIND": "gpu:none"}, 4, range(2, 4)),
         ({}, 4, range(2, 4)),
         ({}, 5, range(2, 4)),
         ({"SLURM_GPUS_ON_NODE": "2", "SLURM_GPU_BIND": "none"}, 2, range(1, 2)),
@@ -43,7 +43,7 @@ STEP = {
         ({"SLURM_TRES_PER_TASK": "gres/gpu=2"}, 2, None),
         ({"SLURM_TRES_PER_TASK": "cpu=4,gres/nic:2"}, 2, range(1, 2)),
         ({"SLURM_GPUS_ON_NODE": "4"}, 2, None),
-        ({"SLURM_STEP_GPUS": "0,1,2,3"}, 2, None),
+        ({"SLURMD_TRES_BIND": "gpu:per_task:2"}, 2, None),
         ({"SLURM_GPU_BIND": "verbose,per_task:2"}, 4, None),
         # Nothing to divide.
         ({"SLURM_GPUS_ON_NODE": "1"}, 1, None),

@@ -51,6 +51,7 @@ TaskPlugin=task/none
 SchedulerParameters=sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+GresTypes=gpu
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
@@ -61,8 +62,15 @@ SlurmdParameters=config_overrides
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 KNOWN_VERSION = "22.05"  # Debian 12's
+DEVICE_FILES = ["full", "null", "random", "zero"]
 NODES = ["node01", "node02", "localhost"]
 PRINT_JOB = "import os; from tfpar.cluster import tf_config; print(repr(tf_config.from_environment(os.environ)))"
+PRINT_GPUS = """
+import os
+from tfpar.cluster import gpus, slurm_gpus
+num_visible = len(gpus.named_in(os.environ))
+print(num_visible, slurm_gpus.share(os.environ, num_visible))
+"""
 # A worker that behaves as tfpar.train: on a request to stop it saves and exits with 130, and then resumes.
 WORKER = """
 import os, pathlib, signal, sys, time
@@ -87,8 +95,10 @@ class Slurm:
         self.environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "PYTHONUNBUFFERED": "1"}
         controller_port, *node_ports = [split_address(address)[1] for address in free_addresses(1 + len(NODES))]
         host = socket.gethostname().partition(".")[0]
+        # Each node has four GPUs: Slurm only needs device files, and opens none.
+        (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{name}\n" for name in DEVICE_FILES))
         nodes = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 State=UNKNOWN"
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:4 State=UNKNOWN"
             for name, port in zip(NODES, node_ports, strict=True)
         ]
         values = {"host": host, "controller_port": controller_port, "user": getpass.getuser(), "folder": folder}
@@ -178,6 +188,25 @@ def test_every_task_of_srun_knows_all_addresses_and_its_rank(cluster: Slurm) -> 
         ("1", f"addresses={addresses}, rank=1, role='worker'"),
         ("2", f"addresses={addresses}, rank=2, role='worker'"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "seen", "shares"),
+    [
+        (["--gpus-per-node=4"], [4, 4], [range(2), range(2, 4)]),
+        (["--gpus-per-task=1"], [1, 1], [None, None]),
+        (["--gpus-per-task=2"], [2, 2], [None, None]),
+        (["--gpus-per-node=4", "--gpu-bind=single:1"], [1, 1], [None, None]),
+        (["--gpus-per-node=4", "--gpu-bind=per_task:2"], [2, 2], [None, None]),
+    ],
+    ids=["all see all", "one bound", "two bound", "one each", "two each"],
+)
+def test_gpus_of_a_step_are_divided_over_its_tasks_unless_slurm_has_done_so(
+    options: list[str], seen: list[int], shares: list[range | None], cluster: Slurm
+) -> None:
+    printed = cluster.run("srun", "--nodes=1", "--ntasks=2", "--label", *options, sys.executable, "-c", PRINT_GPUS)
+    found = sorted(re.findall(r"^(\d): (\d) (.*)$", printed, re.MULTILINE))
+    assert found == [(str(task), str(seen[task]), str(shares[task])) for task in range(2)]
 
 
 def test_a_batch_script_and_a_step_of_one_task_are_no_job_but_each_step_of_several_is_one(cluster: Slurm) -> None:

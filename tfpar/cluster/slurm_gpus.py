@@ -43,13 +43,13 @@ def share(environment: Mapping[str, str], num_visible: int) -> range | None:
 
 def _is_bound(environment: Mapping[str, str], num_visible: int) -> bool:
     """Return whether Slurm has given this task GPUs of its own."""
-    binding = environment.get("SLURM_GPU_BIND", "none").rpartition(",")[2]  # after "verbose,"
-    if binding != "none":
-        return True
+    # Slurm 22.05 gives a task "gpu:per_task:2", "gpu:single:1" or "gpu:none" in the first one.
+    for name in ("SLURMD_TRES_BIND", "SLURM_GPU_BIND"):
+        if environment.get(name, "none").removeprefix("gpu:").rpartition(",")[2] != "none":  # after "verbose,"
+            return True
     # Since 21.08 Slurm binds --gpus-per-task; before, each task saw those of all tasks.
     of_task = _count(environment, "SLURM_GPUS_PER_TASK") or _count(environment, "SLURM_TRES_PER_TASK")
-    of_node = _count(environment, "SLURM_GPUS_ON_NODE") or _num_listed(environment.get("SLURM_STEP_GPUS", ""))
-    return num_visible <= of_task or num_visible < of_node
+    return num_visible <= of_task or num_visible < _count(environment, "SLURM_GPUS_ON_NODE")
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:
@@ -58,7 +58,3 @@ def _count(environment: Mapping[str, str], name: str) -> int:
     text = next((part for part in parts if "gpu" in part or not {"/", "="} & set(part)), "")
     found = re.search(r"(?:^|[:=])([0-9]{1,4})(?:\(.*\))?$", text)
     return int(found[1]) if found else 0
-
-
-def _num_listed(text: str) -> int:
-    return len([name for name in text.split(",") if name])
