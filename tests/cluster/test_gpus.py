@@ -117,8 +117,19 @@ def test_a_machine_without_gpus_has_none(tmp_path: Path, monkeypatch: pytest.Mon
     assert gpus.find({"PATH": "/nowhere"}) == gpus.Found(())
 
 
-def test_a_gpu_has_the_same_identity_in_every_process_of_its_machine(tmp_path: Path) -> None:
-    environment = {"PATH": stand_ins.nvidia_smi(tmp_path, stand_ins.table(2))}
+def test_a_list_on_a_machine_without_gpus_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "ROOT", tmp_path)
+    environment = {"PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": "0"}
+    assert gpus.find(environment) == gpus.Found(())
+    no_devices = stand_ins.nvidia_smi(tmp_path, "No devices were found\n")
+    assert gpus.find({**environment, "PATH": no_devices}) == gpus.Found(())
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    assert gpus.find(environment) == gpus.Found((Gpu("0"),), is_users=True)
+
+
+def test_a_gpu_has_the_same_identity_in_every_process_of_its_machine(driver: Path) -> None:
+    environment = {"PATH": stand_ins.nvidia_smi(driver, stand_ins.table(2))}
     assert gpus.identities(environment) == [FIRST, SECOND]
     assert gpus.identities({**environment, "CUDA_VISIBLE_DEVICES": "1"}) == [SECOND]
     host = os.uname().nodename

@@ -74,6 +74,8 @@ def find(environment: Mapping[str, str]) -> Found:
     if named == ():
         return Found((), is_users=True)
     rows, problem = _asked(environment)
+    if named is not None and not rows and not _has_driver(ROOT):
+        return Found(())  # the variable is set on a machine without GPUs
     if named is not None:
         return Found(_known(named, rows, environment), True, problem)
     return Found(_of_driver(ROOT) if rows is None else rows, False, problem)
@@ -188,6 +190,11 @@ def _one(name: str, rows: Sequence[Gpu], is_same_order: bool) -> Gpu:
     else:  # CUDA accepts the beginning of a UUID
         found = next((row for row in rows if (row.uuid or "").startswith(name)), None)
     return Gpu(name) if found is None else dataclasses.replace(found, name=name)
+
+
+def _has_driver(root: Path) -> bool:
+    """Return whether NVIDIA's driver has devices here: on Linux, or within Windows."""
+    return any((root / name).exists() for name in ("proc/driver/nvidia", "dev/nvidiactl", "dev/dxg"))
 
 
 def _of_driver(root: Path) -> tuple[Gpu, ...]:
