@@ -79,8 +79,9 @@ EXPECTED = [
     ),
     Expected(
         "layers/preprocessing/image_preprocessing/*",
-        r"must compute each example alone, .* received '(cut_mix|mix_up|equalization)",
-        "CutMix, MixUp and, in Keras 3.15, Equalization compute an example from the others of its batch.",
+        r"must compute each example alone, .* received '(cut_mix|mix_up|equalization|rand_augment|aug_mix)",
+        "CutMix, MixUp and, in Keras 3.15, Equalization compute an example from the others of its batch; RandAugment "
+        "and AugMix may choose Equalization.",
         (*REPLICAS, *STAGES),
     ),
     Expected(
