@@ -104,7 +104,7 @@ EXPECTED = [
     ),
     Expected(
         "layers/normalization/spectral_normalization_test.py::*",
-        r"only the optimizer may change a trained weight",
+        r"only the optimizer can change a trained weight",
         "SpectralNormalization assigns a weight in each call, and each micro-batch would assign it again.",
         STAGES,
     ),

@@ -11,6 +11,7 @@ import pytest
 import tfpar
 from tests.support import made_up_gpus
 from tfpar import cluster
+from tfpar.strategies.mirrored import chosen_all_reduce
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -40,6 +41,22 @@ def test_nccl_is_refused_for_two_replicas_on_one_gpu() -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         tfpar.Mirrored(all_reduce="nccl")
+
+
+@pytest.mark.parametrize(
+    ("devices", "cards", "expected"),
+    [
+        (["GPU:0", "GPU:1"], [17, 29], "nccl"),
+        (["GPU:0", "GPU:1"], [17, 17], "reduction_to_one_device"),
+        (["GPU:0"], [17], "reduction_to_one_device"),
+        (["CPU:0", "CPU:1"], [0, 0], "reduction_to_one_device"),
+    ],
+)
+def test_auto_is_nccl_where_each_replica_has_a_gpu_of_its_own(
+    devices: list[str], cards: list[int], expected: str
+) -> None:
+    """Never TensorFlow's default: its collectives crash for the second model of a process."""
+    assert chosen_all_reduce("auto", devices, cards) == expected
 
 
 @pytest.mark.parametrize(

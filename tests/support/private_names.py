@@ -295,7 +295,7 @@ ROWS = [
         "distribute/mirrored_strategy",
         "values of new variables that are not broadcast",
     ),
-    _tensorflow("", "_cross_device_ops", "distribute/mirrored_strategy", "sums on one device"),
+    _tensorflow("", "_cross_device_ops _collective_ops", "distribute/mirrored_strategy", "the default all-reduce"),
     _tensorflow("a replica's context", "_replica_id", "distribute/distribute_lib", "the number of a replica"),
     _tensorflow(
         "tensorflow.python.distribute.values",

@@ -24,13 +24,22 @@ from tensorflow.python.eager import context
 from tfpar._compat import versions
 
 
-def reduce_on_one_device(strategy: tf.distribute.MirroredStrategy) -> None:
-    """Make a user's strategy over CPUs reduce on one of them.
+def replace_default_all_reduce(
+    strategy: tf.distribute.MirroredStrategy, cross_device_ops: tf.distribute.CrossDeviceOps
+) -> None:
+    """Replace the all-reduce of a user's strategy over CPUs, and over GPUs that of TensorFlow's choice.
 
     TensorFlow 2.21's default, collectives, crashes when one process trains a second model: instance keys are used
     again ("Shape mismatch in the collective instance").
+
+    Args:
+        strategy: The strategy.
+        cross_device_ops: The operations for its devices.
     """
-    versions.replace(strategy.extended, "_cross_device_ops", tf.distribute.ReductionToOneDevice())
+    current = versions.private(strategy.extended, "_cross_device_ops")
+    is_default = current is versions.private(strategy.extended, "_collective_ops")
+    if is_default or all("CPU" in device for device in strategy.extended.worker_devices):
+        versions.replace(strategy.extended, "_cross_device_ops", cross_device_ops)
 
 
 def form_cluster(

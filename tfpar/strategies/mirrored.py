@@ -26,8 +26,8 @@ class Mirrored(DataParallel):
         devices: Device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or, on a machine without one, all
             logical CPUs (see `tfpar.use_logical_cpus`).
         all_reduce: How gradients are summed. On GPUs `"nccl"`, `"hierarchical_copy"`, `"reduction_to_one_device"`,
-            or `"auto"` for TensorFlow's choice. On CPUs always `"reduction_to_one_device"`: TensorFlow's default
-            crashes there when one process trains a second model (the table of `docs/exactness.md`).
+            or `"auto"` for NCCL where each replica has a GPU of its own, else `"reduction_to_one_device"`. On CPUs
+            always `"reduction_to_one_device"`.
         pack_bytes: Gradients are sent in packs of about this many bytes; None for TensorFlow's default.
         batch_dependent_layers: `"refuse"` batch-dependent layers before the first step, or `"gather"` the batch:
             every replica calls such a layer with the whole batch.
@@ -72,8 +72,7 @@ class Mirrored(DataParallel):
         mirrored = cls.__new__(cls)
         devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in devices]
-        if all(device.startswith("CPU") for device in mirrored.devices):
-            tf_distribute.reduce_on_one_device(strategy)
+        tf_distribute.replace_default_all_reduce(strategy, _cross_device_ops("auto", mirrored.devices))
         DataParallel.__init__(mirrored, strategy, None)
         return mirrored
 
@@ -90,9 +89,24 @@ class Mirrored(DataParallel):
         return data.take_rows(data.join_batches(outputs), 0, num_examples)
 
 
-def _cross_device_ops(
-    all_reduce: AllReduce, devices: Sequence[str], packs_itself: bool
-) -> tf.distribute.CrossDeviceOps | None:
+def chosen_all_reduce(all_reduce: AllReduce, devices: Sequence[str], cards: Sequence[int]) -> AllReduce:
+    """Return the all-reduce for some devices, never `"auto"`.
+
+    TensorFlow 2.21's own choice for GPUs, and for CPUs, are collectives whose keys begin again in every strategy: the
+    second model of a process crashes ("Shape mismatch in the collective instance").
+
+    Args:
+        all_reduce: The argument of the strategy.
+        devices: The devices of the replicas.
+        cards: For each device, a number that only devices on the same physical GPU share.
+
+    Raises:
+        ValueError: If the all-reduce does not run on the devices.
+
+    Example:
+        >>> chosen_all_reduce("auto", ["GPU:0", "GPU:1"], [17, 29])
+        'nccl'
+    """
     if all_reduce not in ("auto", "nccl", "hierarchical_copy", "reduction_to_one_device"):
         raise ValueError(
             f"all_reduce must be 'auto', 'nccl', 'hierarchical_copy' or 'reduction_to_one_device', "
@@ -103,16 +117,24 @@ def _cross_device_ops(
         raise ValueError(
             f"all_reduce={all_reduce!r} needs GPUs, and the devices are {list(devices)}. Use 'auto' on CPUs."
         )
+    num_cards = len(set(cards))
+    if all_reduce == "nccl" and num_cards < len(devices):
+        raise ValueError(
+            f"all_reduce='nccl' needs a physical GPU for each replica, and {list(devices)} are logical devices of "
+            f"{num_cards}. Use 'reduction_to_one_device', or one device of each GPU."
+        )
+    if all_reduce != "auto":
+        return all_reduce
+    return "nccl" if on_gpus and num_cards == len(devices) > 1 else "reduction_to_one_device"
+
+
+def _cross_device_ops(
+    all_reduce: AllReduce, devices: Sequence[str], packs_itself: bool = False
+) -> tf.distribute.CrossDeviceOps:
+    chosen = chosen_all_reduce(all_reduce, devices, cluster.card_numbers(devices))
     num_packs = 0 if packs_itself else 1
-    if all_reduce == "nccl":
-        if (num_cards := len(set(cluster.card_numbers(devices)))) < len(devices):
-            raise ValueError(
-                f"all_reduce='nccl' needs a physical GPU for each replica, and {list(devices)} are logical devices of "
-                f"{num_cards}. Use 'reduction_to_one_device', or one device of each GPU."
-            )
+    if chosen == "nccl":
         return tf.distribute.NcclAllReduce(num_packs)
-    if all_reduce == "hierarchical_copy":
+    if chosen == "hierarchical_copy":
         return tf.distribute.HierarchicalCopyAllReduce(num_packs)
-    if all_reduce == "reduction_to_one_device" or not on_gpus:
-        return tf.distribute.ReductionToOneDevice()
-    return None
+    return tf.distribute.ReductionToOneDevice()
