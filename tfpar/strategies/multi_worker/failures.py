@@ -81,7 +81,7 @@ class Failures:
                 repeats = isinstance(error, tf.errors.InvalidArgumentError)
                 raise (ValueError if repeats else WorkerLostError)(found[0]) from error
             if user_message(error) is None and (lost := lost_worker(error)):
-                raise lost from error
+                raise lost from None  # TensorFlow's traceback says nothing more; it stays in __context__
             if not isinstance(error, OF_LOST_WORKER) and not is_raised_on_all_workers(error):
                 code = tf.errors.INVALID_ARGUMENT if user_message(error) else tf.errors.ABORTED
                 tf_distribute.report_failure(code, self.sentence(error, user_message))
