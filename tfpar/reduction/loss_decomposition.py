@@ -80,8 +80,19 @@ class LossDecomposition:
             else:  # `find_own_loss` classifies it for training and evaluation
                 self._whole_in_call = {True: False, False: False}
             if keras_metrics.own_metrics(model):
-                trial = self._trial(parts, training=False)
-                trial_losses.check_counted_scalars(model, parts, values_call, trial)
+                self._check_counted_scalars(model, parts, values_call)
+
+    def _check_counted_scalars(self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
+        """Refuse scalars that layers, or an overridden `compute_metrics`, count in metrics of the wrong kind."""
+
+        def call_model(model: keras.Model, part: Any) -> None:
+            call(model, keras.utils.unpack_x_y_sample_weight(part)[0], training=False)
+
+        trial_losses.check_counted_scalars(model, parts, call_model, self._trial(parts, training=False))
+        if keras_model.overridden(model, "compute_metrics"):
+            run = functools.partial(trial_losses.own_metrics_of, call=call)
+            who = f"{type(model).__name__}.compute_metrics"
+            trial_losses.check_counted_scalars(model, parts, run, who=who)
 
     def _in_either_mode(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a call of the model in training mode if inference fails."""
@@ -165,16 +176,21 @@ class LossDecomposition:
             trial_losses.check_shapes(model, parts[1:], call, training)
             trial_losses.check_own_weights(model, parts[0], call, training)
             try:
-                (kind,) = self._kind_of_own_loss(model, parts, losses_of)
+                kind = self._kind_of_own_loss(model, parts, losses_of)
             except ValueError:
                 if not training or losses_of(model, parts[0]) == losses_of(model, parts[0]):
                     raise
                 # Random numbers in training hide the kind of the loss; evaluation has none.
-                (kind,) = self._kind_of_own_loss(model, parts, functools.partial(losses_of, training=False))
+                kind = self._kind_of_own_loss(model, parts, functools.partial(losses_of, training=False))
         self._own_losses[training] = kind or "mean"
 
-    def _kind_of_own_loss(self, model: keras.Model, parts: Sequence[Any], losses_of: Any) -> list[Kind | None]:
-        return kinds_of(model, parts, losses_of, f"The loss of {type(model).__name__}.compute_loss")
+    def _kind_of_own_loss(self, model: keras.Model, parts: Sequence[Any], losses_of: Any) -> Kind | None:
+        """Return the kind of the loss of an overridden `compute_loss`, whose metrics count scalars of their kind."""
+        who = f"{type(model).__name__}.compute_loss"
+        (kind,) = kinds_of(model, parts, losses_of, f"The loss of {who}")
+        if keras_metrics.own_metrics(model):
+            trial_losses.check_counted_scalars(model, parts, losses_of, who=who)
+        return kind
 
     def _find_added_losses(
         self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]

@@ -209,16 +209,35 @@ def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], 
         own_loss(model, batch, call, training)
 
 
+def own_metrics_of(model: keras.Model, batch: Any, call: Callable[..., Any]) -> None:
+    """Run an overridden `compute_metrics`, which may fail outside of a step.
+
+    Args:
+        model: A built and compiled model.
+        batch: Some examples.
+        call: Calls the model.
+    """
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+    outputs = call(model, inputs, training=False)
+    with contextlib.suppress(Exception), keras.StatelessScope():
+        model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+
+
 def check_counted_scalars(
-    model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], trial: Trial | PartTrial | None
+    model: keras.Model,
+    parts: Sequence[Any],
+    run: Callable[[keras.Model, Any], Any],
+    trial: Trial | PartTrial | None = None,
+    who: str = "A layer",
 ) -> None:
-    """Refuse scalars that layers add to metrics if parts of a batch would give another result.
+    """Refuse scalars in metrics if parts of a batch would give another result.
 
     Args:
         model: A built and compiled model.
         parts: One example, some others, all of them.
-        call: Runs the model.
+        run: Runs the model on a part, or a method of it that counts scalars.
         trial: As for `tfpar.reduction.sum_or_mean.kinds_of`.
+        who: What counts the scalars, in messages.
 
     Raises:
         ValueError: If a `Mean` receives a scalar that is not a mean over the batch, or a `Sum` one that is not a sum.
@@ -233,17 +252,18 @@ def check_counted_scalars(
             metrics.append(metric)
             found.append(float(value))
 
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(part)
         with keras_losses_in_call.scalars_noted(note):
-            call(model, inputs, training=False)
+            run(model, part)
         return found
 
-    kinds = kinds_of(model, parts, scalars, "A scalar that a layer counts in a metric", trial)
+    kinds = kinds_of(
+        model, parts, scalars, f"A scalar that {who.replace('A layer', 'a layer')} counts in a metric", trial
+    )
     for metric, kind in zip(metrics, kinds, strict=True):
         wanted = "sum" if isinstance(metric, keras.metrics.Sum) else "mean"
         if kind not in (None, wanted):
             raise ValueError(
-                f"A layer must count a {wanted} over the batch in a keras.metrics.{wanted.capitalize()}, or replicas "
+                f"{who} must count a {wanted} over the batch in a keras.metrics.{wanted.capitalize()}, or replicas "
                 f"and micro-batches count something else, and {metric.name!r} counts a {kind}. Let it count values of "
                 "examples, [batch, ...], or train on SingleDevice()."
             )

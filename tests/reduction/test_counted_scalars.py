@@ -1,0 +1,106 @@
+"""Scalars that an overridden `compute_loss` or `compute_metrics` counts in a metric: one device's value, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import metrics, ops
+
+import tfpar
+from tests.support import small
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+INPUTS = np.random.default_rng(0).normal(size=(37, 8)).astype("float32")
+TARGETS = INPUTS.sum(1, keepdims=True)
+STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
+    "mirrored": small.STRATEGIES["mirrored"],
+    "pipeline": lambda: tfpar.Pipeline(1, 2),  # micro-batches split the batch; a model of one layer is one stage
+}
+SCALARS: dict[str, Callable[[Any], Any]] = {"mean": ops.mean, "sum": ops.sum, "largest": ops.max}
+
+
+class Counts(keras.Model):
+    """Counts a scalar of the squared errors in a metric of its own."""
+
+    def __init__(self, metric: type[keras.Metric], scalar: str) -> None:
+        super().__init__()
+        self.dense, self.counter, self.scalar = keras.layers.Dense(1), metric(name="counted"), SCALARS[scalar]
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+
+class InLoss(Counts):
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        self.counter.update_state(self.scalar(ops.square(y - y_pred)))
+        return ops.mean(ops.square(y - y_pred))
+
+
+class InMetrics(Counts):
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        self.counter.update_state(self.scalar(ops.square(y - y_pred)))
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+def counted(kind: type[Counts], metric: type[keras.Metric], scalar: str, strategy: tfpar.Strategy) -> list[float]:
+    def build_model() -> keras.Model:
+        model = kind(metric, scalar)
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = tfpar.Trainer(build_model, strategy, seed=0)
+    history: list[float] = trainer.fit(INPUTS, TARGETS, batch_size=8, epochs=2, shuffle=False, verbose=0).history[
+        "counted"
+    ]
+    return history
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("metric", "scalar"), [(metrics.Sum, "sum"), (metrics.Mean, "mean")])
+@pytest.mark.parametrize("kind", [InLoss, InMetrics])
+def test_a_scalar_of_the_kind_of_its_metric_equals_one_device(
+    kind: type[Counts], metric: type[keras.Metric], scalar: str, strategy: str
+) -> None:
+    expected = counted(kind, metric, scalar, tfpar.SingleDevice())
+    assert counted(kind, metric, scalar, STRATEGIES[strategy]()) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("kind", "metric", "scalar", "message"),
+    [
+        (
+            InLoss,
+            metrics.Sum,
+            "mean",
+            r"InLoss.compute_loss must count a sum .* in a keras.metrics.Sum, .* counts a mean",
+        ),
+        (
+            InLoss,
+            metrics.Mean,
+            "sum",
+            r"InLoss.compute_loss must count a mean .* in a keras.metrics.Mean, .* counts a sum",
+        ),
+        (
+            InLoss,
+            metrics.Sum,
+            "largest",
+            "A scalar that InLoss.compute_loss counts in a metric must be a sum or a mean",
+        ),
+        (InMetrics, metrics.Sum, "mean", r"InMetrics.compute_metrics must count a sum .* counts a mean"),
+        (InMetrics, metrics.Mean, "sum", "must average over the batch"),
+        (InMetrics, metrics.Sum, "largest", "A scalar that InMetrics.compute_metrics counts in a metric must be a sum"),
+    ],
+)
+def test_a_scalar_of_another_kind_is_refused_before_the_first_step(
+    kind: type[Counts], metric: type[keras.Metric], scalar: str, message: str, strategy: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        counted(kind, metric, scalar, STRATEGIES[strategy]())
