@@ -139,7 +139,7 @@ def test_after_a_preemption_all_workers_save_at_the_same_step(preempted: Preempt
     assert f"[0] Stopped after step {preempted.saved[0]}; a checkpoint is written." in preempted.two.out
     assert "[1] Stopping after this step" in preempted.two.err
     assert "[0] Stopping" not in preempted.two.err, "only the preempted worker was asked"
-    assert "all stopped with a checkpoint (exit code 130)" in launcher_lines(preempted.two)[0]
+    assert "all workers stopped with a checkpoint (exit code 130)" in launcher_lines(preempted.two)[0]
     assert "lost" not in preempted.two.err
 
 
