@@ -43,7 +43,9 @@ _HOSTS = flags.DEFINE_string(
     "The hosts of the job, with commas; run the same command on each of them. By default all workers are on this one.",
 )
 _HOST = flags.DEFINE(Integer(), "host", None, "Number of this host in --hosts, from 0; by default found by address.")
-_PORT = flags.DEFINE(Integer(), "port", hosts.FIRST_PORT, "With --hosts, port of the first worker of each host.")
+_PORT = flags.DEFINE(
+    Integer(), "port", None, f"With --hosts, port of the first worker of each host; by default {hosts.FIRST_PORT}."
+)
 _NETWORK = flags.DEFINE_string(
     "network",
     "open",
@@ -165,12 +167,13 @@ def _num_workers() -> int:
 
 def _host_plan() -> hosts.HostPlan | None:
     if _HOSTS.value is None:
-        if _HOST.value is not None or _PORT.value != hosts.FIRST_PORT:
+        if _HOST.value is not None or _PORT.value is not None:
             raise ValueError("--host and --port are for jobs over several hosts, and --hosts is not set. Set it.")
         return None
     if _PRINT.value is not None or _NETWORK.value == "private":
         raise ValueError("--hosts starts workers that other hosts reach: leave out --print and --network private.")
-    return hosts.plan(_HOSTS.value, _HOST.value, _num_workers(), _PORT.value)
+    port = hosts.FIRST_PORT if _PORT.value is None else _PORT.value
+    return hosts.plan(_HOSTS.value, _HOST.value, _num_workers(), port)
 
 
 def _cores_per_worker(num_local: int) -> int:
@@ -181,9 +184,10 @@ def _cores_per_worker(num_local: int) -> int:
 
 
 def _gpus_per_worker() -> int | None:
-    if _GPUS_PER_WORKER.value is not None:
-        check_within("gpus_per_worker", _GPUS_PER_WORKER.value, 0, MAX_GPUS)
-    return None if _GPUS_PER_WORKER.value is None else int(_GPUS_PER_WORKER.value)
+    if _GPUS_PER_WORKER.value is None:
+        return None
+    check_within("gpus_per_worker", _GPUS_PER_WORKER.value, 0, MAX_GPUS)
+    return int(_GPUS_PER_WORKER.value)
 
 
 def _submission(
