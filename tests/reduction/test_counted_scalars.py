@@ -104,3 +104,36 @@ def test_a_scalar_of_another_kind_is_refused_before_the_first_step(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         counted(kind, metric, scalar, STRATEGIES[strategy]())
+
+
+class MeanByWeight(keras.layers.Layer):
+    """Counts a loss of the whole batch, which is neither a sum nor a mean of its values for parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+        self.counter = metrics.Mean(name="counted")
+
+    def call(self, inputs: Any) -> Any:
+        self.counter.update_state(self.loss(ops.zeros_like(inputs[:, :1]), inputs[:, :1], ops.abs(inputs[:, 1])))
+        return inputs
+
+
+class OverridesMetrics(keras.Sequential):
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+def test_a_scalar_of_a_layer_is_not_taken_for_one_of_compute_metrics() -> None:
+    def build_model() -> keras.Model:
+        model = OverridesMetrics([keras.Input((8,)), MeanByWeight(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    histories = [
+        tfpar.Trainer(build_model, strategy, seed=0)
+        .fit(INPUTS, TARGETS, batch_size=8, shuffle=False, verbose=0)
+        .history["counted"]
+        for strategy in (tfpar.SingleDevice(), STRATEGIES["mirrored"]())
+    ]
+    assert histories[1] == pytest.approx(histories[0], rel=1e-5)

@@ -85,14 +85,14 @@ class LossDecomposition:
     def _check_counted_scalars(self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
         """Refuse scalars that layers, or an overridden `compute_metrics`, count in metrics of the wrong kind."""
 
-        def call_model(model: keras.Model, part: Any) -> None:
-            call(model, keras.utils.unpack_x_y_sample_weight(part)[0], training=False)
+        def call_of(model: keras.Model, part: Any) -> Callable[[], Any]:
+            return functools.partial(call, model, keras.utils.unpack_x_y_sample_weight(part)[0], training=False)
 
-        trial_losses.check_counted_scalars(model, parts, call_model, self._trial(parts, training=False))
+        trial_losses.check_counted_scalars(model, parts, call_of, self._trial(parts, training=False))
         if keras_model.overridden(model, "compute_metrics"):
-            run = functools.partial(trial_losses.own_metrics_of, call=call)
+            metrics_of = functools.partial(trial_losses.metrics_of, call=call)
             who = f"{type(model).__name__}.compute_metrics"
-            trial_losses.check_counted_scalars(model, parts, run, who=who)
+            trial_losses.check_counted_scalars(model, parts, metrics_of, who=who)
 
     def _in_either_mode(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a call of the model in training mode if inference fails."""
@@ -171,25 +171,29 @@ class LossDecomposition:
         if not keras_model.overridden(model, "compute_loss"):
             return
         parts, call = parts_of(batch), self._in_either_mode(call)
-        losses_of = functools.partial(trial_losses.own_loss, call=call, training=training)
         with unchanged(model):
             trial_losses.check_shapes(model, parts[1:], call, training)
             trial_losses.check_own_weights(model, parts[0], call, training)
             try:
-                kind = self._kind_of_own_loss(model, parts, losses_of)
+                kind = self._kind_of_own_loss(model, parts, call, training)
             except ValueError:
-                if not training or losses_of(model, parts[0]) == losses_of(model, parts[0]):
+                one, again = (trial_losses.own_loss(model, parts[0], call, training) for _ in range(2))
+                if not training or one == again:
                     raise
                 # Random numbers in training hide the kind of the loss; evaluation has none.
-                kind = self._kind_of_own_loss(model, parts, functools.partial(losses_of, training=False))
+                kind = self._kind_of_own_loss(model, parts, call, training=False)
         self._own_losses[training] = kind or "mean"
 
-    def _kind_of_own_loss(self, model: keras.Model, parts: Sequence[Any], losses_of: Any) -> Kind | None:
+    def _kind_of_own_loss(
+        self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool
+    ) -> Kind | None:
         """Return the kind of the loss of an overridden `compute_loss`, whose metrics count scalars of their kind."""
         who = f"{type(model).__name__}.compute_loss"
-        (kind,) = kinds_of(model, parts, losses_of, f"The loss of {who}")
+        arguments: dict[str, Any] = {"call": call, "training": training}
+        (kind,) = kinds_of(model, parts, functools.partial(trial_losses.own_loss, **arguments), f"The loss of {who}")
         if keras_metrics.own_metrics(model):
-            trial_losses.check_counted_scalars(model, parts, losses_of, who=who)
+            loss_of = functools.partial(trial_losses.loss_of, **arguments)
+            trial_losses.check_counted_scalars(model, parts, loss_of, who=who)
         return kind
 
     def _find_added_losses(

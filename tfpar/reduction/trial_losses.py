@@ -153,15 +153,31 @@ def scalar_metrics(model: keras.Model, part: Any, call: Callable[..., Any]) -> l
         part: Some examples.
         call: Runs the model.
     """
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
     found: list[float] = []
     if keras_metrics.counts_metrics(model):
-        outputs = call(model, inputs, training=False)
-        scalars = keras_losses_in_call.scalars_weighted(lambda value: found.append(float(value)))
-        # An overridden compute_metrics may fail outside of a step.
-        with contextlib.suppress(Exception), keras.StatelessScope(), scalars:
-            model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+        count = metrics_of(model, part, call)
+        with keras_losses_in_call.scalars_weighted(lambda value: found.append(float(value))):
+            count()
     return found
+
+
+def metrics_of(model: keras.Model, part: Any, call: Callable[..., Any]) -> Callable[[], None]:
+    """Call a model, and return a function that computes its metrics from the outputs.
+
+    Args:
+        model: A built and compiled model.
+        part: Some examples.
+        call: Calls the model.
+    """
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+    outputs = call(model, inputs, training=False)
+
+    def count() -> None:
+        # An overridden compute_metrics may fail outside of a step.
+        with contextlib.suppress(Exception), keras.StatelessScope():
+            model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+
+    return count
 
 
 def own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> list[float]:
@@ -173,9 +189,14 @@ def own_loss(model: keras.Model, batch: Any, call: Callable[..., Any], training:
         call: Calls the model.
         training: The argument `training` of `compute_loss`.
     """
+    return [float(loss_of(model, batch, call, training)())]
+
+
+def loss_of(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> Callable[[], Any]:
+    """Call a model, and return a function that computes its loss from the outputs; arguments as for `own_loss`."""
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
     outputs = call(model, inputs, training=False)
-    return [float(keras_model.compute_loss(model, inputs, targets, outputs, weights, training))]
+    return lambda: keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
 
 
 def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> None:
@@ -209,24 +230,10 @@ def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], 
         own_loss(model, batch, call, training)
 
 
-def own_metrics_of(model: keras.Model, batch: Any, call: Callable[..., Any]) -> None:
-    """Run an overridden `compute_metrics`, which may fail outside of a step.
-
-    Args:
-        model: A built and compiled model.
-        batch: Some examples.
-        call: Calls the model.
-    """
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-    outputs = call(model, inputs, training=False)
-    with contextlib.suppress(Exception), keras.StatelessScope():
-        model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
-
-
 def check_counted_scalars(
     model: keras.Model,
     parts: Sequence[Any],
-    run: Callable[[keras.Model, Any], Any],
+    counting: Callable[[keras.Model, Any], Callable[[], Any]],
     trial: Trial | PartTrial | None = None,
     who: str = "A layer",
 ) -> None:
@@ -235,7 +242,7 @@ def check_counted_scalars(
     Args:
         model: A built and compiled model.
         parts: One example, some others, all of them.
-        run: Runs the model on a part, or a method of it that counts scalars.
+        counting: Takes the model and a part, and returns a function that counts scalars.
         trial: As for `tfpar.reduction.sum_or_mean.kinds_of`.
         who: What counts the scalars, in messages.
 
@@ -252,8 +259,9 @@ def check_counted_scalars(
             metrics.append(metric)
             found.append(float(value))
 
+        count = counting(model, part)  # layers may count scalars here: they have their own check
         with keras_losses_in_call.scalars_noted(note):
-            run(model, part)
+            count()
         return found
 
     kinds = kinds_of(
