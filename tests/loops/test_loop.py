@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
 from tfpar.loops.epoch_iterator import EpochIterator
-from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, StepsPerCall, compile_loop
+from tfpar.strategies.multi_step import HOST, SECONDS_PER_CALL, CallResult, StepsPerCall, compile_loop
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -69,13 +70,14 @@ def test_a_fixed_number_of_steps_never_changes() -> None:
 class Adder:
     """Adds batches to a total; its loss is the batch itself."""
 
-    def __init__(self, run_eagerly: bool = False) -> None:
+    def __init__(self, run_eagerly: bool = False, device: str | None = None) -> None:
         self.total = tf.Variable(0.0)
         self.run = compile_loop(
             self._step,
             lambda: {"total": self.total.read_value()},
             lambda batch: tf.constant(3, tf.int64),
             lambda upcoming: upcoming.has_value(),
+            device=device,
             run_eagerly=run_eagerly,
         )
 
@@ -83,8 +85,8 @@ class Adder:
         self.total.assign_add(tf.where(tf.math.is_finite(batch), batch, 0.0))
         return batch
 
-    def call(self, epoch_iterator: EpochIterator, num_steps: int) -> CallResult:
-        result = self.run(epoch_iterator.iterator, epoch_iterator.upcoming, num_steps)
+    def call(self, epoch_iterator: EpochIterator, num_steps: int, *stops: bool) -> CallResult:
+        result = self.run(epoch_iterator.iterator, epoch_iterator.upcoming, num_steps, *stops)
         epoch_iterator.advance(result.upcoming, int(result.num_steps))
         return result
 
@@ -117,16 +119,81 @@ def test_a_call_ends_with_the_data(adder: Adder) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_call_stops_after_the_step_whose_loss_is_not_finite(adder: Adder, bad: float) -> None:
-    batches = epoch_iterator(1, bad, 4, 8)
+def test_a_call_counts_the_steps_before_the_first_loss_that_is_not_finite(adder: Adder, bad: float) -> None:
+    batches = epoch_iterator(1, bad, 4, bad, 8)
     result = adder.call(batches, 4)
+    assert int(result.num_steps) == 4, "no step waits for the loss of the previous one"
+    assert int(result.num_finite) == 1
+    assert float(batches.peek()) == 8
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_call_that_has_to_stops_after_the_step_whose_loss_is_not_finite(adder: Adder, bad: float) -> None:
+    batches = epoch_iterator(1, bad, 4, 8)
+    result = adder.call(batches, 4, True)
     assert int(result.num_steps) == 2, "the bad step is the last one done"
-    assert not bool(result.finite)
+    assert int(result.num_finite) == 1
     assert float(batches.peek()) == 4
 
 
 def test_a_finite_call_says_so(adder: Adder) -> None:
-    assert bool(adder.call(epoch_iterator(1, 2), 2).finite)
+    assert int(adder.call(epoch_iterator(1, 2), 2).num_finite) == 2
+    assert int(adder.call(epoch_iterator(1, 2), 2, True).num_finite) == 2
+
+
+# --- the devices of the loop
+
+
+def traced(run: Callable[..., CallResult], stops: bool) -> tuple[Any, dict[str, Any]]:
+    """Return the operation of the loop, and all functions of its graph by name."""
+    batches = epoch_iterator(1, 2)
+    outer = tf.function(lambda iterator, upcoming: run(iterator, upcoming, 2, stops), autograph=False)
+    graph = outer.get_concrete_function(batches.iterator, batches.upcoming).graph.as_graph_def()
+    functions = {function.signature.name: function for function in graph.library.function}
+    loops = [node for function in functions.values() for node in function.node_def if node.op.endswith("While")]
+    (loop,) = loops
+    return loop, functions
+
+
+def sources(function: Any, output: str) -> set[str]:
+    """Return the operations from whose values an output of a function is computed."""
+    nodes = {node.name: node for node in function.node_def}
+    found: dict[str, str] = {}
+    left = [function.ret[output].split(":")[0]]
+    while left:
+        node = nodes.get(left.pop())
+        if node is not None and node.name not in found:
+            found[node.name] = node.op
+            left += [name.split(":")[0] for name in node.input if not name.startswith("^")]
+    return set(found.values())
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_condition_needs_a_loss_only_where_the_loop_has_to_stop(stops: bool) -> None:
+    loop, functions = traced(Adder().run, stops)
+    body = functions[loop.attr["body"].func.name]
+    outputs = [argument.name for argument in body.signature.output_arg]
+    condition = functions[loop.attr["cond"].func.name]
+    reads = {argument.name for argument in condition.signature.input_arg} & {
+        name.split(":")[0] for node in condition.node_def for name in node.input
+    }
+    positions = [index for index, one in enumerate(condition.signature.input_arg) if one.name in reads]
+    needed = set().union(*(sources(body, outputs[position]) for position in positions))
+    assert ("IsFinite" in needed) == stops
+    assert ("StatefulPartitionedCall" in needed) == stops
+
+
+@pytest.mark.parametrize("device", [None, "CPU:1"])
+def test_the_loop_and_its_batches_are_on_the_host_and_the_step_is_on_its_device(device: str | None) -> None:
+    loop, functions = traced(Adder(device=device).run, False)
+    assert loop.device == HOST
+    body = functions[loop.attr["body"].func.name].node_def
+    devices = {node.op: node.device for node in body}
+    assert devices.pop("StatefulPartitionedCall") == ("" if device is None else f"/device:{device}")
+    # TensorFlow places the operation that fetches a batch with its iterator.
+    carriers = {op: place for op, place in devices.items() if op in ("OptionalGetValue", "OptionalHasValue")}
+    assert len(carriers) == 2
+    assert set(carriers.values()) == {HOST}
 
 
 def test_waiting_for_data_is_measured() -> None:

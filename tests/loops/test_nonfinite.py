@@ -107,6 +107,24 @@ def test_by_default_the_step_and_the_validation_are_named_with_the_way_to_contin
         both.trainer.fit(sound(), validation_data=poisoned(), verbose=0)
 
 
+@pytest.mark.parametrize("steps_per_call", [1, 2, 100])
+def test_the_step_is_named_that_was_not_finite_wherever_its_call_ends(both: Both, steps_per_call: int) -> None:
+    both.trainer.fit(sound(), verbose=0)
+    with pytest.raises(FloatingPointError, match=r"is not at step 8 \(step 3 of epoch 1\)\."):
+        both.trainer.fit(poisoned(), verbose=0, steps_per_call=steps_per_call)
+
+
+def test_updates_are_counted_where_gradients_are_accumulated() -> None:
+    def accumulating() -> keras.Model:
+        model = build()
+        model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), model.loss)
+        return model
+
+    trainer = tfpar.Trainer(accumulating, tfpar.SingleDevice(), seed=0)
+    with pytest.raises(FloatingPointError, match=r"is not at step 2 \(step 4 of epoch 1\)\."):
+        trainer.fit(poisoned(3), verbose=0, steps_per_call=100)
+
+
 def test_checkpoints_are_written_while_training_continues(both: Both, tmp_path: Path) -> None:
     checkpoints = tfpar.Checkpoints(tmp_path, every_seconds=0)
     settings: dict[str, Any] = {"nonfinite_loss": "continue", "steps_per_call": 1, "checkpoints": checkpoints}

@@ -64,3 +64,20 @@ def slots_per_weight(optimizer: keras.Optimizer | None) -> int:
     trial = type(inner).from_config(inner.get_config())
     trial.build([keras.Variable(tf.zeros([1]))])
     return sum(variable.shape == (1,) for variable in trial.variables)
+
+
+def num_applied(optimizer: keras.Optimizer | None) -> int:
+    """Return how often an optimizer was applied to gradients, including those that it only accumulated.
+
+    Keras 3.15's `iterations` is that number, or with gradient accumulation the number of updates.
+    """
+    if optimizer is None:
+        return 0
+    iterations = getattr(keras_variables.innermost(optimizer), "_iterations", None)
+    return 0 if iterations is None else int(iterations.numpy())
+
+
+def updates_of(optimizer: keras.Optimizer | None, num_applied: int) -> int:
+    """Return the value of `iterations` after an optimizer was applied a number of times (Keras 3.15)."""
+    inner = None if optimizer is None else keras_variables.innermost(optimizer)
+    return num_applied // (getattr(inner, "gradient_accumulation_steps", None) or 1)

@@ -12,14 +12,13 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-import keras
 import numpy as np
 
 from tfpar import data
 from tfpar._compat import keras_model
 from tfpar.checkpoint import Checkpoints, Position, callback_state
 from tfpar.loops.initial_state import broadcast_initial_state
-from tfpar.loops.step_calls import StepCalls
+from tfpar.loops.step_calls import NonfiniteStep, StepCalls
 from tfpar.messages import user_warnings
 
 NonfiniteLoss = Literal["stop", "continue"]
@@ -117,7 +116,7 @@ class FitLoop:
     def _decide(self, may_save: bool) -> Vote:
         """Combine the votes of all workers on the next call."""
         saves = may_save and self._strategy.is_chief and self._checkpoints is not None and self._checkpoints.due()
-        ends = self._caller.ends_at_nonfinite(self._stops)
+        ends = self._caller.ends_at_nonfinite
         votes = (self._caller.wanted_steps(), self._model.stop_training, self._interrupted(), saves, ends)
         num_steps, *others = self._strategy.all_reduce_sum([float(vote) for vote in votes])
         return Vote(int(num_steps), *(bool(sum_of_votes > 0) for sum_of_votes in others))
@@ -135,13 +134,13 @@ class FitLoop:
         decision = self._decide(may_save=False)
         while self._epoch_iterator.has_more() and (num_steps is None or step < num_steps):
             self._callbacks.on_train_batch_begin(step)
-            done, last, finite, logs = self._caller.call(step, decision.num_steps, decision.end_at_nonfinite)
+            done, last, nonfinite, logs = self._caller.call(step, decision.num_steps, decision.end_at_nonfinite)
             step += done
             self._callbacks.on_train_batch_end(last, logs)
             self._position = Position(epoch, step, self._epoch_iterator.passes, self._epoch_iterator.batches)
-            decision = self._decide(may_save=finite or not self._stops)
-            if self._stops and not finite and not decision.stop:
-                raise _not_finite(self._model, epoch, step)
+            decision = self._decide(may_save=nonfinite is None or not self._stops)
+            if self._stops and nonfinite is not None and not decision.stop:
+                raise _not_finite(epoch, nonfinite)
             if decision.stop or decision.interrupted:
                 break
             if decision.save:
@@ -178,10 +177,9 @@ def _validation_not_finite(epoch: int, loss: float) -> FloatingPointError:
     )
 
 
-def _not_finite(model: keras.Model, epoch: int, step: int) -> FloatingPointError:
-    update = int(model.optimizer.iterations.numpy())
+def _not_finite(epoch: int, at: NonfiniteStep) -> FloatingPointError:
     return FloatingPointError(
-        f"The loss must stay finite, and is not at step {update} (step {step} of epoch {epoch + 1}). "
+        f"The loss must stay finite, and is not at step {at.update} (step {at.step} of epoch {epoch + 1}). "
         "Lower the learning rate, clip the gradients (global_clipnorm) or check that batch; checkpoints written "
         f"before this step are valid. {_CONTINUE}"
     )

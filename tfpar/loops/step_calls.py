@@ -6,11 +6,12 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
+from tfpar._compat import keras_optimizer
 from tfpar.callbacks import Throughput
 from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
 from tfpar.loops.epoch_iterator import EpochIterator
@@ -18,6 +19,18 @@ from tfpar.strategies import Strategy
 from tfpar.strategies.multi_step import CallResult, StepsPerCall
 
 RunSteps = Callable[..., CallResult]
+
+
+class NonfiniteStep(NamedTuple):
+    """The first step of a call whose loss is not finite.
+
+    Args:
+        step: Its number in the epoch, from 1.
+        update: The number of the optimizer's updates after it.
+    """
+
+    step: int
+    update: int
 
 
 @dataclasses.dataclass
@@ -73,17 +86,17 @@ class StepCalls:
         multiple = self.strategy.steps_multiple
         return whole_executions(1 if single else self._steps.next(), multiple)
 
-    def ends_at_nonfinite(self, stop: bool) -> bool:
-        """Return whether a call ends after a step with a loss that is not finite.
+    @property
+    def ends_at_nonfinite(self) -> bool:
+        """Whether a call ends after a step with a loss that is not finite, because a callback handles it.
 
-        Args:
-            stop: Whether training stops after such a step. If a callback decides instead, it is called at the end of
-                the execution, as in Keras.
+        Otherwise all steps of the call run, so that no step waits for the loss of the previous one.
         """
-        decides = any(map(decides_at_nonfinite, self.callbacks.callbacks))
-        return self._per_execution == 1 if decides else stop
+        return self._per_execution == 1 and any(map(decides_at_nonfinite, self.callbacks.callbacks))
 
-    def call(self, first: int, num_steps: int, end_at_nonfinite: bool) -> tuple[int, int, bool, dict[str, Any]]:
+    def call(
+        self, first: int, num_steps: int, end_at_nonfinite: bool
+    ) -> tuple[int, int, NonfiniteStep | None, dict[str, Any]]:
         """Run the next steps.
 
         Args:
@@ -92,17 +105,19 @@ class StepCalls:
             end_at_nonfinite: Whether the call ends after a step with a loss that is not finite.
 
         Returns:
-            The number of steps, the index of the last one in Keras' numbering, whether the loss is finite, and the
-            logs of the model.
+            The number of steps, the index of the last one in Keras' numbering, the first step whose loss is not finite,
+            if any, and the logs of the model.
         """
         limit = self.num_steps
         wanted = num_steps if limit is None else min(num_steps, limit - first)
+        optimizer = None if self.testing else self.model.optimizer
+        num_updates = keras_optimizer.num_applied(optimizer)
         start = time.perf_counter()
         with self.strategy.step_context():
             result = self.run_steps(
                 self.epoch_iterator.iterator, self.epoch_iterator.upcoming, wanted, end_at_nonfinite
             )
-        done = int(result.num_steps)
+        done, num_finite = int(result.num_steps), int(result.num_finite)
         self._steps.record(done, time.perf_counter() - start)
         self.epoch_iterator.advance(result.upcoming, done)
         for callback in self.callbacks.callbacks:
@@ -111,7 +126,12 @@ class StepCalls:
         logs = keras.tree.map_structure(np.asarray, result.logs)
         # Keras counts whole executions, also if the data end inside of one.
         last = first + (num_steps if self._per_execution > 1 else done) - 1
-        return done, last, bool(result.finite) and bool(np.all(np.isfinite(logs.get("loss", 0.0)))), logs
+        nonfinite = None
+        if num_finite < done or not np.all(np.isfinite(logs.get("loss", 0.0))):
+            in_call = min(num_finite + 1, done)
+            update = keras_optimizer.updates_of(optimizer, num_updates + in_call)
+            nonfinite = NonfiniteStep(first + in_call, update)
+        return done, last, nonfinite, logs
 
 
 def limited_epochs(epochs: int) -> int:

@@ -69,6 +69,7 @@ class StepFunctions:
                 logs,
                 lambda batch: strategy.num_examples(batch, distributed),
                 lambda upcoming: strategy.has_more(upcoming, distributed),
+                device=strategy.step_device,
                 jit_compile=self._whole_step_in_xla,
                 run_eagerly=model.run_eagerly,
             )

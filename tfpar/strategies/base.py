@@ -56,6 +56,8 @@ class Strategy(abc.ABC):
     steps_multiple: int = 1
     seconds_per_call: float = SECONDS_PER_CALL
     compiles_with_xla: bool = True
+    # The device for which XLA compiles whole steps; None for TensorFlow's default.
+    step_device: str | None = None
     # Returns a sentence for the other workers about an error of the data; None for other errors.
     user_message: data.UserMessage = staticmethod(lambda error: None)
     # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.

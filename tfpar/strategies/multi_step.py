@@ -9,6 +9,7 @@ call has as many steps as run in about a tenth of a second, which keeps progress
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,14 +19,24 @@ import tensorflow as tf
 from tfpar._compat import tf_custom_gradient
 
 SECONDS_PER_CALL = 0.1
+HOST = "/device:CPU:0"
 
 
 class CallResult(NamedTuple):
-    """The result of one call of a compiled loop."""
+    """The result of one call of a compiled loop.
+
+    Args:
+        upcoming: The next batch, an optional.
+        num_steps: The number of steps that ran.
+        num_finite: The number of steps before the first one whose loss is not finite; `num_steps` if there is none.
+        num_examples: The number of examples of all steps.
+        data_wait_seconds: The time that the steps waited for data.
+        logs: The metrics after the last step.
+    """
 
     upcoming: tf.experimental.Optional
     num_steps: tf.Tensor
-    finite: tf.Tensor
+    num_finite: tf.Tensor
     num_examples: tf.Tensor
     data_wait_seconds: tf.Tensor
     logs: dict[str, tf.Tensor]
@@ -37,57 +48,63 @@ def compile_loop(
     num_examples: Callable[[Any], tf.Tensor],
     has_more: Callable[[tf.experimental.Optional], tf.Tensor],
     *,
+    device: str | None = None,
     jit_compile: bool = False,
     run_eagerly: bool = False,
 ) -> Callable[..., CallResult]:
     """Compile a loop of steps over an iterator.
 
     The next batch is an optional value in the loop state, so the end of the data is a plain loop condition: the loop
-    raises no exception, no step runs under a conditional, and the caller receives the next batch, if any. By default
-    the loop also stops after a step with a loss that is not finite, so that an error can name the step.
+    raises no exception, no step runs under a conditional, and the caller receives the next batch, if any.
+
+    The loop runs on the host, and its steps on their devices: TensorFlow would place the state of the loop on the first
+    GPU, and copy every batch there and back. The condition needs no value of a device, so that the host does not wait
+    for a loss before it starts the next step. Only a loop that has to stop at a loss that is not finite does.
 
     Args:
         step: Takes one batch and returns the loss, a scalar.
         logs: Returns the metrics; called once, after the last step.
         num_examples: Returns the number of examples of a batch.
         has_more: Returns whether there is an upcoming batch.
+        device: The device of the call of the step, for which XLA compiles it; None for TensorFlow's default.
         jit_compile: Compile the step with XLA.
         run_eagerly: Run Python step by step, for debugging.
 
     Returns:
         A function of the iterator, the upcoming batch (an optional), the largest number of steps to run, and whether
-        to stop at a loss that is not finite (True if left out).
+        to stop after a step with a loss that is not finite (False if left out), with a compilation for each choice.
     """
 
-    def loop(iterator: tf.data.Iterator, upcoming: Any, num_steps: tf.Tensor, stops: tf.Tensor) -> CallResult:
-        def more(going: Any, done: Any, *others: Any) -> tf.Tensor:
-            return going & (done < num_steps)
+    def on(device: str | None) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if run_eagerly else tf.device(device)
 
-        def one(going: Any, done: Any, finite: Any, examples: Any, waited: Any, upcoming: Any) -> tuple[Any, ...]:
+    def loop(iterator: tf.data.Iterator, upcoming: Any, num_steps: tf.Tensor, stops: bool) -> CallResult:
+        def more(left: Any, *others: Any) -> tf.Tensor:
+            return left > 0
+
+        def one(left: Any, done: Any, num_finite: Any, examples: Any, waited: Any, upcoming: Any) -> tuple[Any, ...]:
             # The next batch is fetched while the step runs; only the time after the step counts as waiting for data.
-            batch = upcoming.get_value()
-            loss = step(batch)
-            following = iterator.get_next_as_optional()
+            batch = _here(upcoming).get_value()
+            with on(device):
+                loss = step(batch)
+            following = _here(iterator.get_next_as_optional())
             with tf.control_dependencies([loss]):
                 step_ended = tf.timestamp()
             with tf.control_dependencies([following.has_value()]):
                 data_arrived = tf.timestamp()
             waited += tf.maximum(data_arrived - step_ended, 0.0)
-            finite = tf.math.is_finite(loss)
-            continues = finite | ~stops
-            return (
-                has_more(following) & continues,
-                done + 1,
-                finite,
-                examples + num_examples(batch),
-                waited,
-                following,
-            )
+            num_finite += tf.cast(tf.math.is_finite(loss) & (num_finite == done), tf.int32)
+            done += 1
+            continues = has_more(following) & (num_finite == done) if stops else has_more(following)
+            left = tf.where(continues, num_steps - done, 0)
+            return left, done, num_finite, examples + num_examples(batch), waited, following
 
-        zero = tf.constant(0, tf.int64)
-        begin = (has_more(upcoming), tf.constant(0), tf.constant(True), zero, tf.constant(0.0, tf.float64), upcoming)
-        _, done, finite, examples, waited, upcoming = tf.while_loop(more, one, begin)
-        return CallResult(upcoming, done, finite, examples, waited, logs())
+        with on(HOST):
+            left = tf.where(has_more(upcoming), num_steps, 0)
+            zeros = tf.constant(0), tf.constant(0), tf.constant(0, tf.int64), tf.constant(0.0, tf.float64)
+            state = tf.while_loop(more, one, (left, *zeros, upcoming))
+        _, done, num_finite, examples, waited, upcoming = state
+        return CallResult(upcoming, done, num_finite, examples, waited, logs())
 
     tf_custom_gradient.release_with_graphs()
     # As a separate function, the step ends with the last of its updates.
@@ -95,11 +112,16 @@ def compile_loop(
         step = tf.function(alone(step), autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
     run = loop if run_eagerly else tf.function(alone(loop), autograph=False, reduce_retracing=True)
 
-    def call(iterator: Any, upcoming: Any, num_steps: int, stop_at_nonfinite: bool = True) -> CallResult:
-        result: CallResult = run(iterator, upcoming, tf.constant(num_steps), tf.constant(stop_at_nonfinite))
+    def call(iterator: Any, upcoming: Any, num_steps: int, stop_at_nonfinite: bool = False) -> CallResult:
+        result: CallResult = run(iterator, upcoming, tf.constant(num_steps), stop_at_nonfinite)
         return result
 
     return call
+
+
+def _here(upcoming: Any) -> Any:
+    """Return an optional on the device of the scope: TensorFlow reads it where its tensor is."""
+    return tf.nest.map_structure(tf.identity, upcoming, expand_composites=True)
 
 
 def alone(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ class SingleDevice(SingleReplica):
     def __init__(self, device: str | None = None) -> None:
         if device is not None and not isinstance(device, str):
             raise TypeError(f'device must be one name such as "CPU:0" or "GPU:0", received {device!r}.')
-        self.device = None if device is None else cluster.resolve_devices([device])[0]
+        self.device = self.step_device = None if device is None else cluster.resolve_devices([device])[0]
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
