@@ -16,6 +16,7 @@ import rich.table
 import tensorflow as tf
 
 from tfpar._compat import random_state
+from tfpar.full_precision import full_precision
 from tfpar.loops.model_function import check_arguments
 from tfpar.messages import keyword_arguments
 from tfpar.strategies import Strategy, resolve
@@ -103,6 +104,7 @@ def check_parity(
 
     In float64 a difference above 1e-9 is not due to rounding, but for example to the random masks of Dropout, to
     BatchNormalization without `synchronized=True`, or to a batch-dependent layer. Global random states do not change.
+    In float32, GPUs compute both trainings without TensorFloat-32.
 
     Args:
         build_model: The model function, as for `tfpar.Trainer`.
@@ -145,7 +147,7 @@ def check_parity(
     batches = list(dataset.take(num_steps))
     if not batches:
         raise ValueError("check_parity needs at least one batch, and the dataset is empty.")
-    with _floatx(dtype):
+    with _floatx(dtype), full_precision():
         repeatable = functools.reduce(
             tf.data.Dataset.concatenate, [tf.data.Dataset.from_tensors(_cast(batch, dtype)) for batch in batches]
         )

@@ -17,7 +17,7 @@ COMMANDS = [["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]]
 MAX_LINES = 350
 # A module imports from the packages on its own rung or on those above it. A sub-package has a separate place.
 LADDER = [
-    ["_compat", "files", "messages", "per_model", "pipeline.schedule"],
+    ["_compat", "files", "full_precision", "messages", "per_model", "pipeline.schedule"],
     ["callbacks", "commands", "config", "data.batching"],
     ["__main__", "cluster", "data.sharding"],
     ["cluster.rendezvous", "data.sources", "launcher"],

@@ -168,6 +168,7 @@ ROWS = [
         "optimizers/base_optimizer",
         "slots are found again where weights have moved",
     ),
+    _keras("an optimizer", "_iterations", "optimizers/base_optimizer", "steps of accumulated gradients are counted"),
     _keras("an optimizer", "_distribution_strategy", "backend/tensorflow/optimizer", "an optimizer moves"),
     _keras(
         "keras.src.optimizers.loss_scale_optimizer",

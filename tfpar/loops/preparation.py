@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
+from tfpar.full_precision import full_precision
 from tfpar.loops.callback_list import callback_list
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate
@@ -69,10 +70,12 @@ class Preparation:
         training = kind == "train"
         if not objective.objectives_of(self._model):
             self._prepare_outputs(batch, training)
-        self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
+        with full_precision():
+            self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
         present = str(tf.nest.map_structure(lambda tensor: tensor is not None, batch))  # optional inputs may be None
         prepare_loss = functools.partial(self._strategy.prepare_loss, self._model, batch, training)
-        self._compiled.once(f"{kind} loss", prepare_loss, present)
+        with full_precision():
+            self._compiled.once(f"{kind} loss", prepare_loss, present)
         return epoch_iterator, self._compiled.loop(kind, distributed)
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Callable[[Any], Any]]:
@@ -94,7 +97,8 @@ class Preparation:
 
     def _prepare_outputs(self, batch: Any, training: bool) -> None:
         prepare = self._strategy.prepare_outputs
-        self._compiled.once(f"outputs in training: {training}", lambda: prepare(self._model, batch, training))
+        with full_precision():
+            self._compiled.once(f"outputs in training: {training}", lambda: prepare(self._model, batch, training))
 
     def _distribute(
         self, dataset: data.Batches

@@ -18,6 +18,7 @@ from tfpar._compat import (
     keras_variables,
     random_state,
 )
+from tfpar.full_precision import full_precision
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.execution.compiled_stages import StagesOfModel
@@ -165,7 +166,7 @@ class StagePlanner:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         if training:
             check_synchronized(graph)
-        with tf.device(self._devices[0]):
+        with tf.device(self._devices[0]), full_precision():
             check_batch_independence(graph, model_graph.standardize(model, inputs), training)
         checked[training] = compilation
 
