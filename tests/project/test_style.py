@@ -18,7 +18,7 @@ MAX_LINES = 350
 # A module imports from the packages on its own rung or on those above it. A sub-package has a separate place.
 LADDER = [
     ["_compat", "files", "full_precision", "messages", "per_model", "pipeline.schedule"],
-    ["callbacks", "commands", "config", "data.batching"],
+    ["callbacks", "commands", "config", "data.batching", "placement"],
     ["__main__", "cluster", "data.sharding"],
     ["cluster.rendezvous", "data.sources", "launcher"],
     ["data", "launch"],

@@ -319,6 +319,18 @@ ROWS = [
     ),
     # The runtime, graphs and functions
     _tensorflow(
+        "tensorflow.python.framework.kernels",
+        "get_registered_kernels_for_op",
+        "framework/kernels",
+        "the kernels for GPUs, on machines without one",
+    ),
+    _tensorflow(
+        "tensorflow.python.framework.op_def_registry",
+        "get",
+        "framework/op_def_registry",
+        "the arguments of an operation, by which its kernels are told apart",
+    ),
+    _tensorflow(
         "tensorflow.python.eager.context",
         "Context context FunctionCallOptions",
         "eager/context",

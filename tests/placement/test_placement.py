@@ -1,0 +1,137 @@
+"""The operations of a training step would run where they should if its devices were GPUs."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support import placement_cases
+from tfpar.placement.reading import Placed, Transfer
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+NAMES = list(placement_cases.STRATEGIES)
+each_strategy = pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.slow_start] * (name == "multi_worker")) for name in NAMES]
+)
+each_model = pytest.mark.parametrize("model", placement_cases.MODELS)
+REPLICATED = ("mirrored", "multi_worker")
+
+# What the host waits for: the kind of the operation on a GPU and of its first reader, and the reason.
+WAITS_OF_KERAS_AND_TENSORFLOW = {
+    ("BitwiseAnd", "Less"): "keras.ops.argmax of `accuracy` tells -0.0 from 0.0; TensorFlow compares int32 on the host",
+    ("SelectV2", "Size"): "keras.ops.take replaces negative rows; TensorFlow's gradient of a lookup takes their size",
+    ("GatherV2", "ConcatV2"): "tf.tensordot of Dense computes shapes in int32, of which some kernels are on the GPU",
+    ("Prod", "Pack"): "the same, and the reshaping of rows",
+    ("All", "Assert"): "sparse_softmax_cross_entropy_with_logits checks shapes that are not known",
+    ("Identity", "LoopCond"): "the condition of Keras' loop over time steps",
+    ("TensorListPopBack", "BroadcastGradientArgs"): "tf.while_loop saves shapes for its gradient in lists",
+    ("TensorListPopBack", "TensorListReserve"): "the same",
+    ("TensorListPopBack", "TensorListSetItem"): "the same",
+    ("ReadVariableOp", "AddN"): "tf.distribute sums the metrics of replicas on the host, once a call",
+}
+# To be repaired in tfpar; a repair deletes its line here.
+WAITS_OF_TFPAR = {
+    ("LogicalAnd", "LoopCond"): "the loop over steps ends at a loss that is not finite",
+    ("OptionalGetValue", "Shape"): "the batch is taken from its Optional on the first GPU, its size on the host",
+    ("Greater", "Switch"): "the metrics of an empty part are not updated; its size is int64 on a GPU",
+}
+WAITS_OF_STRATEGIES = {
+    "mirrored": {("SelectV2", "Pack"): "the number of rows to send of a lookup"},
+    "multi_worker": {
+        ("SelectV2", "Pack"): "the number of rows to send of a lookup",
+        ("CollectiveGatherV2", "Max"): "the rows of replicas are gathered with their numbers, which may differ",
+        ("CollectiveGatherV2", "Shape"): "the same",
+        ("Cast", "AddV2"): "the same",
+        ("Cast", "Less"): "the same",
+        ("LeftShift", "Sub"): "the same",
+    },
+    "pipeline": {
+        ("Pack", "StridedSlice"): "the bounds of micro-batches are int64, on the first GPU",
+        ("SelectV2", "Identity"): "a stage returns the int32 indices of a lookup as a saved tensor",
+        ("StridedSlice", "UnsortedSegmentSum"): "Keras' Adam adds up equal rows; their number is int64",
+    },
+}
+# What passes the first GPU: the kind of the operation there, and the reason.
+DETOURS_OF_TFPAR = {
+    "mirrored": {
+        "OptionalGetValue": "the parts of all replicas are taken from their Optional on the first GPU",
+        "StridedSlice": "the sizes of all parts, too",
+        "Switch": "the same",
+    },
+    "pipeline": {
+        "StridedSlice": "the batch is cut into micro-batches on the first GPU",
+        "Sub": "the sizes of micro-batches are computed there",
+        "Switch": "the same",
+        "RealDiv": "the learning rate of Adam is computed there",
+    },
+}
+DETOURS_OF_TFPAR["multi_worker"] = DETOURS_OF_TFPAR["mirrored"]
+
+
+@each_model
+@each_strategy
+def test_no_operation_of_the_host_lies_between_two_of_a_gpu(strategy: str, model: str) -> None:
+    assert placement_cases.case(strategy, model).reading.on_host == ()
+
+
+@each_model
+@each_strategy
+def test_each_operation_of_a_layer_runs_on_the_gpu_of_its_replica_or_stage(strategy: str, model: str) -> None:
+    case = placement_cases.case(strategy, model)
+    of_layers = [(layer, one) for one in case.reading.operations for layer in case.stages if _is_of(layer, one.name)]
+    assert {layer for layer, _ in of_layers} == set(case.stages)
+    wrong = [one for layer, one in of_layers if one.device != _home(strategy, case.stages[layer], one)]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def _is_of(layer: str, name: str) -> bool:
+    return re.search(rf"(^|/){layer}(_\d+)*/", name) is not None
+
+
+def _home(strategy: str, stage: str, operation: Placed) -> str:
+    if strategy in REPLICATED:
+        return "GPU:1" if "replica_1/" in operation.name else "GPU:0"
+    # Asserts have no kernel on a GPU, and follow everything that they check.
+    return stage
+
+
+@each_model
+@each_strategy
+def test_sizes_bounds_and_predicates_stay_on_the_host(strategy: str, model: str) -> None:
+    known = WAITS_OF_KERAS_AND_TENSORFLOW | WAITS_OF_TFPAR | WAITS_OF_STRATEGIES.get(strategy, {})
+    unknown = [one for one in placement_cases.case(strategy, model).reading.waits if _kinds(one) not in known]
+    assert not unknown, "\n".join(map(str, unknown))
+
+
+def _kinds(wait: Transfer) -> tuple[str, str]:
+    return wait.source_kind, wait.consumer_kind
+
+
+@pytest.mark.slow_start
+def test_every_wait_of_keras_and_tensorflow_is_still_there() -> None:
+    found = {
+        _kinds(wait)
+        for name in NAMES
+        for model in placement_cases.MODELS
+        for wait in placement_cases.case(name, model).reading.waits
+    }
+    assert not set(WAITS_OF_KERAS_AND_TENSORFLOW) - found
+
+
+@each_model
+@each_strategy
+def test_nothing_of_one_replica_or_stage_passes_the_gpu_of_another(strategy: str, model: str) -> None:
+    known = DETOURS_OF_TFPAR.get(strategy, {})
+    unknown = [one for one in placement_cases.case(strategy, model).reading.detours if one.source_kind not in known]
+    assert not unknown, "\n".join(map(str, unknown))
+
+
+@each_model
+@each_strategy
+def test_each_tensor_of_a_batch_enters_each_gpu_once(strategy: str, model: str) -> None:
+    entries = placement_cases.case(strategy, model).reading.entries
+    # The micro-batches of a batch may enter one by one.
+    most = placement_cases.NUM_MICROBATCHES if strategy == "pipeline" else 1
+    assert entries
+    assert all(count <= most for count in entries.values()), entries

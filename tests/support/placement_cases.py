@@ -1,0 +1,134 @@
+"""The placement of one training step of several models under every strategy, as if their devices were GPUs.
+
+The logical CPU 0 stands for the host, the logical CPUs 1 and 2 for GPU 0 and GPU 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import tfpar
+from tests import ROOT
+from tfpar.loops.model_function import model_of
+from tfpar.loops.preparation import Preparation
+from tfpar.placement.reading import Reading, read_placement
+
+NUM_MICROBATCHES = 3
+GPUS = {"CPU:1": "GPU:0", "CPU:2": "GPU:1"}
+STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
+    "single_device": lambda: tfpar.SingleDevice("CPU:1"),
+    "mirrored": lambda: tfpar.Mirrored(list(GPUS)),
+    "multi_worker": lambda: tfpar.MultiWorker(list(GPUS)),
+    "pipeline": lambda: tfpar.Pipeline(2, NUM_MICROBATCHES, balance="parameters", devices=list(GPUS)),
+}
+
+
+class Case(NamedTuple):
+    """A placed step.
+
+    Args:
+        reading: Where its operations run.
+        stages: The GPU of the weights of each layer of a pipeline, by the layer's name.
+    """
+
+    reading: Reading
+    stages: dict[str, str]
+
+
+def cnn() -> keras.Model:
+    return _compiled(
+        keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                layers.Conv2D(4, 3, name="alpha"),
+                layers.LayerNormalization(name="beta"),
+                layers.MaxPooling2D(),
+                layers.Flatten(),
+                layers.Dense(11, name="gamma"),
+            ]
+        )
+    )
+
+
+def transformer() -> keras.Model:
+    tokens = keras.Input((6,), dtype="int32")
+    embedded = layers.Embedding(11, 8, name="alpha")(tokens)
+    attended = layers.MultiHeadAttention(2, 4, name="beta")(embedded, embedded, use_causal_mask=True)
+    normed = layers.LayerNormalization(name="gamma")(attended + embedded)
+    return _compiled(keras.Model(tokens, layers.Dense(11, name="delta")(normed)))
+
+
+def masked_lstm() -> keras.Model:
+    return _compiled(
+        keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(11, 8, mask_zero=True, name="alpha"),
+                layers.LSTM(4, name="beta"),
+                layers.Dense(11, name="gamma"),
+            ]
+        )
+    )
+
+
+MODELS = {"cnn": cnn, "transformer": transformer, "masked_lstm": masked_lstm}
+
+
+def _compiled(model: keras.Model) -> keras.Model:
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model
+
+
+def _data(model: str) -> tf.data.Dataset:
+    tokens = np.ones((8, 6), "int32")
+    targets = np.ones((8, 6) if model == "transformer" else (8,), "int64")
+    return tf.data.Dataset.from_tensor_slices(
+        (np.ones((8, 8, 8, 1), "float32") if model == "cnn" else tokens, targets)
+    ).batch(5)
+
+
+@functools.cache
+def case(strategy: str, model: str) -> Case:
+    """Trace and read the loop of train steps of a model under a strategy."""
+    if strategy == "multi_worker":  # TensorFlow's collectives can be set up once in a process
+        return _in_process_of_its_own()[model]
+    return _case(STRATEGIES[strategy](), model)
+
+
+def _case(strategy: tfpar.Strategy, model: str) -> Case:
+    with tf.device("CPU:1"):  # what requests no device is on the first GPU, outside of the step as well
+        built = model_of(MODELS[model], strategy, 0)
+        epoch_iterator, run_steps = Preparation(built, strategy).prepare_loop(_data(model), None, "train")
+    iterator, upcoming = epoch_iterator.iterator, epoch_iterator.upcoming
+    loop = tf.function(lambda *arguments: run_steps(*arguments, 2), autograph=False)
+    reading = read_placement(loop.get_concrete_function(iterator, upcoming), GPUS)
+    homes = {layer.name: layer.variables[0].value.device for layer in built.layers if layer.variables}
+    return Case(reading, {name: GPUS.get(home[-5:], "CPU:0") for name, home in homes.items()})
+
+
+@functools.cache
+def _in_process_of_its_own() -> dict[str, Case]:
+    completed = subprocess.run(
+        [sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, check=False, timeout=300
+    )
+    assert completed.returncode == 0, completed.stderr.decode()[-2000:]
+    found: dict[str, Case] = pickle.loads(completed.stdout[completed.stdout.index(b"\x80") :])
+    return found
+
+
+if __name__ == "__main__":
+    from tests.support import placement_cases
+
+    tfpar.use_logical_cpus(3)
+    strategy = STRATEGIES["multi_worker"]()
+    sys.stdout.buffer.write(pickle.dumps({name: placement_cases._case(strategy, name) for name in MODELS}))
