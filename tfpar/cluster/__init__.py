@@ -8,11 +8,13 @@ from tfpar.cluster.devices import (
     use_logical_cpus,
 )
 from tfpar.cluster.gpu_cards import card_numbers, take_share_of_slurm_task
+from tfpar.cluster.gpu_memory import free_bytes
 
 __all__ = [
     "card_numbers",
     "check_one_kind",
     "configured_devices",
+    "free_bytes",
     "native_messages_to",
     "resolve_devices",
     "take_share_of_slurm_task",

@@ -48,8 +48,8 @@ class Pipeline(SingleReplica):
         devices: Device names such as `["GPU:0", "GPU:1"]`; None takes as many as the schedule needs.
         recompute: Save only the inputs of a stage, and repeat its forward pass in the backward pass: less memory for
             about a third more time.
-        memory_limit_bytes: The limit for weights, gradients, optimizer state and activations on each device; None for
-            no limit.
+        memory_limit_bytes: The limit for weights, gradients, optimizer state and activations on each device. With
+            None, stages on GPUs are cut for their free memory, with a warning if it does not suffice by estimate.
         allow_batch_dependent_layers: Also train layers that mix the examples of a batch, although micro-batches change
             their outputs.
 

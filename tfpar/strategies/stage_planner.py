@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpar import data
+from tfpar import cluster, data
 from tfpar._compat import (
     keras_losses,
     keras_model,
@@ -19,6 +22,8 @@ from tfpar._compat import (
     random_state,
 )
 from tfpar.full_precision import full_precision
+from tfpar.messages import user_warnings
+from tfpar.messages.number_format import figure
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.execution.compiled_stages import StagesOfModel
@@ -174,18 +179,55 @@ class StagePlanner:
         self, model: keras.Model, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
     ) -> None:
         costs = measure(graph, inputs, size, self._devices[0], times=balance == "time", flops=balance == "flops")
-        self._cut(model, graph, balance, costs, size)
+        self._cut(model, graph, balance, costs, size, warns=bool(inputs))
 
     def _cut(
-        self, model: keras.Model, graph: model_graph.Graph, balance: Balance, costs: Sequence[CallCost], size: int
+        self,
+        model: keras.Model,
+        graph: model_graph.Graph,
+        balance: Balance,
+        costs: Sequence[CallCost],
+        size: int,
+        warns: bool = False,
     ) -> None:
         self._schedules[model] = schedule = self._fitted_schedule(model, graph)
         memory = self.memory_of(model)
-        partition = partition_model(graph, balance, schedule.num_stages, schedule.num_devices, costs, size, memory)
+        cut = functools.partial(partition_model, graph, balance, schedule.num_stages, schedule.num_devices, costs, size)
+        if memory.limit_bytes is None and self._free_bytes is not None:
+            partition = self._within_free_memory(model, cut, memory, self._free_bytes, warns)
+        else:
+            partition = cut(memory)
         place_weights(model, partition.stages, self.stage_devices(model))
         self._partitions[model] = partition
         self._num_moves[model] = keras_variables.num_moves(model.variables)
         self._stages.pop(model)
+
+    @functools.cached_property
+    def _free_bytes(self) -> int | None:
+        """The free memory of the GPU that has the least, before the first model has weights there."""
+        return cluster.free_bytes(self._devices)
+
+    def _within_free_memory(
+        self,
+        model: keras.Model,
+        cut: Callable[[MemoryNeeds], Partition],
+        memory: MemoryNeeds,
+        free_bytes: int,
+        warns: bool,
+    ) -> Partition:
+        """Return a partition within the free memory of the GPUs if there is one, or else warn: needs are estimates."""
+        with contextlib.suppress(ValueError):
+            return cut(dataclasses.replace(memory, limit_bytes=free_bytes))
+        partition = cut(memory)
+        if warns:
+            needed = partition.device_bytes(memory, self.schedule_of(model).num_devices)
+            user_warnings.warn(
+                f"The stages of {model.name!r} need up to {figure(max(needed) / 1e6)} MB on one device, by "
+                f"estimate, and the GPU with the least free memory has {figure(free_bytes / 1e6)} MB: training "
+                "may run out of memory. Use balance='memory', more stages, smaller micro-batches or recompute=True, or "
+                "end other processes on the GPUs."
+            )
+        return partition
 
     def _fitted_schedule(self, model: keras.Model, graph: model_graph.Graph) -> schedules.Schedule:
         """Return the schedule, with fewer stages and a warning if the model has fewer layer calls than stages."""

@@ -44,6 +44,16 @@ class Partition:
         of_every_cut = cut_values(self.graph)
         return [of_every_cut[end - 1] for end in ends]
 
+    def device_bytes(self, memory: MemoryNeeds, num_devices: int) -> list[int]:
+        """Return the estimate of the memory of each device.
+
+        Args:
+            memory: The needs of the layer calls.
+            num_devices: Number of devices. Stage s runs on device `s % num_devices`.
+        """
+        stage_bytes = [sum(map(memory.call_bytes, costs)) for costs in self.stage_costs]
+        return [sum(stage_bytes[device::num_devices]) for device in range(num_devices)]
+
 
 def check_balance(balance: Any, num_stages: int) -> None:
     """Raise an error if a balance is invalid for any model.
