@@ -12,6 +12,19 @@ from tfpar.placement.lowered_graph import Output, lower
 from tfpar.placement.transfers import Copy, PlacedGraph, Transfer
 
 _OF_DATA = ("OptionalGetValue", "IteratorGetNext")
+# What they return is a part of their input, or all of it.
+_MOVING = (
+    "ConcatV2",
+    "Identity",
+    "IdentityN",
+    "Merge",
+    "Reshape",
+    "Slice",
+    "Split",
+    "SplitV",
+    "StridedSlice",
+    "Switch",
+)
 
 
 class Placed(NamedTuple):
@@ -37,7 +50,8 @@ class Reading:
         on_host: Operations without a kernel for GPUs between two that have one.
         waits: Sizes, bounds and predicates that a GPU computes and the host waits for; each once.
         detours: Tensors that pass a GPU which no one asked for, on their way to another one.
-        entries: How many tensors made of each tensor of a batch are copied to each GPU, by its number and the device.
+        entries: How many parts of each tensor of a batch are copied to each GPU, by its number and the device; one is
+            the tensor itself.
         moves: All copies between two GPUs.
     """
 
@@ -140,13 +154,14 @@ def _detours(graph: PlacedGraph) -> list[Copy]:
 
 
 def _entries(graph: PlacedGraph) -> dict[tuple[int, str], int]:
-    parts: dict[Output, frozenset[int]] = {}  # what each tensor of the host is made of
+    parts: dict[Output, frozenset[int]] = {}  # the tensors of the batch of which a tensor of the host is a part
     counts: collections.Counter[tuple[int, str]] = collections.Counter()
     for index, operation in enumerate(graph.operations):
         numbers = range(len(operation.signature.outputs))
         if operation.kind in _OF_DATA and graph.devices[index] != HOST:  # the whole batch enters there
             counts.update((number, graph.devices[index]) for number in numbers)
-        of_inputs = frozenset(part for one in operation.inputs for part in parts.get(one, ()))
+        moved = operation.inputs if operation.kind in _MOVING else ()
+        of_inputs = frozenset(part for one in moved for part in parts.get(one, ()))
         for number in numbers:
             own = frozenset([number]) if operation.kind in _OF_DATA else of_inputs
             if own and graph.origin(Output(index, number)) == HOST:

@@ -96,8 +96,17 @@ def follow_data() -> Iterator[None]:
     captured: dict[int, Any] = {}
 
     def device_of(tensor: Any) -> str:
-        """Return the device of a tensor; for a captured tensor that of the tensor outside of the function."""
-        while not tensor.device and hasattr(tensor, "op") and tensor.op.type == "Placeholder":
+        """Return the device of a tensor; for a captured tensor that of the tensor outside of the function.
+
+        The placeholder of a captured tensor may have the device of a context around the function, and TensorFlow reads
+        variables outside of all contexts, on the device of their handle.
+        """
+        while hasattr(tensor, "op"):
+            if tensor.op.type == "ReadVariableOp" and not tensor.device:
+                tensor = tensor.op.inputs[0]
+                continue
+            if tensor.op.type != "Placeholder":
+                break
             if id(tensor) not in captured:
                 captured.update((id(inner), outer) for outer, inner in tensor.graph.captures)
             if captured.setdefault(id(tensor), None) is None:  # an argument of the function
