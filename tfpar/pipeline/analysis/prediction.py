@@ -69,7 +69,7 @@ def predict_step_time(
     programs = steps.compiler.compile(batch, training=True).programs
     saved = [program.saved_bytes(microbatch_size) for program in programs.stages]
     durations = dataclasses.replace(
-        step_timing.measure_durations(schedule, lambda actions: steps.timed(batch, actions)),
+        step_timing.measure_durations(schedule, lambda actions: steps.timed(batch, actions), devices),
         update_seconds=step_timing.measure_updates(steps.compiler.staged.model.optimizer, programs),
         activation_bytes=tuple(one.activations for one in saved),
         backward_temporary_bytes=tuple(one.input_gradient_temporaries for one in saved),

@@ -11,9 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_optimizer
+from tfpar._compat import keras_optimizer, tf_function
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.execution.compiled_stages import Programs
+from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.simulator import Durations, Span, Timeline
 
@@ -23,17 +24,19 @@ _MICROBATCHES_PER_DEVICE = 3
 ActionTimes = dict[Action, list[float]]  # start and end of each action, in seconds
 
 
-def measure_durations(schedule: Schedule, timed: Timed) -> Durations:
+def measure_durations(schedule: Schedule, timed: Timed, devices: Sequence[str] = ()) -> Durations:
     """Measure the durations of actions and transfers in a step with few micro-batches.
 
     The devices run at the same time as in training, so that the durations include their contention: logical CPUs share
     threads and memory, and a single action alone would use all cores. The function returns medians over several runs,
-    without the first run.
+    without the first run. The clock is that of the host, which waits for a GPU before it reads it: the seconds of an
+    action without operations are subtracted. A transfer counts until the host knows of its end, as in training.
 
     Args:
         schedule: The order of the actions. The measurement runs at most three micro-batches for each device.
         timed: A function that runs actions on a batch. It returns the start and end of each, float64 `[actions, 2]`,
             and the gradients, so that TensorFlow does not prune them.
+        devices: The device of each stage; empty to subtract nothing.
 
     Returns:
         The durations, without bytes and updates.
@@ -56,8 +59,12 @@ def measure_durations(schedule: Schedule, timed: Timed) -> Durations:
         for (kind, stage, _), (begin, end) in times.items():
             seconds[kind, stage].append(end - begin)
 
+    empty = {device: empty_action_seconds(device) for device in set(devices)}
+    overhead_seconds = [empty[device] for device in devices] or [0.0] * num_stages
+
     def median_seconds(kind: str) -> tuple[float, ...]:
-        return tuple(statistics.median(seconds[kind, stage] or [0.0]) for stage in range(num_stages))
+        medians = (statistics.median(seconds[kind, stage] or [0.0]) for stage in range(num_stages))
+        return tuple(max(0.0, one - overhead) for one, overhead in zip(medians, overhead_seconds, strict=True))
 
     backward = median_seconds("B")
     return Durations(
@@ -67,6 +74,31 @@ def measure_durations(schedule: Schedule, timed: Timed) -> Durations:
         weight_gradient_seconds=median_seconds("W"),
         transfer_seconds=tuple(_transfer_seconds(short, runs, cut) for cut in range(num_stages - 1)),
     )
+
+
+def empty_action_seconds(device: str) -> float:
+    """Return the seconds between two readings of the clock around an action of a device without operations.
+
+    Args:
+        device: The name of the device.
+
+    Example:
+        >>> empty_action_seconds("CPU:0") >= 0
+        True
+    """
+
+    def timed(one: tf.Tensor) -> tf.Tensor:
+        with tf.device(device):
+            before = tf.identity(one)
+            with tf.control_dependencies([before]):
+                begin = tf_function.unordered_timestamp()
+            with tf.control_dependencies([begin]):
+                done = tf.identity(before)
+            with tf.control_dependencies([done]):
+                return tf_function.unordered_timestamp() - begin
+
+    run, one = tf.function(timed, autograph=False), tf.zeros([])
+    return statistics.median([float(run(one)) for _ in range(_RUNS)][1:])
 
 
 def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int) -> float:
@@ -114,16 +146,16 @@ def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Varia
         copy.build([weight])
         gradient = tf.zeros(weight.shape, weight.dtype)
 
-    def update() -> tf.Tensor:
+    def update() -> None:
         with tf.device(device), keras_optimizer.one_device_optimizer():
             copy.apply([gradient], [weight])
-        return tf.constant(0)
 
     run = tf.function(update, autograph=False)
-    seconds = []
+    seconds: list[float] = []
     for _ in range(_RUNS):
         start = time.perf_counter()
-        run().numpy()
+        run()
+        wait_for_gpus()
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:]) * sum(sizes) / max(sizes)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import random_state, tf_function
+from tfpar._compat import keras_model, random_state, tf_function
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
 from tfpar.pipeline.partition.stages import bytes_per_example
@@ -64,7 +65,7 @@ def measure(
         inputs: The flat inputs of the model, `[examples, ...]` each, with at least one example.
         microbatch_size: Number of examples of a micro-batch.
         device: Device of the measurement.
-        times: Whether to measure seconds, as the minimum of three runs.
+        times: Whether to measure seconds, as the minimum of three runs of a compiled function.
         flops: Whether to count floating-point operations.
 
     Returns:
@@ -85,76 +86,113 @@ def measure(
             value: _repeated_to_size(tensor, microbatch_size)
             for value, tensor in zip(graph.inputs, inputs, strict=True)
         }
+    with tf.device(device):
+        empty = _empty_seconds() if times else None
     last_use = {value: index for index, call in enumerate(graph.calls) for value in call.inputs}
     for index, call in enumerate(graph.calls):
         cost = 0.0, 0.0, 0.0
         if values:
             with tf.device(device):
-                cost = _measure_call(call, values, measured, times=times, flops=flops)
+                cost = _measure_call(call, values, measured, empty, flops)
             values = {value: tensor for value, tensor in values.items() if last_use.get(value, -1) > index}
         costs.append(_call_cost(call, cost, microbatch_size, seen))
     return costs
 
 
 def _measure_call(
-    call: Call, values: dict[Value, Any], measured: dict[Any, tuple[float, float, float]], *, times: bool, flops: bool
+    call: Call,
+    values: dict[Value, Any],
+    measured: dict[Any, tuple[float, float, float]],
+    empty: tuple[float, float] | None,
+    flops: bool,
 ) -> tuple[float, float, float]:
-    """Run a layer call, add its outputs to `values`, and return its seconds and floating-point operations."""
+    """Run a layer call, add its outputs to `values`, and return its seconds and floating-point operations.
+
+    Args:
+        call: The layer call.
+        values: The tensors of its inputs.
+        measured: The costs of the layer calls so far.
+        empty: The seconds of an empty function, which are subtracted; None for no seconds.
+        flops: Whether to count floating-point operations.
+    """
     variables = [(variable, tf.identity(variable.value)) for variable in call.variables]
     key = _cost_key(call, values)
-    if key in measured:
-        _forward(call, values, variables)
-        return measured[key]
-    with tf_function.own_traces():  # the first run traces and is not counted
-        seconds = [_timed(call, values, variables) for _ in range(_REPEATS + 1)][1:] if times else [(0.0, 0.0)]
-    operations = _count_flops(call, values, variables) if flops else 0.0
-    if not times:
-        _forward(call, values, variables)
-    measured[key] = min(forward for forward, _ in seconds), min(backward for _, backward in seconds), operations
+    if key not in measured:
+        with tf_function.own_traces(), tf_function.short_graph_optimization():
+            compiled = _CompiledCall(call, values, variables)
+            seconds = compiled.seconds() if empty else (0.0, 0.0)
+            forward, backward = (
+                max(0.0, one - of_call) for one, of_call in zip(seconds, empty or (0.0, 0.0), strict=True)
+            )
+            measured[key] = forward, backward, compiled.flops() if flops else 0.0
+    with keras.StatelessScope(variables):
+        model_graph.run([call], values, training=True)
     return measured[key]
 
 
-def _forward(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, tf.Tensor]]) -> None:
-    with keras.StatelessScope(variables):
-        model_graph.run([call], values, training=True)
+class _CompiledCall:
+    """A layer call as a function that TensorFlow compiles once, as in a step."""
+
+    def __init__(self, call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, tf.Tensor]]) -> None:
+        self._inputs = [values[value] for value in call.inputs]
+        self._weights = [tensor for _, tensor in variables]
+        trained = [tensor for variable, tensor in variables if variable.trainable]
+        self._sources = [dense_part(one) for one in [*self._inputs, *trained] if one.dtype.is_floating]
+        masks = [keras_model.mask_of(tensor) for tensor in self._inputs]
+
+        def forward(inputs: Sequence[Any], weights: Sequence[tf.Tensor]) -> list[Any]:
+            masked = map(keras_model.with_mask, inputs, masks)
+            tensors = dict(zip(call.inputs, masked, strict=True))
+            with keras.StatelessScope([(variable, one) for (variable, _), one in zip(variables, weights, strict=True)]):
+                model_graph.run([call], tensors, training=True)
+            return [tensors[value] for value in call.outputs]
+
+        self._forward = tf.function(forward, autograph=False)
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds of the forward and of the backward pass, with those of an empty function."""
+        return _shortest(functools.partial(self._forward, self._inputs, self._weights), self._sources)
+
+    def flops(self) -> float:
+        """Return the floating-point operations of the forward pass."""
+        graph = self._forward.get_concrete_function(self._inputs, self._weights).graph
+        builder = tf.compat.v1.profiler.ProfileOptionBuilder
+        options = builder(builder.float_operation()).with_empty_output().build()
+        return float(tf.compat.v1.profiler.profile(graph, options=options).total_float_ops)
 
 
-def _timed(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, tf.Tensor]]) -> tuple[float, float]:
-    """Run the forward and backward pass of a call, add its outputs to `values`, and return the seconds of both."""
-    trainable = [tensor for variable, tensor in variables if variable.trainable]
-    sources = [*(values[value] for value in call.inputs), *trainable]
-    sources = [dense_part(tensor) for tensor in sources if tensor.dtype.is_floating]
-    tensors = dict(values)
+def _empty_seconds() -> tuple[float, float]:
+    """Return the seconds of the call of a function without operations and of its gradient, and of the wait for GPUs."""
+    one, nothing = tf.zeros([]), tf.function(tf.identity, autograph=False)
+    return _shortest(lambda: [nothing(one)], [one])
+
+
+def _shortest(run: Callable[[], Sequence[Any]], sources: Sequence[tf.Tensor]) -> tuple[float, float]:
+    """Return the fewest seconds of a function and of its gradient, without the first run, which compiles both."""
+    runs = [_timed(run, sources) for _ in range(_REPEATS + 1)][1:]
+    return min(forward for forward, _ in runs), min(backward for _, backward in runs)
+
+
+def _timed(run: Callable[[], Sequence[Any]], sources: Sequence[tf.Tensor]) -> tuple[float, float]:
     start = time.perf_counter()
     with tf.GradientTape() as tape:
         tape.watch(sources)
-        _forward(call, tensors, variables)
-    _wait_for_gpus()
+        outputs = run()
+    wait_for_gpus()
     forward_end = time.perf_counter()
-    outputs = [dense_part(tensors[value]) for value in call.outputs if tensors[value].dtype.is_floating]
-    tape.gradient(outputs, sources)
-    _wait_for_gpus()
-    end = time.perf_counter()
-    values |= {value: tensors[value] for value in call.outputs}
-    return forward_end - start, end - forward_end
+    tape.gradient([dense_part(one) for one in outputs if one.dtype.is_floating], sources)
+    wait_for_gpus()
+    return forward_end - start, time.perf_counter() - forward_end
 
 
-def _wait_for_gpus() -> None:
-    """Wait for the operations on GPUs, which run asynchronously."""
+def wait_for_gpus() -> None:
+    """Wait for the operations on GPUs, which run asynchronously.
+
+    Example:
+        >>> wait_for_gpus()
+    """
     if tf.config.list_logical_devices("GPU"):
         tf.test.experimental.sync_devices()
-
-
-def _count_flops(call: Call, values: dict[Value, Any], variables: Sequence[tuple[Any, tf.Tensor]]) -> float:
-    def forward() -> list[tf.Tensor]:
-        tensors = dict(values)
-        _forward(call, tensors, variables)
-        return [tensors[value] for value in call.outputs]
-
-    graph = tf.function(forward, autograph=False).get_concrete_function().graph
-    options = tf.compat.v1.profiler.ProfileOptionBuilder(tf.compat.v1.profiler.ProfileOptionBuilder.float_operation())
-    profile = tf.compat.v1.profiler.profile(graph, options=options.with_empty_output().build())
-    return float(profile.total_float_ops)
 
 
 def _cost_key(call: Call, values: dict[Value, Any]) -> Any:
