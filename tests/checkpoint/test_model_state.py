@@ -22,10 +22,15 @@ def built(seed: int) -> keras.Model:
     return model
 
 
+def copy_state(one: keras.Model, other: keras.Model) -> None:
+    variables = model_state.state_variables(other)
+    model_state.assign_bytes(variables, model_state.to_bytes(model_state.state_variables(one)))
+
+
 def test_fresh_weights_reach_another_model_exactly() -> None:
     one, other = built(0), built(1)
     assert model_state.digest(one) != model_state.digest(other)
-    model_state.assign_bytes(other, model_state.snapshot_bytes(one))
+    copy_state(one, other)
     small.assert_same_state(small.state(other), small.state(one))
     assert model_state.digest(one) == model_state.digest(other)
 
@@ -55,12 +60,25 @@ def test_the_digest_tells_equal_bytes_under_another_name_apart() -> None:
 
 
 def test_the_state_of_another_model_is_refused() -> None:
-    blob = model_state.snapshot_bytes(small.build_model())
     with pytest.raises(ValueError, match=r"The chief's state is of another model: 'weights/"):
-        model_state.assign_bytes(built(0), blob)
+        copy_state(small.build_model(), built(0))
 
 
 def test_state_that_was_cut_short_is_refused() -> None:
-    model = built(0)
+    variables = model_state.state_variables(built(0))
     with pytest.raises(file_format.DamagedError):
-        model_state.assign_bytes(model, model_state.snapshot_bytes(model)[:-10])
+        model_state.assign_bytes(variables, model_state.to_bytes(variables)[:-10])
+
+
+@pytest.mark.parametrize(("pack_bytes", "num_packs"), [(1, 17), (100, 7), (1 << 20, 1)])
+def test_packs_hold_every_variable_once_and_are_no_larger_than_asked_or_one_variable(
+    pack_bytes: int, num_packs: int
+) -> None:
+    model = built(0)
+    packs = list(model_state.packs(model, pack_bytes))
+    variables = model_state.state_variables(model)
+    assert [name for pack in packs for name in pack] == list(variables)
+    assert len(packs) == num_packs
+    for pack in packs:
+        *others, _ = [variable.numpy().nbytes for variable in pack.values()]
+        assert sum(others) < pack_bytes

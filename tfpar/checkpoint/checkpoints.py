@@ -329,7 +329,7 @@ class Checkpoints:
                 if optimizer is not None and not optimizer.built:
                     with model.distribute_strategy.scope():
                         optimizer.build(weights)
-        model_state.assign_arrays(model, found.arrays, origin, assign)
+        model_state.assign_arrays(model_state.state_variables(model), found.arrays, origin, assign)
         if assign_parts is not None:
             model_state.assign_parts(model, found.parts, assign_parts)
         return found.position, found.callbacks

@@ -6,6 +6,7 @@ State has no layout: it is stored by the names of layers and slots, not by devic
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from tfpar.checkpoint import file_format
 from tfpar.reduction import objective
 
+PACK_BYTES = 4 << 20
 Assign = Callable[[keras.Variable, Any], Any]
 
 
@@ -66,7 +68,11 @@ def describe(model: keras.Model) -> str:
 def read_arrays(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yield a copy of every variable with its name, one after another, in the same order on every worker."""
     for name, variable in state_variables(model).items():
-        yield name, storable(np.asarray(variable.numpy()))
+        yield name, _array(variable)
+
+
+def _array(variable: Any) -> np.ndarray:
+    return storable(np.asarray(variable.numpy()))
 
 
 def storable(array: np.ndarray) -> np.ndarray:
@@ -75,20 +81,19 @@ def storable(array: np.ndarray) -> np.ndarray:
 
 
 def assign_arrays(
-    model: keras.Model, arrays: dict[str, np.ndarray], origin: str, assign: Assign = keras.Variable.assign
+    variables: dict[str, Any], arrays: dict[str, np.ndarray], origin: str, assign: Assign = keras.Variable.assign
 ) -> None:
-    """Set all state variables of a model.
+    """Set state variables of a model.
 
     Args:
-        model: A built and compiled model.
-        arrays: Every state variable's array by name.
+        variables: State variables by name, as `state_variables` returns them.
+        arrays: The array of each of these variables by name, and no other.
         origin: The origin of the arrays for the message; it begins a sentence.
         assign: Sets a variable; that of a strategy sets a metric variable on one replica, as replicas are summed.
 
     Raises:
         ValueError: If names, shapes or types are those of another model; then no variable is set.
     """
-    variables = state_variables(model)
     saved = {name: array.shape for name, array in arrays.items()}
     wanted = {name: tuple(variable.shape) for name, variable in variables.items()}
     if saved != wanted:
@@ -143,25 +148,50 @@ def _convert(name: str, array: np.ndarray, variable: Any, origin: str) -> np.nda
     return converted
 
 
-def snapshot_bytes(model: keras.Model) -> bytes:
-    """Return all state of a model as bytes, to broadcast the chief's initial state.
+def packs(model: keras.Model, pack_bytes: int = PACK_BYTES) -> Iterator[dict[str, Any]]:
+    """Yield the state variables of a model by name, in packs of about a given size or of one larger variable.
 
     Args:
         model: A built and compiled model.
+        pack_bytes: The size.
 
     Example:
-        >>> assign_bytes(other, snapshot_bytes(model))
+        >>> for variables in packs(model):
+        ...     assign_bytes(variables, strategy.broadcast(to_bytes(variables)))
     """
-    return file_format.encode(read_arrays(model))
+    pack: dict[str, Any] = {}
+    size_bytes = 0
+    for name, variable in state_variables(model).items():
+        pack[name] = variable
+        size_bytes += math.prod(variable.shape) * _kind(variable).itemsize
+        if size_bytes >= pack_bytes:
+            yield pack
+            pack, size_bytes = {}, 0
+    if pack:
+        yield pack
 
 
-def assign_bytes(model: keras.Model, blob: bytes, assign: Assign = keras.Variable.assign) -> None:
-    """Set the state of a model to that of `snapshot_bytes`.
+def to_bytes(variables: dict[str, Any]) -> bytes:
+    """Return the values of state variables as bytes, to broadcast those of the chief.
+
+    Args:
+        variables: State variables by name.
+    """
+    return file_format.encode((name, _array(variable)) for name, variable in variables.items())
+
+
+def assign_bytes(variables: dict[str, Any], blob: bytes, assign: Assign = keras.Variable.assign) -> None:
+    """Set state variables to the values of `to_bytes`.
+
+    Args:
+        variables: State variables by name.
+        blob: The bytes.
+        assign: Sets a variable, as for `assign_arrays`.
 
     Raises:
         ValueError: If it is the state of another model, or damaged.
     """
-    assign_arrays(model, file_format.decode(blob), "The chief's state", assign)
+    assign_arrays(variables, file_format.decode(blob), "The chief's state", assign)
 
 
 def digest(model: keras.Model) -> str:

@@ -42,8 +42,9 @@ def broadcast_initial_state(
         blob = strategy.broadcast(checkpoint)
         position, callbacks = checkpoints.load(model, blob, strategy.assign, strategy.assign_parts)
     else:
-        fresh = strategy.broadcast(model_state.snapshot_bytes(model) if strategy.is_chief else None)
-        model_state.assign_bytes(model, fresh, strategy.assign)
+        for variables in model_state.packs(model):
+            chiefs = strategy.broadcast(model_state.to_bytes(variables) if strategy.is_chief else None)
+            model_state.assign_bytes(variables, chiefs, strategy.assign)
         position = dataclasses.replace(position, epoch=int(epoch))
     _check_equal(model, strategy)
     return position, callbacks

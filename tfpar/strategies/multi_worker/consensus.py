@@ -7,6 +7,7 @@ worker 1   refuses ─┴─ all-reduce ┴─ raises its own
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 from tfpar.strategies.multi_worker.collectives import Group
 
+PIECE_BYTES = 16 << 20  # of a message, in one all-reduce
 _ON_ALL_WORKERS = "_tfpar_raised_on_all_workers"  # an attribute of errors that every worker raises
 
 
@@ -39,19 +41,25 @@ class Consensus:
         return sums
 
     def broadcast_from(self, rank: int, message: bytes | None) -> bytes:
-        """Return the message of one worker on every worker.
+        """Return the message of one worker on every worker, sent in pieces, so that memory holds it once.
 
         Args:
             rank: The rank of the sender.
             message: The message; ignored on the other workers.
         """
         mine = message if rank == self._rank and message is not None else b""
-        (size,) = self.all_reduce_sum([len(mine)])
-        # An all-reduce of 32-bit words, which are zero on the other workers.
-        words = np.zeros(-(-int(size) // 4), "int32")
-        words.view("uint8")[: len(mine)] = np.frombuffer(mine, "uint8")
-        words = self._hosts.all_reduce(tf.constant(words)).numpy() if len(words) else words
-        return words.tobytes()[: int(size)]
+        (size,) = map(int, self.all_reduce_sum([len(mine)]))
+        received = io.BytesIO()
+        for start in range(0, size, PIECE_BYTES):
+            # An all-reduce of 32-bit words, which are zero on the other workers.
+            words = np.zeros(-(-min(PIECE_BYTES, size - start) // 4), "int32")
+            piece = mine[start : start + PIECE_BYTES]
+            words.view("uint8")[: len(piece)] = np.frombuffer(piece, "uint8")
+            words = self._hosts.all_reduce(tf.constant(words)).numpy()
+            if not mine:
+                received.write(words)
+        received.truncate(size)
+        return mine or received.getvalue()
 
     def first(self, holds_here: bool) -> int | None:
         """Return the lowest rank with a true value, None if there is none.
