@@ -81,6 +81,29 @@ def test_rows_are_those_of_one_device(way: str) -> None:
     small.assert_trains_as_one_device(with_rows(WAYS[way]), tokens, epochs=1)
 
 
+def test_the_lookups_of_one_replica_are_those_of_all() -> None:
+    replicas = []
+
+    def noting(table: Any, tokens: Any) -> Any:
+        context = tf.distribute.get_replica_context()
+        replicas.append(None if context is None else tf.get_static_value(context.replica_id_in_sync_group))
+        return tf.reduce_mean(tf.gather(table, tokens), 1)
+
+    tfpar.Trainer(with_rows(noting), small.STRATEGIES["mirrored"]()).fit(tokens(), verbose=0)
+    assert replicas.count(1) == 1, "the second replica is traced for the step only"
+
+
+def test_rows_of_replicas_that_communicate_in_a_layer_are_those_of_one_device() -> None:
+    def normalized(table: Any, tokens: Any) -> Any:
+        rows = tf.reduce_mean(tf.gather(table, tokens), 1)
+        replica = tf.distribute.get_replica_context()
+        if replica is None or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+            return rows
+        return rows + 0.0 * replica.all_reduce("SUM", rows[:1])
+
+    small.assert_trains_as_one_device(with_rows(normalized), tokens, epochs=1)
+
+
 def _relative(table: layers.Embedding, places: Any, tokens: Any) -> Any:
     """Looks up a row for each pair of positions by their distance."""
     return ops.mean(table(ops.clip(places[:, None] - places[None, :], -4, 4) + 4), 1)

@@ -61,6 +61,8 @@ class DataParallel(Strategy):
     """
 
     _compression: str | None = None
+    # Whether the replicas of this process communicate through `merge_call` only, which fails at once if one is missing.
+    _merges = False
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class DataParallel(Strategy):
     def _find_lookup_kinds(self, model: keras.Model, batch: Any) -> None:
         runs = self._runs_of(model)
         with self.raising_on_all_workers(), runs.gathering():
-            found = find_lookup_kinds(model, batch, self._strategy.run)
+            found = find_lookup_kinds(model, batch, self._strategy.run, first_alone=self._merges)
         chiefs = json.loads(self.broadcast(json.dumps(found).encode()))
         runs.lookup_kinds = [LookupKinds(*one) for one in chiefs]
 

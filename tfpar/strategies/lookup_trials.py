@@ -6,6 +6,7 @@ parts    [a] [b]             3 5, 5 7    [a] [a] 3 5, 3 5        shared: each as
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from tfpar.reduction import indexed_slices, objective, whole_batch
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.indexed_slices import Kind, LookupKinds, Observed
 from tfpar.reduction.losses import BatchWeights
+from tfpar.reduction.replicas import local_replica_id
 from tfpar.strategies.single_device import forward_backward
 
 # Keras layers that look up rows of a weight, or may do so in a user's function; all others multiply their weights.
@@ -57,13 +59,17 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
 
 
 @random_state.preserved_random_state()
-def find_lookup_kinds(model: keras.Model, batch: Any, run: Run) -> list[LookupKinds]:
+def find_lookup_kinds(model: keras.Model, batch: Any, run: Run, first_alone: bool = False) -> list[LookupKinds]:
     """Return the kinds of the lookups in the gradient of each trained weight, for each objective of the model.
+
+    All replicas have the same lookups: the first local replica is enough, and to trace another takes as long again.
 
     Args:
         model: A built and compiled model; without objectives, its loss is the only objective.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
         run: Runs a function on every replica, where TensorFlow reads variables with other operations than elsewhere.
+        first_alone: Whether TensorFlow raises an error, instead of waiting, if the first replica communicates and the
+            others do not. Then the others run for models that communicate only.
 
     Returns:
         The kinds for each objective; no lookups for a dense gradient, or if the model fails on a few examples.
@@ -71,12 +77,18 @@ def find_lookup_kinds(model: keras.Model, batch: Any, run: Run) -> list[LookupKi
     Raises:
         ValueError: If row numbers computed from a per-replica batch can differ from those of the global batch.
     """
-    return [_find(gradients, weights, model.run_eagerly, batch, run) for gradients, weights in _gradients_of(model)]
+    runs: list[Run] = [functools.partial(_run_first, run), run] if first_alone else [run]
+    return [_find(gradients, weights, model.run_eagerly, batch, runs) for gradients, weights in _gradients_of(model)]
 
 
-def _find(gradients: Gradients, weights: Sequence[Any], eagerly: bool, batch: Any, run: Run) -> LookupKinds:
+def _run_first(run: Run, function: Callable[[], None]) -> Any:
+    """Run a function on the first replica, and nothing on the others."""
+    return run(lambda: function() if local_replica_id() == 0 else None)
+
+
+def _find(gradients: Gradients, weights: Sequence[Any], eagerly: bool, batch: Any, runs: Sequence[Run]) -> LookupKinds:
     try:
-        found = _kinds(gradients, batch, run)
+        found = _kinds(gradients, batch, runs)
     except Exception as error:  # the model may fail on a few examples, which matters only if it has lookups
         return LookupKinds([], excerpt(f"{type(error).__name__}: {error}", _CAUSE_COLUMNS))
     return LookupKinds([_checked(kinds, weight, eagerly) for kinds, weight in zip(found, weights, strict=False)])
@@ -114,12 +126,12 @@ def _checked(kinds: list[Kind | None], weight: keras.Variable, eagerly: bool) ->
     return known
 
 
-def _kinds(gradients: Gradients, batch: Any, run: Run) -> list[list[Kind | None]]:
+def _kinds(gradients: Gradients, batch: Any, runs: Sequence[Run]) -> list[list[Kind | None]]:
     """Return the kinds of the lookups of each gradient, None for a lookup of no kind."""
-    try:
-        return _tried(_Compiled(gradients, batch, run))
-    except Exception:  # the model may need values
-        return _tried(_Eager(gradients, batch, run))
+    for run in runs:
+        with contextlib.suppress(Exception):  # the replicas may communicate, or the model may need values
+            return _tried(_Compiled(gradients, batch, run))
+    return _tried(_Eager(gradients, batch, runs[-1]))
 
 
 def _tried(trial: _Eager) -> list[list[Kind | None]]:

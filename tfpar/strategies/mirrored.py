@@ -43,6 +43,8 @@ class Mirrored(DataParallel):
         2
     """
 
+    _merges = True
+
     @keyword_arguments.named
     def __init__(
         self,
