@@ -109,7 +109,26 @@ import gc, sys
 collections = []
 gc.callbacks.append(lambda phase, info: collections.append(phase) if "keras" in sys.modules else None)
 import tfpar, tensorflow as tf, keras
-print("collections:", len(collections), gc.isenabled())
+print("collections:", len(collections), gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects()))
+"""
+EARLIER = """
+import gc, weakref
+from tfpar._compat import keras_lazy_imports
+
+
+class Cyclic:
+    def __init__(self):
+        self.itself = self
+
+
+for name, keras_lazy_imports.FEW_OBJECTS in (("few", 10**9), ("many", 0)):
+    gc.unfreeze()
+    earlier = Cyclic()
+    with keras_lazy_imports.out_of_collections():
+        pass
+    found, earlier = weakref.ref(earlier), None
+    gc.collect()
+    print(f"{name}: {found() is None}")
 """
 LOGS = """
 import logging, os, warnings
@@ -173,9 +192,14 @@ def test_modules_for_plots_and_wrappers_are_loaded_when_they_are_used(
 @pytest.mark.slow_start
 def test_tensorflow_is_imported_without_collections_of_garbage(trained: subprocess.CompletedProcess[str]) -> None:
     """They find none: 815 of them took a sixth of the import."""
-    _, number, is_enabled = trained.stdout.splitlines()[0].split()
+    _, number, is_enabled, num_frozen, num_others = trained.stdout.splitlines()[0].split()
     assert int(number) < 20, "some follow the import"
     assert is_enabled == "True", "as before"
+    assert int(num_frozen) > 100_000 > int(num_others), "later collections need not look through what was imported"
+
+
+def test_garbage_of_objects_from_before_an_import_is_collected_unless_they_are_few(tmp_path: Path) -> None:
+    assert run(EARLIER, tmp_path).stdout == "few: False\nmany: True\n"
 
 
 @pytest.mark.slow_start

@@ -4,8 +4,10 @@ Keras 3.15 imports both packages where they are installed, for `keras.visualizat
 (`keras/src/visualization/plot_image_gallery.py`, `keras/src/wrappers/fixes.py`), and tfpar needs both: for pictures of
 schedules and for the digits. That is about a quarter of the time that every process takes to start.
 
-An import creates objects that stay, more than a million for TensorFlow 2.21. Python 3.11 looks through them for garbage
-815 times: 0.5 of the 3.1 seconds of processor time that `import tensorflow` takes.
+An import creates objects that stay, half a million for TensorFlow 2.21. Python 3.11 looks through them for garbage 815
+times during the import, 0.5 of the 3.1 seconds of processor time that `import tensorflow` takes, and several times at
+the end of the process, which takes another second. So they are created without garbage collections and excluded from
+later ones.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import Any
 
 LATE = ("keras.src.visualization", "keras.visualization", "keras.wrappers")
 LARGE = ("keras", "tensorflow")
+# With fewer, the objects of a process are modules. More may be a user's data, whose garbage must be found.
+FEW_OBJECTS = 200_000
 
 
 def install() -> None:
@@ -63,7 +67,7 @@ class _Late(importlib.abc.MetaPathFinder):
 
 
 class _Large(importlib.abc.MetaPathFinder):
-    """Finds the modules of `LARGE` as the other finders do, and lets them load without garbage collection."""
+    """Finds the modules of `LARGE` as the other finders do, and keeps their objects out of garbage collections."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -77,7 +81,7 @@ class _Large(importlib.abc.MetaPathFinder):
             execute = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with _without_collections():
+                with out_of_collections():
                     execute(module)
                 for function in _after.pop(name, ()):
                     function()
@@ -87,13 +91,19 @@ class _Large(importlib.abc.MetaPathFinder):
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    was_enabled = gc.isenabled()
+def out_of_collections() -> Iterator[None]:
+    """Collect no garbage inside this context, and never look through the objects that it creates.
+
+    The objects that were there before are excluded too, if they are few.
+    """
+    were_few, was_enabled = len(gc.get_objects()) < FEW_OBJECTS, gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # no objects are frozen that must stay frozen
+        if were_few:
+            gc.freeze()
+        elif gc.get_freeze_count() == 0:  # no objects are frozen that must stay frozen
             # Moves all objects into the oldest generation. Otherwise the next collections would look through them.
             gc.freeze()
             gc.unfreeze()
