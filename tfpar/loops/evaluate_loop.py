@@ -49,12 +49,14 @@ def predict(
 ) -> Any:
     """Run one prediction over an unused epoch iterator and return the outputs `[examples, ...]` as NumPy arrays.
 
-    It ends with the data, or when a callback of any worker sets `model.stop_predicting`.
+    The outputs of a step are copied from their device while the next step runs there. The prediction ends with the
+    data, or when a callback of any worker sets `model.stop_predicting`.
     """
     model.stop_predicting = False
     callbacks.on_predict_begin()
     epoch_iterator.begin_epoch()
     outputs: list[Any] = []
+    uncopied: list[Any] = []
     step, num_batches, stop, per_execution = 0, 0, False, model.steps_per_execution
     limit = epoch_iterator.steps_per_epoch
     while epoch_iterator.has_more() and (limit is None or step < limit) and not stop:
@@ -65,10 +67,15 @@ def predict(
             epoch_iterator.advance(epoch_iterator.iterator.get_next_as_optional(), 1)
         step, num_batches = step + per_execution, num_batches + len(parts)
         joined = parts[0] if len(parts) == 1 else data.join_batches(parts)
-        outputs.append(keras.tree.map_structure(data.to_numpy, joined))
+        outputs += map(_to_numpy, uncopied)
+        uncopied = [joined]
         callbacks.on_predict_batch_end(step - 1, {"outputs": joined})
         stop = bool(strategy.all_reduce_sum([float(model.stop_predicting)])[0])
     if epoch_iterator.end_epoch(num_batches) and not stop and strategy.is_chief:
         user_warnings.warn(data.RAN_OUT)
     callbacks.on_predict_end()
-    return data.join_outputs(outputs)
+    return data.join_outputs([*outputs, *map(_to_numpy, uncopied)])
+
+
+def _to_numpy(outputs: Any) -> Any:
+    return keras.tree.map_structure(data.to_numpy, outputs)

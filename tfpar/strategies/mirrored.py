@@ -13,6 +13,7 @@ from tfpar._compat import tf_distribute
 from tfpar.messages import keyword_arguments
 from tfpar.strategies.batch_dependence import BatchDependentLayers, check_choice
 from tfpar.strategies.data_parallel import DataParallel
+from tfpar.strategies.multi_step import HOST
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
 
@@ -87,8 +88,10 @@ class Mirrored(DataParallel):
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
         _, _, _, num_examples = batch
         outputs = self._runs_of(model).predict(model, batch, lambda outputs: outputs)
-        # If every replica computed the whole batch, only the outputs of the first replica count.
-        return data.take_rows(data.join_batches(outputs), 0, num_examples)
+        # On the host, where they are returned: the outputs of all replicas need not fit on one device. If every replica
+        # computed the whole batch, only the outputs of the first replica count.
+        with tf.device(HOST):
+            return data.take_rows(data.join_batches(outputs), 0, num_examples)
 
 
 def chosen_all_reduce(all_reduce: AllReduce, devices: Sequence[str], cards: Sequence[int]) -> AllReduce:
