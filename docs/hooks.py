@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-
 from tfpar import config, launch, train
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {"tfpar.train": train.COMMAND, "tfpar.launch": launch.COMMAND}
+COMMANDS = {one.name: one for one in (train.COMMAND, launch.COMMAND, importlib.import_module("tfpar.doctor").COMMAND)}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -45,9 +44,9 @@ def command_flags(name: str) -> str:
     command = COMMANDS[name]
     rows = ["| Flag | Default | Meaning |", "|---|---|---|"]
     for flag, value in command.flags.items():
-        default = flags.FLAGS[flag].default
+        default = command.values[flag].default
         shown = "" if default in (None, False, []) else f"`{default}`"
-        rows.append(f"| `--{flag}{' ' * bool(value)}{value}` | {shown} | {flags.FLAGS[flag].help} |")
+        rows.append(f"| `--{flag}{' ' * bool(value)}{value}` | {shown} | {command.values[flag].help} |")
     return "\n".join(rows)
 
 

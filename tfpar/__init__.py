@@ -15,6 +15,7 @@ from tfpar.messages import tensorflow_log  # noqa: E402
 if TYPE_CHECKING:
     from tfpar.callbacks import LearningRateWarmup, MetricsFile, ReplicaCheck, Throughput
     from tfpar.checkpoint import Checkpoints
+    from tfpar.checks.doctor import doctor
     from tfpar.cluster import use_logical_cpus
     from tfpar.drop_in import evaluate, fit, predict
     from tfpar.interruption import interruptible
@@ -42,6 +43,7 @@ _HOMES = {
     "Trainer": "trainer",
     "WorkerLostError": "strategies",
     "check_parity": "parity",
+    "doctor": "checks.doctor",
     "evaluate": "drop_in",
     "fit": "drop_in",
     "gather": "reduction.whole_batch",
@@ -67,6 +69,7 @@ __all__ = [
     "Trainer",
     "WorkerLostError",
     "check_parity",
+    "doctor",
     "evaluate",
     "fit",
     "gather",

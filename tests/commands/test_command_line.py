@@ -1,12 +1,12 @@
 """The help and the version of the commands, and their errors for unknown flags."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from absl import flags
 from absl.testing import flagsaver
 
 import tfpar
@@ -15,7 +15,8 @@ from tfpar import __main__, launch, train
 from tfpar.commands import command_line
 from tfpar.config import bundled_configurations
 
-COMMANDS = {"tfpar.train": train, "tfpar.launch": launch}
+# `tfpar.doctor` is a function.
+COMMANDS = {"tfpar.train": train, "tfpar.launch": launch, "tfpar.doctor": importlib.import_module("tfpar.doctor")}
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -41,12 +42,13 @@ def test_help_explains_the_command_within_80_columns(command: str, flag: str, tm
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_help_has_every_flag_of_the_command(command: object) -> None:
-    defined = {flag.name for flag in flags.FLAGS.get_flags_for_module(command)}
+    values = command.COMMAND.values
+    defined = {flag.name for flag in values.get_flags_for_module(command)}
     assert defined == set(command.COMMAND.flags)
     shown = command_line.help_text(command.COMMAND)
     for name in defined:
         assert f"--{name}" in shown
-        assert " ".join(flags.FLAGS[name].help.partition(";\n")[0].split()) in " ".join(shown.split())
+        assert " ".join(values[name].help.partition(";\n")[0].split()) in " ".join(shown.split())
 
 
 def test_help_lists_the_configurations_and_points_to_all_settings() -> None:

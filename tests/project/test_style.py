@@ -33,7 +33,8 @@ LADDER = [
     ["trainer"],
     ["drop_in", "interruption", "parity"],
     ["runs"],
-    ["train"],
+    ["checks", "train"],
+    ["doctor"],
 ]
 RUNG = {module: rung for rung, modules in enumerate(LADDER) for module in modules}
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from absl import app, flags
+from absl.flags import FLAGS, FlagValues
 
 import tfpar
 from tfpar.commands import standard_streams, start_up
@@ -22,6 +23,7 @@ from tfpar.messages.suggestions import closest
 
 COMMANDS = {
     "tfpar.train": "Train a run from its configuration; the same command again resumes it.",
+    "tfpar.doctor": "Examine this machine and its devices.",
     "tfpar.launch": "Start the workers of a job on this machine, or print a script or manifest for a cluster.",
 }
 _MOST_COLUMNS = 100
@@ -45,6 +47,7 @@ class Command:
         examples: Whole command lines.
         details: Returns the end of the help.
         way_out: Returns a hint for an unknown flag, after a space; by default nothing.
+        values: Holds the flags; absl's own by default. A flag of two commands needs two of them.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Command:
     examples: Sequence[str]
     details: Callable[[], str] = str
     way_out: Callable[[str], str] = _no_way_out
+    values: FlagValues = FLAGS
 
 
 def parse(command: Command, arguments: Sequence[str]) -> list[str]:
@@ -84,7 +88,9 @@ def parse(command: Command, arguments: Sequence[str]) -> list[str]:
         print(version())
         raise SystemExit(0)
     try:
-        return [*flags.FLAGS(arguments[:end]), *arguments[end + 1 :]]
+        if command.values is not flags.FLAGS:
+            flags.FLAGS(arguments[:1])  # absl's own flags must have been parsed, too
+        return [*command.values(arguments[:end]), *arguments[end + 1 :]]
     except flags.Error as error:
         _refuse(command, _sentence(command, error))
 
@@ -161,7 +167,7 @@ def _sentence(command: Command, error: flags.Error) -> str:
         return f"--{excerpt(error.flagname)} is no flag.{way_out}"
     if refused := re.match(r"flag --(\w+)=(.*?): ", str(error), re.DOTALL):
         name, value = refused.groups()
-        allowed = flags.FLAGS[name].parser.syntactic_help or "true or false"
+        allowed = command.values[name].parser.syntactic_help or "true or false"
         return f"--{name} must be {allowed}, received {quoted(value)}."
     if lacking := re.match(r"Missing value for flag -*(\w+)", str(error)):
         return f"--{lacking[1]} needs a value."
@@ -177,7 +183,7 @@ def help_text(command: Command) -> str:
     shown = [("-h, --help", "Print this and exit."), ("--version", "Print the versions and exit.")]
     for name, placeholder in command.flags.items():
         # absl adds to a repeated flag's text, after a semicolon, that it may be repeated.
-        text = (flags.FLAGS[name].help or "").partition(";\n")[0]
+        text = (command.values[name].help or "").partition(";\n")[0]
         shown.append((f"--{name} {placeholder}".rstrip(), text))
     calls = [f"python -m {command.name} {usage}" for usage in command.usage]
     parts = [

@@ -1,0 +1,75 @@
+"""The program of a child process of the doctor: one task, its result as a file.
+
+The process ends itself a little after its time limit, even if the doctor that watches it was killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+# The module of a task, imported in the child only: all of them need TensorFlow.
+_MODULES = {
+    "see": "sight_task",
+    "examine": "device_task",
+    "measure": "together_task",
+}
+_folder: list[Path] = []
+_LONGEST_MESSAGE = 400
+_SPARE_SECONDS = 5
+
+
+def at_stage(name: str) -> None:
+    """Note what the task does next, for the case that it never ends."""
+    if _folder:
+        (_folder[-1] / "stage").write_text(name)
+
+
+def main() -> None:
+    """Run the task that the first argument describes."""
+    given = json.loads(sys.argv[1])
+    _folder.append(Path(given["folder"]))
+    signal.alarm(int(given["seconds"]) + _SPARE_SECONDS)
+    try:
+        found = {"result": _run(given)}
+    except Exception as error:
+        found = {"problem": _message(error), "place": users_place(error)}
+    unfinished = _folder[-1] / "unfinished"
+    unfinished.write_text(json.dumps(found))
+    unfinished.rename(_folder[-1] / "result")
+
+
+def _run(given: dict[str, Any]) -> Any:
+    at_stage("the start of TensorFlow")
+    import tfpar
+
+    if given["num_cpus"] > 1:
+        tfpar.use_logical_cpus(given["num_cpus"])
+    module = importlib.import_module(f"tfpar.checks.{_MODULES[given['task']]}")
+    return getattr(module, given["task"])(**given["arguments"])
+
+
+def _message(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_LONGEST_MESSAGE]}"
+
+
+def users_place(error: BaseException) -> str:
+    """Return the last line of the user's own code in the traceback of an error, as "file:line"; empty without one."""
+    libraries = {str(Path(file).resolve().parent) for file in (__file__, json.__file__, signal.__file__)}
+    ours = str(Path(__file__).resolve().parents[1])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = str(Path(frame.filename).resolve()) if not frame.filename.startswith("<") else frame.filename
+        is_library = "/site-packages/" in name or name.startswith((ours, "<")) or str(Path(name).parent) in libraries
+        if not is_library:
+            return f"{frame.filename}:{frame.lineno}"
+    return ""
+
+
+if __name__ == "__main__":
+    main()

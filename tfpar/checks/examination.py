@@ -1,0 +1,45 @@
+"""All checks of the doctor in their order, each as soon as it is known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from tfpar.checks import devices, machine, together
+from tfpar.checks.check import Check
+from tfpar.cluster import cores, gpus
+
+
+def examine(num_cpus: int = 2) -> Iterator[Check]:
+    """Yield the checks of this machine.
+
+    Args:
+        num_cpus: Without GPUs: the number of logical CPUs that stand for devices.
+    """
+    yield machine.versions()
+    yield machine.driver(os.environ)
+    yield machine.memory()
+    found, problem = _gpus()
+    if problem is not None:
+        yield problem
+    yield machine.shared_memory(is_needed=len(found.gpus) > 1)
+    yield from machine.gpu_memory(found)
+    sight, num_gpus = devices.see(found)
+    yield sight
+    if sight.status == "WRONG" and not sight.values:
+        return  # TensorFlow does not start
+    names = [f"GPU:{number}" for number in range(num_gpus)] or [f"CPU:{number}" for number in range(num_cpus)]
+    each = devices.examine(names, found, at_once=max(1, cores.num_allowed_cores() // 2))
+    yield from each.values()
+    yield from together.measure([name for name in names if each[name].status == "ok"], found)
+
+
+def _gpus() -> tuple[gpus.Found, Check | None]:
+    try:
+        found = gpus.find(os.environ)
+    except ValueError as error:
+        return gpus.Found(()), Check("nvidia-smi", "WRONG", str(error))
+    if found.problem:
+        way_out = "Restart the machine, or have the GPUs examined: nothing can use them as they are."
+        return found, Check("nvidia-smi", "WRONG", found.problem, "", way_out)
+    return found, None

@@ -1,0 +1,85 @@
+"""`python -m tfpar.doctor`: examine this machine, its devices, a model and the network between workers.
+
+python -m tfpar.doctor                                     this machine and its devices
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from tfpar.checks.check import Check, exit_code
+from tfpar.checks.doctor import doctor, run_checks
+from tfpar.commands import command_line, start_up
+from tfpar.commands.number_flags import Integer, check_within
+from tfpar.messages.received import quoted
+
+_VALUES: flags.FlagValues = flags.FlagValues()  # type: ignore[no-untyped-call]  # other commands have flags of the same names
+_JSON = flags.DEFINE_bool("json", False, "Print the results as JSON.", flag_values=_VALUES)
+_LOGICAL_CPUS = flags.DEFINE(
+    Integer(), "logical_cpus", 2, "Without GPUs: number of devices into which the CPU is split.", flag_values=_VALUES
+)
+MOST_LOGICAL_CPUS = 64
+COMMAND = command_line.Command(
+    name="tfpar.doctor",
+    usage=["[FLAG ...]"],
+    flags={"logical_cpus": "N", "json": ""},
+    examples=["python -m tfpar.doctor", "python -m tfpar.doctor --json > doctor.json"],
+    details=lambda: "Exit code 0: all is well; 1: something is slow; 2: something is wrong.",
+    values=_VALUES,
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command.
+
+    Args:
+        argv: The command line without the flags that absl has parsed.
+
+    Returns:
+        The exit code: 0 if all is well, 1 if something is slow, 2 if something is wrong or the flags are, 130 when
+        interrupted.
+    """
+    try:
+        if len(argv) > 1:
+            raise ValueError(f"Arguments must be flags, received {quoted(argv[1])}. See python -m tfpar.doctor --help.")
+        check_within("logical_cpus", _LOGICAL_CPUS.value, 1, MOST_LOGICAL_CPUS)
+        checks = run_checks(_LOGICAL_CPUS.value, is_json=_JSON.value)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return start_up.INTERRUPTED
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return exit_code(checks)
+
+
+class _CallableModule(types.ModuleType):
+    """`tfpar.doctor` is the function for users, and this module once anyone has imported it."""
+
+    def __call__(self, *arguments: Any, **settings: Any) -> list[Check]:
+        return doctor(*arguments, **settings)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+
+def _parse(arguments: Sequence[str]) -> list[str]:
+    """Parse the flags; an error among them is no result of a check, so it ends with 2 as what is wrong does."""
+    try:
+        return command_line.parse(COMMAND, arguments)
+    except SystemExit as ended:
+        raise SystemExit(2 if ended.code else 0) from None
+
+
+def run() -> None:
+    """Entry point of the console script `tfpar-doctor`."""
+    command_line.run(main, _parse)
+
+
+if __name__ == "__main__":
+    run()
