@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
-from tensorflow.python.distribute.values import SyncOnReadVariable
+from tensorflow.python.distribute.values import DistributedVariable, SyncOnReadVariable
 from tensorflow.python.eager import context
 
 from tfpar._compat import versions
@@ -149,6 +149,19 @@ def communicate_through(
 def is_summed_on_read(variable: keras.Variable) -> bool:
     """Return whether each replica holds a part of a variable, as with metrics (TensorFlow 2.21)."""
     return isinstance(variable.value, SyncOnReadVariable)
+
+
+def local_memory(variable: keras.Variable) -> tf.Variable | None:
+    """Return the memory of a variable, that of the first local replica of equal ones; None if each holds a part.
+
+    A Keras 3.15 variable has a `_value`, and that of TensorFlow 2.21 for replicas the memory of each.
+    """
+    memory = getattr(variable, "_value", None)
+    if isinstance(memory, SyncOnReadVariable):
+        return None
+    if isinstance(memory, DistributedVariable):
+        memory = memory._distribute_strategy.experimental_local_results(memory)[0]
+    return memory if isinstance(memory, tf.Variable) else None
 
 
 def worker_index(strategy: tf.distribute.Strategy) -> int:

@@ -164,12 +164,12 @@ class Checkpoints:
         Returns:
             The copy; None if a weight is not finite.
         """
-        arrays = dict(model_state.read_arrays(model))
+        arrays, finite = model_state.read_at_once(model)
+        if not finite:
+            return None
         names = model_state.names(model)
         named = {names[id(variable)]: values for variable, values in parts if id(variable) in names}
         arrays |= {name: model_state.storable(values.sum(axis=0, dtype=values.dtype)) for name, values in named.items()}
-        if not all(np.isfinite(array).all() for name, array in arrays.items() if name.startswith("weights/")):
-            return None
         step = int(model.optimizer.iterations.numpy())
         return Snapshot(step, metadata.pack(arrays, named, step, position, callbacks, self._identity()))
 

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpar.checkpoint import file_format
+from tfpar.checkpoint import file_format, host_copies
 from tfpar.reduction import objective
 
 PACK_BYTES = 4 << 20
@@ -69,6 +69,26 @@ def read_arrays(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yield a copy of every variable with its name, one after another, in the same order on every worker."""
     for name, variable in state_variables(model).items():
         yield name, _array(variable)
+
+
+def read_at_once(model: keras.Model) -> tuple[dict[str, np.ndarray], bool]:
+    """Return copies of all variables by name, and whether all weights are finite.
+
+    Values on GPUs are copied together, and checked there.
+    """
+    variables = state_variables(model)
+    copies, finite = host_copies.copy_to_host(model, variables)
+    arrays: dict[str, np.ndarray] = {}
+    for name, variable in variables.items():
+        if not finite:
+            break
+        if name in copies:
+            arrays[name] = storable(copies[name])
+            continue
+        arrays[name] = _array(variable)
+        if name.startswith("weights/"):
+            finite = bool(np.isfinite(arrays[name]).all())
+    return arrays, finite
 
 
 def _array(variable: Any) -> np.ndarray:
