@@ -33,7 +33,7 @@ def copy_to_host(model: keras.Model, variables: dict[str, Any]) -> tuple[dict[st
         Arrays by name, and whether all weights among them are finite.
 
     Example:
-        >>> copy_to_host(model, state_variables(model))  # without GPUs
+        >>> copy_to_host(model, {})
         ({}, True)
     """
     memories = {name: tf_distribute.local_memory(variable) for name, variable in variables.items()}

@@ -176,8 +176,8 @@ def packs(model: keras.Model, pack_bytes: int = PACK_BYTES) -> Iterator[dict[str
         pack_bytes: The size.
 
     Example:
-        >>> for variables in packs(model):
-        ...     assign_bytes(variables, strategy.broadcast(to_bytes(variables)))
+        >>> len(list(packs(model, pack_bytes=1 << 30)))
+        1
     """
     pack: dict[str, Any] = {}
     size_bytes = 0
