@@ -1,6 +1,8 @@
 """`python -m tfpar.doctor`: examine this machine, its devices, a model and the network between workers.
 
 python -m tfpar.doctor                                     this machine and its devices
+python -m tfpar.doctor --config digits                     and a configured model under its strategy
+python -m tfpar.doctor --model train.py:build_model        and a model of your own
 """
 
 from __future__ import annotations
@@ -14,11 +16,24 @@ from absl import flags
 
 from tfpar.checks.check import Check, exit_code
 from tfpar.checks.doctor import doctor, run_checks
+from tfpar.checks.model_source import ModelSource
 from tfpar.commands import command_line, start_up
 from tfpar.commands.number_flags import Integer, check_within
+from tfpar.config import bundled_configurations
 from tfpar.messages.received import quoted
 
 _VALUES: flags.FlagValues = flags.FlagValues()  # type: ignore[no-untyped-call]  # other commands have flags of the same names
+_CONFIG = flags.DEFINE_string(
+    "config", None, "Also examine the model of this configuration: a name, or a TOML file.", flag_values=_VALUES
+)
+_SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.", flag_values=_VALUES)
+_MODEL = flags.DEFINE_string(
+    "model", None, "Also examine the model of this function: file.py:function, or module:function.", flag_values=_VALUES
+)
+_DATA = flags.DEFINE_string(
+    "data", None, "With --model: the function that returns its dataset; by default a batch is made up.",
+    flag_values=_VALUES,
+)  # fmt: skip
 _JSON = flags.DEFINE_bool("json", False, "Print the results as JSON.", flag_values=_VALUES)
 _LOGICAL_CPUS = flags.DEFINE(
     Integer(), "logical_cpus", 2, "Without GPUs: number of devices into which the CPU is split.", flag_values=_VALUES
@@ -27,8 +42,19 @@ MOST_LOGICAL_CPUS = 64
 COMMAND = command_line.Command(
     name="tfpar.doctor",
     usage=["[FLAG ...]"],
-    flags={"logical_cpus": "N", "json": ""},
-    examples=["python -m tfpar.doctor", "python -m tfpar.doctor --json > doctor.json"],
+    flags={
+        "config": "CONFIG",
+        "set": "SECTION.KEY=VALUE",
+        "model": "FUNCTION",
+        "data": "FUNCTION",
+        "logical_cpus": "N",
+        "json": "",
+    },
+    examples=[
+        "python -m tfpar.doctor",
+        "python -m tfpar.doctor --config digits_mirrored",
+        "python -m tfpar.doctor --model train.py:build_model --json > doctor.json",
+    ],
     details=lambda: "Exit code 0: all is well; 1: something is slow; 2: something is wrong.",
     values=_VALUES,
 )
@@ -48,11 +74,11 @@ def main(argv: list[str]) -> int:
         if len(argv) > 1:
             raise ValueError(f"Arguments must be flags, received {quoted(argv[1])}. See python -m tfpar.doctor --help.")
         check_within("logical_cpus", _LOGICAL_CPUS.value, 1, MOST_LOGICAL_CPUS)
-        checks = run_checks(_LOGICAL_CPUS.value, is_json=_JSON.value)
+        checks = run_checks(_LOGICAL_CPUS.value, _source(), "json" if _JSON.value else "text")
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return start_up.INTERRUPTED
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return exit_code(checks)
@@ -66,6 +92,20 @@ class _CallableModule(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
+
+
+def _source() -> ModelSource | None:
+    if _MODEL.value is not None and _CONFIG.value is not None:
+        raise ValueError("--model and --config each name a model. Leave one of them out.")
+    if _DATA.value is not None and _MODEL.value is None:
+        raise ValueError("--data belongs to --model, and it is not set. Set it, or use the data of --config.")
+    if _MODEL.value is not None:
+        return ModelSource(None, tuple(_SET.value), _MODEL.value, _DATA.value or "")
+    if _CONFIG.value is not None:
+        return ModelSource(str(bundled_configurations.find(_CONFIG.value)), tuple(_SET.value))
+    if _SET.value:
+        raise ValueError("--set changes a setting of --config or --model, and neither is set. Set one of them.")
+    return None
 
 
 def _parse(arguments: Sequence[str]) -> list[str]:

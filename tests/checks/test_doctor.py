@@ -61,3 +61,19 @@ def test_the_function_returns_the_checks_and_prints_them(capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert all(check.name in shown for check in checks)
     assert [check.status for check in checks if check.name in ("speed", "copies", "all-reduce")] == ["skipped"] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--config", "digits", "--model", "a.py:b"], "--model and --config each name a model."),
+        (["--data", "a.py:b"], "--data belongs to --model"),
+        (["--set", "strategy.kind=mirrored"], "--set changes a setting of --config or --model"),
+        (["--config", "digits", "--set", "strategy.kind=no"], "strategy"),
+        (["--config", "digts"], "digits"),
+    ],
+)
+def test_wrong_descriptions_of_a_model_end_with_2(arguments: list[str], said: str, tmp_path: Path) -> None:
+    ended = run(*arguments, folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert said in ended.stderr

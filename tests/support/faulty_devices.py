@@ -5,6 +5,7 @@ flip_copy CPU:1  one bit of what is copied there is flipped
 sleep CPU:1      its products take longer
 hang CPU:1       its convolutions never end
 crash CPU:1      its convolutions end the process
+model CPU:1      the gradients of a model that it computes are wrong
 """
 
 from __future__ import annotations
@@ -58,6 +59,16 @@ def install(kind: str, faulty: str) -> None:
             time.sleep(found)
         return time.perf_counter() - begin
 
+    if kind == "model":
+        from tfpar.checks import model_task
+
+        step = model_task._step
+
+        def wrong_step(model: Any, batch: Any, strategy: Any) -> Any:
+            loss, gradients = step(model, batch, strategy)
+            return loss, [*gradients[:-1], gradients[-1] * 1.01] if strategy.device == faulty else gradients
+
+        model_task._step = wrong_step
     if kind == "flip":
         device_task.product = flipping
     if kind in ("hang", "crash"):

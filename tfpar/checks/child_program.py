@@ -18,6 +18,8 @@ _MODULES = {
     "see": "sight_task",
     "examine": "device_task",
     "measure": "together_task",
+    "step": "model_task",
+    "compare": "strategy_task",
 }
 _folder: list[Path] = []
 _LONGEST_MESSAGE = 400

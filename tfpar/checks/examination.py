@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from tfpar.checks import devices, machine, together
+from tfpar.checks import devices, machine, models, together
 from tfpar.checks.check import Check
+from tfpar.checks.model_source import ModelSource
 from tfpar.cluster import cores, gpus
 
 
-def examine(num_cpus: int = 2) -> Iterator[Check]:
-    """Yield the checks of this machine.
+def examine(num_cpus: int = 2, source: ModelSource | None = None) -> Iterator[Check]:
+    """Yield the checks of this machine, and of a model.
 
     Args:
         num_cpus: Without GPUs: the number of logical CPUs that stand for devices.
+        source: The model; None without one.
     """
     yield machine.versions()
     yield machine.driver(os.environ)
@@ -29,9 +31,15 @@ def examine(num_cpus: int = 2) -> Iterator[Check]:
     if sight.status == "WRONG" and not sight.values:
         return  # TensorFlow does not start
     names = [f"GPU:{number}" for number in range(num_gpus)] or [f"CPU:{number}" for number in range(num_cpus)]
-    each = devices.examine(names, found, at_once=max(1, cores.num_allowed_cores() // 2))
+    at_once = max(1, cores.num_allowed_cores() // 2)
+    each = devices.examine(names, found, at_once)
     yield from each.values()
-    yield from together.measure([name for name in names if each[name].status == "ok"], found)
+    right = [name for name in names if each[name].status == "ok"]
+    yield from together.measure(right, found)
+    if source is None:
+        yield Check("model", "skipped", "none is named: --config or --model runs yours on every device")
+    else:
+        yield from models.check(source, right, found, at_once)
 
 
 def _gpus() -> tuple[gpus.Found, Check | None]:

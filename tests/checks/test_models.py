@@ -1,0 +1,121 @@
+"""A model of a user runs on every device and under its strategy, and an error in it is reported as the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tfpar
+from tests.support import doctor_models, faulty_devices
+from tfpar.checks import child_processes, models, strategy_task
+from tfpar.checks.check import Check
+from tfpar.checks.model_source import ModelSource, function_of
+from tfpar.cluster import gpus
+
+NO_GPUS = gpus.Found(())
+with_children = pytest.mark.multi_process
+
+
+def source(function: Callable[[], Any], **settings: Any) -> ModelSource:
+    return ModelSource(function=f"{doctor_models.__name__}:{function.__name__}", **settings)
+
+
+def checked(given: ModelSource, names: list[str]) -> dict[str, Check]:
+    return {check.name: check for check in models.check(given, names, NO_GPUS, at_once=2)}
+
+
+@with_children
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_a_model_runs_on_every_device_and_under_its_strategy() -> None:
+    settings = ("strategy.kind=mirrored", "strategy.num_logical_cpus=2")
+    found = checked(source(doctor_models.on_the_host, overrides=settings), ["CPU:0", "CPU:1"])
+    assert {name: check.status for name, check in found.items()} == {
+        "model": "ok",
+        "model on CPU:0": "ok",
+        "model on CPU:1": "ok",
+        "strategy": "ok",
+        "operations on the host": "slow",
+    }
+    assert "the CPU in float64" in found["model on CPU:1"].figure
+    assert "Mirrored over 2 replicas" in found["strategy"].figure
+    assert found["operations on the host"].values["on_host"] == [["UniqueV2", "users_1"]] * 2
+
+
+@with_children
+@pytest.mark.usefixtures("leaves_nothing_behind")
+def test_a_device_that_computes_a_model_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_processes, "PROGRAM", faulty_devices.__name__)
+    monkeypatch.setenv(faulty_devices.VARIABLE, "model CPU:1")
+    monkeypatch.setattr(models, "_with_strategy", lambda *_: iter(()))
+    found = checked(source(doctor_models.classifier), ["CPU:0", "CPU:1"])
+    assert [name for name, check in found.items() if check.status == "WRONG"] == ["model on CPU:1"]
+    assert "the gradient of sequential" in found["model on CPU:1"].figure
+
+
+@with_children
+@pytest.mark.parametrize(
+    ("given", "figure", "way_out"),
+    [
+        (source(doctor_models.raising), "your code raises KeyError: 'width'", "doctor_models.py:"),
+        (source(doctor_models.without_shapes), "name its data, too, with --data", ""),
+    ],
+    ids=["raises", "without shapes"],
+)
+def test_a_model_function_that_fails_is_reported_as_the_users(given: ModelSource, figure: str, way_out: str) -> None:
+    found = checked(given, ["CPU:0"])
+    assert list(found) == ["model"]
+    assert found["model"].status == "WRONG"
+    assert figure in found["model"].figure
+    assert way_out in found["model"].way_out
+    if way_out:
+        line = int(found["model"].values["place"].rpartition(":")[2])
+        with open(doctor_models.__file__) as file:
+            assert "the line that the doctor names" in file.read().splitlines()[line - 1]
+
+
+@with_children
+def test_data_of_a_model_function_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_with_strategy", lambda *_: iter(()))
+    data = f"{doctor_models.__name__}:data"
+    found = checked(source(doctor_models.without_shapes, data=data), [])
+    assert found["model"].status == "ok"
+
+
+@pytest.mark.parametrize("name", ["build_model", "nowhere.py:build_model", "tfpar:nothing", "tests.support:"])
+def test_a_function_that_does_not_exist_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"function|file"):
+        function_of(name)
+
+
+def test_a_function_that_no_process_can_import_is_refused() -> None:
+    with pytest.raises(ValueError, match="Move it to a file"):
+        tfpar.doctor(lambda: None, verbose=0)
+
+
+@pytest.mark.usefixtures("logical_cpus")
+def test_random_layers_and_normalization_differ_by_design() -> None:
+    import keras
+
+    named = [keras.layers.Dropout(0.5, name="drops"), keras.layers.BatchNormalization(name="normalizes")]
+    model = keras.Sequential([keras.Input((3,)), *named, keras.layers.Dropout(0.0), keras.layers.Dense(1)])
+    assert strategy_task.by_design(model) == ["drops", "normalizes"]
+
+
+RESULT = {"strategy": "Mirrored", "loss": 0.0, "weights": {"a": 1e-12, "b": 0.1}, "finite": True, "by_design": []}
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "said"),
+    [
+        ({}, "WRONG", "b differs by 1.0e-01"),
+        ({"by_design": ["dropout"]}, "skipped", "as it must: dropout"),
+        ({"finite": False}, "WRONG", "not finite"),
+        ({"weights": {"a": 1e-12}}, "ok", "differ by 1.0e-12"),
+    ],
+)
+def test_three_steps_of_a_strategy_are_judged(changes: dict[str, Any], status: str, said: str) -> None:
+    check = models.judged_strategy(RESULT | changes)
+    assert check.status == status
+    assert said in check.figure

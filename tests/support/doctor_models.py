@@ -1,0 +1,51 @@
+"""Model functions for the doctor, which imports them in other processes."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+
+def classifier() -> keras.Model:
+    model = keras.Sequential([keras.Input((6,), dtype="int32"), layers.Embedding(11, 4), layers.Flatten()])
+    model.add(layers.Dense(3))
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+class Unique(layers.Layer):
+    """Uses an operation without a kernel for GPUs."""
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        found = tf.raw_ops.UniqueV2(x=tf.reshape(inputs, [-1]), axis=[0])[0]
+        return inputs + 0.0 * tf.reduce_sum(tf.stop_gradient(found))
+
+
+def on_the_host() -> keras.Model:
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(3), Unique(name="users"), layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def raising() -> keras.Model:
+    return {}["width"]  # the line that the doctor names
+
+
+def without_shapes() -> keras.Model:
+    class Subclassed(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return self.dense(inputs)
+
+    model = Subclassed()
+    model.compile("sgd", "mse")
+    return model
+
+
+def data() -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensors((np.ones((4, 3), "float32"), np.ones((4, 2), "float32")))

@@ -1,0 +1,117 @@
+"""Three steps of a user's model under its strategy and on one device, and the placement of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpar
+from tfpar import config, strategies
+from tfpar._compat import keras_model
+from tfpar.checks.child_program import at_stage
+from tfpar.checks.model_source import ModelSource, first_batch, make_trainer, source_of
+from tfpar.full_precision import full_precision
+from tfpar.loops.preparation import Preparation
+from tfpar.parity import relative_difference
+from tfpar.placement.reading import Placed, read_placement
+
+NUM_STEPS = 3
+
+
+def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
+    """Read the placement of a step, and train three steps in float64 under the strategy and on one device.
+
+    Args:
+        source: The fields of a `ModelSource`.
+        devices: Devices of the strategy. Without GPUs they are logical CPUs other than the first, which is the host.
+    """
+    found = source_of(source)
+    settings = settings_on(found.run().strategy, devices)
+    # Without GPUs: what requests no device is on the first GPU of a machine that has some.
+    default = contextlib.nullcontext() if devices[0].startswith("GPU") else tf.device(devices[0])
+    with default, full_precision():
+        at_stage("the placement of a step")
+        strategy = strategies.from_settings(settings)
+        placed = placement(found, strategy, devices)  # in the model's own type: kernels differ
+        at_stage("three steps on one device")
+        logs, weights, _ = _trained(found, tfpar.SingleDevice(devices[0]))
+        at_stage(f"three steps of {settings.kind}")
+        own_logs, own_weights, model = _trained(found, strategy)
+    differences = {
+        variable.path: relative_difference(*pair)
+        for variable, pair in zip(model.weights, zip(own_weights, weights, strict=True), strict=True)
+    }
+    return {
+        "strategy": strategy.describe(),
+        "loss": relative_difference(np.array(own_logs["loss"]), np.array(logs["loss"])),
+        "weights": differences,
+        "finite": bool(np.isfinite(own_logs["loss"]).all()),
+        "by_design": by_design(model),
+        **placed,
+    }
+
+
+def settings_on(settings: config.Strategy, devices: Sequence[str]) -> config.Strategy:
+    """Return the settings of a strategy with other devices; "auto" becomes the kind that fits them."""
+    if isinstance(settings, config.Auto):
+        several = len(devices) > 1
+        settings = config.Mirrored(batch_dependent_layers=settings.batch_dependent_layers) if several else (
+            config.SingleDevice())  # fmt: skip
+    if isinstance(settings, config.SingleDevice):
+        return settings.model_copy(update={"device": devices[0]})
+    return settings.model_copy(update={"devices": tuple(devices), "num_logical_cpus": 1})
+
+
+def _trained(source: ModelSource, strategy: tfpar.Strategy) -> tuple[dict[str, Any], list[np.ndarray], keras.Model]:
+    trainer, dataset = make_trainer(source, strategy, "float64")
+    batch = tf.nest.map_structure(_in_float64, first_batch(dataset))
+    repeated = tf.data.Dataset.from_tensors(batch).repeat(NUM_STEPS)
+    logs = trainer.fit(repeated, epochs=1, verbose=0).history
+    return logs, trainer.model.get_weights(), trainer.model
+
+
+def _in_float64(value: Any) -> Any:
+    if value is None or not np.issubdtype(value.dtype, np.floating):
+        return value
+    return value.astype("float64")
+
+
+def by_design(model: keras.Model) -> list[str]:
+    """Return the layers whose results depend on how a batch is divided: random ones, and BatchNormalization."""
+    found = []
+    for layer in keras_model.all_layers(model):
+        is_random = getattr(layer, "seed_generator", None) is not None and bool(getattr(layer, "rate", True))
+        is_normalizing = isinstance(layer, keras.layers.BatchNormalization)
+        if is_random or is_normalizing:
+            found.append(layer.name)
+    return found
+
+
+def placement(source: ModelSource, strategy: tfpar.Strategy, devices: Sequence[str]) -> dict[str, Any]:
+    """Return what a step would run on the host and wait for, if its devices are or were GPUs."""
+    trainer, dataset = make_trainer(source, strategy, None)
+    batches = tf.data.Dataset.from_tensors(first_batch(dataset))
+    epoch_iterator, run_steps = Preparation(trainer.model, strategy).prepare_loop(batches, None, "train")
+    loop = tf.function(lambda *arguments: run_steps(*arguments, 2), autograph=False)
+    with tf.device(None):
+        traced = loop.get_concrete_function(epoch_iterator.iterator, epoch_iterator.upcoming)
+    on_gpus = devices[0].startswith("GPU")
+    reading = read_placement(traced, None if on_gpus else {name: f"GPU:{i}" for i, name in enumerate(devices)})
+    return {
+        "on_host": [[one.kind, _layer(one)] for one in reading.on_host],
+        "num_operations": len(reading.operations),
+        "num_waits": len(reading.waits),
+        "num_detours": len(reading.detours),
+    }
+
+
+def _layer(operation: Placed) -> str:
+    """Return the layer of an operation: the last part of its name that is not TensorFlow's own."""
+    parts = [part for part in operation.name.split("/")[:-1] if "PartitionedCall" not in part]
+    others = ("while", "body", "cond", "then", "else", operation.kind)
+    return next((part for part in reversed(parts) if part not in others), "")
