@@ -1,6 +1,6 @@
 """The command: `python -m benchmarks` lists the experiments, `python -m benchmarks host_bound` runs one.
 
-Several names run one after the other, `all` runs every one:
+Several names run one after the other. `all` runs every one on CPUs, and `gpu` those on the GPUs of this machine:
 
     python -m benchmarks host_bound cnn --rounds 5 --output results.json
 
@@ -19,6 +19,7 @@ from absl import app, flags
 
 from benchmarks import all_reduce
 from benchmarks.experiments import EXPERIMENTS
+from benchmarks.gpus import experiments as gpu_experiments
 from benchmarks.harness import Experiment, run_rounds
 from benchmarks.machine import describe_machine
 from benchmarks.parity_table import PARITY_TABLE
@@ -47,25 +48,28 @@ def main(arguments: Sequence[str]) -> None:
     # In a file or a log, rich would otherwise break lines and names at 80 columns.
     console = rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 130)
     names = list(ALL) if "all" in arguments[1:] else arguments[1:]
-    unknown = [name for name in names if name not in ALL]
+    unknown = [name for name in names if name not in (*ALL, gpu_experiments.NAME)]
     if unknown:
-        sys.exit(f"There is no experiment {unknown[0]!r}. There are: {', '.join(ALL)}, all.")
+        sys.exit(f"There is no experiment {unknown[0]!r}. There are: {', '.join(ALL)}, {gpu_experiments.NAME}, all.")
     if not names:
-        for name, experiment in ALL.items():
-            console.print(f"{name:22}{experiment.summary}", soft_wrap=True)
+        summaries = {name: experiment.summary for name, experiment in ALL.items()}
+        for name, summary in (summaries | {gpu_experiments.NAME: gpu_experiments.SUMMARY}).items():
+            console.print(f"{name:22}{summary}", soft_wrap=True)
         return
     try:
-        _run([_experiment(name) for name in names], console)
+        _run([experiment for name in names for experiment in _experiments(name)], console)
     except OSError as error:
         sys.exit(f"The results cannot be written: {error}. Give --output a file in an existing folder.")
     except (ValueError, WorkerError) as error:
         sys.exit(f"A measurement failed: {error}" if isinstance(error, WorkerError) else str(error))
 
 
-def _experiment(name: str) -> Experiment:
-    if name != all_reduce.NAME:
-        return ALL[name]
-    return all_reduce.experiment(ALGORITHM.value, [all_reduce.size_bytes(text) for text in SIZES.value])
+def _experiments(name: str) -> list[Experiment]:
+    if name == gpu_experiments.NAME:
+        return gpu_experiments.experiments(gpu_experiments.devices_here())
+    if name == all_reduce.NAME:
+        return [all_reduce.experiment(ALGORITHM.value, [all_reduce.size_bytes(text) for text in SIZES.value])]
+    return [ALL[name]]
 
 
 def _run(experiments: Sequence[Experiment], console: rich.console.Console) -> None:

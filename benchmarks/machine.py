@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +26,7 @@ def describe_machine() -> dict[str, str | int | float]:
         >>> describe_machine()["cores"] >= 1
         True
     """
+    gpus = _gpus()
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -33,6 +36,7 @@ def describe_machine() -> dict[str, str | int | float]:
         "tensorflow": metadata.version("tensorflow"),
         "keras": metadata.version("keras"),
         "tfpar": tfpar.__version__,
+        **({"gpus": gpus} if gpus else {}),
     }
 
 
@@ -40,3 +44,13 @@ def _processor() -> str:
     lines = CPU_INFO.read_text(encoding="utf-8").splitlines() if CPU_INFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def _gpus() -> str:
+    """Return names and drivers of the GPUs of the machine; empty without nvidia-smi."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    query = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
+    return "; ".join(line.strip() for line in done.stdout.splitlines()) if done.returncode == 0 else ""

@@ -9,6 +9,7 @@ import rich.console
 import rich.table
 
 from benchmarks import all_reduce, parity_table
+from benchmarks.gpus import experiments as gpu_experiments
 from benchmarks.harness import Finding, Result, is_number, shown
 
 
@@ -35,6 +36,8 @@ def print_result(result: Result, console: rich.console.Console) -> None:
         console.print(_settings(result))
     if result.findings:
         console.print(_findings(result))
+    if result.experiment.name.startswith(f"{gpu_experiments.NAME}_"):
+        print(gpu_experiments.as_markdown(result))
 
 
 def _settings(result: Result) -> rich.table.Table:

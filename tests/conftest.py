@@ -29,6 +29,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-tables", action="store_true", help="train every row of the parity tables")
+    parser.addoption("--gpu-stand-ins", action="store_true", help="run tests marked gpu on logical CPUs")
 
 
 @pytest.hookimpl(trylast=True)

@@ -28,7 +28,7 @@ from tests import ROOT
 NAMES = (
     "host_bound, cnn, mirrored, multi_worker, communication_bound, checkpoint_cost, pipeline_mlp, "
     "pipeline_transformer, pipeline_memory, pipeline_prediction, pipeline_first_step, all_reduce, restart, "
-    "parity_table"
+    "parity_table, gpu"
 )
 MACHINE = {"cores": 2, "load_of_the_last_minute": 0.5}
 OURS = Measurement("host_bound", "tfpar", batch_size=8, num_steps=100, num_warm_up_steps=2)

@@ -1,0 +1,1 @@
+"""Experiments on GPUs: one device, scaling, pipelines."""

@@ -1,0 +1,120 @@
+"""PyTorch for comparison on GPUs: the same models, one process for each device, on NCCL. No TensorFlow here.
+
+The loop is the plain one of PyTorch's tutorials, without metrics. float32 products run in TensorFloat-32, as they do in
+TensorFlow by default; each batch is copied from pinned memory while the previous step runs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks import peers, process
+from benchmarks.gpus.examples import LEARNING_RATE, NUM_BLOCKS, NUM_CLASSES, NUM_HEADS, TINY_WIDTH, WIDTH, arrays
+from benchmarks.gpus.setting import GpuSetting
+from benchmarks.gpus.worker import figures
+
+
+def run_here(setting: GpuSetting, rank: int, addresses: list[str]) -> dict[str, float]:
+    """Train this process' share of every global batch, in laps.
+
+    Args:
+        setting: What to train.
+        rank: Which device of the setting this process has.
+        addresses: Of all processes, empty for one; they connect at the first.
+    """
+    torch = peers.load("torch")
+    torch.manual_seed(0)
+    on_gpu = setting.devices[rank].startswith("GPU")
+    device = torch.device("cuda", int(setting.devices[rank].partition(":")[2])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    model = _MODELS[setting.workload](torch).to(device)
+    if addresses:
+        backend, world_size = "nccl" if on_gpu else "gloo", len(addresses)
+        address = f"tcp://{addresses[0]}"
+        torch.distributed.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model = torch.compile(model) if setting.jit_compile else model
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
+    loss_of = torch.nn.functional.cross_entropy if setting.workload == "resnet50" else torch.nn.functional.mse_loss
+    share = setting.batch_size // len(setting.devices)
+    host = [torch.from_numpy(array[:share].copy()) for array in arrays(setting.workload, share)]
+    host = [tensor.pin_memory() for tensor in host] if on_gpu else host
+
+    def step() -> None:
+        inputs, targets = (tensor.to(device, non_blocking=True) for tensor in host)
+        optimizer.zero_grad()
+        loss_of(model(inputs), targets).backward()
+        optimizer.step()
+
+    return _laps(step, torch.cuda.synchronize if on_gpu else lambda: None, setting)
+
+
+def _laps(step: Callable[[], None], wait: Callable[[], None], setting: GpuSetting) -> dict[str, float]:
+    moments: list[float] = []
+    for _ in range(1 + setting.num_laps):
+        moments.append(time.perf_counter())
+        for _ in range(setting.steps_per_lap):
+            step()
+        wait()
+        moments.append(time.perf_counter())
+    return figures(moments, setting.steps_per_lap)
+
+
+def _resnet50(torch: Any) -> Any:
+    """Return ResNet50 as Keras has it: biases in convolutions, and the stride in the first of each block.
+
+    PyTorch's images are [channels, height, width]; the data are transposed on the device.
+    """
+    nn = torch.nn
+
+    def normalized(inputs: int, outputs: int, size: int = 1, stride: int = 1) -> list[Any]:
+        return [nn.Conv2d(inputs, outputs, size, stride, size // 2), nn.BatchNorm2d(outputs, eps=1.001e-5)]
+
+    class Block(nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, inputs: int, width: int, stride: int, is_first: bool) -> None:
+            super().__init__()
+            first, second = normalized(inputs, width, 1, stride), normalized(width, width, 3)
+            layers = [*first, nn.ReLU(), *second, nn.ReLU(), *normalized(width, 4 * width)]
+            self.inside = nn.Sequential(*layers)
+            self.around = nn.Sequential(*(normalized(inputs, 4 * width, 1, stride) if is_first else ()))
+
+        def forward(self, x: Any) -> Any:
+            return torch.relu(self.inside(x) + self.around(x))
+
+    class ChannelsFirst(nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return x.permute(0, 3, 1, 2)
+
+    blocks, inputs = [], 64
+    for group, (width, number) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
+        for index in range(number):
+            stride = 2 if index == 0 and group > 0 else 1
+            blocks.append(Block(inputs, width, stride, index == 0))
+            inputs = 4 * width
+    stem = [ChannelsFirst(), *normalized(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, NUM_CLASSES))
+
+
+def _transformer(torch: Any) -> Any:
+    settings = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    blocks = [torch.nn.TransformerEncoderLayer(WIDTH, NUM_HEADS, 4 * WIDTH, **settings) for _ in range(NUM_BLOCKS)]
+    return torch.nn.Sequential(*blocks)
+
+
+def _tiny(torch: Any) -> Any:
+    return torch.nn.Sequential(*(torch.nn.Linear(TINY_WIDTH, TINY_WIDTH) for _ in range(4)))
+
+
+_MODELS = {"resnet50": _resnet50, "transformer": _transformer, "tiny": _tiny}
+
+
+if __name__ == "__main__":
+    received = process.request()
+    setting = GpuSetting(**received["setting"] | {"devices": tuple(received["setting"]["devices"])})
+    process.answer(run_here(setting, received["rank"], received["addresses"]))
+    os._exit(0)  # as benchmarks.worker: PyTorch sometimes aborts on its way out
