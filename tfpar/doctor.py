@@ -3,10 +3,13 @@
 python -m tfpar.doctor                                     this machine and its devices
 python -m tfpar.doctor --config digits                     and a configured model under its strategy
 python -m tfpar.doctor --model train.py:build_model        and a model of your own
+python -m tfpar.doctor --num_workers 2                     and the network between workers of this machine
+python -m tfpar.launch --num_workers 2 --hosts a,b -- -m tfpar.doctor         between machines; the same command on each
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -14,9 +17,11 @@ from typing import Any
 
 from absl import flags
 
+from tfpar.checks import examination, workers
 from tfpar.checks.check import Check, exit_code
-from tfpar.checks.doctor import doctor, run_checks
+from tfpar.checks.doctor import doctor, reported
 from tfpar.checks.model_source import ModelSource
+from tfpar.cluster import job_secret, tf_config
 from tfpar.commands import command_line, start_up
 from tfpar.commands.number_flags import Integer, check_within
 from tfpar.config import bundled_configurations
@@ -34,11 +39,19 @@ _DATA = flags.DEFINE_string(
     "data", None, "With --model: the function that returns its dataset; by default a batch is made up.",
     flag_values=_VALUES,
 )  # fmt: skip
+_NUM_WORKERS = flags.DEFINE(
+    Integer(),
+    "num_workers",
+    1,
+    "Also start workers on this machine, and examine the network between them.",
+    flag_values=_VALUES,
+)
 _JSON = flags.DEFINE_bool("json", False, "Print the results as JSON.", flag_values=_VALUES)
 _LOGICAL_CPUS = flags.DEFINE(
     Integer(), "logical_cpus", 2, "Without GPUs: number of devices into which the CPU is split.", flag_values=_VALUES
 )
-MOST_LOGICAL_CPUS = 64
+MOST_LOGICAL_CPUS, MOST_WORKERS = 64, 64
+SECONDS_TO_SERVE = 120.0
 COMMAND = command_line.Command(
     name="tfpar.doctor",
     usage=["[FLAG ...]"],
@@ -47,6 +60,7 @@ COMMAND = command_line.Command(
         "set": "SECTION.KEY=VALUE",
         "model": "FUNCTION",
         "data": "FUNCTION",
+        "num_workers": "N",
         "logical_cpus": "N",
         "json": "",
     },
@@ -54,8 +68,12 @@ COMMAND = command_line.Command(
         "python -m tfpar.doctor",
         "python -m tfpar.doctor --config digits_mirrored",
         "python -m tfpar.doctor --model train.py:build_model --json > doctor.json",
+        "python -m tfpar.launch --num_workers 2 --hosts a,b -- -m tfpar.doctor",
     ],
-    details=lambda: "Exit code 0: all is well; 1: something is slow; 2: something is wrong.",
+    details=lambda: (
+        "In a job of several workers, each of which runs the command, only the network\nbetween them is examined.\n\n"
+        "Exit code 0: all is well; 1: something is slow; 2: something is wrong."
+    ),
     values=_VALUES,
 )
 
@@ -73,15 +91,43 @@ def main(argv: list[str]) -> int:
     try:
         if len(argv) > 1:
             raise ValueError(f"Arguments must be flags, received {quoted(argv[1])}. See python -m tfpar.doctor --help.")
+        job = tf_config.from_environment(os.environ)
+        if job is not None and job.num_workers > 1:
+            return _in_job(job)
         check_within("logical_cpus", _LOGICAL_CPUS.value, 1, MOST_LOGICAL_CPUS)
-        checks = run_checks(_LOGICAL_CPUS.value, _source(), "json" if _JSON.value else "text")
+        check_within("num_workers", _NUM_WORKERS.value, 1, MOST_WORKERS)
+        source = _source()
+        if source is not None:
+            source.run()  # raises if the configuration is wrong
+        found = examination.examine(_LOGICAL_CPUS.value, source, _NUM_WORKERS.value)
+        return exit_code(reported(found, _output()))
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return start_up.INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return exit_code(checks)
+
+
+def _output() -> str:
+    return "json" if _JSON.value else "text"
+
+
+def _in_job(job: tf_config.Job) -> int:
+    """Examine the network between the workers of a job, all of which run this command; the chief reports."""
+    if _CONFIG.value or _MODEL.value or _NUM_WORKERS.value > 1:
+        raise ValueError(
+            "In a job of several workers the doctor examines the network between them. Leave out --config, --model and "
+            "--num_workers, and examine each machine by itself, without TF_CONFIG."
+        )
+    secret = job_secret.from_environment(os.environ)
+    if job.role == "evaluator":
+        return 0
+    if job.rank == 0:
+        return exit_code(reported(workers.check(job, secret), _output()))
+    if workers.serve(job, secret, SECONDS_TO_SERVE):
+        return 0
+    raise ValueError(f"The chief at {job.addresses[0]} has not ended the examination within {SECONDS_TO_SERVE:g} s.")
 
 
 class _CallableModule(types.ModuleType):

@@ -70,6 +70,13 @@ class Host:
         """Set the link to the other hosts `"up"` or `"down"`."""
         _ip("link", "set", self._link, state)
 
+    def limit_sending(self, megabits_per_second: int) -> None:
+        """Limit the rate at which this host sends."""
+        rate = ["rate", f"{megabits_per_second}mbit", "burst", "64kb", "latency", "50ms"]
+        command = ["tc", "-n", self._name, "qdisc", "add", "dev", "eth0", "root", "tbf", *rate]
+        if shutil.which("tc") is None or subprocess.run(command, check=False, capture_output=True).returncode != 0:
+            pytest.skip("needs the command tc and its queue tbf")
+
     def remove(self) -> None:
         """Remove the namespace and its link."""
         _ip("netns", "delete", self._name)

@@ -6,7 +6,7 @@ import inspect
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ def doctor(
     config: str | None = None,
     overrides: Sequence[str] = (),
     num_logical_cpus: int = 2,
+    num_workers: int = 1,
     verbose: int = 1,
 ) -> list[Check]:
     """Examine this machine, its devices and a model, as `python -m tfpar.doctor` does.
@@ -36,6 +37,7 @@ def doctor(
         config: The name of a configuration, or a TOML file, in place of a model function.
         overrides: Settings `"section.key=value"` of the configuration. With a model function, those of `strategy`.
         num_logical_cpus: Without GPUs: the number of devices into which the CPU is split.
+        num_workers: Number of workers to start on this machine, which examine the network between them.
         verbose: 1 prints each check as soon as it is known, 0 nothing.
 
     Returns:
@@ -59,7 +61,10 @@ def doctor(
             source = ModelSource(None, tuple(overrides), _name_of(build_model), batch=batch)
         elif config is not None:
             source = ModelSource(str(bundled_configurations.find(config)), tuple(overrides))
-        return run_checks(num_logical_cpus, source, "text" if verbose else "nothing")
+        if source is not None:
+            source.run()  # raises if the configuration is wrong
+        found = examination.examine(num_logical_cpus, source, num_workers)
+        return reported(found, "text" if verbose else "nothing")
 
 
 def _name_of(function: Callable[[], Any]) -> str:
@@ -74,21 +79,15 @@ def _name_of(function: Callable[[], Any]) -> str:
     return f"{inspect.getsourcefile(function)}:{name}"
 
 
-def run_checks(num_cpus: int, source: ModelSource | None, output: str) -> list[Check]:
-    """Run all checks, and print each as soon as it is known.
+def reported(found: Iterable[Check], output: str) -> list[Check]:
+    """Return checks, and print each as soon as it is known.
 
     Args:
-        num_cpus: Without GPUs: the number of logical CPUs.
-        source: The model; None without one.
+        found: The checks.
         output: "text"; "json" for all of them at the end; or "nothing".
-
-    Raises:
-        ValueError: If the configuration of the model is wrong.
     """
-    if source is not None:
-        source.run()
     checks = []
-    for check in examination.examine(num_cpus, source):
+    for check in found:
         checks.append(check)
         if output == "text":
             print(report.lines(check), flush=True)

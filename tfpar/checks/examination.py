@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from tfpar.checks import devices, machine, models, together
+from tfpar.checks import devices, machine, models, together, workers
 from tfpar.checks.check import Check
 from tfpar.checks.model_source import ModelSource
 from tfpar.cluster import cores, gpus
 
 
-def examine(num_cpus: int = 2, source: ModelSource | None = None) -> Iterator[Check]:
-    """Yield the checks of this machine, and of a model.
+def examine(num_cpus: int = 2, source: ModelSource | None = None, num_workers: int = 1) -> Iterator[Check]:
+    """Yield the checks of this machine, of a model, and of workers on this machine.
 
     Args:
         num_cpus: Without GPUs: the number of logical CPUs that stand for devices.
         source: The model; None without one.
+        num_workers: Number of workers that examine the network between them.
     """
+    yield from _of_this_machine(num_cpus, source)
+    if num_workers > 1:
+        yield from workers.check_local(num_workers)
+
+
+def _of_this_machine(num_cpus: int, source: ModelSource | None) -> Iterator[Check]:
     yield machine.versions()
     yield machine.driver(os.environ)
     yield machine.memory()

@@ -1,0 +1,112 @@
+"""The doctor examines the network between workers, and names the one with a fault."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import faulty_devices, faulty_workers, hosts
+from tfpar.checks import worker_service, workers
+from tfpar.checks.check import Check
+from tfpar.cluster import tf_config
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
+SECRET = b"0123456789abcdef"
+
+
+def by_name(found: Iterator[Check]) -> dict[str, Check]:
+    return {check.name: check for check in found}
+
+
+def test_workers_on_one_machine_are_examined() -> None:
+    found = by_name(workers.check_local(3))
+    assert list(found) == ["versions of workers", "clocks", "ports", "bandwidth"]
+    assert {name: check.status for name, check in found.items() if name != "bandwidth"} == {
+        "versions of workers": "ok",
+        "clocks": "ok",
+        "ports": "ok",
+    }
+    assert "all 6 ordered pairs" in found["ports"].figure
+    assert len(found["bandwidth"].values["gbit_per_second"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "status", "figure"),
+    [
+        ("version 1", "versions of workers", "WRONG", "worker 1 has keras 3.14.0 instead of"),
+        ("closed 1", "worker 1", "WRONG", "does not answer within 3 s: Connection refused"),
+        ("clock 2", "clocks", "slow", "worker 2 differs most from the chief, by +5.0"),
+        ("blocked 1", "port of worker 2", "WRONG", "worker 1 cannot connect to 127.0.0.1:"),
+    ],
+)
+def test_a_worker_with_a_fault_is_named(
+    fault: str, name: str, status: str, figure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "PROGRAM", faulty_workers.__name__)
+    monkeypatch.setattr(workers, "START_SECONDS", 3.0)
+    monkeypatch.setenv(faulty_devices.VARIABLE, fault)
+    found = by_name(workers.check_local(3))
+    assert found[name].status == status
+    assert figure in found[name].figure
+    assert found[name].way_out
+    others = {check.status for other, check in found.items() if other not in (name, "bandwidth")}
+    assert others == {"ok"}
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+    one = worker_service.Service(tf_config.Job((address, "127.0.0.1:1"), 0, "chief"), SECRET)
+    yield address
+    one.close()
+
+
+def test_a_worker_answers_only_those_with_the_job_secret(service: str) -> None:
+    assert worker_service.ask(service, SECRET, {"do": "reach"}) == {"127.0.0.1:1": "Connection refused"}
+    with pytest.raises(ValueError, match="another TFPAR_JOB_SECRET"):
+        worker_service.ask(service, b"another secret of 16", {"do": "facts"})
+
+
+@pytest.mark.parametrize("request_", [{}, {"do": "send", "rank": 7, "num_bytes": 1}, {"do": "receive"}, [], {"do": 3}])
+def test_a_request_that_is_none_harms_nothing(service: str, request_: object) -> None:
+    with pytest.raises(ValueError, match="ended"):
+        worker_service.ask(service, SECRET, request_)  # type: ignore[arg-type]
+    assert worker_service.ask(service, SECRET, {"do": "facts"})
+
+
+def test_another_program_at_the_address_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ValueError, match="another program answers there"):
+            worker_service.ask(f"127.0.0.1:{server.getsockname()[1]}", SECRET, {"do": "facts"})
+        thread.join()
+
+
+def test_the_slowest_link_between_hosts_is_named(tmp_path: Path) -> None:
+    with hosts.connected(3) as connected:
+        connected[2].limit_sending(200)
+        addresses = [f"{host.address}:20331" for host in connected]
+        started = []
+        for rank, host in enumerate(connected):
+            variables = {"TF_CONFIG": tf_config.to_tf_config(addresses, rank), "TFPAR_JOB_SECRET": SECRET.decode()}
+            started.append(host.start(["-m", "tfpar.doctor", "--json"], tmp_path, variables, tmp_path / f"out{rank}"))
+        with hosts.ended_in_the_end(started):
+            codes = [process.wait(120) for process in started]
+        found = json.loads((tmp_path / "out0").read_text())
+        assert codes == [found["exit_code"], 0, 0]
+        checks = {check["name"]: check for check in found["checks"]}
+        assert checks["bandwidth"]["status"] == "slow"
+        assert "from worker 2 to worker" in checks["bandwidth"]["figure"]
+        assert checks["ports"]["status"] == "ok"
