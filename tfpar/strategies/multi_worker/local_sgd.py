@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfpar.reduction.replicas import local_replica_id
+from tfpar.strategies.multi_step import HOST
 from tfpar.strategies.multi_worker.collectives import Group
 
 
@@ -35,16 +36,21 @@ class LocalSGD:
     def __init__(self, every: int, with_optimizer: bool) -> None:
         self.every = every
         self._with_optimizer = with_optimizer
-        self._num_steps_alone = tf.Variable(0, trainable=False, name="num_steps_alone")
+        # On the host, which decides by it: TensorFlow 2.21 has no int32 variables on GPUs.
+        with tf.device(HOST):
+            self._num_steps_alone = tf.Variable(0, trainable=False, name="num_steps_alone")
 
     def after_step(self, model: keras.Model, strategy: tf.distribute.Strategy, group: Group) -> None:
         """Count a local step, and average after the last one; traced after the update."""
-        self._num_steps_alone.assign_add(1)
-        self._average_if(self._num_steps_alone >= self.every, model, strategy, group)
+        with tf.device(HOST):
+            due = self._num_steps_alone.assign_add(1) >= self.every
+        self._average_if(due, model, strategy, group)
 
     def end_call(self, model: keras.Model, strategy: tf.distribute.Strategy, group: Group) -> None:
         """Average the weights if a local step has followed the last average."""
-        self._average_if(self._num_steps_alone > 0, model, strategy, group)
+        with tf.device(HOST):
+            due = self._num_steps_alone > 0
+        self._average_if(due, model, strategy, group)
 
     def _average_if(self, due: tf.Tensor, model: keras.Model, strategy: tf.distribute.Strategy, group: Group) -> None:
         variables = self._variables(model)
