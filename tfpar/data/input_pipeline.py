@@ -2,7 +2,9 @@
 
     read -> cache -> shuffle -> decode -> augment hook -> batch -> augment -> check labels -> normalize -> prefetch
 
-Operations that are the same for every image, or cheaper on whole batches, come after `batch`.
+Operations that are the same for every image, or cheaper on whole batches, come after `batch`. Single examples are
+decoded on all cores of this worker: without autotuning, AUTOTUNE is at most 16 calls (`parallel_map_dataset_op.cc` of
+TensorFlow 2.21), which is enough for whole batches.
 """
 
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfpar import config
+from tfpar.cluster.cores import num_allowed_cores
 from tfpar.data import images
 from tfpar.data.sharding.sharded import Sharded
 from tfpar.data.sharding_policy import ShardingPolicy
@@ -77,8 +80,8 @@ def _examples(
     if buffer_size:
         dataset = dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
     if split.decode is not None and not settings.cache:
-        dataset = dataset.map(split.decode, num_parallel_calls=tf.data.AUTOTUNE)
-    return dataset if augment is None else _map_with_seeds(dataset, augment, seed + 1)
+        dataset = dataset.map(split.decode, num_parallel_calls=num_allowed_cores())
+    return dataset if augment is None else _map_with_seeds(dataset, augment, seed + 1, num_allowed_cores())
 
 
 def _augmented(batches: tf.data.Dataset, settings: config.Data, seed: int) -> tf.data.Dataset:
@@ -88,7 +91,9 @@ def _augmented(batches: tf.data.Dataset, settings: config.Data, seed: int) -> tf
     return _map_with_seeds(batches, change, seed + 2)
 
 
-def _map_with_seeds(dataset: tf.data.Dataset, change: Augment, seed: int) -> tf.data.Dataset:
+def _map_with_seeds(
+    dataset: tf.data.Dataset, change: Augment, seed: int, num_calls: int = tf.data.AUTOTUNE
+) -> tf.data.Dataset:
     """Change the inputs, each element with its own seed; each epoch draws new seeds, in a reproducible order."""
     seeds = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True).batch(2, drop_remainder=True)
 
@@ -97,4 +102,4 @@ def _map_with_seeds(dataset: tf.data.Dataset, change: Augment, seed: int) -> tf.
         changed = tf.ensure_shape(change(inputs, seeds), inputs.shape)
         return changed, labels
 
-    return tf.data.Dataset.zip((dataset, seeds)).map(apply, num_parallel_calls=tf.data.AUTOTUNE)
+    return tf.data.Dataset.zip((dataset, seeds)).map(apply, num_parallel_calls=num_calls)

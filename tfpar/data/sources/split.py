@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 import tensorflow as tf
 
+from tfpar.cluster.cores import num_allowed_cores
 from tfpar.messages.suggestions import closest
 
 
@@ -29,7 +30,7 @@ class Split(NamedTuple):
         """Return single `(input, label)` pairs in the order of storage."""
         if self.decode is None:
             return self.stored
-        return self.stored.map(self.decode, num_parallel_calls=tf.data.AUTOTUNE)
+        return self.stored.map(self.decode, num_parallel_calls=num_allowed_cores())
 
     def shard(self, kind: Literal["file", "example", "batch"], num_shards: int, shard: int) -> "Split":
         """Return one shard of the split, by files or by examples, before decoding; with "batch", the whole split."""
