@@ -13,7 +13,7 @@ from tfpar.data.sources import split
 
 
 @pytest.mark.parametrize("cache", [False, True])
-@pytest.mark.parametrize("shard_by", ["batch", "file"])
+@pytest.mark.parametrize("shard_by", ["batch", "example"])
 def test_examples_are_decoded_on_all_cores(
     folder: config.Data, monkeypatch: pytest.MonkeyPatch, cache: bool, shard_by: str
 ) -> None:
@@ -29,6 +29,6 @@ def test_examples_are_decoded_on_all_cores(
     monkeypatch.setattr(tf.data.Dataset, "map", noted)
     settings = folder.model_copy(update={"cache": cache, "shard_by": shard_by})
     train = load(settings, global_batch_size=8, seed=0).train
-    whole = train.whole() if shard_by == "file" else train
+    whole = train.whole() if shard_by == "example" else train
     assert 48 in calls
     assert sum(len(inputs) for inputs, _ in whole) == 40

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfpar.cluster.cores import num_allowed_cores
 from tfpar.data.sharding.sharded import NUM_SHARDS, Sharded
 
 _FILES_PER_SHARD_AT_ONCE = 4
@@ -145,6 +146,6 @@ def _shuffled(
         dataset = stored(shard)
         if shuffle_buffer:
             dataset = dataset.shuffle(-(-shuffle_buffer // num_shards), seed=seed + shard)
-        return dataset if traced is None else dataset.map(traced, num_parallel_calls=tf.data.AUTOTUNE)
+        return dataset if traced is None else dataset.map(traced, num_parallel_calls=num_allowed_cores())
 
     return Sharded(make_shard, num_shards, global_batch_size, finish)
