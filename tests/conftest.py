@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import once
+from tests.support import once, tracing
 from tests.support.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
 
 if TYPE_CHECKING:
     from tests.support import command
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-gc.set_threshold(50_000, 20, 20)  # traces make millions of objects, and Python's default spends 8 % of a test on them
+tracing.with_rare_collections()
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; processes of tests would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,6 +61,7 @@ def logical_cpus() -> list[str]:
     import tfpar
 
     tfpar.use_logical_cpus(4)
+    tracing.without_origins()
     return ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests import ROOT
+from tests.support import tracing
 from tfpar.cluster import tf_config
 from tfpar.launcher.worker_group import free_addresses
 
@@ -154,6 +155,8 @@ def run_all(functions: Mapping[str, Callable[[], Any]]) -> None:
     """
     import tensorflow as tf
 
+    tracing.with_rare_collections()
+    tracing.without_origins()
     folder, rank = place()
     parent = os.getppid()
     for name, function in functions.items():
