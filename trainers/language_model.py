@@ -75,7 +75,7 @@ class LanguageModel(tfpar.Trainer):
         """
         validated = self.validation_data is not None
         batches = self.train_data if self.validation_data is None else self.validation_data
-        batches = batches.whole() if isinstance(batches, data.Sharded) else batches
+        batches = batches.global_batches() if isinstance(batches, data.Sharded) else batches
         entropy = python_source.unigram_entropy((inputs, labels.numpy()) for inputs, labels in batches)
         reached = results["val_bits_per_byte" if validated else "bits_per_byte"]
         written = self.generate(PROMPT, SAMPLE_BYTES).decode(errors="replace")

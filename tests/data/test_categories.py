@@ -73,11 +73,11 @@ def test_workers_with_shards_of_rows_with_words_read_the_rows_of_one_worker(
     loaded = load(own, global_batch_size=8, seed=1)
     assert isinstance(loaded.train, Sharded)
     assert audit(loaded.train, num_workers=2).ok
-    whole, parts = epoch(loaded.train.whole()), [loaded.train.part(rank, 2) for rank in range(2)]
+    whole, parts = epoch(loaded.train.global_batches()), [loaded.train.local_batches(rank, 2) for rank in range(2)]
     for batch, *rows in zip(whole, *parts, strict=False):
         joined = np.concatenate([part[0].numpy()[: int(count)] for part, count in rows])
         np.testing.assert_array_equal(joined, batch[0])
-    resumed = load(own, global_batch_size=8, seed=1).train.whole()
+    resumed = load(own, global_batch_size=8, seed=1).train.global_batches()
     assert_same(epoch(seek(resumed, 0, 2)), whole[2:], "after resuming")
 
 

@@ -75,7 +75,7 @@ def test_files_of_a_folder_are_sharded(folder: config.Data) -> None:
     settings = changed(folder, shard_by="file", num_shards=4, shuffle_buffer=0)
     loaded = load(settings, global_batch_size=8, seed=0)
     assert loaded.sharding == "by file, as set: 4 files in 4 shards, and a worker reads only its own"
-    inputs = [np.rint(batch[0][:, 0] * 40).astype(int).tolist() for batch in loaded.train.whole()]
+    inputs = [np.rint(batch[0][:, 0] * 40).astype(int).tolist() for batch in loaded.train.global_batches()]
     assert inputs[0] == [0, 1, 10, 11, 20, 21, 30, 31]
     assert sorted(itertools.chain(*inputs)) == list(range(40))
     assert isinstance(loaded.validation, tf.data.Dataset), "validation data are never sharded"
@@ -95,10 +95,10 @@ def test_sharded_digits_are_the_same_for_any_number_of_workers(digits: config.Da
     dataset = sharded()
     assert dataset.cardinality() == -(-375 // 16), "the largest shard has 375 of 1,497 examples"
     assert audit(dataset, num_workers=2).ok, "augmented alike on all workers"
-    whole = dataset.whole()
+    whole = dataset.global_batches()
     epochs = [labels(whole) for _ in range(2)]
     assert epochs[0] != epochs[1]
-    first = sharded().part(0, 2)
+    first = sharded().local_batches(0, 2)
     for expected in epochs:
         own = [(rows[1].numpy().tolist(), int(count)) for rows, count in first.take(10)]
         assert own == [(batch[:32], 32) for batch in expected[:10]]

@@ -59,11 +59,11 @@ def assert_same_for_workers(
     numbers_of_workers: list[int], build: Callable[[], Sharded], num_epochs: int
 ) -> list[list[Any]]:
     """The epochs of one worker alone, after those of each number of workers were found to be the same."""
-    whole = build().whole()
+    whole = build().global_batches()
     epochs = [[leaves(batch) for batch in whole] for _ in range(num_epochs)]
     for num_workers in numbers_of_workers:
         sharded = build()
-        parts = [sharded.part(rank, num_workers) for rank in range(num_workers)]
+        parts = [sharded.local_batches(rank, num_workers) for rank in range(num_workers)]
         for epoch, expected in enumerate(epochs):
             assert_equal(epoch_of_workers(parts), expected, f"{num_workers} workers, epoch {epoch}")
     return epochs
@@ -112,25 +112,25 @@ def test_sizes_that_are_not_declared_are_taken_from_shards_with_rows() -> None:
 
     numbers = tf.data.Dataset.from_generator(generate, output_signature=tf.TensorSpec([4, None], tf.int64))
     sharded = by_example(numbers, global_batch_size=6, num_shards=3)
-    assert [batch.shape.as_list() for batch in sharded.whole()] == [[6, 4, 5], [2, 4, 5]]
-    assert sharded.cardinality() == tf.data.UNKNOWN_CARDINALITY == int(sharded.whole().cardinality())
+    assert [batch.shape.as_list() for batch in sharded.global_batches()] == [[6, 4, 5], [2, 4, 5]]
+    assert sharded.cardinality() == tf.data.UNKNOWN_CARDINALITY == int(sharded.global_batches().cardinality())
 
 
 def test_the_stand_in_is_the_first_example_seen_or_that_of_another_shard() -> None:
     sharded = uneven([4, 0, 1, 7])
-    rows = [[int(element[0][0]) for element in sharded.part(rank, 4).take(4)] for rank in range(4)]
+    rows = [[int(element[0][0]) for element in sharded.local_batches(rank, 4).take(4)] for rank in range(4)]
     assert rows == [[0, 3, 0, 0], [0, 0, 0, 0], [200, 200, 200, 200], [300, 303, 306, 300]]
 
 
 def test_whole_and_parts_can_be_moved_to_a_position() -> None:
     sharded = shuffled(50)
-    whole = sharded.whole()
+    whole = sharded.global_batches()
     epochs = [[leaves(batch) for batch in whole] for _ in range(3)]
     for at_epoch, step in [(0, 3), (1, 2)]:
-        fresh = sharded.whole()
+        fresh = sharded.global_batches()
         found = [leaves(batch) for batch in seek(fresh, at_epoch, step)]
         assert_equal(found, epochs[at_epoch][step:], f"whole, epoch {at_epoch} from step {step}")
-        parts = [sharded.part(rank, 2) for rank in range(2)]
+        parts = [sharded.local_batches(rank, 2) for rank in range(2)]
         found = epoch_of_workers([seek(part, at_epoch, step) for part in parts])
         assert_equal(found, epochs[at_epoch][step:], f"parts, epoch {at_epoch} from step {step}")
         assert_equal(epoch_of_workers(parts), epochs[at_epoch + 1], f"parts, the epoch after {at_epoch}")
@@ -138,13 +138,13 @@ def test_whole_and_parts_can_be_moved_to_a_position() -> None:
 
 def test_a_job_continues_with_another_number_of_workers() -> None:
     sharded = shuffled(50)
-    whole = sharded.whole()
+    whole = sharded.global_batches()
     expected = [[leaves(batch) for batch in whole] for _ in range(2)][1]
-    used = [sharded.part(rank, 2) for rank in range(2)]
+    used = [sharded.local_batches(rank, 2) for rank in range(2)]
     epoch_of_workers(used)
     taken = [[next(iterator)[0] for _ in range(2)] for iterator in map(iter, used)]
     batches = [leaves(join_batches(rows)) for rows in zip(*taken, strict=True)]
-    batches += epoch_of_workers([seek(sharded.part(rank, 3), 1, 2) for rank in range(3)])
+    batches += epoch_of_workers([seek(sharded.local_batches(rank, 3), 1, 2) for rank in range(3)])
     assert_equal(batches, expected, "two workers, then three")
 
 
@@ -174,10 +174,10 @@ def test_by_file_reads_the_own_files_only(tmp_path: Path) -> None:
     def build() -> Sharded:
         return by_file(paths, tf.data.TFRecordDataset, global_batch_size=6, num_shards=2, decode=decode)
 
-    whole = [batch.numpy().tolist() for batch in build().whole()]
+    whole = [batch.numpy().tolist() for batch in build().global_batches()]
     assert whole[:2] == [[0, 1, 2, 10, 11, 12], [3, 4, 20, 13, 14, 30]], "shard 0 has files 0 and 2"
     assert sorted(itertools.chain(*whole)) == [i * 10 + j for i in range(4) for j in range(5)]
-    second = build().part(1, 2)
+    second = build().local_batches(1, 2)
     for path in paths[::2]:
         path.unlink()
     counts = [(rows.numpy().tolist(), int(count)) for rows, count in second.take(5)]
@@ -205,12 +205,16 @@ def make_range(shard: int) -> tf.data.Dataset:
             r"shard 0 is infinite: leave out repeat\(\)",
         ),
         (
-            lambda: Sharded(make_range, 8, 64).part(0, 3),
+            lambda: Sharded(make_range, 8, 64).local_batches(0, 3),
             ValueError,
             r"8 shards and 3 workers: use another number of shards \(data.num_shards\), a multiple of 3 that divides",
         ),
-        (lambda: Sharded(make_range, 8, 64).part(0, 0), ValueError, "8 shards and 0 workers"),
-        (lambda: Sharded(make_range, 8, 64).part(2, 2), ValueError, "rank must be from 0 to 1 for 2 workers, but is 2"),
+        (lambda: Sharded(make_range, 8, 64).local_batches(0, 0), ValueError, "8 shards and 0 workers"),
+        (
+            lambda: Sharded(make_range, 8, 64).local_batches(2, 2),
+            ValueError,
+            "rank must be from 0 to 1 for 2 workers, but is 2",
+        ),
         (
             lambda: by_file(["a", "b"], tf.data.TFRecordDataset, global_batch_size=8),
             ValueError,

@@ -21,7 +21,7 @@ def settings(source: str, path: Path, **changes: Any) -> config.Data:
 
 
 def batches(data: Any) -> list[Any]:
-    return epoch(data.whole() if isinstance(data, Sharded) else data)
+    return epoch(data.global_batches() if isinstance(data, Sharded) else data)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -83,7 +83,7 @@ def test_workers_with_shards_of_files_or_examples_read_the_examples_of_one_worke
     # The parts of two workers, side by side, are the batches of one.
     whole = batches(loaded.train)
     assert sorted(stored.numbers(source, whole)) == list(range(stored.ROWS))
-    parts = [loaded.train.part(rank, 2) for rank in range(2)]
+    parts = [loaded.train.local_batches(rank, 2) for rank in range(2)]
     for batch, *rows in zip(whole, *parts, strict=False):
         joined = np.concatenate([part[0].numpy()[: int(count)] for part, count in rows])
         np.testing.assert_array_equal(joined, batch[0])

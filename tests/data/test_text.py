@@ -33,7 +33,7 @@ def settings(folder: Path, **changes: object) -> config.Data:
 
 def windows(dataset: tf.data.Dataset | Sharded) -> list[bytes]:
     """Every window of an epoch, its bytes and the one after them."""
-    batches = epoch(dataset.whole() if isinstance(dataset, Sharded) else dataset)
+    batches = epoch(dataset.global_batches() if isinstance(dataset, Sharded) else dataset)
     return [bytes([*row, after[-1]]) for inputs, labels in batches for row, after in zip(inputs, labels, strict=True)]
 
 

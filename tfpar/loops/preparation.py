@@ -82,7 +82,7 @@ class Preparation:
         """Return an iterator over a distributed dataset and the compiled prediction of one batch; build the model."""
         with self._strategy.raising_on_all_workers():
             model_checks.check_steps(self._model, "predict")
-            whole = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
+            whole = dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset
             distributed, source, first = self._distribute(whole)
         epoch_iterator = EpochIterator(
             distributed.dataset,

@@ -114,7 +114,7 @@ class DataParallel(Strategy):
         return Distributed(dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE))
 
     def _distribute_shards(self, sharded: Sharded) -> Distributed:
-        return self.distribute(sharded.whole())
+        return self.distribute(sharded.global_batches())
 
     def local_batch(self, element: Any) -> Any:
         """Return the examples of all local replicas, each example once."""

@@ -20,7 +20,7 @@ class SingleReplica(Strategy):
 
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
         """Return the dataset of whole global batches."""
-        return Distributed(dataset.whole() if isinstance(dataset, data.Sharded) else dataset)
+        return Distributed(dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset)
 
     def local_batch(self, element: Any) -> Any:
         """Return the element, which is the global batch."""

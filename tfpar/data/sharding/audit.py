@@ -150,14 +150,14 @@ def _audit_batches(dataset: tf.data.Dataset, num_workers: int) -> Audit:
 
 def _audit_sharded(sharded: Sharded, num_workers: int) -> Audit:
     def own_batches(rank: int) -> Iterator[Any]:
-        for rows, count in sharded.part(rank, num_workers):
+        for rows, count in sharded.local_batches(rank, num_workers):
             if count == 0:
                 return
             yield rows
 
     read = [_digests(own_batches(rank)) for rank in range(num_workers)]
     num_steps = max(steps for _, steps in read)  # a worker runs all steps, also those in which it has no rows
-    return _compare([digests for digests, _ in read], [num_steps] * num_workers, sharded.whole)
+    return _compare([digests for digests, _ in read], [num_steps] * num_workers, sharded.global_batches)
 
 
 def _compare(read: list[Digests], steps: list[int], whole: Callable[[], Iterable[Any]]) -> Audit:

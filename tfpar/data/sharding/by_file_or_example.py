@@ -38,14 +38,14 @@ def by_file(
         num_shards: Number of shards, at most the number of files; a multiple of the number of workers.
         shuffle_buffer: Stored examples in the shuffle buffers of all shards together; 0 keeps the order.
         seed: Fixes the orders.
-        decode: From a stored example to what Keras takes, called as `tf.data.Dataset.map` calls; None: it is that.
+        decode: Converts a stored example for Keras, called as `tf.data.Dataset.map` calls; None: nothing to convert.
         finish: As for `Sharded`.
 
     Raises:
         ValueError: Fewer files than shards, and what `Sharded` refuses.
 
     >>> lines = by_file(["/a", "/b"], tf.data.Dataset.from_tensors, global_batch_size=2, num_shards=2)
-    >>> [batch.numpy().tolist() for batch in lines.whole()]
+    >>> [batch.numpy().tolist() for batch in lines.global_batches()]
     [[b'/a', b'/b']]
     """
     if len(files) < num_shards:
@@ -89,14 +89,14 @@ def by_example(
         num_shards: Number of shards; a multiple of the number of workers.
         shuffle_buffer: Stored examples in the shuffle buffers of all shards together; 0 keeps the order.
         seed: Fixes the orders.
-        decode: From a stored example to what Keras takes, called as `tf.data.Dataset.map` calls; None: it is that.
+        decode: Converts a stored example for Keras, called as `tf.data.Dataset.map` calls; None: nothing to convert.
         finish: As for `Sharded`.
 
     Raises:
         ValueError: A dataset that begins with other examples in a second pass, and what `Sharded` refuses.
 
     >>> numbers = by_example(tf.data.Dataset.range(5), global_batch_size=4, num_shards=2, decode=lambda n: n * 10)
-    >>> [batch.numpy().tolist() for batch in numbers.whole()]
+    >>> [batch.numpy().tolist() for batch in numbers.global_batches()]
     [[0, 20, 10, 30], [40]]
     """
     _check_repeats(dataset)

@@ -46,9 +46,9 @@ class Sharded:
         TypeError: If `make_shard` returns no dataset.
 
     >>> numbers = Sharded(lambda shard: tf.data.Dataset.range(shard, 7, 2), num_shards=2, global_batch_size=4)
-    >>> [batch.numpy().tolist() for batch in numbers.whole()]
+    >>> [batch.numpy().tolist() for batch in numbers.global_batches()]
     [[0, 2, 1, 3], [4, 6, 5]]
-    >>> [(rows.numpy().tolist(), int(count)) for rows, count in numbers.part(1, num_workers=2).take(3)]
+    >>> [(rows.numpy().tolist(), int(count)) for rows, count in numbers.local_batches(1, num_workers=2).take(3)]
     [([1, 3], 2), ([5], 1), ([1], 0)]
     """
 
@@ -82,7 +82,7 @@ class Sharded:
         if int(first.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise ValueError("make_shard must return a finite dataset, but shard 0 is infinite: leave out repeat().")
 
-    def whole(self) -> tf.data.Dataset:
+    def global_batches(self) -> tf.data.Dataset:
         """Return the global batches of a job with one worker.
 
         Returns:
@@ -93,7 +93,7 @@ class Sharded:
         num_batches = self.cardinality()
         return batches if num_batches < 0 else batches.apply(tf.data.experimental.assert_cardinality(num_batches))
 
-    def part(self, rank: int, num_workers: int) -> tf.data.Dataset:
+    def local_batches(self, rank: int, num_workers: int) -> tf.data.Dataset:
         """Return the local batches of one worker, in the order of the global batches.
 
         The dataset is infinite: after the end of its shards a worker gets padding batches, for the remaining steps of
@@ -130,7 +130,7 @@ class Sharded:
                 row from that row alone.
 
         >>> numbers = Sharded(lambda shard: tf.data.Dataset.range(2), num_shards=1, global_batch_size=2)
-        >>> [batch.numpy().tolist() for batch in numbers.map(tf.negative).whole()]
+        >>> [batch.numpy().tolist() for batch in numbers.map(tf.negative).global_batches()]
         [[0, -1]]
         """
 
@@ -227,4 +227,4 @@ def first_batches(dataset: tf.data.Dataset | Sharded, num_batches: int | None) -
     """
     if num_batches is None:
         return dataset
-    return (dataset.whole() if isinstance(dataset, Sharded) else dataset).take(num_batches)
+    return (dataset.global_batches() if isinstance(dataset, Sharded) else dataset).take(num_batches)

@@ -192,7 +192,7 @@ class MultiWorker(DataParallel):
             is_some = num_rows > 0
             return parts, tf.where(is_some, sizes, 0), tf.where(is_some, example_weight, 0.0), None
 
-        part = sharded.part(self.rank, self.num_workers)
+        part = sharded.local_batches(self.rank, self.num_workers)
         return Distributed(part.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
 
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
