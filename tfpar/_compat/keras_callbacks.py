@@ -1,4 +1,4 @@
-"""What tfpar touches of Keras' callbacks that is private. Written for Keras 3.15."""
+"""Private parts of Keras' callbacks. Written for Keras 3.15."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def adapter(x: Any, y: Any, sample_weight: Any, class_weight: Any, shuffle: bool
     """Return Keras' adapter of a Python source.
 
     Args:
-        x: What `is_python_source` accepts.
+        x: A source that `is_python_source` accepts.
         y: Must be None.
         sample_weight: Must be None.
         class_weight: Weight of each class; for a PyDataset only.
@@ -102,7 +102,7 @@ def batches_of(adapter: Any) -> Iterator[Any]:
 
 
 def begin_training(adapter: Any) -> None:
-    """Do what Keras does between its look at the shapes and the first epoch."""
+    """Repeat Keras' preparation after its look at the shapes and before the first epoch."""
     if _is_numbered(adapter):
         versions.replace(adapter, "_epoch", 0)
     adapter.on_epoch_end()

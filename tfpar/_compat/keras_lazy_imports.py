@@ -42,7 +42,7 @@ def after_import(name: str, function: Callable[[], None]) -> None:
 
     Args:
         name: Of the module.
-        function: What to call.
+        function: Takes nothing.
     """
     if name in sys.modules:
         function()

@@ -65,7 +65,7 @@ def local_losses() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compute_loss_then(reduce_loss: Callable[[tf.Tensor], tf.Tensor]) -> Iterator[None]:
-    """Pass what `compute_loss` returns through `reduce_loss`; Keras 3.15's step calls it as `_compute_loss`."""
+    """Pass the value of `compute_loss` through `reduce_loss`; Keras 3.15's step calls it as `_compute_loss`."""
     original = keras.Model._compute_loss
 
     def compute(model: keras.Model, *args: Any, **kwargs: Any) -> tf.Tensor:
@@ -77,7 +77,7 @@ def compute_loss_then(reduce_loss: Callable[[tf.Tensor], tf.Tensor]) -> Iterator
 
 @contextlib.contextmanager
 def collect_added_losses(collected: Callable[[], list[Any]]) -> Iterator[None]:
-    """Gather what layers add with `add_loss` in the list that `collected` returns, instead of in the layers.
+    """Gather the losses that layers add with `add_loss` in the list that `collected` returns, instead of in the layers.
 
     Keras 3.15 keeps added losses in the layer objects. The replicas of a strategy share those and take turns wherever
     they communicate, so one replica would read and clear the losses of another.

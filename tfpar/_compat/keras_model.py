@@ -90,7 +90,7 @@ def mask_of(tensor: Any) -> Any:
 
 
 def with_mask(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
-    """Return a tensor on which a Keras mask rides; what rode on it before is gone (Keras 3.15)."""
+    """Return a tensor with this Keras mask, in place of any mask that it had (Keras 3.15)."""
     tensor = tf.identity(tensor)
     if mask is not None:
         backend.set_keras_mask(tensor, mask)

@@ -161,7 +161,7 @@ def find_slots(optimizer: Any) -> None:
 
 
 def forget_functions(model: keras.Model) -> None:
-    """Drop what Keras' own `fit`, `evaluate` and `predict` traced: it holds memory that is no longer the model's."""
+    """Drop the functions that Keras' own `fit`, `evaluate` and `predict` traced: which hold memory of old variables."""
     for name in ("train_function", "test_function", "predict_function"):
         versions.replace(model, name, None)
 

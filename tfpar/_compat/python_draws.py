@@ -28,7 +28,7 @@ _STATE_FUNCTIONS = ("seed", "getstate", "setstate", "get_state", "set_state")
 
 @contextlib.contextmanager
 def noted(layers: Iterable[keras.Layer] = ()) -> Iterator[list[str]]:
-    """Note what is drawn from NumPy or Python inside this context, in the thread that enters it.
+    """Note the draws from NumPy or Python inside this context, in the thread that enters it.
 
     A generator that is made without a seed inside gets one from Python's global generator, so that a trial that seeds
     this one has the same result in every process. NumPy 2 gets the seed of such a generator from `randbits`.
@@ -72,7 +72,7 @@ def refusal(names: Sequence[str], way_out: str) -> ValueError:
 
     Args:
         names: The names of the layers or of the model.
-        way_out: What to do to keep these draws.
+        way_out: How to keep these draws.
     """
     return ValueError(
         "Layers and losses must draw random numbers with keras.random or tf.random, received "

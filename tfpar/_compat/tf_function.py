@@ -105,7 +105,7 @@ def unordered_timestamp() -> tf.Tensor:
 
 @contextlib.contextmanager
 def short_graph_optimization() -> Iterator[None]:
-    """Spare functions that are traced or called inside this context most of what TensorFlow 2.21 does to their graphs.
+    """Skip most of TensorFlow 2.21's graph optimization for functions that are traced or called inside this context.
 
     Its graph optimizer has a dozen passes and goes twice over each function. One round of these five takes 2 to 3 of 25
     seconds less until ResNet50's first step in 4 stages; steps take as long as before, to a few percent. Without any of

@@ -54,7 +54,7 @@ def typical_draws(quantile: float = TYPICAL) -> Iterator[list[str]]:
 
 
 def is_dropout(called: Sequence[str]) -> bool:
-    """Return whether nothing was called but dropout, which keeps every unit whatever the quantile."""
+    """Return whether nothing was called but dropout, which keeps every unit at any quantile."""
     return bool(called) and set(called) == {"dropout"}
 
 
@@ -126,7 +126,7 @@ def _float64(value: Any) -> tf.Tensor:
 
 _LEFT_OUT = ("self", "seed", "name", "noise_shape")
 
-# None for what draws as usual: there a trial compares other neighbours.
+# None for functions that draw as usual: there a trial compares other neighbours.
 _FUNCTIONS: list[tuple[Any, dict[str, Callable[..., Any] | None]]] = [
     (
         keras_random,
@@ -153,7 +153,7 @@ _FUNCTIONS: list[tuple[Any, dict[str, Callable[..., Any] | None]]] = [
         },
     ),
     (tf.nn, {"dropout": _dropout}),
-    # What functions of TensorFlow draw with, such as those of tf.image.
+    # The draws of other functions of TensorFlow, such as those of tf.image.
     (
         random_ops,
         {
