@@ -114,7 +114,7 @@ def first_batch(dataset: Any) -> Any:
 
     if not isinstance(dataset, tf.data.Dataset | data.Sharded):
         dataset = data.as_dataset(*dataset) if isinstance(dataset, tuple) else data.as_dataset(dataset)
-    whole = dataset.whole() if isinstance(dataset, data.Sharded) else dataset
+    whole = dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset
     whole = whole.dataset if isinstance(whole, data.PythonBatches) else whole
     batch = next(iter(whole), None)
     if batch is None:
