@@ -29,6 +29,6 @@ def test_examples_are_decoded_on_all_cores(
     monkeypatch.setattr(tf.data.Dataset, "map", noted)
     settings = folder.model_copy(update={"cache": cache, "shard_by": shard_by})
     train = load(settings, global_batch_size=8, seed=0).train
-    whole = train.whole() if shard_by == "example" else train
+    whole = train.global_batches() if shard_by == "example" else train
     assert 48 in calls
     assert sum(len(inputs) for inputs, _ in whole) == 40
