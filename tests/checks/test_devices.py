@@ -97,3 +97,48 @@ def test_a_device_is_examined_alone() -> None:
     task = devices.alone("examine", {}, "GPU:1", two, 1.0)
     assert task.environment == {"CUDA_VISIBLE_DEVICES": "GPU-8f3c1a2e"}
     assert task.arguments == {"device": "GPU:0"}
+
+
+def test_devices_that_fail_are_not_started_with_the_others() -> None:
+    three = gpus.Found((gpus.Gpu("4"), gpus.Gpu("5"), gpus.Gpu("6")), is_users=True)
+    variables, names = devices.together(["GPU:0", "GPU:2"], three)
+    assert variables == {"CUDA_VISIBLE_DEVICES": "4,6"}
+    assert names == {"GPU:0": "GPU:0", "GPU:2": "GPU:1"}
+    assert devices.together(["CPU:1"], NO_GPUS) == ({}, {"CPU:1": "CPU:1"})
+
+
+def result(**changes: object) -> Outcome:
+    copy = {"source": "GPU:0", "target": "GPU:1", "num_wrong": 0, "num_words": 8, "gb_per_second": 20.0}
+    sizes = [{"num_bytes": 4096, "seconds": 1e-4, "wrong": changes.get("wrong", [])}]
+    return Outcome(
+        {
+            "seconds": {"GPU:0": 1.0, "GPU:1": changes.get("seconds", 1.0), "GPU:2": 1.0},
+            "copies": [copy, {**copy, "source": "host", "num_wrong": changes.get("num_wrong", 0)}],
+            "all_reduce": {"algorithm": "nccl", "sizes": sizes},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "name", "figure"),
+    [
+        ({}, "ok", "all-reduce", "NCCL: 4 KiB in 0.10 ms"),
+        ({"seconds": 1.2}, "slow", "speed of GPU:3", "1.20 times the median"),
+        ({"num_wrong": 2}, "WRONG", "copy host to GPU:3", "2 of 8 words arrive with other bits"),
+        ({"wrong": ["GPU:1"]}, "WRONG", "all-reduce", "wrong sums by NCCL on GPU:3"),
+    ],
+)
+def test_gpus_are_named_as_they_are_here(changes: dict[str, object], status: str, name: str, figure: str) -> None:
+    found = {check.name: check for check in together.judged(result(**changes), {"GPU:0": "GPU:0", "GPU:1": "GPU:3",
+                                                                               "GPU:2": "GPU:4"})}  # fmt: skip
+    assert found[name].status == status
+    assert figure in found[name].figure
+    assert [check.name for check in found.values() if check.status not in ("ok", status)] == []
+
+
+def test_a_process_of_devices_together_that_hangs_says_where() -> None:
+    (check,) = together.judged(
+        Outcome(None, "it hung: no answer within 60 s", stage="the copy from GPU:0 to GPU:1"), {}
+    )
+    assert check.status == "WRONG"
+    assert "the copy from GPU:0 to GPU:1" in check.figure

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +59,23 @@ def test_wrong_flags_end_with_2(arguments: list[str], said: str, tmp_path: Path)
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_survives_the_doctor(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tfpar.doctor"]
+    # After kill -9 its folder of temporary files remains.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as one:
+        assert one.stdout is not None
+        while b"/dev/shm" not in one.stdout.readline():  # the next check starts a process
+            pass
+        time.sleep(1.0)
+        one.send_signal(number)
+        _, err = one.communicate(timeout=30)
+    assert (one.returncode, err.decode()) == ((130, "Interrupted.\n") if number == signal.SIGINT else (-number, ""))
+
+
 def test_the_function_returns_the_checks_and_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     checks = tfpar.doctor(num_logical_cpus=1)
     shown = capsys.readouterr().out
@@ -71,6 +91,7 @@ def test_the_function_returns_the_checks_and_prints_them(capsys: pytest.CaptureF
         (["--set", "strategy.kind=mirrored"], "--set changes a setting of --config or --model"),
         (["--config", "digits", "--set", "strategy.kind=no"], "strategy"),
         (["--config", "digts"], "digits"),
+        (["--model", "a.py:b", "--set", "training.epochs=3"], "only settings of strategy can be changed"),
     ],
 )
 def test_wrong_descriptions_of_a_model_end_with_2(arguments: list[str], said: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The program of a child process of the doctor: one task, its result as a file.
 
-The process ends itself a little after its time limit, even if the doctor that watches it was killed.
+The process ends with the doctor, and a little after its time limit in any case.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from tfpar.checks import child_processes
 
 # The module of a task, imported in the child only: all of them need TensorFlow.
 _MODULES = {
@@ -34,6 +36,7 @@ def at_stage(name: str) -> None:
 
 def main() -> None:
     """Run the task that the first argument describes."""
+    child_processes.end_with_parent()
     given = json.loads(sys.argv[1])
     _folder.append(Path(given["folder"]))
     signal.alarm(int(given["seconds"]) + _SPARE_SECONDS)

@@ -43,7 +43,10 @@ def judged_sight(found: gpus.Found, outcome: Outcome) -> tuple[Check, int]:
         return Check("devices", "WRONG", f"TensorFlow does not start: {outcome.problem}", "", way_out), 0
     seen: dict[str, Any] = outcome.result
     number, wanted = len(seen["started"]), len(found.gpus)
-    figure = f"{number} GPU(s): {', '.join(seen['gpus'])}" if number else "no GPU: TensorFlow runs on the CPU"
+    libraries = f"; CUDA {seen['cuda']}, cuDNN {seen['cudnn']}"
+    figure = (
+        f"{number} GPU(s): {', '.join(seen['gpus'])}{libraries}" if number else "no GPU: TensorFlow runs on the CPU"
+    )
     if number >= wanted:
         return Check("devices", "ok", figure, values=seen), number
     reason, way_out = why_not_seen(found, seen, outcome.errors)
@@ -104,6 +107,20 @@ def alone(name: str, arguments: Mapping[str, Any], device: str, found: gpus.Foun
         return Task(name, {"device": device, **arguments}, seconds, num_cpus=int(number) + 1)
     variables = {gpus.VARIABLE: found.gpus[int(number)].name} if int(number) < len(found.gpus) else {}
     return Task(name, {"device": "GPU:0" if variables else device, **arguments}, seconds, variables)
+
+
+def together(names: Sequence[str], found: gpus.Found) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables of a process that starts some GPUs only, and the name there of each, by its name here.
+
+    Args:
+        names: Short names of devices.
+        found: The GPUs of `gpus.find`.
+    """
+    numbers = [int(name.partition(":")[2]) for name in names]
+    if not names or not names[0].startswith("GPU") or max(numbers) >= len(found.gpus):
+        return {}, {name: name for name in names}
+    visible = ",".join(found.gpus[number].name for number in numbers)
+    return {gpus.VARIABLE: visible}, {name: f"GPU:{index}" for index, name in enumerate(names)}
 
 
 def judged_device(device: str, outcome: Outcome) -> Check:

@@ -38,7 +38,7 @@ def _of_this_machine(num_cpus: int, source: ModelSource | None) -> Iterator[Chec
     if sight.status == "WRONG" and not sight.values:
         return  # TensorFlow does not start
     names = [f"GPU:{number}" for number in range(num_gpus)] or [f"CPU:{number}" for number in range(num_cpus)]
-    at_once = max(1, cores.num_allowed_cores() // 2)
+    at_once = cores.num_allowed_cores()
     each = devices.examine(names, found, at_once)
     yield from each.values()
     right = [name for name in names if each[name].status == "ok"]

@@ -35,7 +35,17 @@ class ModelSource:
     batch: str = ""
 
     def run(self) -> config.Run:
-        """Return the run of the configuration; with a model function, only its strategy counts."""
+        """Return the run of the configuration; with a model function, only its strategy counts.
+
+        Raises:
+            ValueError: If a setting is wrong, or has no effect on the model function.
+        """
+        others = [one for one in self.overrides if self.function and not one.startswith("strategy.")]
+        if others:
+            raise ValueError(
+                f"With a model function only settings of strategy can be changed, received {quoted(others[0])}. Leave "
+                "it out, or name a configuration instead."
+            )
         return config.load(self.configuration, self.overrides)
 
 

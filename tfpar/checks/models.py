@@ -154,21 +154,35 @@ def _read(folder: str, name: str) -> Any:
 
 def _with_strategy(source: ModelSource, names: Sequence[str], found: gpus.Found) -> Iterator[Check]:
     settings = source.run().strategy
-    on_gpus = bool(names) and names[0].startswith("GPU")
     number = num_devices(settings, len(names))
-    # Without GPUs the first logical CPU is the host, and the others stand for GPUs.
-    chosen = list(names)[:number] if on_gpus else [f"CPU:{index + 1}" for index in range(number)]
-    if len(chosen) < number:
-        way_out = "Repair the devices above, or use fewer stages or devices."
-        yield Check("strategy", "WRONG", f"{len(chosen)} devices compute rightly", f"{number} devices", way_out)
-        return
+    variables: dict[str, str] = {}
+    if not names or not names[0].startswith("GPU"):
+        # The first logical CPU is the host, and the others stand for GPUs.
+        chosen, num_cpus = [f"CPU:{index + 1}" for index in range(number)], number + 1
+    else:
+        wanted = named_devices(settings) or list(names)[:number]
+        missing = [name for name in wanted if name not in names]
+        if missing or len(wanted) < number:
+            way_out = "Repair the devices above, or change strategy.devices."
+            figure = f"{', '.join(missing) or number - len(wanted)} of its devices cannot be used"
+            yield Check("strategy", "WRONG", figure, f"{number} device(s)", way_out)
+            return
+        variables, inside = device_checks.together(wanted, found)
+        chosen, num_cpus = list(inside.values()), 1
     arguments = {"source": dataclasses.asdict(source), "devices": chosen}
-    (outcome,) = run_tasks([Task("compare", arguments, _SECONDS, num_cpus=1 if on_gpus else number + 1)])
+    (outcome,) = run_tasks([Task("compare", arguments, _SECONDS, variables, num_cpus)])
     if outcome.result is None:
         yield failure("strategy", outcome)
     else:
         yield judged_strategy(outcome.result)
         yield judged_placement(outcome.result)
+
+
+def named_devices(settings: config.Strategy) -> list[str]:
+    """Return the devices that the settings of a strategy name."""
+    if isinstance(settings, config.SingleDevice):
+        return [settings.device] if settings.device else []
+    return list(settings.devices or ())
 
 
 def num_devices(settings: config.Strategy, existing: int) -> int:
@@ -182,8 +196,11 @@ def num_devices(settings: config.Strategy, existing: int) -> int:
         return 1
     if isinstance(settings, config.Pipeline) and settings.schedule != "interleaved":
         return settings.num_stages
-    named = len(settings.devices or ())
-    return named or (1 if isinstance(settings, config.Auto) else settings.num_logical_cpus) or existing
+    return (
+        len(named_devices(settings))
+        or (1 if isinstance(settings, config.Auto) else settings.num_logical_cpus)
+        or existing
+    )
 
 
 def judged_strategy(result: dict[str, Any]) -> Check:

@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfpar.checks import devices as device_checks
 from tfpar.checks.check import Check
 from tfpar.checks.child_processes import Outcome, Task, run_tasks
 from tfpar.cluster import gpus
 
-SLOW_FACTOR = 1.1  # beyond 10 % of the median
+SLOW_FACTORS = {"GPU": 1.1, "CPU": 1.5}  # of the median; logical CPUs share cores with each other and other programs
 _SECONDS = 60.0
 _ALGORITHMS = {
     "nccl": "NCCL",
@@ -28,15 +29,13 @@ def measure(devices: Sequence[str], found: gpus.Found) -> list[Check]:
     """
     if not devices:
         return [Check("speed and copies", "skipped", "no device computes rightly by itself")]
-    numbers = [int(name.partition(":")[2]) for name in devices]
-    on_gpus = devices[0].startswith("GPU")
+    kind = devices[0].partition(":")[0]
     # Without those that fail: to start them could hang.
-    visible = {gpus.VARIABLE: ",".join(found.gpus[number].name for number in numbers)} if on_gpus and found.gpus else {}
-    names = [f"GPU:{index}" for index in range(len(devices))] if visible else list(devices)
-    num_cpus = 1 if on_gpus else max(numbers) + 1
-    task = Task("measure", {"devices": names, "slow_factor": SLOW_FACTOR}, _SECONDS, visible, num_cpus)
-    (outcome,) = run_tasks([task])
-    return judged(outcome, dict(zip(names, devices, strict=True)))
+    variables, names = device_checks.together(devices, found)
+    num_cpus = 1 if kind == "GPU" else max(int(name.partition(":")[2]) for name in devices) + 1
+    arguments = {"devices": list(names.values()), "slow_factor": SLOW_FACTORS[kind]}
+    (outcome,) = run_tasks([Task("measure", arguments, _SECONDS, variables, num_cpus)])
+    return judged(outcome, {name: device for device, name in names.items()})
 
 
 def judged(outcome: Outcome, names: Mapping[str, str]) -> list[Check]:
@@ -66,8 +65,9 @@ def _speeds(seconds: Mapping[str, float]) -> list[Check]:
     if len(seconds) < 2:
         return [Check("speed", "skipped", "one device has no other to be compared with", values=dict(seconds))]
     median = statistics.median(seconds.values())
-    slow = {name: value for name, value in seconds.items() if value > SLOW_FACTOR * median}
-    bound = f"{SLOW_FACTOR - 1:.0%} above the median"
+    factor = SLOW_FACTORS[next(iter(seconds)).partition(":")[0]]
+    slow = {name: value for name, value in seconds.items() if value > factor * median}
+    bound = f"{factor - 1:.0%} above the median"
     if not slow:
         most = max(seconds.values()) / median - 1
         figure = f"the slowest device takes {most:.0%} more than the median of {1e3 * median:.1f} ms"

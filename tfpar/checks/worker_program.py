@@ -6,14 +6,15 @@ import os
 import signal
 import sys
 
-from tfpar.checks import workers
+from tfpar.checks import child_processes, workers
 from tfpar.cluster import job_secret, tf_config
 
-_SECONDS = 120  # a chief that was killed ends nobody
+_SECONDS = 120
 
 
 def main() -> int:
     """Answer the chief until it ends the examination; return the exit code."""
+    child_processes.end_with_parent()
     signal.alarm(_SECONDS)
     job = tf_config.from_environment(os.environ)
     assert job is not None
