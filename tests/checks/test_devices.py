@@ -74,7 +74,7 @@ def seen(**changes: object) -> Outcome:
     [
         (seen(built_with_cuda=False), "built without CUDA", "tfpar[cuda]"),
         (seen(errors="W0 Cannot dlopen some GPU libraries. Please"), "cannot load CUDA's libraries", "and-cuda"),
-        (seen(errors="I0 Could not find cuda drivers on your machine"), "no libcuda.so.1", "--gpus all"),
+        (seen(errors="Could not find cuda drivers\nfailed call to cuInit: x (303)"), "no libcuda.so.1", "--gpus all"),
         (seen(errors="kernel version 550.1 does not match DSO 560.2"), "driver and its library differ", "restart"),
         (seen(errors="failed call to cuInit: INTERNAL: CUDA error: x"), "CUDA does not start", "CUDA 12.5"),
     ],
@@ -92,7 +92,15 @@ def test_a_tensorflow_that_does_not_start_is_wrong() -> None:
     assert "SIGILL" in check.figure
 
 
+def test_gpus_are_examined_one_by_one_if_they_do_not_start_together() -> None:
+    check, number = devices.judged_sight(ONE_GPU, Outcome(None, "it hung: no answer within 60 s"))
+    assert (check.status, number) == ("WRONG", 1)
+    assert "each GPU is started by itself" in check.way_out
+
+
 def test_a_device_is_examined_alone() -> None:
+    on_cpu = devices.alone("step", {}, "CPU:0", ONE_GPU, 1.0)
+    assert on_cpu.environment == {"CUDA_VISIBLE_DEVICES": "-1"}
     two = gpus.Found((gpus.Gpu("3"), gpus.Gpu("GPU-8f3c1a2e")), is_users=True)
     task = devices.alone("examine", {}, "GPU:1", two, 1.0)
     assert task.environment == {"CUDA_VISIBLE_DEVICES": "GPU-8f3c1a2e"}

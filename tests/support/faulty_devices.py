@@ -56,7 +56,7 @@ def install(kind: str, faulty: str) -> None:
         begin = time.perf_counter()
         found = seconds(device, total)
         if device == faulty:
-            time.sleep(found)
+            time.sleep(4 * found)
         return time.perf_counter() - begin
 
     if kind == "model":

@@ -13,11 +13,11 @@ from tfpar.cluster import gpus
 _SIGHT_SECONDS, _DEVICE_SECONDS = 60.0, 60.0
 _OF_TENSORFLOW = (  # lines that TensorFlow 2.21 prints while it looks for GPUs
     r"Cannot dlopen some GPU libraries[^\n]*",
+    r"Could not load dynamic library[^\n]*",
+    r"kernel version \S+ does not match[^\n]*",
+    r"Could not find cuda drivers[^\n]*",  # cuInit fails after it, too
     r"failed call to cuInit[^\n]*",
     r"CUDA_ERROR_\w+[^\n]*",
-    r"kernel version \S+ does not match[^\n]*",
-    r"Could not load dynamic library[^\n]*",
-    r"Could not find cuda drivers[^\n]*",
 )
 
 
@@ -40,7 +40,10 @@ def judged_sight(found: gpus.Found, outcome: Outcome) -> tuple[Check, int]:
     """
     if outcome.result is None:
         way_out = "Start python -c 'import tensorflow' by itself, and read its messages."
-        return Check("devices", "WRONG", f"TensorFlow does not start: {outcome.problem}", "", way_out), 0
+        if found.gpus:
+            way_out = "Below, each GPU is started by itself: leave out those that fail, with CUDA_VISIBLE_DEVICES."
+        figure = f"TensorFlow does not start: {outcome.problem}"
+        return Check("devices", "WRONG", figure, "", way_out), len(found.gpus)
     seen: dict[str, Any] = outcome.result
     number, wanted = len(seen["started"]), len(found.gpus)
     libraries = f"; CUDA {seen['cuda']}, cuDNN {seen['cudnn']}"
@@ -104,7 +107,8 @@ def alone(name: str, arguments: Mapping[str, Any], device: str, found: gpus.Foun
     """
     kind, _, number = device.partition(":")
     if kind == "CPU":
-        return Task(name, {"device": device, **arguments}, seconds, num_cpus=int(number) + 1)
+        hidden = {gpus.VARIABLE: "-1"} if found.gpus else {}
+        return Task(name, {"device": device, **arguments}, seconds, hidden, int(number) + 1)
     variables = {gpus.VARIABLE: found.gpus[int(number)].name} if int(number) < len(found.gpus) else {}
     return Task(name, {"device": "GPU:0" if variables else device, **arguments}, seconds, variables)
 

@@ -35,7 +35,7 @@ def _of_this_machine(num_cpus: int, source: ModelSource | None) -> Iterator[Chec
     yield from machine.gpu_memory(found)
     sight, num_gpus = devices.see(found)
     yield sight
-    if sight.status == "WRONG" and not sight.values:
+    if sight.status == "WRONG" and not sight.values and not num_gpus:
         return  # TensorFlow does not start
     names = [f"GPU:{number}" for number in range(num_gpus)] or [f"CPU:{number}" for number in range(num_cpus)]
     at_once = cores.num_allowed_cores()

@@ -15,6 +15,7 @@ from tfpar._compat import keras_optimizer
 from tfpar.checks.child_program import at_stage
 from tfpar.checks.model_source import first_batch, make_trainer, source_of
 from tfpar.full_precision import full_precision
+from tfpar.reduction import objective
 from tfpar.strategies import model_checks
 from tfpar.strategies.single_device import forward_backward
 
@@ -50,6 +51,7 @@ def step(device: str, source: dict[str, Any], dtype: str | None, folder: str, na
         model.optimizer.build(model.trainable_variables)
     at_stage("a step of the model")
     loss, gradients = _step(model, batch, strategy)
+    gradients = gradients or [None] * len(model.trainable_variables)
     found = {
         "paths": [variable.path for variable in model.trainable_variables],
         "loss": float(loss),
@@ -65,6 +67,8 @@ def _step(model: keras.Model, batch: Any, strategy: tfpar.Strategy) -> tuple[Any
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
 
     def one_step() -> tuple[Any, list[Any]]:
+        if objective.objectives_of(model):  # several losses, each with its optimizer
+            return strategy.train_step(model, batch), []
         with strategy.scope():
             loss, _, gradients = forward_backward(model, inputs, targets, weights)
             with keras_optimizer.one_device_optimizer():

@@ -133,10 +133,9 @@ def _worst(actual: Any, reference: Any) -> tuple[float, str]:
     for path, weight, other, gradient in zip(
         reference["paths"], actual["weights"], reference["weights"], reference["gradients"], strict=True
     ):
-        if gradient is None or not gradient.size:
-            continue
         # Where a gradient is rounding only, Adam's first update is its sign.
-        counts = np.abs(gradient) >= _LEAST_PART * np.abs(gradient).max()
+        counts = np.ones(other.shape, bool) if gradient is None or not gradient.size else (
+            np.abs(gradient) >= _LEAST_PART * np.abs(gradient).max())  # fmt: skip
         found.append((_relative(weight[counts], other[counts], 0.0), f"the updated {path}"))
     bound = bound_of(actual["policy"])
     return next((one for one in found if not one[0] <= bound), max(found))
