@@ -207,8 +207,8 @@ def _sentence(error: Exception, directory: str | None) -> str | None:
         is_of_run = name.startswith(directory or "runs")
         way_out = "Choose a --directory that can be written." if is_of_run else "Correct the path, or its permissions."
         return f"{received.path(name)}: {os.strerror(error.errno)}. {way_out}"
-    if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ImportError):
-        return str(error)
+    if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ImportError | MemoryError):
+        return str(error) or None
     return None
 
 

@@ -35,6 +35,7 @@ label = {dtype = "int64"}
 """
 OWN = """
 import keras, tensorflow as tf, tfpar
+from tfpar.loops import failure_reports
 
 class Good(tfpar.Trainer):
     shape = (3,)
@@ -79,6 +80,12 @@ class Empty(Good):
 class DiskFull(Good):
     def fit(self, *arguments, **more):
         message = "{{function_node __wrapped__CreateSummaryFileWriter}} run/events.v2; No space left on device"
+        raise tf.errors.ResourceExhaustedError(None, None, message)
+
+class TooLarge(Good):
+    @failure_reports.reported
+    def fit(self, *arguments, **more):
+        message = "OOM when allocating tensor with shape[8,4] and type float on /job:localhost/device:CPU:0 by [[x]]"
         raise tf.errors.ResourceExhaustedError(None, None, message)
 
 class Unforeseen(Good):
@@ -513,6 +520,12 @@ def test_after_a_full_disk_the_same_command_ends_with_the_same_weights(
 def test_a_full_disk_under_tensorflows_own_files_is_reported_in_the_same_words(call: command.InProcess) -> None:
     outcome = call("--directory", "run", *settings("trainer=own.DiskFull"))
     assert_one_sentence(outcome, "must have room", "run/events.v2", "Free some space")
+
+
+def test_a_device_without_the_memory_for_a_step_is_named_with_the_way_out(call: command.InProcess) -> None:
+    outcome = call("--directory", "run", *settings("trainer=own.TooLarge"))
+    message = "CPU:0 must have memory for the step, and a tensor of shape [8,4] and type float could not be allocated."
+    assert_one_sentence(outcome, message, "Use a smaller batch", before_training=False)
 
 
 def test_an_error_that_nobody_foresaw_says_its_reason(call: command.InProcess) -> None:

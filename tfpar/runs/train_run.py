@@ -45,6 +45,7 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
         ValueError: If run, data and model do not fit together.
         FloatingPointError: If the loss is no longer finite.
         OSError: If data cannot be had or files not be written.
+        MemoryError: If the memory of a device is too small.
     """
     try:
         return _train(run, directory, trace)
@@ -56,6 +57,8 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
             raise ValueError(sentence) from error
         if lost := strategies.lost_worker(error):
             raise lost from error
+        if isinstance(error.__cause__, tf.errors.ResourceExhaustedError):  # the trainer has explained it
+            raise MemoryError(error.message) from error
         raise
     finally:
         if sys.stdout.isatty() and sys.exc_info()[0] is not None:
