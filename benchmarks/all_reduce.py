@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import rich.table
 
 from benchmarks import peers, process
-from benchmarks.harness import Answer, Experiment, Finding, Result
+from benchmarks.harness import Experiment, Finding, Output, Result
 
 NAME = "all_reduce"
 ALGORITHMS = {
@@ -70,7 +70,7 @@ class AllReduce:
     sizes: Sequence[int]
 
 
-def measure(setting: AllReduce) -> Answer:
+def measure(setting: AllReduce) -> Output:
     """Return for each size the median time of a reduction, in seconds, of the slowest worker, and what follows from it.
 
     Args:
@@ -82,14 +82,14 @@ def measure(setting: AllReduce) -> Answer:
     if setting.algorithm == "gloo":
         peers.install("torch")
     workers = process.ask_workers("benchmarks.all_reduce_worker", setting, NUM_WORKERS)
-    answer: dict[str, float] = {}
+    output: dict[str, float] = {}
     for number, size in enumerate(setting.sizes):
         found = [worker["found"][number] for worker in workers]
         seconds = max(times["seconds"] for times in found)
-        answer[f"{_show(size)}_seconds"] = seconds
-        answer[f"{_show(size)}_processor_seconds"] = max(times["processor_seconds"] for times in found)
-        answer[f"{_show(size)}_gigabytes_per_second"] = sent_bytes(size, NUM_WORKERS) / seconds / 1e9
-    return answer
+        output[f"{_show(size)}_seconds"] = seconds
+        output[f"{_show(size)}_processor_seconds"] = max(times["processor_seconds"] for times in found)
+        output[f"{_show(size)}_gigabytes_per_second"] = sent_bytes(size, NUM_WORKERS) / seconds / 1e9
+    return output
 
 
 def experiment(algorithms: Sequence[str], sizes: Sequence[int]) -> Experiment:
@@ -112,7 +112,7 @@ def experiment(algorithms: Sequence[str], sizes: Sequence[int]) -> Experiment:
 
 def _ratio(theirs: str, ours: str, size: int) -> Finding:
     figure = f"{_show(size)}_seconds"
-    return Finding(f"{_show(size)}: {theirs} / {ours}", lambda answers: answers[theirs][figure] / answers[ours][figure])
+    return Finding(f"{_show(size)}: {theirs} / {ours}", lambda outputs: outputs[theirs][figure] / outputs[ours][figure])
 
 
 def table_of(result: Result) -> rich.table.Table:

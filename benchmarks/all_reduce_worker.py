@@ -106,5 +106,5 @@ def _algorithms(tf: Any, strategy: Any) -> dict[str, Callable[[Any], Any]]:
 
 if __name__ == "__main__":
     received = process.request()
-    process.answer(run_here(**received["setting"], rank=received["rank"], addresses=received["addresses"]))
+    process.reply(run_here(**received["setting"], rank=received["rank"], addresses=received["addresses"]))
     os._exit(0)  # as benchmarks.worker: PyTorch sometimes aborts on its way out

@@ -15,13 +15,13 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Answer = Mapping[str, Any]  # figures of one turn by name: numbers, or a text where there is no number
-Round = Mapping[str, Answer]  # by the names of the settings
+Output = Mapping[str, Any]  # figures of one turn by name: numbers, or a text where there is no number
+Round = Mapping[str, Output]  # by the names of the settings
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A figure that follows from the answers of one round; its median over the rounds counts.
+    """A figure that follows from the outputs of one round; its median over the rounds counts.
 
     Args:
         text: What the figure says.
@@ -67,7 +67,7 @@ class Target:
         figure = result.experiment.figure
         ours, theirs = (max(names, key=lambda name: result.median(name, figure)) for names in (self.ours, self.theirs))
         return Finding(
-            f"{ours} / {theirs}", lambda answers: answers[ours][figure] / answers[theirs][figure], self.at_least
+            f"{ours} / {theirs}", lambda outputs: outputs[ours][figure] / outputs[theirs][figure], self.at_least
         )
 
 
@@ -78,7 +78,7 @@ class Experiment:
     Args:
         name: What the command line calls it.
         summary: One line: what is measured, against what.
-        figure: The figure of an answer that matters most; the table shows how far it differs between rounds.
+        figure: The figure of an output that matters most; the table shows how far it differs between rounds.
         settings: What is measured, dataclasses by name, in the order of their turns.
         measure: Runs one setting in fresh processes and returns its figures.
         findings: What to report.
@@ -89,14 +89,14 @@ class Experiment:
     summary: str
     figure: str
     settings: Mapping[str, Any]
-    measure: Callable[[Any], Answer]
+    measure: Callable[[Any], Output]
     findings: tuple[Finding | Target, ...] = ()
     has_rounds: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The answers of all rounds of an experiment."""
+    """The outputs of all rounds of an experiment."""
 
     experiment: Experiment
     rounds: Sequence[Round]
@@ -108,7 +108,7 @@ class Result:
 
     def figures(self, setting: str, figure: str) -> list[float]:
         """Return a figure of a setting, one value a round."""
-        return [answers[setting][figure] for answers in self.rounds]
+        return [outputs[setting][figure] for outputs in self.rounds]
 
     def median(self, setting: str, figure: str) -> float:
         """Return the median of a figure of a setting over the rounds."""
@@ -116,7 +116,7 @@ class Result:
 
     def found(self, finding: Finding) -> float:
         """Return the median of a finding over the rounds."""
-        return statistics.median(finding.of(answers) for answers in self.rounds)
+        return statistics.median(finding.of(outputs) for outputs in self.rounds)
 
     def met(self, finding: Finding) -> bool:
         """Return whether the median of a finding is within its limits."""
@@ -135,12 +135,12 @@ def run_rounds(
     Args:
         experiment: What to measure.
         num_rounds: Rounds, at least 1; an experiment without rounds has one.
-        report: Gets a line for each answer as it comes.
+        report: Gets a line for each output as it comes.
         finished: Rounds of an earlier run, which count.
         save: Gets the result after each round.
 
     Returns:
-        All answers.
+        All outputs.
 
     Raises:
         ValueError: If `num_rounds` is below 1.
@@ -156,12 +156,12 @@ def run_rounds(
     rounds = list(finished)
     result = Result(experiment, rounds)
     for number in range(len(rounds) + 1, num_rounds + 1):
-        answers: dict[str, Answer] = {}
+        outputs: dict[str, Output] = {}
         for name, setting in experiment.settings.items():
-            answers[name] = experiment.measure(setting)
-            figures = ", ".join(" ".join(shown(figure, value)) for figure, value in answers[name].items())
+            outputs[name] = experiment.measure(setting)
+            figures = ", ".join(" ".join(shown(figure, value)) for figure, value in outputs[name].items())
             report(f"{experiment.name}, round {number} of {num_rounds}: {name}: {figures}")
-        rounds.append(answers)
+        rounds.append(outputs)
         save(result)
     return result
 
@@ -187,5 +187,5 @@ def shown(figure: str, value: Any) -> tuple[str, str]:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value of an answer is a number, so that it has a median."""
+    """Return whether a value of an output is a number, so that it has a median."""
     return isinstance(value, int | float)

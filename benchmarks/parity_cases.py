@@ -155,7 +155,7 @@ def _train_tfpar(build_model: BuildModel, data: tf.data.Dataset) -> list[np.ndar
     return list(trainer.model.get_weights())
 
 
-def _answer(case: Case, trainer: str) -> dict[str, float | str]:
+def _output(case: Case, trainer: str) -> dict[str, float | str]:
     tfpar.use_logical_cpus(len(DEVICES))
     try:
         return {"difference": compare(case, trainer)}
@@ -165,4 +165,4 @@ def _answer(case: Case, trainer: str) -> dict[str, float | str]:
 
 if __name__ == "__main__":
     asked = process.request()
-    process.answer(_answer(CASES[asked["case"]], asked["trainer"]))
+    process.reply(_output(CASES[asked["case"]], asked["trainer"]))

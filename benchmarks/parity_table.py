@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from benchmarks import process
-from benchmarks.harness import Answer, Experiment, Finding, Result
+from benchmarks.harness import Experiment, Finding, Output, Result
 
 NAME = "parity_table"
 TRAINERS = {"keras": "Keras `fit`, `MirroredStrategy`", "tfpar": "`tfpar.Mirrored`"}
@@ -67,7 +67,7 @@ def first_words(message: str) -> str:
     return " ".join(_PREFIX.sub("", (telling or ["no message"])[0]).split()[:NUM_WORDS_OF_ERROR])
 
 
-def measure(cell: Cell) -> Answer:
+def measure(cell: Cell) -> Output:
     """Return the largest relative difference of a weight; after a crash the first words of the error.
 
     Args:
@@ -103,20 +103,20 @@ def _name(case: str, trainer: str) -> str:
 def _equal_cases(trainer: str, cases: Sequence[str], at_least: float | None = None) -> Finding:
     return Finding(
         f"{trainer}: cases that equal one device, of {len(cases)}",
-        lambda answers: sum(text_of(answers[_name(case, trainer)]) == "equal" for case in cases),
+        lambda outputs: sum(text_of(outputs[_name(case, trainer)]) == "equal" for case in cases),
         at_least,
     )
 
 
-def text_of(answer: Answer) -> str:
+def text_of(output: Output) -> str:
     """Return a cell as a reader sees it.
 
     Args:
-        answer: Of `measure`.
+        output: Of `measure`.
     """
-    if "difference" not in answer:
-        return f"crashes: {answer['error']}"
-    return "equal" if answer["difference"] <= TOLERANCE else f"differs by {answer['difference']:.1e}"
+    if "difference" not in output:
+        return f"crashes: {output['error']}"
+    return "equal" if output["difference"] <= TOLERANCE else f"differs by {output['difference']:.1e}"
 
 
 def as_markdown(result: Result) -> str:
@@ -125,10 +125,10 @@ def as_markdown(result: Result) -> str:
     Args:
         result: Of `experiment`.
     """
-    (answers,) = result.rounds
+    (outputs,) = result.rounds
     cases = dict.fromkeys(cell.case for cell in result.experiment.settings.values())
     rows = [["Case", *TRAINERS.values()], ["---"] * (1 + len(TRAINERS))]
-    rows += [[case, *(text_of(answers[_name(case, trainer)]) for trainer in TRAINERS)] for case in cases]
+    rows += [[case, *(text_of(outputs[_name(case, trainer)]) for trainer in TRAINERS)] for case in cases]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 

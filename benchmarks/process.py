@@ -17,14 +17,14 @@ ROOT = Path(__file__).parent.parent
 
 
 class WorkerError(RuntimeError):
-    """A worker process ended without an answer; the message holds the last lines that it wrote."""
+    """A worker process ended without an output; the message holds the last lines that it wrote."""
 
 
 def ask(module: str, request: Mapping[str, Any], timeout_seconds: float = 600.0) -> dict[str, Any]:
-    """Run `python -m module` on a request and return its answer.
+    """Run `python -m module` on a request and return its output.
 
     Args:
-        module: Name of a module whose `__main__` calls `answer`.
+        module: Name of a module whose `__main__` calls `reply`.
         request: Anything that JSON holds.
         timeout_seconds: After that the process is killed.
 
@@ -32,19 +32,19 @@ def ask(module: str, request: Mapping[str, Any], timeout_seconds: float = 600.0)
         What the module's function returned.
 
     Raises:
-        WorkerError: If the process failed, gave no answer or took too long.
+        WorkerError: If the process failed, gave no output or took too long.
     """
     return ask_all(module, [request], timeout_seconds)[0]
 
 
 def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds: float = 600.0) -> list[dict[str, Any]]:
-    """Run `python -m module` on several requests at the same time and return the answers in their order.
+    """Run `python -m module` on several requests at the same time and return the outputs in their order.
 
     What the processes write to standard error, TensorFlow's start-up messages among it, stays away from the terminal.
     None of them is left when this returns.
 
     Args:
-        module: Name of a module whose `__main__` calls `answer`.
+        module: Name of a module whose `__main__` calls `reply`.
         requests: One a process.
         timeout_seconds: After that the processes are killed.
 
@@ -52,7 +52,7 @@ def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds:
         What the module's function returned in each process.
 
     Raises:
-        WorkerError: If a process failed, gave no answer or took too long.
+        WorkerError: If a process failed, gave no output or took too long.
     """
     with contextlib.ExitStack() as stack:
         processes = []
@@ -66,7 +66,7 @@ def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds:
             try:
                 ended = list(pool.map(lambda process: process.communicate(timeout=timeout_seconds), processes))
             except subprocess.TimeoutExpired:
-                raise WorkerError(f"no answer within {timeout_seconds:g} seconds") from None
+                raise WorkerError(f"no output within {timeout_seconds:g} seconds") from None
     failed = [
         f"exit status {process.returncode}: " + "\n".join(err.strip().splitlines()[-5:])
         for process, (out, err) in zip(processes, ended, strict=True)
@@ -78,12 +78,12 @@ def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds:
 
 
 def ask_workers(module: str, setting: Any, num_workers: int) -> list[dict[str, Any]]:
-    """Run `python -m module` once a worker, all at the same time, and return the answers by rank.
+    """Run `python -m module` once a worker, all at the same time, and return the outputs by rank.
 
     Each gets a request of the `setting`, its `rank` and the `addresses` of all workers, none for a single one.
 
     Args:
-        module: Name of a module whose `__main__` calls `answer`.
+        module: Name of a module whose `__main__` calls `reply`.
         setting: A dataclass: what to measure.
         num_workers: Processes.
 
@@ -107,6 +107,6 @@ def request() -> dict[str, Any]:
     return received
 
 
-def answer(values: Mapping[str, Any]) -> None:
-    """Give this worker process' answer: the last line of its standard output."""
+def reply(values: Mapping[str, Any]) -> None:
+    """Print the output of this worker process, as the last line of its standard output."""
     print(json.dumps(values), flush=True)

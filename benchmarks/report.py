@@ -25,7 +25,7 @@ def print_result(result: Result, console: rich.console.Console) -> None:
     """Print the medians of each setting, and the findings with their targets.
 
     Args:
-        result: The answers of an experiment.
+        result: The outputs of an experiment.
         console: Where to print.
     """
     if result.experiment.name == parity_table.NAME:
@@ -44,7 +44,7 @@ def _settings(result: Result) -> rich.table.Table:
     experiment, first = result.experiment, result.rounds[0]
     table = rich.table.Table(title=f"{experiment.name}: {experiment.summary}")
     # Not every setting has every figure: a dict keeps each once, in the order in which they come.
-    figures = dict.fromkeys(figure for answer in first.values() for figure, value in answer.items() if is_number(value))
+    figures = dict.fromkeys(figure for output in first.values() for figure, value in output.items() if is_number(value))
     table.add_column("medians of the rounds")
     for figure in figures:
         title = shown(figure, 0.0)[0]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.harness import Answer, Experiment
+from benchmarks.harness import Experiment, Output
 from benchmarks.process import ROOT, WorkerError
 
 CHECKPOINT_SECONDS = 1.0
@@ -44,7 +44,7 @@ class Restart:
     timeout_seconds: float = 180.0
 
 
-def measure(setting: Restart) -> Answer:
+def measure(setting: Restart) -> Output:
     """Return the seconds from the kill to the next trained step, and how many steps were trained twice.
 
     Args:
@@ -69,7 +69,7 @@ def measure(setting: Restart) -> Answer:
             _end(launcher)
 
 
-def _kill_and_wait(folder: Path, launcher: subprocess.Popen[bytes], timeout_seconds: float) -> Answer:
+def _kill_and_wait(folder: Path, launcher: subprocess.Popen[bytes], timeout_seconds: float) -> Output:
     deadline = time.monotonic() + timeout_seconds
     # Some steps after a checkpoint, as in the middle of a run.
     _wait(lambda: any((folder / "checkpoints").glob("*.npz")), launcher, deadline)

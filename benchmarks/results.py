@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Answer, Experiment, Result, Round, is_number
+from benchmarks.harness import Experiment, Output, Result, Round, is_number
 from tfpar.files import atomic_file
 
 # What may differ between two runs whose rounds are put together.
@@ -71,8 +71,8 @@ class ResultFile:
                 "with those of today: give another file, or leave --resume out to replace this one."
             )
         by_setting = {name: held["rounds"] for name, held in entry["settings"].items()}
-        num_rounds = min(len(answers) for answers in by_setting.values())
-        return [{name: answers[number] for name, answers in by_setting.items()} for number in range(num_rounds)]
+        num_rounds = min(len(outputs) for outputs in by_setting.values())
+        return [{name: outputs[number] for name, outputs in by_setting.items()} for number in range(num_rounds)]
 
     def save(self, result: Result) -> None:
         """Write the result of an experiment in place of that before, next to those of the others.
@@ -106,8 +106,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "settings": {
             name: {
                 "setting": setting,
-                "medians": _medians([answers[name] for answers in result.rounds]),
-                "rounds": [dict(answers[name]) for answers in result.rounds],
+                "medians": _medians([outputs[name] for outputs in result.rounds]),
+                "rounds": [dict(outputs[name]) for outputs in result.rounds],
             }
             for name, setting in _settings(experiment).items()
         },
@@ -115,7 +115,7 @@ def as_json(result: Result) -> dict[str, Any]:
             {
                 "text": finding.text,
                 "value": result.found(finding),
-                "rounds": [finding.of(answers) for answers in result.rounds],
+                "rounds": [finding.of(outputs) for outputs in result.rounds],
                 "at_least": finding.at_least,
                 "at_most": finding.at_most,
                 "met": result.met(finding),
@@ -132,10 +132,10 @@ def _settings(experiment: Experiment) -> dict[str, Any]:
     return read
 
 
-def _medians(answers: Sequence[Answer]) -> dict[str, float]:
+def _medians(outputs: Sequence[Output]) -> dict[str, float]:
     """Return the medians of the figures that are numbers in every round."""
     return {
-        figure: statistics.median(answer[figure] for answer in answers)
-        for figure in answers[0]
-        if all(is_number(answer.get(figure)) for answer in answers)
+        figure: statistics.median(output[figure] for output in outputs)
+        for figure in outputs[0]
+        if all(is_number(output.get(figure)) for output in outputs)
     }

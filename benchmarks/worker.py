@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import peers, process, torch_peer
-from benchmarks.harness import Answer
+from benchmarks.harness import Output
 from benchmarks.measurement import Measurement, Timing
 
 
-def measure(measurement: Measurement) -> Answer:
+def measure(measurement: Measurement) -> Output:
     """Return the time of the timed call of `fit` and its speed, in fresh processes; the slowest worker counts.
 
     Args:
@@ -32,8 +32,8 @@ def measure(measurement: Measurement) -> Answer:
     """
     if measurement.trainer in peers.REQUIREMENTS:
         peers.install(measurement.trainer)
-    answers = process.ask_workers("benchmarks.worker", measurement, measurement.num_workers)
-    timing = max(Timing(**answer) for answer in answers)
+    outputs = process.ask_workers("benchmarks.worker", measurement, measurement.num_workers)
+    timing = max(Timing(**output) for output in outputs)
     steps_per_second = measurement.num_steps / timing.training_seconds
     return {
         "steps_per_second": steps_per_second,
@@ -144,11 +144,11 @@ def _checkpoints(measurement: Measurement) -> Any:
         yield {"checkpoints": tfpar.Checkpoints(folder, every_seconds=1.0, asynchronous=is_asynchronous)}
 
 
-def _answer(received: dict[str, Any]) -> Timing:
+def _output(received: dict[str, Any]) -> Timing:
     return run_here(Measurement(**received["setting"]), received["rank"], received["addresses"])
 
 
 if __name__ == "__main__":
-    process.answer(_answer(process.request())._asdict())
+    process.reply(_output(process.request())._asdict())
     # PyTorch 2.13 sometimes aborts a process of DDP on its way out ("terminate called without an active exception").
     os._exit(0)

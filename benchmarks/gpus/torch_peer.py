@@ -116,5 +116,5 @@ _MODELS = {"resnet50": _resnet50, "transformer": _transformer, "tiny": _tiny}
 if __name__ == "__main__":
     received = process.request()
     setting = GpuSetting(**received["setting"] | {"devices": tuple(received["setting"]["devices"])})
-    process.answer(run_here(setting, received["rank"], received["addresses"]))
+    process.reply(run_here(setting, received["rank"], received["addresses"]))
     os._exit(0)  # as benchmarks.worker: PyTorch sometimes aborts on its way out

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks import peers, process
 from benchmarks.gpus.setting import GpuSetting
-from benchmarks.harness import Answer
+from benchmarks.harness import Output
 
 
-def measure(setting: GpuSetting) -> Answer:
+def measure(setting: GpuSetting) -> Output:
     """Return the figures of one setting, measured in fresh processes; the slowest process counts.
 
     Args:
@@ -28,12 +28,12 @@ def measure(setting: GpuSetting) -> Answer:
         WorkerError: If a process fails.
     """
     module = "benchmarks.gpus.torch_peer" if setting.trainer == "torch" else "benchmarks.gpus.worker"
-    answers = process.ask_workers(module, setting, setting.num_processes)
-    step_seconds = max(answer["step_seconds"] for answer in answers)
+    outputs = process.ask_workers(module, setting, setting.num_processes)
+    step_seconds = max(output["step_seconds"] for output in outputs)
     return {
         "examples_per_second": setting.batch_size / step_seconds,
         "step_seconds": step_seconds,
-        "first_lap_seconds": max(answer["first_lap_seconds"] for answer in answers),
+        "first_lap_seconds": max(output["first_lap_seconds"] for output in outputs),
     }
 
 
@@ -82,7 +82,7 @@ def run_here(setting: GpuSetting) -> dict[str, float]:
 
 
 def figures(moments: list[float], steps_per_lap: int) -> dict[str, float]:
-    """Return the answer of a process.
+    """Return the output of a process.
 
     Args:
         moments: The begin and the end of each lap, in seconds.
@@ -118,5 +118,5 @@ def _fit_of(setting: GpuSetting) -> Any:
 
 if __name__ == "__main__":
     received = process.request()["setting"]
-    process.answer(run_here(GpuSetting(**received | {"devices": tuple(received["devices"])})))
+    process.reply(run_here(GpuSetting(**received | {"devices": tuple(received["devices"])})))
     os._exit(0)  # as benchmarks.worker

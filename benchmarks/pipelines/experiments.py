@@ -16,7 +16,7 @@ NUMBERS_OF_MICROBATCHES = (8, 16, 32, 64)
 
 def _memory() -> Experiment:
     """Measure the most memory of a step, for more and more micro-batches of one size."""
-    wide = Setting("wide", "pipeline", num_microbatches=8, microbatch_size=128, balance="parameters", question="memory")
+    wide = Setting("wide", "pipeline", num_microbatches=8, microbatch_size=128, balance="parameters", quantity="memory")
     settings = {
         _kept(schedule, number, recompute): replace(
             wide, schedule=schedule, num_microbatches=number, recompute=recompute
@@ -76,7 +76,7 @@ def _prediction() -> Experiment:
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             microbatch_size=TRANSFORMER.batch_size // num_microbatches,
-            question="prediction",
+            quantity="prediction",
         )
     findings = [
         Finding(f"{name}: predicted / measured", ratio(name, name, "predicted_seconds", "step_seconds"), 0.85, 1.15)
@@ -104,7 +104,7 @@ def _first_step() -> Experiment:
         microbatch_size=4,
         num_stages=4,
         num_devices=4,
-        question="first_step",
+        quantity="first_step",
     )
     ours, by_parameters, one_device, theirs = (
         "tfpar.Pipeline",

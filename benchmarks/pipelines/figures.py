@@ -1,4 +1,4 @@
-"""Findings of pipeline experiments: what is computed from the answers of one round."""
+"""Findings of pipeline experiments: what is computed from the outputs of one round."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def ratio(above: str, below: str, figure: str, figure_below: str | None = None) 
     Args:
         above: The setting above the line.
         below: The setting below the line.
-        figure: A name in the answers.
+        figure: A name in the outputs.
         figure_below: The same for the setting below, where it is another.
     """
-    return lambda answers: answers[above][figure] / answers[below][figure_below or figure]
+    return lambda outputs: outputs[above][figure] / outputs[below][figure_below or figure]
 
 
 def spread(settings: Sequence[str], figure: str) -> Figure:
@@ -27,11 +27,11 @@ def spread(settings: Sequence[str], figure: str) -> Figure:
 
     Args:
         settings: Their names.
-        figure: A name in the answers.
+        figure: A name in the outputs.
     """
 
-    def of(answers: Round) -> float:
-        values = [float(answers[name][figure]) for name in settings]
+    def of(outputs: Round) -> float:
+        values = [float(outputs[name][figure]) for name in settings]
         return max(values) / min(values)
 
     return of
@@ -50,7 +50,7 @@ def efficiency(pipelined: str, setting: Setting, one_core: str) -> Figure:
     """
     stages, microbatches = setting.num_stages, setting.num_microbatches
     ideal_share = (microbatches + stages - 1) / microbatches / stages
-    return lambda answers: ideal_share * answers[one_core]["step_seconds"] / answers[pipelined]["step_seconds"]
+    return lambda outputs: ideal_share * outputs[one_core]["step_seconds"] / outputs[pipelined]["step_seconds"]
 
 
 def saved_share(setting: str, base: str, figure: str) -> Figure:
@@ -59,9 +59,9 @@ def saved_share(setting: str, base: str, figure: str) -> Figure:
     Args:
         setting: The setting that should need less.
         base: The setting to compare with.
-        figure: A name in the answers.
+        figure: A name in the outputs.
     """
-    return lambda answers: 1 - answers[setting][figure] / answers[base][figure]
+    return lambda outputs: 1 - outputs[setting][figure] / outputs[base][figure]
 
 
 def saved(setting: str, base: str, figure: str) -> Figure:
@@ -70,11 +70,11 @@ def saved(setting: str, base: str, figure: str) -> Figure:
     Args:
         setting: The setting that should need less.
         base: The setting to compare with.
-        figure: A name in the answers.
+        figure: A name in the outputs.
     """
-    return lambda answers: answers[base][figure] - answers[setting][figure]
+    return lambda outputs: outputs[base][figure] - outputs[setting][figure]
 
 
 def quotient(above: Figure, below: Figure) -> Figure:
     """Return what divides one figure of a round by another."""
-    return lambda answers: above(answers) / below(answers)
+    return lambda outputs: above(outputs) / below(outputs)

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 import tfpar
-from benchmarks.harness import Answer
+from benchmarks.harness import Output
 from benchmarks.pipelines.examples import arrays
 from benchmarks.pipelines.memory import together_bytes
 from benchmarks.pipelines.models import BUILD_MODEL
@@ -47,7 +47,7 @@ def _prediction_of(trainer: Any, dataset: Any) -> Any:
 
     Args:
         trainer: A `tfpar.Trainer` of a pipeline.
-        dataset: Batches of the size that the answer is for.
+        dataset: Batches of the size that the output is for.
     """
     return trainer.strategy.predict_step_time(trainer.model, trainer.build(dataset))
 
@@ -57,11 +57,11 @@ def _batches(setting: Setting, num_rows: int) -> Any:
     return tf.data.Dataset.from_tensor_slices(arrays(setting.workload, num_rows)).batch(num_rows).cache()
 
 
-def _laps(setting: Setting) -> Answer:
+def _laps(setting: Setting) -> Output:
     return _train_laps(setting, _model_of(setting))
 
 
-def _prediction(setting: Setting) -> Answer:
+def _prediction(setting: Setting) -> Output:
     trainer = _model_of(setting)
     predicted = _prediction_of(trainer, _batches(setting, setting.batch_size)).planned
     return {**_train_laps(setting, trainer), "predicted_seconds": predicted.step_seconds}
@@ -101,7 +101,7 @@ def _now() -> Times:
     return Times(time.perf_counter(), time.process_time())
 
 
-def _first_step(setting: Setting) -> Answer:
+def _first_step(setting: Setting) -> Output:
     """Time from before the model is made to the end of the first step, and the second step for comparison."""
     data = _batches(setting, setting.batch_size).repeat(2)
     ends: list[Times] = []
@@ -119,7 +119,7 @@ def _first_step(setting: Setting) -> Answer:
     }
 
 
-def _memory(setting: Setting) -> Answer:
+def _memory(setting: Setting) -> Output:
     """Measure the most memory of a step above that before it.
 
     A first step of one row a micro-batch traces the same function and creates whatever stays; it is too small to
@@ -140,15 +140,15 @@ def _memory(setting: Setting) -> Answer:
         callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=note)],
         verbose=0,
     )
-    answer = {"peak_bytes": float(peaks[1] - before[0])}
+    output = {"peak_bytes": float(peaks[1] - before[0])}
     if setting.trainer == "pipeline":
         trainer = _model_of(setting)  # a new one, because the first one was prepared with a small batch
         trainer.fit(full, verbose=0)
-        answer["predicted_bytes"] = together_bytes(_prediction_of(trainer, full))
-    return answer
+        output["predicted_bytes"] = together_bytes(_prediction_of(trainer, full))
+    return output
 
 
-ANSWERS: dict[str, Callable[[Setting], Answer]] = {
+MEASUREMENTS: dict[str, Callable[[Setting], Output]] = {
     "laps": _laps,
     "prediction": _prediction,
     "memory": _memory,

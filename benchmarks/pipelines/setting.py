@@ -7,7 +7,7 @@ from typing import Literal
 
 Workload = Literal["mlp", "transformer", "wide", "resnet50"]
 TrainerName = Literal["pipeline", "one_device", "keras", "torch"]
-Question = Literal["laps", "prediction", "memory", "first_step"]
+Quantity = Literal["laps", "prediction", "memory", "first_step"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Setting:
         num_devices: Logical CPUs, of one core and one thread each.
         recompute: Whether stages keep only their inputs.
         balance: What `tfpar.Pipeline` balances the stages by.
-        question: "laps" asks for the time of a step, "prediction" also for what the simulator says, "memory" for the
-            most bytes of a step, "first_step" for the seconds until the first step is done, with all cores and
+        quantity: "laps" is the time of a step, "prediction" also that of the simulator, "memory" the
+            most bytes of a step, "first_step" the seconds until the first step is done, with all cores and
             TensorFlow's own choice of threads.
         num_laps: Timed groups of steps; the group before them compiles and is not timed.
         steps_per_lap: Steps of a group.
@@ -41,7 +41,7 @@ class Setting:
     num_devices: int = 2
     recompute: bool = False
     balance: str = "time"
-    question: Question = "laps"
+    quantity: Quantity = "laps"
     num_laps: int = 5
     steps_per_lap: int = 20
 

@@ -101,5 +101,5 @@ def _stage(torch: Any, setting: Setting, rank: int) -> Any:
 
 if __name__ == "__main__":
     received = process.request()
-    process.answer(run_here(Setting(**received["setting"]), received["rank"], received["addresses"]))
+    process.reply(run_here(Setting(**received["setting"]), received["rank"], received["addresses"]))
     os._exit(0)  # as benchmarks.worker: PyTorch sometimes aborts on its way out

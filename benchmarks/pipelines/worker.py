@@ -6,11 +6,11 @@ import os
 import statistics
 
 from benchmarks import peers, process
-from benchmarks.harness import Answer
+from benchmarks.harness import Output
 from benchmarks.pipelines.setting import Setting
 
 
-def measure(setting: Setting) -> Answer:
+def measure(setting: Setting) -> Output:
     """Return the figures of one setting, measured in fresh processes.
 
     Args:
@@ -30,8 +30,8 @@ def measure(setting: Setting) -> Answer:
     }
 
 
-def run_here(setting: Setting) -> Answer:
-    """Set up this process and answer the setting's question.
+def run_here(setting: Setting) -> Output:
+    """Set up this process and measure the quantity of the setting.
 
     Args:
         setting: What to measure; the process must not have started TensorFlow yet.
@@ -40,14 +40,14 @@ def run_here(setting: Setting) -> Answer:
         ValueError: If the machine has too few cores.
     """
     _start_tensorflow(setting)
-    from benchmarks.pipelines.measurements import ANSWERS
+    from benchmarks.pipelines.measurements import MEASUREMENTS
 
-    return ANSWERS[setting.question](setting)
+    return MEASUREMENTS[setting.quantity](setting)
 
 
 def _start_tensorflow(setting: Setting) -> None:
     """Give each device one core and one thread; the first step gets all of them, as in use."""
-    pinned = setting.question != "first_step"
+    pinned = setting.quantity != "first_step"
     available = sorted(os.sched_getaffinity(0))
     if pinned and setting.num_devices > len(available):
         raise ValueError(f"This setting needs {setting.num_devices} cores, and the process may use {len(available)}.")
@@ -66,5 +66,5 @@ def _start_tensorflow(setting: Setting) -> None:
 
 
 if __name__ == "__main__":
-    process.answer(run_here(Setting(**process.request()["setting"])))
+    process.reply(run_here(Setting(**process.request()["setting"])))
     os._exit(0)  # as benchmarks.worker

@@ -133,11 +133,11 @@ def printed(result: harness.Result) -> str:
 
 
 def test_the_tables_show_medians_rounds_and_a_missed_target_and_leave_out_missing_figures() -> None:
-    def answer(measurement: Measurement) -> dict[str, float]:
+    def output(measurement: Measurement) -> dict[str, float]:
         return {**measured_speed(measurement), **({"peak_bytes": 2.5e6} if measurement == THEIRS else {})}
 
     measured_speed = measured()
-    text = printed(harness.run_rounds(replace(experiment(at_least=6.0), measure=answer), 3))
+    text = printed(harness.run_rounds(replace(experiment(at_least=6.0), measure=output), 3))
     for part in (
         r"steps per second ┃ lowest ┃ highest ┃ examples per second ┃ training ms ┃ peak MB",
         r"tfpar +│ +20 │ +6\.67 │ +40 │ +160 │ +5,000\.0 │ +│",
@@ -163,7 +163,7 @@ def test_the_file_holds_machine_settings_rounds_and_findings(tmp_path: Path) -> 
     assert written["machine"] == MACHINE
     assert entry["settings"]["Keras fit, 4"]["setting"]["steps_per_execution"] == 4
     ours = entry["settings"]["tfpar"]
-    assert [answer["steps_per_second"] for answer in ours["rounds"]] == pytest.approx([20.0, 20.0 / 3, 40.0])
+    assert [output["steps_per_second"] for output in ours["rounds"]] == pytest.approx([20.0, 20.0 / 3, 40.0])
     assert ours["medians"]["training_seconds"] == pytest.approx(5.0)
     (finding,) = entry["findings"]
     assert finding["rounds"] == pytest.approx([4.0, 4.0, 10.0])
@@ -280,7 +280,7 @@ def cells(monkeypatch: pytest.MonkeyPatch) -> harness.Result:
         if request["trainer"] == "tfpar":
             return {"difference": 3e-16}
         if request["case"] == "hangs":
-            raise process.WorkerError("no answer within 180 seconds")
+            raise process.WorkerError("no output within 180 seconds")
         return {"difference": 0.2412} if request["case"] == "differs" else {"error": "a | b"}
 
     monkeypatch.setattr(process, "ask", ask)
@@ -293,7 +293,7 @@ def test_the_parity_table_is_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
         "| --- | --- | --- |",
         "| differs | differs by 2.4e-01 | equal |",
         "| fails | crashes: a \\| b | equal |",
-        "| hangs | crashes: no answer within 180 seconds | equal |",
+        "| hangs | crashes: no output within 180 seconds | equal |",
     ]
 
 
@@ -459,7 +459,7 @@ def test_a_worker_that_fails_says_why() -> None:
 
 @pytest.mark.multi_process
 def test_a_worker_that_hangs_is_ended() -> None:
-    with pytest.raises(process.WorkerError, match=r"no answer within 0\.01 seconds"):
+    with pytest.raises(process.WorkerError, match=r"no output within 0\.01 seconds"):
         process.ask("benchmarks.worker", {}, timeout_seconds=0.01)
 
 
@@ -474,10 +474,10 @@ def test_a_tiny_experiment_runs_from_end_to_end() -> None:
 
 
 @pytest.mark.multi_process
-def test_several_processes_answer_in_the_order_of_their_requests(
+def test_several_processes_reply_in_the_order_of_their_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    echo(tmp_path, monkeypatch, 'process.answer({"number": asked["number"]})')
+    echo(tmp_path, monkeypatch, 'process.reply({"number": asked["number"]})')
     assert process.ask_all("echo", [{"number": number} for number in (3, 1, 2)]) == [
         {"number": 3},
         {"number": 1},
@@ -487,7 +487,7 @@ def test_several_processes_answer_in_the_order_of_their_requests(
 
 @pytest.mark.multi_process
 def test_of_several_processes_each_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    echo(tmp_path, monkeypatch, 'assert asked["number"] == 2, f"number {asked}"\nprocess.answer(asked)')
+    echo(tmp_path, monkeypatch, 'assert asked["number"] == 2, f"number {asked}"\nprocess.reply(asked)')
     with pytest.raises(process.WorkerError, match=r"status 1: [\s\S]*'number': 1[\s\S]*; exit status 1: [\s\S]*3"):
         process.ask_all("echo", [{"number": 1}, {"number": 2}, {"number": 3}])
 
@@ -502,14 +502,14 @@ def echo(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 @pytest.mark.slow_start
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the two workers needs a core of its own")
 def test_two_workers_train_a_tiny_experiment() -> None:
-    answer = measure(Measurement("host_bound", "tfpar", 8, num_steps=4, num_warm_up_steps=2, num_workers=2))
-    assert answer["examples_per_second"] == pytest.approx(32 / answer["training_seconds"])
+    output = measure(Measurement("host_bound", "tfpar", 8, num_steps=4, num_warm_up_steps=2, num_workers=2))
+    assert output["examples_per_second"] == pytest.approx(32 / output["training_seconds"])
 
 
 @pytest.mark.multi_process
 @pytest.mark.slow_start
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the two workers needs a core of its own")
 def test_two_workers_reduce_a_tensor() -> None:
-    answer = all_reduce.measure(all_reduce.AllReduce("tfpar", (4096, 8192)))
-    assert len(answer) == 6
-    assert answer["8 KB_gigabytes_per_second"] == pytest.approx(8192 / answer["8 KB_seconds"] / 1e9)
+    output = all_reduce.measure(all_reduce.AllReduce("tfpar", (4096, 8192)))
+    assert len(output) == 6
+    assert output["8 KB_gigabytes_per_second"] == pytest.approx(8192 / output["8 KB_seconds"] / 1e9)

@@ -95,9 +95,9 @@ TRAINERS = {
 @pytest.mark.slow_start
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_each_trainer_runs_on_cpus(trainer: str) -> None:
-    answer = measure(TRAINERS[trainer])
-    assert answer["examples_per_second"] == pytest.approx(4 / answer["step_seconds"])
-    assert answer["first_lap_seconds"] > 0
+    output = measure(TRAINERS[trainer])
+    assert output["examples_per_second"] == pytest.approx(4 / output["step_seconds"])
+    assert output["first_lap_seconds"] > 0
 
 
 def test_a_pytorch_that_sees_no_gpu_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,9 @@ FIGURES = {
 @pytest.mark.parametrize(("num_stages", "num_microbatches", "ideal"), [(2, 8, 0.5625), (4, 8, 0.34375), (1, 8, 1.0)])
 def test_efficiency_is_1_where_only_the_bubble_is_lost(num_stages: int, num_microbatches: int, ideal: float) -> None:
     setting = replace(OURS, num_stages=num_stages, num_microbatches=num_microbatches)
-    answers = {"T": {"step_seconds": 1.0}, "p": {"step_seconds": ideal}, "slow": {"step_seconds": 2 * ideal}}
-    assert efficiency("p", setting, "T")(answers) == pytest.approx(1.0)
-    assert efficiency("slow", setting, "T")(answers) == pytest.approx(0.5)
+    outputs = {"T": {"step_seconds": 1.0}, "p": {"step_seconds": ideal}, "slow": {"step_seconds": 2 * ideal}}
+    assert efficiency("p", setting, "T")(outputs) == pytest.approx(1.0)
+    assert efficiency("slow", setting, "T")(outputs) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_efficiency_is_1_where_only_the_bubble_is_lost(num_stages: int, num_micr
     ],
 )
 def test_figures_are_computed_from_one_round(figure: Callable[[Round], float], value: float) -> None:
-    answers = {"few": {"peak_bytes": 2.0, "predicted_bytes": 2.0}, "many": {"peak_bytes": 8.0, "predicted_bytes": 6.0}}
-    assert figure(answers) == pytest.approx(value)
+    outputs = {"few": {"peak_bytes": 2.0, "predicted_bytes": 2.0}, "many": {"peak_bytes": 8.0, "predicted_bytes": 6.0}}
+    assert figure(outputs) == pytest.approx(value)
 
 
 # The experiments
@@ -58,12 +58,12 @@ def test_figures_are_computed_from_one_round(figure: Callable[[Round], float], v
 
 @pytest.mark.parametrize("experiment", PIPELINE_EXPERIMENTS, ids=lambda experiment: experiment.name)
 def test_every_finding_can_be_computed_from_the_figures_of_its_settings(experiment: Experiment) -> None:
-    answers = {
-        name: dict.fromkeys(FIGURES[setting.question], 1000.0 + place)
+    outputs = {
+        name: dict.fromkeys(FIGURES[setting.quantity], 1000.0 + place)
         for place, (name, setting) in enumerate(experiment.settings.items())
     }
     for finding in experiment.findings:
-        assert math.isfinite(finding.of(answers)), finding.text
+        assert math.isfinite(finding.of(outputs)), finding.text
     texts = [finding.text for finding in experiment.findings]
     assert len(set(texts)) == len(texts)
 
@@ -132,8 +132,8 @@ def test_torch_has_a_process_a_stage_and_the_slowest_counts(monkeypatch: pytest.
 
     monkeypatch.setattr(process, "ask_all", ask_all)
     monkeypatch.setattr(peers, "install", lambda peer: None)
-    answer = worker.measure(replace(OURS, trainer="torch"))
-    assert answer == pytest.approx({"step_seconds": 0.3, "processor_seconds": 0.3, "num_parameters": 30})
+    output = worker.measure(replace(OURS, trainer="torch"))
+    assert output == pytest.approx({"step_seconds": 0.3, "processor_seconds": 0.3, "num_parameters": 30})
     assert [request["rank"] for request in asked] == [0, 1]
     assert len(set(asked[0]["addresses"])) == 2
 
@@ -149,18 +149,18 @@ SMALL = Setting("mlp", "one_device", num_microbatches=2, microbatch_size=2, num_
 
 @pytest.mark.parametrize(
     "setting",
-    [SMALL, replace(SMALL, question="memory"), replace(SMALL, trainer="keras", question="first_step")],
-    ids=lambda setting: setting.question,
+    [SMALL, replace(SMALL, quantity="memory"), replace(SMALL, trainer="keras", quantity="first_step")],
+    ids=lambda setting: setting.quantity,
 )
 @pytest.mark.usefixtures("logical_cpus")
-def test_a_question_is_answered_with_its_figures(setting: Setting) -> None:
-    from benchmarks.pipelines.measurements import ANSWERS
+def test_a_quantity_is_measured_with_its_figures(setting: Setting) -> None:
+    from benchmarks.pipelines.measurements import MEASUREMENTS
 
-    answer = ANSWERS[setting.question](setting)
-    expected = ("peak_bytes",) if setting.question == "memory" else FIGURES[setting.question]
-    assert set(answer) == set(expected)
+    output = MEASUREMENTS[setting.quantity](setting)
+    expected = ("peak_bytes",) if setting.quantity == "memory" else FIGURES[setting.quantity]
+    assert set(output) == set(expected)
     # A step of four rows may need no page that was not there.
-    assert all(value > 0 for figure, value in answer.items() if figure != "peak_bytes")
+    assert all(value > 0 for figure, value in output.items() if figure != "peak_bytes")
 
 
 @pytest.mark.parametrize(
