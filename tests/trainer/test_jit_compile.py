@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -66,3 +67,13 @@ def test_a_built_model_is_not_compiled_by_xla_after_it_is_compiled_again() -> No
     trainer = tfpar.Trainer(model_compiled_with(), tfpar.SingleDevice())
     trainer.model.compile("sgd", LOSS)
     assert not trainer.model.jit_compile
+
+
+def test_xla_compiles_for_the_device_of_the_weights() -> None:
+    """Otherwise it refuses to read weights of another device than the first."""
+    trainer = tfpar.Trainer(lambda: model_compiled_with(jit_compile=True), tfpar.SingleDevice("CPU:2"), seed=0)
+    inputs, labels = np.ones((8, 4), "float32"), np.zeros(8, "int32")
+    expected = trainer.model.layers[1](trainer.model.layers[0](inputs))
+    np.testing.assert_allclose(trainer.predict(inputs, verbose=0), expected, rtol=1e-5)
+    trainer.fit(inputs, labels, verbose=0)
+    assert trainer.evaluate(inputs, labels, verbose=0) > 0

@@ -97,7 +97,16 @@ class StepFunctions:
                 autograph=False,
                 jit_compile=self._whole_step_in_xla or None,
             )
-            return predict_batch
+            device = self._strategy.step_device
+            if not self._whole_step_in_xla or device is None:
+                return predict_batch
+
+            def on_device(batch: Any) -> Any:
+                """XLA compiles for the device of the call, which must hold the weights."""
+                with tf.device(device):
+                    return predict_batch(batch)
+
+            return on_device
 
         compiled: Callable[[Any], Any] = self.once(f"predict {spec}", compile_it)
         return compiled
