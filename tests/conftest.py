@@ -18,7 +18,6 @@ from tests.support.leaks import leaves_nothing_behind  # noqa: F401  a fixture f
 if TYPE_CHECKING:
     from tests.support import command
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tracing.with_rare_collections()
 # A shell starts background jobs with SIGINT ignored, nohup with SIGHUP ignored; processes of tests would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

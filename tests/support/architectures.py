@@ -9,12 +9,9 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
 import numpy as np
