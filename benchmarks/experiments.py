@@ -127,6 +127,27 @@ COMMUNICATION_BOUND = Experiment(
     ),
 )
 
+_SLOW_CNN, _SLOW_DENSE = replace(_TWO_WORKERS, rate="1gbit"), replace(_DENSE_TWO, rate="1gbit")
+
+SLOW_NETWORK = Experiment(
+    name="slow_network",
+    summary="The CNN and 5 x Dense(2048) in two workers on hosts with links of 1 Gbit/s, compared with DDP; needs root",
+    figure="examples_per_second",
+    measure=measure,
+    settings={
+        "tfpar, CNN": _SLOW_CNN,
+        "PyTorch DDP, CNN": replace(_SLOW_CNN, trainer="torch"),
+        "tfpar, CNN on the loopback": _TWO_WORKERS,
+        "tfpar, Dense": _SLOW_DENSE,
+        "PyTorch DDP, Dense": replace(_SLOW_DENSE, trainer="torch"),
+    },
+    findings=(
+        Target(("tfpar, CNN",), ("PyTorch DDP, CNN",), 1.3),
+        Target(("tfpar, CNN",), ("tfpar, CNN on the loopback",)),
+        Target(("tfpar, Dense",), ("PyTorch DDP, Dense",), 6.0),
+    ),
+)
+
 # Long enough for several checkpoints, of 84 MB each.
 _SAVING = replace(_DENSE_ONE, num_steps=150)
 
@@ -146,4 +167,4 @@ CHECKPOINT_COST = Experiment(
     ),
 )
 
-EXPERIMENTS = (HOST_BOUND, CNN, MIRRORED, MULTI_WORKER, COMMUNICATION_BOUND, CHECKPOINT_COST)
+EXPERIMENTS = (HOST_BOUND, CNN, MIRRORED, MULTI_WORKER, COMMUNICATION_BOUND, SLOW_NETWORK, CHECKPOINT_COST)

@@ -29,6 +29,7 @@ class Measurement:
         num_workers: Processes that train together, one core and one thread each; 1 for a single process.
         compression: The argument of `tfpar.MultiWorker`.
         checkpoints: How tfpar writes a checkpoint every second; None for no checkpoints.
+        rate: The rate of the network between the workers, such as "1gbit"; None for the loopback.
     """
 
     workload: Workload
@@ -44,6 +45,7 @@ class Measurement:
     num_workers: int = 1
     compression: Compression | None = None
     checkpoints: CheckpointWriting | None = None
+    rate: str | None = None
 
 
 class Timing(NamedTuple):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks import network
 from tfpar.launcher.worker_group import free_addresses
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,12 @@ def ask(module: str, request: Mapping[str, Any], timeout_seconds: float = 600.0)
     return ask_all(module, [request], timeout_seconds)[0]
 
 
-def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds: float = 600.0) -> list[dict[str, Any]]:
+def ask_all(
+    module: str,
+    requests: Sequence[Mapping[str, Any]],
+    timeout_seconds: float = 600.0,
+    prefixes: Sequence[Sequence[str]] = (),
+) -> list[dict[str, Any]]:
     """Run `python -m module` on several requests at the same time and return the outputs in their order.
 
     What the processes write to standard error, TensorFlow's start-up messages among it, stays away from the terminal.
@@ -47,6 +53,7 @@ def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds:
         module: Name of a module whose `__main__` calls `reply`.
         requests: One a process.
         timeout_seconds: After that the processes are killed.
+        prefixes: Words before the command of each process; none if empty.
 
     Returns:
         What the module's function returned in each process.
@@ -56,8 +63,8 @@ def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds:
     """
     with contextlib.ExitStack() as stack:
         processes = []
-        for request in requests:
-            command = [sys.executable, "-m", module, json.dumps(request)]
+        for request, prefix in zip(requests, prefixes or [()] * len(requests), strict=True):
+            command = [*prefix, sys.executable, "-m", module, json.dumps(request)]
             process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             stack.callback(_end, process)
             processes.append(process)
@@ -77,7 +84,7 @@ def ask_all(module: str, requests: Sequence[Mapping[str, Any]], timeout_seconds:
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-def ask_workers(module: str, setting: Any, num_workers: int) -> list[dict[str, Any]]:
+def ask_workers(module: str, setting: Any, num_workers: int, rate: str | None = None) -> list[dict[str, Any]]:
     """Run `python -m module` once a worker, all at the same time, and return the outputs by rank.
 
     Each gets a request of the `setting`, its `rank` and the `addresses` of all workers, none for a single one.
@@ -86,13 +93,22 @@ def ask_workers(module: str, setting: Any, num_workers: int) -> list[dict[str, A
         module: Name of a module whose `__main__` calls `reply`.
         setting: A dataclass: what to measure.
         num_workers: Processes.
+        rate: The rate of the network between the workers, such as "1gbit", each on a host of its own (see
+            `benchmarks.network`); None for the loopback.
 
     Raises:
         WorkerError: As `ask_all`.
+        OSError: If this process may not make hosts.
     """
-    addresses = free_addresses(num_workers) if num_workers > 1 else []
-    requests = [{"setting": vars(setting), "rank": rank, "addresses": addresses} for rank in range(num_workers)]
-    return ask_all(module, requests)
+    with contextlib.ExitStack() as stack:
+        prefixes: list[list[str]] = []
+        addresses = free_addresses(num_workers) if num_workers > 1 else []
+        if rate is not None and num_workers > 1:
+            hosts = stack.enter_context(network.connected(num_workers, rate))
+            prefixes = [host.command for host in hosts]
+            addresses = [f"{host.address}:{network.PORT}" for host in hosts]
+        requests = [{"setting": vars(setting), "rank": rank, "addresses": addresses} for rank in range(num_workers)]
+        return ask_all(module, requests, prefixes=prefixes)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

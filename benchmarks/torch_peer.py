@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any
 
-from benchmarks import peers
+from benchmarks import network, peers
 from benchmarks.examples import ARRAYS, NUM_CLASSES, WIDTH
 from benchmarks.measurement import Measurement, Timing
 
@@ -58,7 +58,7 @@ def _model(torch: Any, workload: str) -> Any:
 
 
 def _distributed(torch: Any, model: Any, measurement: Measurement, rank: int, address: str) -> Any:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if measurement.rate is None else network.INTERFACE
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://{address}", rank=rank, world_size=measurement.num_workers
     )

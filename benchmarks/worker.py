@@ -32,7 +32,7 @@ def measure(measurement: Measurement) -> Output:
     """
     if measurement.trainer in peers.REQUIREMENTS:
         peers.install(measurement.trainer)
-    outputs = process.ask_workers("benchmarks.worker", measurement, measurement.num_workers)
+    outputs = process.ask_workers("benchmarks.worker", measurement, measurement.num_workers, measurement.rate)
     timing = max(Timing(**output) for output in outputs)
     steps_per_second = measurement.num_steps / timing.training_seconds
     return {

@@ -96,12 +96,13 @@ def test_another_program_at_the_address_is_said() -> None:
 
 def test_the_slowest_link_between_hosts_is_named(tmp_path: Path) -> None:
     with hosts.connected(3) as connected:
-        connected[2].limit_sending(200)
+        hosts.limit_sending(connected[2], "200mbit")
         addresses = [f"{host.address}:20331" for host in connected]
         started = []
         for rank, host in enumerate(connected):
             variables = {"TF_CONFIG": tf_config.to_tf_config(addresses, rank), "TFPAR_JOB_SECRET": SECRET.decode()}
-            started.append(host.start(["-m", "tfpar.doctor", "--json"], tmp_path, variables, tmp_path / f"out{rank}"))
+            command = ["-m", "tfpar.doctor", "--json"]
+            started.append(hosts.start(host, command, tmp_path, variables, tmp_path / f"out{rank}"))
         with hosts.ended_in_the_end(started):
             codes = [process.wait(120) for process in started]
         found = json.loads((tmp_path / "out0").read_text())

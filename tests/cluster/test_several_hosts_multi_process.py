@@ -78,7 +78,7 @@ class Job:
         for rank, host in enumerate(machines):
             self.folders[rank].mkdir()
             variables = {"TF_CONFIG": tf_config.to_tf_config(addresses, rank)}
-            self.processes.append(host.start(arguments, self.folders[rank], variables, folder / f"{rank}.out"))
+            self.processes.append(hosts.start(host, arguments, self.folders[rank], variables, folder / f"{rank}.out"))
 
     def wait_for_training(self) -> None:
         """Wait until all workers train in the last `fit`."""
@@ -209,7 +209,7 @@ def restarted(machines: list[hosts.Host], tmp_path_factory: pytest.TempPathFacto
     names = ",".join(host.address for host in machines[:2])
     command = ["-m", "tfpar.launch", "--num_workers", "2", "--hosts", names, "--max_restarts", "3", "--", *FLAGS]
     (folder / "slow").touch()
-    processes = [host.start(command, folder, {}, folder / f"{rank}.out") for rank, host in enumerate(machines[:2])]
+    processes = [hosts.start(host, command, folder, {}, folder / f"{rank}.out") for rank, host in enumerate(machines[:2])]
     with hosts.ended_in_the_end(processes):
         deadline_seconds = time.monotonic() + TIMEOUT_SECONDS
         while len(faults.first_steps(folder)) < 1:

@@ -26,9 +26,9 @@ from benchmarks.worker import measure
 from tests import ROOT
 
 NAMES = (
-    "host_bound, cnn, mirrored, multi_worker, communication_bound, checkpoint_cost, pipeline_mlp, "
-    "pipeline_transformer, pipeline_memory, pipeline_prediction, pipeline_first_step, all_reduce, restart, "
-    "parity_table, gpu"
+    "host_bound, cnn, mirrored, multi_worker, communication_bound, slow_network, checkpoint_cost, "
+    "pipeline_mlp, pipeline_transformer, pipeline_memory, pipeline_prediction, pipeline_first_step, all_reduce, "
+    "restart, parity_table, gpu"
 )
 MACHINE = {"cores": 2, "load_of_the_last_minute": 0.5}
 OURS = Measurement("host_bound", "tfpar", batch_size=8, num_steps=100, num_warm_up_steps=2)
@@ -388,7 +388,7 @@ def test_the_model_sends_nearly_twice_the_bytes_over_many_workers(num_workers: i
 def test_the_slowest_worker_and_the_middle_round_count(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = iter([(1.0, 2.0), (9.0, 1.0), (4.0, 3.0)])
 
-    def ask_all(module: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def ask_all(module: str, requests: list[dict[str, Any]], **_: Any) -> list[dict[str, Any]]:
         return [{"found": [{"seconds": seconds, "processor_seconds": 0.5}]} for seconds in next(rounds)]
 
     monkeypatch.setattr(process, "ask_all", ask_all)
