@@ -209,7 +209,9 @@ def restarted(machines: list[hosts.Host], tmp_path_factory: pytest.TempPathFacto
     names = ",".join(host.address for host in machines[:2])
     command = ["-m", "tfpar.launch", "--num_workers", "2", "--hosts", names, "--max_restarts", "3", "--", *FLAGS]
     (folder / "slow").touch()
-    processes = [hosts.start(host, command, folder, {}, folder / f"{rank}.out") for rank, host in enumerate(machines[:2])]
+    processes = [
+        hosts.start(host, command, folder, {}, folder / f"{rank}.out") for rank, host in enumerate(machines[:2])
+    ]
     with hosts.ended_in_the_end(processes):
         deadline_seconds = time.monotonic() + TIMEOUT_SECONDS
         while len(faults.first_steps(folder)) < 1:

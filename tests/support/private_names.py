@@ -331,6 +331,18 @@ ROWS = [
         "the arguments of an operation, by which its kernels are told apart",
     ),
     _tensorflow(
+        "tensorflow.python.framework.ops.Operation",
+        "_add_control_inputs",
+        "framework/auto_control_deps",
+        "the gradient of a layer's weights before that of its inputs",
+    ),
+    _tensorflow(
+        "tensorflow.python.framework.config",
+        "is_op_determinism_enabled",
+        "framework/config",
+        "sufficient factors on GPUs, with equal bits on all of them",
+    ),
+    _tensorflow(
         "tensorflow.python.eager.context",
         "Context context FunctionCallOptions",
         "eager/context",

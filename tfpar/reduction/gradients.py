@@ -1,24 +1,37 @@
-"""All-reduce of gradients over the replicas of a step: dense gradients in packs, optionally compressed."""
+"""All-reduce of gradients over the replicas of a step: dense gradients in packs, optionally compressed.
+
+    backward pass   │ layer 3 │ layer 2 │ layer 1 │
+    all-reduce                │ layer 3 │ layer 2 │ layer 1 │
+
+The all-reduces begin in the order of the backward pass, that of the last layer first, on every replica. Operations with
+one ordering token, or on one NCCL stream, run in the order of the graph: an all-reduce of the first layer in front
+would delay all others until the backward pass ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 
 def all_reduce_gradients(
-    gradients: Sequence[Any], pack_bytes: int | None = None, compression: str | None = None
+    gradients: Sequence[Any],
+    pack_bytes: int | None = None,
+    compression: str | None = None,
+    own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
 ) -> list[Any]:
     """Sum each gradient over all replicas; a `None` stays one.
 
     Args:
-        gradients: Tensors or `tf.IndexedSlices` of this replica, one a variable.
+        gradients: Tensors or `tf.IndexedSlices` of this replica, one a variable, in the order of the layers.
         pack_bytes: Dense gradients are concatenated into packs of up to this many bytes, so that there are few large
             messages; None sends each separately.
         compression: The dtype to which dense gradients are rounded before they are sent, except scalars; None
             rounds none.
+        own_sums: For some gradients, by number, a function that sums them over all replicas in another way. It is
+            called in their turn.
 
     Returns:
         The sums, in the order of `gradients`.
@@ -26,29 +39,46 @@ def all_reduce_gradients(
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return list(gradients)
-    present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    if compression is not None:  # scalars are not rounded, and a pack has one dtype
-        scalars = [index for index in present if gradients[index].shape.rank == 0]
-        packs = [[index] for index in scalars]
-        packs += _packs(gradients, [index for index in present if index not in scalars], pack_bytes)
-    else:
-        packs = _packs(gradients, present, pack_bytes)
-    messages = [
-        gradients[pack[0]] if len(pack) == 1 else tf.concat([tf.reshape(gradients[i], [-1]) for i in pack], 0)
-        for pack in packs
-    ]
-    sums = list(gradients)
-    sent = [_rounded(message, compression) for message in messages]
-    reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, sent) if sent else []
-    reduced = [_rounded(total, message.dtype) for total, message in zip(reduced, messages, strict=True)]
-    for pack, message in zip(packs, reduced, strict=True):
-        if len(pack) == 1:
-            sums[pack[0]] = message
+    sums: dict[int, Any] = {}
+    others = own_sums or {}
+    for pack in _packs(gradients, others, pack_bytes, compression):
+        if pack[0] in others:
+            sums[pack[0]] = others[pack[0]]()
             continue
-        parts = tf.split(message, [gradients[i].shape.num_elements() for i in pack])
-        for i, part in zip(pack, parts, strict=True):
-            sums[i] = tf.reshape(part, gradients[i].shape)
-    return sums
+        message = _message(gradients, pack)
+        # One call for each message: TensorFlow 2.21 joins the results of a call in one IdentityN. The graph optimizer
+        # takes it for a path from each message to each sum, removes control edges as redundant, and then the IdentityN.
+        total = context.all_reduce(tf.distribute.ReduceOp.SUM, _rounded(message, compression))
+        sums.update(_parts(_rounded(total, message.dtype), gradients, pack))
+    return [sums.get(index) for index in range(len(gradients))]
+
+
+def _parts(total: Any, gradients: Sequence[Any], pack: Sequence[int]) -> dict[int, Any]:
+    """Return the sums of the gradients of a pack from the sum of its message."""
+    if len(pack) == 1 and not _is_matrix(gradients[pack[0]]):
+        return {pack[0]: total}
+    parts = tf.split(total, [gradients[index].shape.num_elements() for index in pack]) if len(pack) > 1 else [total]
+    return {index: tf.reshape(part, gradients[index].shape) for index, part in zip(pack, parts, strict=True)}
+
+
+def as_vector(message: tf.Tensor) -> tf.Tensor:
+    """Return a message as a vector.
+
+    TensorFlow 2.21's executor runs a cheap operation, such as a reshape, at once, and the collective after it. As an
+    output of the expensive operation that computes the message, the collective would wait in the queue of the threads:
+    with one thread, for the end of the backward pass.
+    """
+    return tf.reshape(message, [-1])
+
+
+def _message(gradients: Sequence[Any], pack: Sequence[int]) -> Any:
+    if len(pack) > 1:
+        return tf.concat([as_vector(gradients[index]) for index in pack], 0)
+    return as_vector(gradients[pack[0]]) if _is_matrix(gradients[pack[0]]) else gradients[pack[0]]
+
+
+def _is_matrix(gradient: Any) -> bool:
+    return not isinstance(gradient, tf.IndexedSlices) and gradient.shape.is_fully_defined() and gradient.shape.rank > 1
 
 
 def _rounded(message: Any, dtype: Any) -> Any:
@@ -56,21 +86,39 @@ def _rounded(message: Any, dtype: Any) -> Any:
     return message if stays else tf.cast(message, dtype)
 
 
-def _packs(gradients: Sequence[Any], present: Sequence[int], pack_bytes: int | None) -> list[list[int]]:
-    """Group dense gradients of a dtype into packs of at most `pack_bytes`; a larger gradient is a separate pack."""
+def _packs(
+    gradients: Sequence[Any], others: Mapping[int, Any], pack_bytes: int | None, compression: str | None
+) -> list[list[int]]:
+    """Group gradients into packs, in the order in which the backward pass completes them.
+
+    Dense gradients of a dtype form packs of at most `pack_bytes`, a larger gradient is a separate pack, and so is a
+    gradient of `others`. Small gradients, such as those of biases, do not begin a new pack after each large one: few
+    messages matter more than an early one of some kilobytes.
+    """
     packs: list[list[int]] = []
     open_packs: dict[tf.DType, tuple[list[int], int]] = {}
-    for index in present:
+    for index in reversed(range(len(gradients))):
         gradient = gradients[index]
-        is_sparse = isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined()
-        size_bytes = 0 if is_sparse else gradient.shape.num_elements() * gradient.dtype.size
-        if pack_bytes is None or is_sparse or size_bytes > pack_bytes:
+        if gradient is None and index not in others:
+            continue
+        if pack_bytes is None or index in others or not _is_packed(gradient, compression):
             packs.append([index])
             continue
+        size_bytes = gradient.shape.num_elements() * gradient.dtype.size
         pack, used_bytes = open_packs.get(gradient.dtype, ([], 0))
+        if size_bytes > pack_bytes:
+            packs.append([index])
+            continue
         if not pack or used_bytes + size_bytes > pack_bytes:
             pack, used_bytes = [], 0
             packs.append(pack)
         pack.append(index)
         open_packs[gradient.dtype] = pack, used_bytes + size_bytes
-    return packs
+    return sorted(packs, key=min, reverse=True)
+
+
+def _is_packed(gradient: Any, compression: str | None) -> bool:
+    """Return whether a gradient may share a message: it is dense, and rounded as the others of its pack."""
+    if isinstance(gradient, tf.IndexedSlices) or not gradient.shape.is_fully_defined():
+        return False
+    return compression is None or gradient.shape.rank > 0

@@ -209,11 +209,18 @@ def forward_backward(
         batch: The per-replica batch.
         counts: The numbers of examples in the per-replica batch and in the global batch.
     """
+    loss, gradients = loss_and_gradients(model, objective, batch, counts)
+    return loss, after_reads(gradients, loss, keras_model.recomputes(model))
+
+
+def loss_and_gradients(
+    model: keras.Model, objective: Objective, batch: Any, counts: BatchWeights
+) -> tuple[tf.Tensor, list[Any]]:
+    """Do what `forward_backward` does, for a caller that reduces the gradients and then calls `after_reads`."""
     with tf.GradientTape() as tape:
         loss = loss_of(objective, batch, True, counts)
         scaled = optimizer_of(model, objective).scale_loss(loss)
-    gradients = tape.gradient(scaled, [weight.value for weight in trained_by(model, objective)])
-    return loss, after_reads(gradients, loss, keras_model.recomputes(model))
+    return loss, tape.gradient(scaled, [weight.value for weight in trained_by(model, objective)])
 
 
 def count(model: keras.Model, losses: Sequence[tf.Tensor], num_examples: tf.Tensor) -> tf.Tensor:

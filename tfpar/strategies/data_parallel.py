@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -24,8 +24,10 @@ from tfpar._compat import (
 from tfpar.data import Sharded
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective
+from tfpar.reduction.gradient_order import compute_early
 from tfpar.reduction.indexed_slices import LookupKinds
 from tfpar.reduction.loss_decomposition import LossDecomposition
+from tfpar.reduction.update_order import after_reads
 from tfpar.strategies import batch_dependence, objective_steps
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.batch_parts import split_into_parts
@@ -41,7 +43,7 @@ from tfpar.strategies.replica_states import (
     summed_variables,
     update_metrics_once,
 )
-from tfpar.strategies.single_device import forward, forward_backward
+from tfpar.strategies.single_device import forward, loss_and_gradients
 
 
 class DataParallel(Strategy):
@@ -207,11 +209,12 @@ class DataParallel(Strategy):
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with layer_metrics_counted_once(model, num_counted):
-                loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights)
+            forward = (loss, outputs)
             if losses is not None and losses.partial_values:
-                *gradients, loss = self._sum_gradients(model, [*gradients, loss], example_weight, num_counted)
+                *gradients, loss = self._sum_gradients(model, [*gradients, loss], forward, example_weight, num_counted)
             else:
-                gradients = self._sum_gradients(model, gradients, example_weight, num_counted)
+                gradients = self._sum_gradients(model, gradients, forward, example_weight, num_counted)
             update_metrics_once(model, loss, num_counted, inputs, targets, outputs, weights)
             return loss, gradients
 
@@ -223,22 +226,31 @@ class DataParallel(Strategy):
         self,
         model: keras.Model,
         gradients: Sequence[Any],
+        forward: Any,
         example_weight: tf.Tensor,
         num_counted: tf.Tensor,
         number: int = 0,
+        own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
     ) -> list[Any]:
-        """Sum gradients, and a loss after them, over all replicas; called in replica context.
+        """Sum gradients, and a loss after them, over all replicas, for an update; called in replica context.
 
         Args:
             model: The model.
             gradients: The gradients of the calling replica, and possibly its loss, a scalar.
+            forward: All results of the forward pass, the loss first.
             example_weight: The weight of an example in losses.
             num_counted: The number of its examples to count in metrics.
             number: The number of the objective, where the model has several.
+            own_sums: For some gradients, by number, a function that sums them over all replicas in another way.
         """
         found = self._runs_of(model).lookup_kinds
         lookups = None if found is None else found[number]
-        return sum_gradients(gradients, lookups, example_weight, num_counted, self._pack_bytes, self._compression)
+        if self.num_replicas > 1:
+            compute_early(gradients, forward[0])
+        sums = sum_gradients(
+            gradients, lookups, example_weight, num_counted, self._pack_bytes, self._compression, own_sums
+        )
+        return after_reads(sums, forward, keras_model.recomputes(model))
 
     def _apply(self, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
         """Run an optimizer on every replica, on the local copies of the variables."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,6 +18,7 @@ def sum_gradients(
     num_counted: tf.Tensor,
     pack_bytes: int | None,
     compression: str | None,
+    own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
 ) -> list[Any]:
     """Sum gradients over all replicas; called in replica context.
 
@@ -28,6 +29,7 @@ def sum_gradients(
         num_counted: The number of its examples to count in metrics, an int scalar.
         pack_bytes: As for `tfpar.reduction.gradients.all_reduce_gradients`.
         compression: As for `tfpar.reduction.gradients.all_reduce_gradients`.
+        own_sums: As for `tfpar.reduction.gradients.all_reduce_gradients`.
 
     Raises:
         ValueError: If a gradient has lookups that the trial did not find.
@@ -38,9 +40,12 @@ def sum_gradients(
         for index, gradient in enumerate(gradients)
     ]
     sent: list[Any] = []
-    for gradient, rows in zip(gradients, lookups, strict=True):
+    others = {}
+    for index, (gradient, rows) in enumerate(zip(gradients, lookups, strict=True)):
+        if own_sums and index in own_sums:
+            others[len(sent)] = own_sums[index]
         sent += [indexed_slices.to_send(*one, example_weight, num_counted) for one in rows] or [gradient]
-    sums = iter(all_reduce_gradients(sent, pack_bytes, compression))
+    sums = iter(all_reduce_gradients(sent, pack_bytes, compression, others))
     return [
         indexed_slices.join([indexed_slices.summed(*one, next(sums)) for one in rows], gradient.dense_shape)
         if rows

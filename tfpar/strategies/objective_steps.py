@@ -22,7 +22,7 @@ def train(
     model: keras.Model,
     batch: Any,
     run: Run,
-    sum_gradients: Callable[[keras.Model, list[Any], tf.Tensor, tf.Tensor, int], list[Any]],
+    sum_gradients: Callable[[keras.Model, list[Any], Any, tf.Tensor, tf.Tensor, int], list[Any]],
     apply: Callable[[Any, list[keras.Variable], Any], None],
     metrics_counted_once: Counting,
 ) -> tf.Tensor:
@@ -32,8 +32,9 @@ def train(
         model: A built and compiled model.
         batch: An element of the distributed dataset, `(parts, num_counted, example_weight, num_examples)`.
         run: Runs a function on every replica with its per-replica batch, as `DataParallel` does.
-        sum_gradients: All-reduces gradients in replica context. Its arguments are the model, the gradients, the weight
-            of an example, the number of examples that the replica adds to metrics, and the number of the objective.
+        sum_gradients: All-reduces gradients in replica context. Its arguments are the model, the gradients, the results
+            of the forward pass, the weight of an example, the number of examples that the replica adds to metrics, and
+            the number of the objective.
         apply: Applies an optimizer on every replica to weights with their reduced gradients.
         metrics_counted_once: The context for a forward pass of a replica, in which layers update metrics.
     """
@@ -45,8 +46,8 @@ def train(
             part: Any, num_counted: tf.Tensor, one: objective.Objective = one, number: int = number
         ) -> tuple[tf.Tensor, list[Any]]:
             with metrics_counted_once(model, num_counted):
-                loss, gradients = objective.forward_backward(model, one, part, _counts(part, batch))
-            return loss, sum_gradients(model, gradients, example_weight, num_counted, number)
+                loss, gradients = objective.loss_and_gradients(model, one, part, _counts(part, batch))
+            return loss, sum_gradients(model, gradients, (loss,), example_weight, num_counted, number)
 
         with keras_losses.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)

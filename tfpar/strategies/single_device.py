@@ -125,12 +125,17 @@ def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any
     Returns:
         The loss (scalar), the outputs (`[batch, ...]` each) and the gradients, None for a variable without one.
     """
+    loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights)
+    return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
+
+
+def loss_and_gradients(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any, list[Any]]:
+    """Do what `forward_backward` does, for a caller that reduces the gradients and then calls `after_reads`."""
     with tf.GradientTape() as tape:
         outputs = keras_model.call_model(model, inputs, training=True)
         loss = keras_model.compute_loss(model, inputs, targets, outputs, weights, training=True)
         scaled = model.optimizer.scale_loss(loss)
-    gradients = tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
-    return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
+    return loss, outputs, tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
 
 
 def forward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any]:

@@ -11,6 +11,7 @@ instance keys and the number of concurrent packs.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -60,13 +61,7 @@ class Group:
         self._pack_bytes = pack_bytes
         self._key = next(_GROUP_KEYS)
         self._counts = [itertools.count(1) for _ in devices]
-        # A tf.function runs collectives with the same ordering token sequentially, others concurrently. NCCL needs the
-        # same order on all devices.
-        num_streams = 1 if implementation == "nccl" else NUM_STREAMS
-        self._tokens = [
-            [_token(device, f"{self._key}/{member}/{stream}") for stream in range(num_streams)]
-            for member, device in enumerate(devices)
-        ]
+        self._tokens = [_tokens(device, implementation, self._key) for device in devices]
 
     def all_reduce(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
         """Return the sum of the tensors of all members, with the same bits on each.
@@ -82,7 +77,7 @@ class Group:
         num_elements = tensor.shape.num_elements()
         if num_elements is None:
             size = tf.size(tensor)
-            exponent, padded = _pad_rows(tf.reshape(tensor, [-1]), size)
+            exponent, padded = pad_rows(tf.reshape(tensor, [-1]), size)
             return tf.reshape(self._reduce(padded, member, exponent)[:size], tf.shape(tensor))
         size_bytes = num_elements * tensor.dtype.size
         if self.num_members == 2 and size_bytes < GATHER_BYTES and tensor.dtype != tf.bfloat16:
@@ -101,25 +96,23 @@ class Group:
             return tensor
         num_rows = tf.shape(tensor)[0]
         sizes = self.all_gather_equal_shapes(num_rows[None], member)
-        rows = self.all_gather_padded(tensor, tf.reduce_max(sizes), member)
+        exponent, padded = pad_rows(tensor, tf.reduce_max(sizes))
+        rows = self.all_gather_padded(padded, exponent, member)
         return tf.boolean_mask(rows, tf.reshape(tf.sequence_mask(sizes, tf.shape(rows)[0] // self.num_members), [-1]))
 
     def all_gather_equal_shapes(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
         """Return the rows of the tensors of all members, which must have the same static shape."""
         return tensor if self.num_members == 1 else self._gather(tensor, member)
 
-    def all_gather_padded(self, tensor: tf.Tensor, most_rows: tf.Tensor, member: int = 0) -> tf.Tensor:
-        """Return the rows of the tensors of all members, each padded with zeros to the same number of rows.
+    def all_gather_padded(self, padded: tf.Tensor, exponent: tf.Tensor, member: int = 0) -> tf.Tensor:
+        """Return the elements of the tensors of all members.
 
         Args:
-            tensor: `[rows, ...]`.
-            most_rows: At least the largest number of rows of a member.
+            padded: A tensor, or all its elements as a vector, from `pad_rows` with an equal exponent on all members.
+            exponent: The exponent from `pad_rows`.
             member: The number of the calling member in this process.
         """
-        if self.num_members == 1:
-            return tensor
-        exponent, padded = _pad_rows(tensor, most_rows)
-        return self._gather(padded, member, exponent)
+        return padded if self.num_members == 1 else self._gather(padded, member, exponent)
 
     def all_reduce_many(self, tensors: Sequence[tf.Tensor], member: int = 0) -> list[tf.Tensor]:
         """Return the sums of several small tensors, with one message for each dtype."""
@@ -166,13 +159,42 @@ class Group:
         }
 
 
-def _pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Pad with zeros to the next power of two of `num_rows`, so that there are few shapes; return its exponent too."""
+def pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Pad with zeros to the next power of two of `num_rows`, so that there are few shapes; return its exponent first.
+
+    Args:
+        tensor: `[rows, ...]`.
+        num_rows: At least the number of rows.
+    """
     exponent = tf.cast(
         tf.math.ceil(tf.math.log(tf.cast(tf.maximum(num_rows, 1), tf.float64)) / math.log(2.0)), tf.int32
     )
     missing = tf.bitwise.left_shift(1, exponent) - tf.shape(tensor)[0]
     return exponent, tf.pad(tensor, [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1))
+
+
+def _tokens(device: str, implementation: Literal["ring", "nccl"], group_key: int) -> list[tf.Tensor]:
+    """Return the ordering tokens of a member, one for each concurrent message.
+
+    A tf.function runs collectives with the same token sequentially, others concurrently. NCCL needs the same order on
+    all devices, so all groups share the tokens of a GPU: with tokens of their own, two processes could start the
+    collectives of two groups in different orders, and each wait for the other.
+
+    Args:
+        device: The device of the member.
+        implementation: The implementation of its group.
+        group_key: The number of its group.
+    """
+    num_streams = 1 if implementation == "nccl" else NUM_STREAMS
+    if implementation == "nccl" or tf.DeviceSpec.from_string(device).device_type == "GPU":
+        return [_shared_token(device, stream) for stream in range(num_streams)]
+    return [_token(device, f"{group_key}/{device}/{stream}") for stream in range(num_streams)]
+
+
+@functools.cache
+def _shared_token(device: str, stream: int) -> tf.Tensor:
+    """Return one object for all groups: a tf.function orders by it, and not by the name of the handle."""
+    return _token(device, f"{device}/{stream}")
 
 
 def _token(device: str, name: str) -> tf.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import cluster, data
-from tfpar._compat import keras_model, tf_distribute
+from tfpar._compat import keras_model, tf_determinism, tf_distribute
 from tfpar.cluster import tf_config
 from tfpar.data import Sharded
 from tfpar.messages import keyword_arguments
@@ -140,10 +140,17 @@ class MultiWorker(DataParallel):
         chosen = all_reduce_choice.choose(self._all_reduce, all_cards, self.num_workers)
         self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, chosen, pack_bytes)
         self._num_rows: PerModel[float] = PerModel()
-        # CPUs of different models round matmuls differently: then sufficient factors, from which every worker computes
-        # the sum itself, are off, and every worker receives the reduced sum.
+        # Processors of different models round matmuls differently: then every worker receives the reduced sum.
         processor = sufficient_factors.processor()
-        self._equal_processors = self.all_reduce_sum([processor != self.broadcast(processor.encode()).decode()])[0] == 0
+        differ = self.all_reduce_sum([processor != self.broadcast(processor.encode()).decode()])[0]
+        self._uses_factors = self.num_replicas > 1 and sufficient_factors.are_used(
+            [device.device_type for device in self.devices], differ == 0, tf_determinism.is_enabled(), self._bandwidth
+        )
+
+    def _bandwidth(self) -> float:
+        """Return the bytes per second of an all-reduce, as the chief measures it."""
+        measured = sufficient_factors.bandwidth(self._replicas, self._num_local_replicas)
+        return float(self.broadcast(str(measured).encode()))
 
     def require_equal(self, facts: dict[str, str]) -> None:
         """Refuse workers that differ in a property, such as a version; all workers must call this.
@@ -285,24 +292,25 @@ class MultiWorker(DataParallel):
         self,
         model: keras.Model,
         gradients: Sequence[Any],
+        forward: Any,
         example_weight: tf.Tensor,
         num_counted: tf.Tensor,
         number: int = 0,
+        own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
     ) -> list[Any]:
         """Sum gradients over all replicas, those of large Dense kernels by all-gather of their sufficient factors."""
-        member = local_replica_id()
-        found = (
-            [sufficient_factors.sufficient_factors_of(gradient, int(self._num_rows[model])) for gradient in gradients]
-            if self._equal_processors
-            else []
-        )
+        num_rows, num_threads = int(self._num_rows[model]), sufficient_factors.num_threads()
+        found = [
+            sufficient_factors.sufficient_factors_of(gradient, num_rows, num_threads) if self._uses_factors else None
+            for gradient in gradients
+        ]
         by_factors = {index: pair for index, pair in enumerate(found) if pair is not None}
         others = [None if index in by_factors else gradient for index, gradient in enumerate(gradients)]
-        sums = super()._sum_gradients(model, others, example_weight, num_counted, number)
-        totals = sufficient_factors.products(self._replicas, member, list(by_factors.values()))
-        for index, total in zip(by_factors, totals, strict=True):
-            sums[index] = total
-        return sums
+        products = sufficient_factors.products(
+            self._replicas, local_replica_id(), list(by_factors.values()), forward[0]
+        )
+        own_sums = dict(zip(by_factors, products, strict=True))
+        return super()._sum_gradients(model, others, forward, example_weight, num_counted, number, own_sums)
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch, on every worker."""

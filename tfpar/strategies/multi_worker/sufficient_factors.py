@@ -1,4 +1,4 @@
-"""Sufficient factors: the two factors of a Dense kernel's gradient, gathered if they are smaller than the product.
+"""Sufficient factors: the two factors of a Dense layer's gradient, gathered if that takes less time than an all-reduce.
 
     kernel [2048, 2048] of a Dense layer, 16 examples on each of two workers:
 
@@ -8,72 +8,148 @@
 The gradient of the global batch is the product of all rows of both factors. So an all-gather and one matmul give the
 exact sum. (Xie et al. 2014, "Distributed Machine Learning via Sufficient Factor Broadcasting",
 arXiv 1409.5705; Zhang et al. 2017, "Poseidon", USENIX ATC, which chooses between the two by size, as this module does.)
+
+Every replica computes the product, with equal bits only on equal hardware with deterministic operations. CPUs use
+factors by their size alone, so that a run that is repeated or resumed repeats the choice; for GPUs a measured bandwidth
+decides.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar.strategies.multi_worker.collectives import Group
+from tfpar.reduction.gradient_order import use_early
+from tfpar.reduction.gradients import as_vector
+from tfpar.strategies.multi_worker.collectives import Group, pad_rows
+
+# In the time that a byte takes over the loopback, the fastest network between CPUs, a core does over 100 operations.
+FLOPS_PER_BYTE = 100
+# More than 100-gigabit Ethernet, and less than NVLink: slower networks of GPUs profit from factors.
+FAST_BYTES_PER_SECOND = 25e9
+_TIMED_BYTES, _TIMED_REPETITIONS = 16 << 20, 3
+
+
+def are_used(
+    device_types: Sequence[str], equal_processors: bool, deterministic: bool, bytes_per_second: Callable[[], float]
+) -> bool:
+    """Return whether replicas may compute sums of gradients from sufficient factors.
+
+    Args:
+        device_types: The types of the devices of a worker, such as `"GPU"`.
+        equal_processors: Whether all workers have the same hardware and settings.
+        deterministic: Whether `tf.config.experimental.enable_op_determinism` was called.
+        bytes_per_second: Measures the bandwidth of the all-reduce; called for GPUs only.
+
+    Example:
+        >>> are_used(["CPU"], True, False, lambda: 1e9), are_used(["GPU"], True, False, lambda: 1e9)
+        (True, False)
+    """
+    if not equal_processors:
+        return False
+    if "GPU" not in device_types:
+        return True
+    # Without determinism two equal GPUs may round the product differently, and the replicas would drift apart.
+    return deterministic and bytes_per_second() < FAST_BYTES_PER_SECOND
+
+
+def bandwidth(group: Group, num_local: int) -> float:
+    """Return the bytes per second that each member sends in an all-reduce; all members must call this.
+
+    Args:
+        group: All replicas.
+        num_local: The number of replicas of this process.
+    """
+
+    @tf.function(autograph=False)
+    def all_reduce() -> list[tf.Tensor]:
+        ones = tf.ones([_TIMED_BYTES // 4])
+        return [tf.reduce_sum(group.all_reduce(ones, member)) for member in range(num_local)]
+
+    seconds = []
+    for _ in range(1 + _TIMED_REPETITIONS):  # the first call compiles
+        began = time.perf_counter()
+        for total in all_reduce():
+            total.numpy()
+        seconds.append(time.perf_counter() - began)
+    return 2 * (group.num_members - 1) / group.num_members * _TIMED_BYTES / min(seconds[1:])
 
 
 class Factors(NamedTuple):
-    """The factors of one gradient, `[rows, inputs]` and `[rows, outputs]`, and the control inputs of an update."""
+    """The factors of one gradient: the inputs of a layer, `[rows, inputs]`, and its output gradient."""
 
     inputs: tf.Tensor
-    deltas: tf.Tensor
-    barrier: Sequence[tf.Operation]
+    output_gradient: tf.Tensor
 
 
-def sufficient_factors_of(gradient: Any, num_rows: int) -> Factors | None:
-    """Return the sufficient factors of a gradient, None if it has none or if an all-reduce sends fewer bytes.
+def sufficient_factors_of(gradient: Any, num_rows: int, num_threads: int = 1) -> Factors | None:
+    """Return the sufficient factors of a gradient, None if it has none or if an all-reduce takes less time.
 
     A gradient has factors if it is the matmul of one use of a Dense kernel in the step, without a penalty on the
     kernel. Then every worker gathers all rows and multiplies them.
 
     Args:
-        gradient: A gradient from the graph of a step.
+        gradient: A gradient from the graph of a step, as the tape returned it.
         num_rows: Examples of a global batch.
+        num_threads: The threads that multiply on a worker, equal on all workers.
     """
     if not isinstance(gradient, tf.Tensor) or tf.executing_eagerly() or gradient.shape.rank != 2:
         return None
-    outer, inner = gradient.op, gradient.op.inputs[0].op if gradient.op.type == "Identity" else gradient.op
-    if inner.type != "MatMul" or not inner.get_attr("transpose_a") or inner.get_attr("transpose_b"):
+    matmul = gradient.op
+    if matmul.type != "MatMul" or not matmul.get_attr("transpose_a") or matmul.get_attr("transpose_b"):
         return None
-    inputs, deltas = inner.inputs[:2]
     num_inputs, num_outputs = gradient.shape
-    if not (num_inputs and num_outputs) or 2 * num_rows * (num_inputs + num_outputs) > num_inputs * num_outputs:
+    if not (num_inputs and num_outputs):
         return None
-    return Factors(inputs, deltas, outer.control_inputs)
+    # Of n workers, each sends 2(n-1)/n times the gradient in an all-reduce, and (n-1)/n times the rows in an
+    # all-gather, and multiplies (n-1)/n times the rows more than its own.
+    flops = 2 * num_rows * num_inputs * num_outputs
+    saved_bytes = 4 * (2 * num_inputs * num_outputs - num_rows * (num_inputs + num_outputs))
+    return Factors(*matmul.inputs) if flops <= FLOPS_PER_BYTE * num_threads * saved_bytes else None
 
 
-def products(group: Group, member: int, many: Sequence[Factors]) -> list[tf.Tensor]:
-    """Return the gradients of the global batch from the factors of all replicas.
+def products(group: Group, member: int, many: Sequence[Factors], loss: tf.Tensor) -> list[Callable[[], tf.Tensor]]:
+    """Return, for each pair of factors, a function that gathers those of all replicas and multiplies them.
+
+    The functions may be called in any order that is the same on all replicas.
 
     Args:
         group: All replicas.
         member: The local number of the calling replica.
         many: The factors of the calling replica.
+        loss: The loss of the calling replica, a scalar.
     """
     if not many:
         return []
     # Padding rows of zeros do not change the product.
     rows_here = tf.stack([tf.shape(factors.inputs)[0] for factors in many])
     most_rows = tf.unstack(tf.reduce_max(group.all_gather_equal_shapes(rows_here[None], member), axis=0), num=len(many))
-    results = []
-    for factors, num_rows in zip(many, most_rows, strict=True):
-        num_inputs = factors.inputs.shape[1]
-        rows = group.all_gather_padded(tf.concat([factors.inputs, factors.deltas], 1), num_rows, member)
-        with tf.control_dependencies(factors.barrier):
-            results.append(tf.matmul(rows[:, :num_inputs], rows[:, num_inputs:], transpose_a=True))
-    return results
+    return [
+        functools.partial(_product, group, member, factors, num_rows, loss)
+        for factors, num_rows in zip(many, most_rows, strict=True)
+    ]
+
+
+def _product(group: Group, member: int, factors: Factors, num_rows: tf.Tensor, loss: tf.Tensor) -> tf.Tensor:
+    num_inputs, num_outputs = factors.inputs.shape[1], factors.output_gradient.shape[1]
+    both = tf.concat([factors.inputs, factors.output_gradient], 1)
+    exponent, padded = pad_rows(both, num_rows)
+    use_early(padded, both, factors.output_gradient, loss)
+    rows = tf.reshape(group.all_gather_padded(as_vector(padded), exponent, member), [-1, num_inputs + num_outputs])
+    return tf.matmul(rows[:, :num_inputs], rows[:, num_inputs:], transpose_a=True)
+
+
+def num_threads() -> int:
+    """Return the number of threads that multiply matrices in this process."""
+    return tf.config.threading.get_intra_op_parallelism_threads() or len(os.sched_getaffinity(0))
 
 
 def processor() -> str:
