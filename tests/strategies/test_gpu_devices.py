@@ -11,6 +11,7 @@ import pytest
 import tfpar
 from tests.support import made_up_gpus
 from tfpar import cluster
+from tfpar.strategies import mirrored
 from tfpar.strategies.mirrored import chosen_all_reduce
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -57,6 +58,24 @@ def test_auto_is_nccl_where_each_replica_has_a_gpu_of_its_own(
 ) -> None:
     """Never TensorFlow's default: its collectives crash for the second model of a process."""
     assert chosen_all_reduce("auto", devices, cards) == expected
+
+
+@pytest.mark.parametrize(
+    ("all_reduce", "devices", "pack_bytes"),
+    [
+        ("nccl", ["GPU:0", "GPU:2"], 32 << 20),
+        ("hierarchical_copy", ["GPU:0", "GPU:2"], 32 << 20),
+        ("auto", ["GPU:0", "GPU:1"], None),
+        ("auto", ["CPU:0", "CPU:1"], None),
+    ],
+)
+def test_gradients_on_gpus_are_packed_by_size_and_type(
+    all_reduce: mirrored.AllReduce, devices: list[str], pack_bytes: int | None
+) -> None:
+    """TensorFlow's own packs concatenate all gradients, of one type only."""
+    operations = mirrored._cross_device_ops(all_reduce, devices)
+    assert getattr(operations, "_num_packs", 0) == 0
+    assert mirrored.default_pack_bytes(operations) == pack_bytes
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tfpar._compat import versions
 
 def replace_default_all_reduce(
     strategy: tf.distribute.MirroredStrategy, cross_device_ops: tf.distribute.CrossDeviceOps
-) -> None:
+) -> bool:
     """Replace the all-reduce of a user's strategy over CPUs, and over GPUs that of TensorFlow's choice.
 
     TensorFlow 2.21's default, collectives, crashes when one process trains a second model: instance keys are used
@@ -35,11 +35,16 @@ def replace_default_all_reduce(
     Args:
         strategy: The strategy.
         cross_device_ops: The operations for its devices.
+
+    Returns:
+        Whether they are used from now on, and not a choice of the user.
     """
     current = versions.private(strategy.extended, "_cross_device_ops")
     is_default = current is versions.private(strategy.extended, "_collective_ops")
-    if is_default or all("CPU" in device for device in strategy.extended.worker_devices):
+    is_replaced = is_default or all("CPU" in device for device in strategy.extended.worker_devices)
+    if is_replaced:
         versions.replace(strategy.extended, "_cross_device_ops", cross_device_ops)
+    return is_replaced
 
 
 def form_cluster(

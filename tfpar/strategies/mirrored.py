@@ -17,6 +17,8 @@ from tfpar.strategies.multi_step import HOST
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
 
+PACK_BYTES = 32 << 20
+
 
 class Mirrored(DataParallel):
     """Data parallelism on several devices of this machine, with `tf.distribute.MirroredStrategy`.
@@ -29,7 +31,8 @@ class Mirrored(DataParallel):
         all_reduce: How gradients are summed. On GPUs `"nccl"`, `"hierarchical_copy"`, `"reduction_to_one_device"`,
             or `"auto"` for NCCL where each replica has a GPU of its own, else `"reduction_to_one_device"`. On CPUs
             always `"reduction_to_one_device"`.
-        pack_bytes: Gradients are sent in packs of about this many bytes; None for TensorFlow's default.
+        pack_bytes: Small gradients of one type are sent together in packs of up to this many bytes; None for 32 MiB
+            with NCCL and hierarchical copies, and for no packs with `"reduction_to_one_device"`.
         batch_dependent_layers: `"refuse"` batch-dependent layers before the first step, or `"gather"` the batch:
             every replica calls such a layer with the whole batch.
 
@@ -64,10 +67,9 @@ class Mirrored(DataParallel):
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
         cluster.check_one_kind("Mirrored", self.devices)
-        cross_device_ops = _cross_device_ops(all_reduce, self.devices, packs_itself=pack_bytes is not None)
-        super().__init__(
-            tf.distribute.MirroredStrategy(self.devices, cross_device_ops), pack_bytes, batch_dependent_layers
-        )
+        operations = _cross_device_ops(all_reduce, self.devices)
+        pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
+        super().__init__(tf.distribute.MirroredStrategy(self.devices, operations), pack_bytes, batch_dependent_layers)
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
@@ -75,8 +77,9 @@ class Mirrored(DataParallel):
         mirrored = cls.__new__(cls)
         devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
         mirrored.devices = [f"{device.device_type}:{device.device_index}" for device in devices]
-        tf_distribute.replace_default_all_reduce(strategy, _cross_device_ops("auto", mirrored.devices))
-        DataParallel.__init__(mirrored, strategy, None)
+        operations = _cross_device_ops("auto", mirrored.devices)
+        is_used = tf_distribute.replace_default_all_reduce(strategy, operations)
+        DataParallel.__init__(mirrored, strategy, default_pack_bytes(operations) if is_used else None)
         return mirrored
 
     def describe(self) -> str:
@@ -133,13 +136,20 @@ def chosen_all_reduce(all_reduce: AllReduce, devices: Sequence[str], cards: Sequ
     return "nccl" if on_gpus and num_cards == len(devices) > 1 else "reduction_to_one_device"
 
 
-def _cross_device_ops(
-    all_reduce: AllReduce, devices: Sequence[str], packs_itself: bool = False
-) -> tf.distribute.CrossDeviceOps:
+def default_pack_bytes(operations: tf.distribute.CrossDeviceOps) -> int | None:
+    """Return the bytes of a pack of gradients: None for no packs, between CPUs and on one device."""
+    return None if isinstance(operations, tf.distribute.ReductionToOneDevice) else PACK_BYTES
+
+
+def _cross_device_ops(all_reduce: AllReduce, devices: Sequence[str]) -> tf.distribute.CrossDeviceOps:
+    """Return TensorFlow's operations, without packs of their own.
+
+    TensorFlow 2.21 concatenates all gradients to one pack: of one type only, with twice their memory, and complete only
+    at the end of the backward pass.
+    """
     chosen = chosen_all_reduce(all_reduce, devices, cluster.card_numbers(devices))
-    num_packs = 0 if packs_itself else 1
     if chosen == "nccl":
-        return tf.distribute.NcclAllReduce(num_packs)
+        return tf.distribute.NcclAllReduce(num_packs=0)
     if chosen == "hierarchical_copy":
-        return tf.distribute.HierarchicalCopyAllReduce(num_packs)
+        return tf.distribute.HierarchicalCopyAllReduce(num_packs=0)
     return tf.distribute.ReductionToOneDevice()
