@@ -196,6 +196,17 @@ def test_the_loop_and_its_batches_are_on_the_host_and_the_step_is_on_its_device(
     assert set(carriers.values()) == {HOST}
 
 
+def test_each_value_of_the_loop_stays_on_the_host() -> None:
+    """TensorFlow keeps it where its first value is asked to be (lower_while_op.cc), not where the loop is."""
+    loop, functions = traced(Adder().run, False)
+    (around,) = [one for one in functions.values() if loop in one.node_def]
+    places = {node.name: node.device for node in around.node_def}
+    kinds = [tf.as_dtype(kind) for kind in loop.attr["T"].list.type]
+    first = [places.get(name.split(":")[0], "") for name in loop.input]
+    assert tf.variant in kinds
+    assert {place for place, kind in zip(first, kinds, strict=True) if kind != tf.resource} == {HOST}
+
+
 def test_waiting_for_data_is_measured() -> None:
     def slow(value: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([tf.py_function(lambda: __import__("time").sleep(0.03), [], [])]):

@@ -58,8 +58,10 @@ def compile_loop(
     raises no exception, no step runs under a conditional, and the caller receives the next batch, if any.
 
     The loop runs on the host, and its steps on their devices: TensorFlow would place the state of the loop on the first
-    GPU, and copy every batch there and back. The condition needs no value of a device, so that the host does not wait
-    for a loss before it starts the next step. Only a loop that has to stop at a loss that is not finite does.
+    GPU, and copy every batch there and back; with explicit devices, only the upcoming batch at the end of a call is.
+    The condition needs no value of a device, so that the host fetches no loss between two steps, except in a loop that
+    has to stop at a loss that is not finite. It still waits for the end of a step on a GPU: TensorFlow 2.21 orders the
+    operations on the host after those with side effects on devices.
 
     Args:
         step: Takes one batch and returns the loss, a scalar.
@@ -100,6 +102,8 @@ def compile_loop(
             return left, done, num_finite, examples + num_examples(batch), waited, following
 
         with on(HOST):
+            # TensorFlow keeps each value of the loop on the device of its first one.
+            upcoming, num_steps = _here(upcoming), tf.identity(num_steps)
             left = tf.where(has_more(upcoming), num_steps, 0)
             zeros = tf.constant(0), tf.constant(0), tf.constant(0, tf.int64), tf.constant(0.0, tf.float64)
             state = tf.while_loop(more, one, (left, *zeros, upcoming))
