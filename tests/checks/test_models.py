@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tfpar
 from tests.support import doctor_models, faulty_devices
+from tfpar import config
 from tfpar.checks import child_processes, models, strategy_task
 from tfpar.checks.check import Check
 from tfpar.checks.model_source import ModelSource, function_of
@@ -119,3 +121,46 @@ def test_three_steps_of_a_strategy_are_judged(changes: dict[str, Any], status: s
     check = models.judged_strategy(RESULT | changes)
     assert check.status == status
     assert said in check.figure
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cpus", "on_gpus"),
+    [
+        (config.Auto(), 1, 4),
+        (config.SingleDevice(), 1, 1),
+        (config.Mirrored(), 4, 4),
+        (config.Mirrored(num_logical_cpus=2), 2, 4),
+        (config.Mirrored(devices=("GPU:1", "GPU:3")), 2, 2),
+        (config.Pipeline(num_stages=3, num_microbatches=4), 3, 3),
+        (config.Pipeline(num_stages=4, num_microbatches=4, schedule="interleaved"), 2, 2),
+    ],
+)
+def test_a_strategy_is_tried_on_as_many_devices_as_it_trains_on(
+    settings: config.Strategy, on_cpus: int, on_gpus: int
+) -> None:
+    found = [models.num_devices(settings, 4, on_gpus=kind) for kind in (False, True)]
+    assert found == [on_cpus, on_gpus]
+
+
+def one_step(gradient: float, weight: float) -> dict[str, Any]:
+    """A step with a weight of large gradients, and one whose gradient is zero but for rounding."""
+    return {
+        "paths": ["kernel", "key/bias"],
+        "loss": 1.0,
+        "gradients": [np.array([1.0, 2.0]), np.array([gradient])],
+        "weights": [np.array([0.5, 0.5]), np.array([weight])],
+        "policy": "float32",
+    }
+
+
+def test_a_weight_whose_gradient_is_rounding_is_not_compared() -> None:
+    exact = one_step(1e-18, -0.001)
+    assert models.compared("GPU:0", one_step(1e-9, 0.001), exact, "the CPU in float64").status == "ok"
+    wrong = models.compared("GPU:0", one_step(0.1, 0.001), exact, "the CPU in float64")
+    assert (wrong.status, wrong.values["first"]) == ("WRONG", "the gradient of key/bias")
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1.01])
+def test_a_loss_that_differs_is_wrong(value: float) -> None:
+    check = models.compared("GPU:0", {**one_step(0.0, 0.0), "loss": value}, one_step(0.0, 0.0), "the CPU in float64")
+    assert (check.status, check.values["first"]) == ("WRONG", "the loss")

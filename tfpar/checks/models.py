@@ -18,11 +18,13 @@ from tfpar.checks.check import Check
 from tfpar.checks.child_processes import Outcome, Task, run_tasks
 from tfpar.checks.model_source import ModelSource
 from tfpar.cluster import gpus
+from tfpar.pipeline import schedule
 
 _SECONDS = 120.0
 _BOUND, _MIXED_BOUND = 1e-3, 5e-2  # relative, of float32 and of mixed precision against float64
 _PARITY_BOUND = 1e-9  # of three steps in float64
 _LEAST_PART = 1e-2  # a gradient this much smaller than the largest one is compared with that
+_ROUNDING_PART = 1e-5  # of the largest gradient
 _FIRST, _EXACT = "first", "exact"
 
 
@@ -128,17 +130,23 @@ def _worst(actual: Any, reference: Any) -> tuple[float, str]:
     found = [(_relative(actual["loss"], reference["loss"], 0.0), "the loss")]
     norms = [np.linalg.norm(one) for one in reference["gradients"] if one is not None]
     least = _LEAST_PART * float(max(norms, default=0.0))
+    largest = max((float(np.abs(one).max(initial=0.0)) for one in reference["gradients"] if one is not None), default=0)
     rows = zip(reference["paths"], actual["gradients"], reference["gradients"], strict=True)
     found += [(_relative(one, other, least), f"the gradient of {path}") for path, one, other in rows if one is not None]
     for path, weight, other, gradient in zip(
         reference["paths"], actual["weights"], reference["weights"], reference["gradients"], strict=True
     ):
-        # Where a gradient is rounding only, Adam's first update is its sign.
-        counts = np.ones(other.shape, bool) if gradient is None or not gradient.size else (
-            np.abs(gradient) >= _LEAST_PART * np.abs(gradient).max())  # fmt: skip
+        counts = _counts(gradient, other, largest)
         found.append((_relative(weight[counts], other[counts], 0.0), f"the updated {path}"))
     bound = bound_of(actual["policy"])
     return next((one for one in found if not one[0] <= bound), max(found))
+
+
+def _counts(gradient: Any, weight: Any, largest: float) -> Any:
+    """Return where an updated weight is compared: where its gradient is only rounding, Adam's update is its sign."""
+    if gradient is None or not gradient.size:
+        return np.ones(weight.shape, bool)
+    return np.abs(gradient) >= max(_LEAST_PART * np.abs(gradient).max(), _ROUNDING_PART * largest)
 
 
 def _relative(actual: Any, expected: Any, least: float) -> float:
@@ -153,9 +161,10 @@ def _read(folder: str, name: str) -> Any:
 
 def _with_strategy(source: ModelSource, names: Sequence[str], found: gpus.Found) -> Iterator[Check]:
     settings = source.run().strategy
-    number = num_devices(settings, len(names))
+    on_gpus = bool(names) and names[0].startswith("GPU")
+    number = num_devices(settings, len(names), on_gpus=on_gpus)
     variables: dict[str, str] = {}
-    if not names or not names[0].startswith("GPU"):
+    if not on_gpus:
         # The first logical CPU is the host, and the others stand for GPUs.
         chosen, num_cpus = [f"CPU:{index + 1}" for index in range(number)], number + 1
     else:
@@ -184,22 +193,25 @@ def named_devices(settings: config.Strategy) -> list[str]:
     return list(settings.devices or ())
 
 
-def num_devices(settings: config.Strategy, existing: int) -> int:
+def num_devices(settings: config.Strategy, existing: int, *, on_gpus: bool) -> int:
     """Return how many devices a strategy trains on.
 
     Args:
         settings: Its settings.
         existing: The devices of this machine that can be used.
+        on_gpus: Whether they are GPUs.
     """
     if isinstance(settings, config.SingleDevice):
         return 1
-    if isinstance(settings, config.Pipeline) and settings.schedule != "interleaved":
-        return settings.num_stages
-    return (
-        len(named_devices(settings))
-        or (1 if isinstance(settings, config.Auto) else settings.num_logical_cpus)
-        or existing
-    )
+    named = len(named_devices(settings))
+    if isinstance(settings, config.Pipeline):
+        chosen = schedule.make(settings.schedule, settings.num_stages, settings.num_microbatches, named or None)
+        return chosen.num_devices
+    if named:
+        return named
+    if isinstance(settings, config.Auto):
+        return existing if on_gpus else 1
+    return existing if on_gpus or settings.num_logical_cpus == 1 else settings.num_logical_cpus
 
 
 def judged_strategy(result: dict[str, Any]) -> Check:

@@ -21,6 +21,7 @@ from tfpar.parity import relative_difference
 from tfpar.placement.reading import Placed, read_placement
 
 NUM_STEPS = 3
+_LEAST_PART = 1e-3  # of the largest weight
 
 
 def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
@@ -42,9 +43,11 @@ def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
         logs, weights, _ = _trained(found, tfpar.SingleDevice(devices[0]))
         at_stage(f"three steps of {settings.kind}")
         own_logs, own_weights, model = _trained(found, strategy)
+    # A weight whose gradient is zero, as the bias of attention's keys, is the sum of rounding errors.
+    least = _LEAST_PART * max((float(np.abs(one).max(initial=0.0)) for one in weights), default=0.0)
     differences = {
-        variable.path: relative_difference(*pair)
-        for variable, pair in zip(model.weights, zip(own_weights, weights, strict=True), strict=True)
+        variable.path: _difference(own, other, least)
+        for variable, own, other in zip(model.weights, own_weights, weights, strict=True)
     }
     return {
         "strategy": strategy.describe(),
@@ -54,6 +57,13 @@ def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
         "by_design": by_design(model),
         **placed,
     }
+
+
+def _difference(actual: np.ndarray, expected: np.ndarray, least: float) -> float:
+    """Return the largest difference of two arrays, relative to the largest value, or to `least` if that is larger."""
+    scale = max(float(np.abs(expected).max(initial=0.0)), least)
+    difference = float(np.abs(actual - expected).max(initial=0.0))
+    return difference / scale if scale > 0 else difference
 
 
 def settings_on(settings: config.Strategy, devices: Sequence[str]) -> config.Strategy:
