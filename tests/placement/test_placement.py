@@ -42,7 +42,12 @@ WAITS_OF_TFPAR = {
         ("SelectV2", "Pack"): "the number of rows to send of a lookup",
     },
     "multi_worker": {
+        ("Identity", "Identity"): LOSS,
         ("Reshape", "Identity"): LOSS,
+        (
+            "GatherV2",
+            "Identity",
+        ): "the order of messages holds the int32 rows of a lookup, whose Identity is on the host",
         ("Greater", "Switch"): "the metrics of an empty part are not updated; its size is int64 on a GPU",
         ("SelectV2", "Pack"): "the number of rows to send of a lookup",
         ("CollectiveGatherV2", "Max"): LOOKUPS,
