@@ -12,6 +12,9 @@ import pytest
 
 from tests.support.documents import DEFAULT, ROOT, files, run_commands
 
+# A user's model function and dataset, which commands name as train.py:build_model and train.py:dataset.
+USERS_MODEL = "from tests.support.docstrings import _dataset as dataset, build_model\n"
+
 
 @pytest.mark.multi_process
 @pytest.mark.slow_start
@@ -21,15 +24,18 @@ def test_the_commands_of_the_documents_end_without_error(command: str, tmp_path:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     for name, text in files().items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "train.py").write_text(USERS_MODEL)
     arguments = [sys.executable if part == ".venv/bin/python" else part for part in shlex.split(command)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_CPP")}
     environment["PYTHONPATH"] = str(ROOT)
     completed = subprocess.run(
         arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-    assert completed.returncode == 0, completed.stderr
+    is_doctor = "tfpar.doctor" in command
+    # Other tests run at the same time: the doctor may find the machine slow (1), but nothing wrong (2).
+    assert completed.returncode in ((0, 1) if is_doctor else (0,)), completed.stdout + completed.stderr
     assert completed.stderr == ""
-    if not any(words in command for words in ("--print", "--audit", ".py")):
+    if not is_doctor and not any(words in command for words in ("--print", "--audit", ".py")):
         assert list(tmp_path.glob("runs/*/model.keras")), completed.stdout
     if "--trace" in command:
         assert "predicted  step" in completed.stdout
