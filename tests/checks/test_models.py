@@ -164,3 +164,10 @@ def test_a_weight_whose_gradient_is_rounding_is_not_compared() -> None:
 def test_a_loss_that_differs_is_wrong(value: float) -> None:
     check = models.compared("GPU:0", {**one_step(0.0, 0.0), "loss": value}, one_step(0.0, 0.0), "the CPU in float64")
     assert (check.status, check.values["first"]) == ("WRONG", "the loss")
+
+
+def test_an_error_of_a_device_in_the_users_code_is_not_the_users() -> None:
+    outcome = child_processes.Outcome(None, "ResourceExhaustedError: out of memory", "train.py:7")
+    assert "your code raises" in models.failure("model", outcome, is_first=True).figure
+    check = models.failure("model on GPU:0", outcome)
+    assert check.figure == "ResourceExhaustedError: out of memory (at train.py:7, which runs on the CPU)"

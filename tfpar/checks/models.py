@@ -38,11 +38,12 @@ def check(source: ModelSource, names: Sequence[str], found: gpus.Found, at_once:
         at_once: How many devices run at the same time.
     """
     with tempfile.TemporaryDirectory(prefix="tfpar-doctor-") as folder:
-        first, *others = _steps(source, names, found, at_once, folder)
+        steps = _steps(source, names, found, at_once, folder)
+        first = next(steps)
         yield first
         if first.status == "WRONG":
             return
-        yield from others
+        yield from steps
     yield from _with_strategy(source, names, found)
 
 
@@ -56,7 +57,7 @@ def _steps(source: ModelSource, names: Sequence[str], found: gpus.Found, at_once
 
     (first,) = run_tasks([task("CPU:0", None, _FIRST)])
     if first.result is None:
-        yield failure("model", first)
+        yield failure("model", first, is_first=True)
         return
     figure = f"one step on the CPU, loss {first.result['loss']:.6g}, {first.result['num_weights']} weights"
     yield Check("model", "ok", figure, values=first.result)
@@ -70,15 +71,17 @@ def _steps(source: ModelSource, names: Sequence[str], found: gpus.Found, at_once
             yield compared(name, _read(folder, name), reference, what)
 
 
-def failure(name: str, outcome: Outcome) -> Check:
-    """Return the check of a task that did not end well: an error in the user's own code is reported as such.
+def failure(name: str, outcome: Outcome, *, is_first: bool = False) -> Check:
+    """Return the check of a task that did not end well.
 
     Args:
         name: Of the check.
         outcome: The end of its task.
+        is_first: Whether it is the first run of the model, on the CPU: then an error in the user's own code is the
+            user's. Code that has run there can fail elsewhere because of the device.
     """
     at = f" at {outcome.stage}" if outcome.stage and "hung" in outcome.problem else ""
-    if outcome.place:
+    if outcome.place and is_first:
         return Check(
             name,
             "WRONG",
@@ -87,7 +90,8 @@ def failure(name: str, outcome: Outcome) -> Check:
             f"Correct {outcome.place}: neither the machine nor tfpar is the cause.",
             {"place": outcome.place},
         )
-    return Check(name, "WRONG", f"{outcome.problem}{at}", f"{_SECONDS:g} s")
+    where = f" (at {outcome.place}, which runs on the CPU)" if outcome.place else ""
+    return Check(name, "WRONG", f"{outcome.problem}{at}{where}", f"{_SECONDS:g} s" if at else "")
 
 
 def _reference(folder: Path, exact: Outcome) -> tuple[Any, str]:
