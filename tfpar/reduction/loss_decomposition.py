@@ -263,7 +263,7 @@ class LossDecomposition:
         training: bool,
         num_examples: Sequence[tf.Tensor],
         example_weight: tf.Tensor,
-        everywhere: tf.Tensor | None,
+        everywhere: tf.Tensor | Callable[[], tf.Tensor] | None,
         sum_divisors: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> Iterator[None]:
         """Reduce every loss that Keras computes inside this context over all replicas.
@@ -272,7 +272,7 @@ class LossDecomposition:
             training: Whether the model trains or is evaluated.
             num_examples: The size of the per-replica batch of each local replica, int scalars, at least 1.
             example_weight: Scalar, the weight of an example: 1, or less if several replicas compute it.
-            everywhere: The size of the global batch; None if it is unknown on every worker.
+            everywhere: The size of the global batch, or a function that sums it; None if it is unknown on every worker.
             sum_divisors: Returns the sum of a divisor over all parts; None for an all-reduce over the replicas.
         """
         added: dict[int, list[Any]] = collections.defaultdict(list)
@@ -322,5 +322,4 @@ def _reduce_kind(kind: Kind | None, value: tf.Tensor, counts: BatchWeights) -> t
     if kind == "sum":
         return global_sum(example_weight * value, counts.partial_values)
     weight = example_weight * tf.cast(counts.local_size, value.dtype)
-    all_weight = None if counts.global_size is None else tf.cast(counts.global_size, value.dtype)
-    return global_mean(weight * value, weight, all_weight, counts.partial_values)
+    return global_mean(weight * value, weight, counts.size_of_all(value.dtype), counts.partial_values)

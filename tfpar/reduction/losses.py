@@ -58,16 +58,24 @@ class BatchWeights(NamedTuple):
     Args:
         example_weight: The weight of an example in the loss; less than 1 if several replicas compute it.
         local_size: The size of the per-replica batch; None where it is unknown.
-        global_size: The size of the global batch; None where no replica has it.
+        global_size: The size of the global batch, or a function that sums it; None for the sum of the local sizes.
         partial_values: Whether the value of a loss is this replica's term only, which the caller sums.
         sum_divisors: Returns the sum of a divisor over all parts of the batch; None for an all-reduce.
     """
 
     example_weight: float | tf.Tensor = 1.0
     local_size: tf.Tensor | None = None
-    global_size: tf.Tensor | None = None
+    global_size: tf.Tensor | Callable[[], tf.Tensor] | None = None
     partial_values: bool = False
     sum_divisors: Callable[[tf.Tensor], tf.Tensor] | None = None
+
+    def size_of_all(self, dtype: Any) -> tf.Tensor | None:
+        """Return the size of the global batch; None where no replica has it, or where divisors are summed."""
+        if self.global_size is None:
+            if self.local_size is None or self.sum_divisors is not None:
+                return None
+            return sum_without_gradient(tf.cast(self.example_weight, dtype) * tf.cast(self.local_size, dtype))
+        return tf.cast(self.global_size() if callable(self.global_size) else self.global_size, dtype)
 
 
 ALONE = BatchWeights()
@@ -104,8 +112,16 @@ def reduce_loss(
     total, weight = loss_sums(values, sample_weight, mask, reduction, dtype)
     if weight is None:
         return global_sum(example_weight * total, counts.partial_values)
-    by_weight = reduction == "mean_with_sample_weight" and sample_weight is not None
-    all_weight = None if mask is not None or by_weight else _num_values(values, counts)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        all_weight = None
+    elif mask is None:
+        all_weight = _num_values(values, counts)
+    elif counts.sum_divisors is None:
+        # The sum of the mask, and not of the number of values: it needs no result of the forward pass.
+        entries = sum_without_gradient(example_weight * tf.reduce_sum(tf.cast(mask, values.dtype)))
+        all_weight = entries * _values_per_entry(values, mask)
+    else:
+        all_weight = None
     return _mean(example_weight * total, example_weight * weight, all_weight, counts)
 
 
@@ -175,17 +191,20 @@ def mean_of_sums(total: tf.Tensor, weight: tf.Tensor, counts: BatchWeights = ALO
 
 def _num_values(values: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:
     """Return the number of loss values of the global batch, equal for each example; None where it is unknown."""
-    if counts.local_size is None or counts.global_size is None:
+    size = counts.size_of_all(values.dtype)
+    if counts.local_size is None or size is None:
         return None
     per_example = tf.cast(tf.size(values), values.dtype) / tf.cast(counts.local_size, values.dtype)
-    return per_example * tf.cast(counts.global_size, values.dtype)
+    return per_example * size
 
 
 def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
     """Return the number of unmasked loss values: mask entries times the values of one entry."""
-    count = tf.cast(tf.size(values), values.dtype)
     if mask is None:
-        return count
-    mask = tf.cast(mask, values.dtype)
-    values_per_entry = tf.math.divide_no_nan(count, tf.cast(tf.size(mask), values.dtype))
-    return tf.reduce_sum(mask) * values_per_entry
+        return tf.cast(tf.size(values), values.dtype)
+    return tf.reduce_sum(tf.cast(mask, values.dtype)) * _values_per_entry(values, mask)
+
+
+def _values_per_entry(values: tf.Tensor, mask: Any) -> tf.Tensor:
+    """Return the number of loss values for each entry of a mask."""
+    return tf.math.divide_no_nan(tf.cast(tf.size(values), values.dtype), tf.cast(tf.size(mask), values.dtype))

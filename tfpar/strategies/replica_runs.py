@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model, random_state
+from tfpar._compat import keras_losses, keras_losses_in_call, keras_model, random_state
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
@@ -76,15 +76,14 @@ class ReplicaRuns:
         """
         parts, num_counted, example_weight, num_examples = batch
         sizes = [data.num_rows(part) for part in parts]
+        sums: dict[int, tf.Tensor] = {}
         fractions: dict[int, tf.Tensor] = {}
 
         def on_own_part(parts: Sequence[Any]) -> Any:
-            replica, global_size = local_replica_id(), num_examples
-            counts_scalars = self.losses is not None and self.losses.counts_scalars
-            if global_size is None and (counts_scalars or keras_metrics.own_metrics(model)):
-                global_size = sum_over_replicas(num_counted[replica])
-            if global_size is not None:
-                fractions[replica] = tf.cast(num_counted[replica] / global_size, keras.config.floatx())
+            replica = local_replica_id()
+            # One sum for all losses and metrics, before the forward pass, where no worker has the global batch.
+            sums[replica] = sum_over_replicas(num_counted[replica]) if num_examples is None else num_examples
+            fractions[replica] = tf.cast(num_counted[replica] / sums[replica], keras.config.floatx())
             return on_replica(parts[replica], num_counted[replica])
 
         with contextlib.ExitStack() as stack:
@@ -93,7 +92,8 @@ class ReplicaRuns:
             stack.enter_context(knowing(RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)))
             stack.enter_context(self.gathering(training))
             if self.losses is not None:
-                stack.enter_context(self.losses.reduce_globally(training, sizes, example_weight, num_examples))
+                everywhere = (lambda: sums[local_replica_id()]) if num_examples is None else num_examples
+                stack.enter_context(self.losses.reduce_globally(training, sizes, example_weight, everywhere))
             if model.jit_compile:
                 # XLA compiles clusters of operations: it cannot compile the collectives between them.
                 stack.enter_context(tf.xla.experimental.jit_scope())
