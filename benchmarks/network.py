@@ -10,6 +10,7 @@ It needs root. A host sees no other network. Its link can have a limited rate, a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 NETWORK = "10.77.0"
 INTERFACE = "eth0"
 PORT = 9999
+_NUMBERS = itertools.count()
 
 
 class Host:
@@ -56,6 +58,7 @@ class Host:
 
     def remove(self) -> None:
         """Remove the namespace and its link."""
+        _run("ip", "link", "delete", self._link)  # with the namespace, Linux would remove it some time later
         _run("ip", "netns", "delete", self._name)
 
 
@@ -70,7 +73,7 @@ def connected(num_hosts: int, rate: str | None = None) -> Iterator[list[Host]]:
     Raises:
         OSError: If this process may not make network namespaces.
     """
-    bridge = f"tf{os.getpid() % 100_000}"
+    bridge = f"tf{os.getpid() % 100_000}n{next(_NUMBERS)}"
     with contextlib.ExitStack() as stack:
         try:
             _run("ip", "link", "add", bridge, "type", "bridge")
