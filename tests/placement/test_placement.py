@@ -55,8 +55,7 @@ WAITS_OF_TFPAR = {
         ("LeftShift", "Sub"): LOOKUPS,
     },
     "pipeline": {
-        ("Identity", "AddN"): "the losses of micro-batches are added up on the host",
-        ("ReadVariableOp", "AddV2"): "the metric of the loss is updated on the host",
+        ("AddV2", "Identity"): LOSS,
         ("Greater", "Switch"): "the metrics of an empty micro-batch are not updated; its size is int64 on a GPU",
         ("SelectV2", "Identity"): "a stage returns the int32 indices of a lookup as a saved tensor",
     },

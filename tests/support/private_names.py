@@ -404,9 +404,16 @@ ROWS = [
     ),
     _tensorflow(
         "tensorflow.python.eager.polymorphic_function.attributes",
-        "POLYMORPHIC_FUNCTION_ALLOWLIST TRACING_COMPILATION_ALLOWLIST MONOMORPHIC_FUNCTION_ALLOWLIST",
+        "POLYMORPHIC_FUNCTION_ALLOWLIST TRACING_COMPILATION_ALLOWLIST MONOMORPHIC_FUNCTION_ALLOWLIST "
+        "DISABLE_CALL_SHAPE_INFERENCE",
         "eager/polymorphic_function/attributes",
-        "functions that are not inlined",
+        "functions that are not inlined, and calls without inference of shapes",
+    ),
+    Row(
+        "tensorflow.core.framework.attr_value_pb2",
+        "AttrValue NameAttrList",
+        "tensorflow/core/framework/attr_value_pb2.py",
+        "calls without inference of shapes",
     ),
 ]
 # Strings that are no attributes: of the graph optimizer (function_optimizer.cc), and of the layer call around an

@@ -25,6 +25,9 @@ _MOVING = (
     "StridedSlice",
     "Switch",
 )
+# A bundle of tensors that the step itself made, and the ways on which it travels.
+_BUNDLES = ("OptionalFromValue", "EmptyTensorList")
+_CARRYING = ("Enter", "Exit", "Identity", "Merge", "NextIteration", "Switch", "TensorListPopBack", "TensorListPushBack")
 
 
 class Placed(NamedTuple):
@@ -153,17 +156,29 @@ def _detours(graph: PlacedGraph) -> list[Copy]:
     ]
 
 
+def _bundles(graph: PlacedGraph) -> set[Output]:
+    """Return the bundles of tensors that the step made, and did not receive from its data."""
+    found: set[Output] = set()
+    for index, operation in enumerate(graph.operations):
+        carried = operation.kind in _CARRYING and found.intersection(operation.inputs)
+        if carried or operation.kind in _BUNDLES:
+            found.update(Output(index, number) for number in range(len(operation.signature.outputs)))
+    return found
+
+
 def _entries(graph: PlacedGraph) -> dict[tuple[int, str], int]:
     parts: dict[Output, frozenset[int]] = {}  # the tensors of the batch of which a tensor of the host is a part
     counts: collections.Counter[tuple[int, str]] = collections.Counter()
+    bundles = _bundles(graph)
     for index, operation in enumerate(graph.operations):
         numbers = range(len(operation.signature.outputs))
-        if operation.kind in _OF_DATA and graph.devices[index] != HOST:  # the whole batch enters there
+        of_data = operation.kind in _OF_DATA and not bundles.intersection(operation.inputs)
+        if of_data and graph.devices[index] != HOST:  # the whole batch enters there
             counts.update((number, graph.devices[index]) for number in numbers)
         moved = operation.inputs if operation.kind in _MOVING else ()
         of_inputs = frozenset(part for one in moved for part in parts.get(one, ()))
         for number in numbers:
-            own = frozenset([number]) if operation.kind in _OF_DATA else of_inputs
+            own = frozenset([number]) if of_data else of_inputs
             if own and graph.origin(Output(index, number)) == HOST:
                 parts[Output(index, number)] = own
     entered = {(copy.output, copy.target) for copy in graph.copies if copy.output in parts}

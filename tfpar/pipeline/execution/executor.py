@@ -3,6 +3,9 @@
 device 0   F0.0 ─► F0.1 ─────────► B0.0 ─► B0.1       ─►  the order of the device: a control dependency
              └─┐      └─┐          ┌─┘       ┌─┘       ┐  a transfer: TensorFlow sends an activation or a gradient
 device 1      F1.0 ─► B1.0 ─► F1.1 ─► B1.1             └  as soon as it is computed, while both devices compute
+
+The steady state of the schedule is a loop, so that the graph does not grow with the number of micro-batches. An
+iteration begins on each device when the previous one has ended there, not when it has ended everywhere.
 """
 
 from __future__ import annotations
@@ -11,20 +14,24 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
+from tfpar import data
 from tfpar._compat import tf_function
 from tfpar.pipeline.execution.compiled_stages import Programs
+from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.loss_program import LossPart
-from tfpar.pipeline.execution.microbatches import Microbatch
-from tfpar.pipeline.execution.stage_values import Forward, MaskedTensor, Place
+from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches
+from tfpar.pipeline.execution.row_gradients import RowSums
+from tfpar.pipeline.execution.stage_functions import BackwardResults
+from tfpar.pipeline.execution.stage_values import MaskedTensor, Place
 from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.tracing import Value
-from tfpar.pipeline.partition.stages import Stage
 from tfpar.pipeline.schedule import Action
+from tfpar.pipeline.schedule.steady_state import Segment
 from tfpar.reduction.gradient_addition import sum_on, tensors_of
 
 
@@ -37,17 +44,25 @@ class Moment:
     end: tf.Tensor
 
 
+class Loss(Protocol):
+    """Computes the loss after the last stage."""
+
+    def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossPart:
+        """Add the loss of a micro-batch to that of the batch."""
+
+
 class Execution:
     """One run of a schedule over the micro-batches of one global batch, while a step is traced.
 
     Args:
         programs: The compiled stages.
         microbatches: The micro-batches of the batch.
-        inputs: The inputs of the graph for each micro-batch.
+        inputs: Returns the inputs of the graph for those of a micro-batch.
         scale: The gradient of one unit of loss, a scalar in Keras' float type.
-        added_factors: For each micro-batch, the weight of each added loss in the loss of the batch, in the order of the
-            stages.
-        loss: Computes the loss of a micro-batch; None for prediction.
+        factors: Returns for a micro-batch the weight of each added loss in the loss of the batch, in the order of the
+            stages; None for a prediction.
+        loss: Computes the loss of a micro-batch; None for a prediction, which collects the outputs.
+        loss_variables: The states that the loss reads and changes, and the weights that it reads.
         sums_in_call: The sum and weight over the whole batch of each loss computed by a layer, in the order of the
             stages, float64 `[losses, 2]`; None where no loss is computed.
         timed: Whether to measure when each action runs.
@@ -56,99 +71,168 @@ class Execution:
     def __init__(
         self,
         programs: Programs,
-        microbatches: Sequence[Microbatch],
-        inputs: Sequence[dict[Value, tf.Tensor]],
+        microbatches: Microbatches,
+        inputs: Callable[[Any], dict[Value, Any]],
         scale: tf.Tensor,
-        added_factors: Sequence[Sequence[tf.Tensor]] = (),
-        loss: Callable[[Execution, int, list[MaskedTensor]], LossPart] | None = None,
+        factors: Callable[[Microbatch], Sequence[tf.Tensor]] | None = None,
+        loss: Loss | None = None,
+        loss_variables: tuple[Sequence[keras.Variable], Sequence[keras.Variable]] = ((), ()),
         sums_in_call: tf.Tensor | None = None,
         *,
         timed: bool = False,
     ) -> None:
-        self._programs, self.microbatches, self._scale = programs, microbatches, scale
-        self._timed, self._added_factors, self._loss = timed, added_factors, loss
+        self._programs, self.microbatches, self._inputs, self._scale = programs, microbatches, inputs, scale
+        self._timed, self._added_factors, self._loss = timed, factors, loss
         self.devices = [program.device for program in programs.stages]
         sizes = [len(program.ways) for program in programs.stages]
         sums = tf.zeros([sum(sizes), 2], tf.float64) if sums_in_call is None else sums_in_call
         self._sums_in_call = tf.split(sums, sizes)
-        self._values = [{value: MaskedTensor(tensor) for value, tensor in tensors.items()} for tensors in inputs]
-        self._arrived: dict[tuple[Value, int, str], MaskedTensor] = {}
-        self._forwards: dict[tuple[int, int], Forward] = {}
-        self._upstream: dict[tuple[Value, int], list[tf.Tensor]] = collections.defaultdict(list)
-        self._before: dict[str, list[tf.Tensor]] = collections.defaultdict(list)
-        self._variables = StepVariables(programs.stages)
-        self._gradients: list[list[Any] | None] = [None] * len(programs.stages)
-        self.losses: list[tf.Tensor] = []
-        self.loss_parts: list[LossPart] = []
+        self.live = LiveTensors()
+        self.variables = StepVariables(programs.stages, self.live, *loss_variables)
+        self._producers = {value: i for i, one in enumerate(programs.stages) for value in one.stage.outputs}
+        self._last_uses = self._find_last_uses()
+        self._rows = [
+            RowSums(self.live, stage, program.trace.backward.sums, program.kinds, program.device)
+            for stage, program in enumerate(programs.stages)
+        ]
+        self._offset: tf.Tensor | None = None
+        self._cut: dict[int, tuple[Microbatch, dict[Value, Any]]] = {}
         self.moments: list[Moment] = []
 
-    def run(self, actions: Iterable[Action]) -> None:
-        """Add actions to the graph, in an order in which each comes after those that it depends on."""
-        for action in actions:
-            device = self.devices[action.stage]
-            if action.kind == "F":
-                values = [self._on(value, action.microbatch, device) for value in self._stage(action).inputs]
-                arrived = tensors_of([value.tensor for value in values])
-                self._at(action, device, arrived, functools.partial(self._forward, action, values))
-            elif action.kind == "B":
-                upstream = [self._sum(value, action.microbatch, device) for value in self._stage(action).outputs]
-                arrived = [gradient for gradient in upstream if gradient is not None]
-                self._at(action, device, arrived, functools.partial(self._backward, action, upstream))
+    def run(self, segments: Iterable[Segment]) -> None:
+        """Add the actions of segments to the graph; each action comes after those that it depends on."""
+        for segment in segments:
+            if segment.repeats == 1 or self._timed:
+                self._run_each(segment.unrolled())
             else:
-                self._at(action, device, [], functools.partial(self._weights, action))
+                self._run_loop(segment)
 
-    def outputs(self, microbatch: int) -> list[MaskedTensor]:
-        """Return the model's flat outputs for a micro-batch, on the last stage's device."""
-        return [self._on(value, microbatch, self.devices[-1]) for value in self._programs.outputs]
+    def _run_loop(self, segment: Segment) -> None:
+        def act(offset: tf.Tensor) -> None:
+            self._offset, self._cut = offset, {}
+            self._run_each(segment.actions)
+            self._join_ends()
+
+        self._join_ends()
+        self.live.repeat(segment.repeats, segment.shift, act, num_parallel=2 * len(self.devices) + 2)
+        self._offset, self._cut = None, {}
+
+    def _run_each(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            _, stage, number = action
+            device, program = self.devices[stage], self._programs.stages[stage]
+            if action.kind == "F":
+                values = [self.value(value, number, device) for value in program.stage.inputs]
+                arrived = tensors_of([value.tensor for value in values])
+                self._at(action, device, arrived, functools.partial(self._forward, stage, number, values))
+            elif action.kind == "B":
+                upstream = [self._upstream(value, number, device) for value in program.stage.outputs]
+                arrived = [gradient for gradient in upstream if gradient is not None]
+                self._at(action, device, arrived, functools.partial(self._backward, stage, number, upstream))
+            else:
+                self._at(action, device, [], functools.partial(self._weights, stage, number))
+
+    def microbatch(self, number: int) -> Microbatch:
+        """Return a micro-batch; in a loop `number` is its index in the first iteration."""
+        return self._part(number)[0]
+
+    def number(self, number: int) -> tf.Tensor:
+        """Return the index of a micro-batch, an int64 scalar."""
+        with tf.device("CPU:0"):
+            index = tf.constant(number, tf.int64)
+            return index if self._offset is None else index + self._offset
+
+    def outputs(self) -> list[list[Any]]:
+        """Return the model's flat outputs for each micro-batch of a prediction, on the last stage's device."""
+        specs = [self._programs.specs[value].spec for value in self._programs.outputs]
+        flat = tf.nest.flatten(specs, expand_composites=True)
+        found = self.live.pop_all(Key("outputs", "model"), flat, self.devices[-1])
+        return [tf.nest.pack_sequence_as(specs, one, expand_composites=True) for one in found]
 
     def gradients(self) -> dict[int, Any]:
         """Return the gradient of each weight, summed over micro-batches and stages, by the weight's `id`."""
         found: dict[int, list[Any]] = collections.defaultdict(list)
-        for program, gradients in zip(self._programs.stages, self._gradients, strict=True):
-            for variable, gradient in zip(
-                program.parameters, program.joined(gradients) if gradients else [], strict=False
-            ):
+        for stage, program in enumerate(self._programs.stages):
+            totals = self.live.take(Key("totals", stage))
+            gradients = [] if totals is None else program.gradients(totals, self._rows[stage].total())
+            for variable, gradient in zip(program.parameters, gradients, strict=False):
                 if gradient is not None:
                     found[id(variable)].append(gradient)
         return {key: sum_on(None, gradients) for key, gradients in found.items()}
 
-    def state(self, variable: keras.Variable, microbatch: int) -> tf.Tensor:
-        """Return the value of a state for a micro-batch, after the actions so far, on the last stage's device."""
-        return self._variables.state(variable, microbatch, self.devices[-1])
-
-    def note(self, variables: Sequence[keras.Variable], microbatch: int, states: Sequence[tf.Tensor]) -> None:
-        """Note the values of states after the loss of a micro-batch."""
-        self._variables.note(variables, microbatch, states, self.microbatches[microbatch])
-
     def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
         """Return each changed state with its value after the step."""
-        return self._variables.new_states()
+        return self.variables.new_states()
+
+    @property
+    def losses(self) -> list[tf.Tensor]:
+        """The losses added by each stage, summed over micro-batches, scalars."""
+        return [self.live[key] for key in self.live.of_role("added losses")]
 
     @property
     def ends(self) -> list[tf.Tensor]:
         """Tensors of the last action of each device: after them, all actions have run."""
-        return [tensor for tensors in self._before.values() for tensor in tensors]
+        return [tensor for device in dict.fromkeys(self.devices) for tensor in self._before(device)]
 
-    def _stage(self, action: Action) -> Stage:
-        return self._programs.stages[action.stage].stage
+    def _before(self, device: str) -> list[tf.Tensor]:
+        before: list[tf.Tensor] = self.live.get(Key("end", device), [])
+        return before
 
-    def _on(self, value: Value, microbatch: int, device: str) -> MaskedTensor:
-        """Return a value on a device; it is sent there once, as soon as it is computed."""
-        key = (value, microbatch, device)
-        if key not in self._arrived:
-            self._arrived[key] = self._values[microbatch][value].on(device)
-        return self._arrived[key]
+    def _join_ends(self) -> None:
+        """Replace the ends of each device by one scalar, which a loop carries to its next iteration."""
+        for device in dict.fromkeys(self.devices):
+            with tf.device(device), tf.control_dependencies(self._before(device)):
+                self.live[Key("end", device)] = [tf.constant(True)]
 
-    def _sum(self, value: Value, microbatch: int, device: str) -> tf.Tensor | None:
-        return sum_on(device, self._upstream.pop((value, microbatch), []))
+    def _part(self, number: int) -> tuple[Microbatch, dict[Value, Any]]:
+        if number not in self._cut:
+            one = self.microbatches[self.number(number)]
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(one.batch)
+            with tf.device("CPU:0"):
+                self._cut[number] = one, self._inputs(inputs)
+        return self._cut[number]
+
+    def _find_last_uses(self) -> dict[tuple[Value, str], int]:
+        """Return the last stage of each device that takes a value; the loss takes the outputs after the last stage."""
+        uses = {}
+        for index, program in enumerate(self._programs.stages):
+            uses.update({(value, program.device): index for value in program.stage.inputs})
+        last = len(self.devices) - 1
+        uses.update({(value, self.devices[-1]): last for value in self._programs.outputs})
+        return uses
+
+    def value(self, value: Value, number: int, device: str) -> MaskedTensor:
+        """Return a value of a micro-batch on a device; it was sent there once, as soon as it was computed."""
+        if value not in self._producers:
+            with tf.device(device):
+                return MaskedTensor(
+                    tf.nest.map_structure(tf.identity, self._part(number)[1][value], expand_composites=True)
+                )
+        return MaskedTensor(*self.live[Key("value", (value, device), number)])
+
+    def _upstream(self, value: Value, number: int, device: str) -> Any:
+        """Return the summed gradient of a value, from the loss and then from the last stage to the first."""
+        sources = ["loss", *reversed(range(len(self.devices)))]
+        found = [self.live.take(Key("gradient", (value, source), number)) for source in sources]
+        with tf.device(device):
+            return sum_on(None, [gradient for gradient in found if gradient is not None])
+
+    def _send(self, gradients: Sequence[Any], values: Sequence[Value], source: int | str, number: int) -> None:
+        """Send gradients of values to the devices that computed the values."""
+        for value, gradient in zip(values, gradients, strict=True):
+            if gradient is not None and value in self._producers:
+                with tf.device(self.devices[self._producers[value]]):
+                    sent = tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+                    key = Key("gradient", (value, source), number)
+                    self.live[key] = sent if key not in self.live else sum_on(None, [self.live[key], sent])
 
     def _at(
         self, action: Action, device: str, arrived: Sequence[tf.Tensor], act: Callable[[], list[tf.Tensor]]
     ) -> None:
         """Run an action after the earlier ones of its device and, to be timed, after its transfers have arrived."""
-        with tf.device(device), tf.control_dependencies(self._before[device]):
+        with tf.device(device), tf.control_dependencies(self._before(device)):
             if not self._timed:
-                self._before[device] = act()
+                self.live[Key("end", device)] = act()
                 return
             with tf.control_dependencies(arrived):
                 begin = tf_function.unordered_timestamp()
@@ -157,54 +241,83 @@ class Execution:
             with tf.control_dependencies(done):
                 end = tf_function.unordered_timestamp()
         self.moments.append(Moment(action, begin, end))
-        self._before[device] = [end]
+        self.live[Key("end", device)] = [end]
 
-    def _forward(self, action: Action, values: list[MaskedTensor]) -> list[tf.Tensor]:
-        _, stage, number = action
-        program = self._programs.stages[stage]
-        variables = self._variables.read(stage, number)
-        factors = self._factors(stage, number)
+    def _forward(self, stage: int, number: int, values: list[MaskedTensor]) -> list[tf.Tensor]:
+        program, one = self._programs.stages[stage], self.microbatch(number)
+        factors = self._factors(stage, one)
         scales = self._scale * (tf.stack(factors) if factors else tf.zeros([0], self._scale.dtype))
-        place = Place(tf.constant(number, tf.int64), self.microbatches[number].part, self._sums_in_call[stage])
-        done = program.forward(values, variables, place, scales)
-        self._forwards[stage, number] = done
-        self._values[number] |= dict(zip(program.stage.outputs, done.outputs, strict=True))
-        self._variables.note(program.states, number, done.new_states, self.microbatches[number])
-        self.losses += [
-            factor * tf.cast(loss, factor.dtype) for factor, loss in zip(factors, done.losses, strict=False)
-        ]
-        ends = tensors_of([value.tensor for value in done.outputs])
-        if self._loss is not None and stage == len(self._programs.stages) - 1:
-            part = self._loss(self, number, self.outputs(number))
-            for value, gradient in zip(self._programs.outputs, part.gradients, strict=True):
-                if gradient is not None:
-                    self._upstream[value, number].append(gradient)
-            self.loss_parts.append(part)
-            self.losses.append(part.value)
-            ends = [part.value, *ends]
+        place = Place(self.number(number), one.part, self._sums_in_call[stage])
+        parameters, states = self.variables.parameters[stage], self.variables.states(stage, number)
+        done = program.forward(parameters, states, values, place, scales)
+        ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][:1]
+        self._publish(program.stage.outputs, done.outputs, done.masks, number)
+        self.variables.note(stage, number, done.new_states, one)
+        if done.saved and program.trains:
+            self.live[Key("saved", stage, number)] = done.saved
+        for factor, loss in zip(factors, done.losses, strict=False):
+            self.add("added losses", stage, factor * tf.cast(loss, factor.dtype))
+        if stage == len(self.devices) - 1:
+            ends = [*ends, *self._end_forward(number)]
+        for (value, device), last in self._last_uses.items():
+            if last == stage:
+                self.live.take(Key("value", (value, device), number))
         return ends
 
-    def _factors(self, stage: int, number: int) -> list[tf.Tensor]:
-        if not self._added_factors:
+    def _end_forward(self, number: int) -> list[tf.Tensor]:
+        """Compute the loss of a micro-batch, or collect its outputs."""
+        device = self.devices[-1]
+        outputs = [self.value(value, number, device) for value in self._programs.outputs]
+        ends: list[tf.Tensor] = []
+        if self._loss is not None:
+            part = self._loss(self, number, outputs)
+            self._send(part.gradients, self._programs.outputs, "loss", number)
+            ends = [part.value]
+        else:
+            counted = self.microbatch(number).num_counted
+            rows = [data.take_rows(one.tensor, 0, counted) for one in outputs]
+            self.live.push(Key("outputs", "model"), tensors_of(rows), device)
+        self.variables.end_forward(number)
+        return ends
+
+    def add(self, role: str, owner: int | str, value: tf.Tensor) -> None:
+        """Add to a sum over the micro-batches."""
+        key = Key(role, owner)
+        self.live[key] = value if key not in self.live else self.live[key] + value
+
+    def _publish(self, values: Sequence[Value], tensors: Sequence[Any], masks: Sequence[Any], number: int) -> None:
+        """Send the outputs of a stage to the devices of later stages."""
+        for value, tensor, mask in zip(values, tensors, masks, strict=True):
+            for device in dict.fromkeys(self.devices):
+                if (value, device) in self._last_uses:
+                    sent = MaskedTensor(tensor, mask).on(device)
+                    self.live[Key("value", (value, device), number)] = sent.tensor, sent.mask
+
+    def _factors(self, stage: int, microbatch: Microbatch) -> list[tf.Tensor]:
+        if self._added_factors is None:
             return []
-        first = sum(program.num_losses for program in self._programs.stages[:stage])
-        return list(self._added_factors[number][first : first + self._programs.stages[stage].num_losses])
+        counts = [program.num_losses for program in self._programs.stages]
+        first = sum(counts[:stage])
+        return list(self._added_factors(microbatch)[first : first + counts[stage]])
 
-    def _backward(self, action: Action, upstream: list[tf.Tensor | None]) -> list[tf.Tensor]:
-        _, stage, number = action
-        program, done = self._programs.stages[stage], self._forwards[stage, number]
-        inputs, sums = program.backward(done, upstream, self._gradients[stage])
-        for value, gradient in zip(program.stage.inputs, inputs, strict=True):
-            if gradient is not None:
-                self._upstream[value, number].append(gradient)
-        if sums is not None:
-            self._gradients[stage] = sums
-            del self._forwards[stage, number]
-        return tensors_of([inputs, sums]) or [tf.zeros([])]
+    def _backward(self, stage: int, number: int, upstream: list[tf.Tensor | None]) -> list[tf.Tensor]:
+        program, key = self._programs.stages[stage], Key("totals", stage)
+        saved = self.live.take(Key("saved", stage, number), [])
+        totals = None if program.splits_backward else self.live.get(key)
+        done = program.backward(self.variables.parameters[stage], saved, upstream, totals)
+        self._send(done.input_gradients, program.stage.inputs, stage, number)
+        if program.splits_backward:
+            self.live[Key("saved for W", stage, number)] = done.saved
+        else:
+            self._note_gradients(stage, done)
+        return tensors_of(done)[:1] or [tf.zeros([])]
 
-    def _weights(self, action: Action) -> list[tf.Tensor]:
-        _, stage, number = action
-        done = self._forwards.pop((stage, number))
-        sums = self._programs.stages[stage].weight_gradients(done, self._gradients[stage])
-        self._gradients[stage] = sums
-        return tensors_of(sums) or [tf.zeros([])]
+    def _weights(self, stage: int, number: int) -> list[tf.Tensor]:
+        program, saved = self._programs.stages[stage], self.live.take(Key("saved for W", stage, number))
+        done = program.weight_gradients(self.variables.parameters[stage], saved, self.live.get(Key("totals", stage)))
+        self._note_gradients(stage, done)
+        return tensors_of(done)[:1] or [tf.zeros([])]
+
+    def _note_gradients(self, stage: int, done: BackwardResults) -> None:
+        self.live[Key("totals", stage)] = done.totals
+        self._rows[stage].add(done.rows)

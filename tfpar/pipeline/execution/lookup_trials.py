@@ -11,11 +11,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
+from tfpar.pipeline.execution.bundles import Bundle
 from tfpar.pipeline.execution.compiled_stages import Programs
+from tfpar.pipeline.execution.live_tensors import LiveTensors
 from tfpar.pipeline.execution.loss_program import LossProgram
-from tfpar.pipeline.execution.microbatches import Microbatch, cut_batch
+from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches
+from tfpar.pipeline.execution.stage_functions import ForwardResults
 from tfpar.pipeline.execution.stage_program import StageProgram
-from tfpar.pipeline.execution.stage_values import Forward, MaskedTensor, Place
+from tfpar.pipeline.execution.stage_values import MaskedTensor, Place
 from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.trial_batch import pairs_of_parts
 from tfpar.reduction import indexed_slices
@@ -48,7 +51,8 @@ def infer_lookup_kinds(
     for pair in pairs_of_parts(batch):
         both = data.join_batches(pair)
         whole, *parts = (
-            _row_numbers(programs, loss, flat, part) for part in (*cut_batch(both, 1), *cut_batch(both, 2))
+            _row_numbers(programs, loss, flat, Microbatches(both, count)[number])
+            for count, number in ((1, 0), (2, 0), (2, 1))
         )
         seen.append((whole, parts))
     found = [
@@ -104,16 +108,20 @@ def _row_numbers(programs: Programs, loss: LossProgram, flat: Flat, microbatch: 
     """Run the stages, each with output gradients of ones, and the loss; return the row numbers of their lookups."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(microbatch.batch)
     values = {value: MaskedTensor(tensor) for value, tensor in flat(inputs).items()}
-    variables, found = StepVariables(programs.stages), []
+    live, found = LiveTensors(), []
+    variables = StepVariables(programs.stages, live, loss.layer_states, loss.parameters)
     for index, program in enumerate(programs.stages):
         taken = [values[value].on(program.device) for value in program.stage.inputs]
         scale = tf.ones([program.num_losses], keras.config.floatx())
         sums = tf.ones([len(program.ways), 2], tf.float64)
         place = Place(tf.constant(0, tf.int64), tf.constant(1.0, tf.float64), sums)
-        done = program.forward(taken, variables.read(index, 0), place, scale)
-        values.update(zip(program.stage.outputs, done.outputs, strict=True))
-        gradients = _gradients(program, done) if any(program.kinds) else [None for _ in program.kinds]
-        found.append(_numbers(gradients))
+        parameters = variables.parameters[index]
+        done = program.forward(parameters, variables.states(index, 0), taken, place, scale)
+        variables.note(index, 0, done.new_states, microbatch)
+        outputs = list(map(MaskedTensor, done.outputs, done.masks))
+        values.update(zip(program.stage.outputs, outputs, strict=True))
+        rows = _rows(program, parameters, done) if any(program.kinds) else [None for _ in program.kinds]
+        found.append(_numbers(rows))
     outputs = [values[value].on(loss.device) for value in programs.outputs]
     of_loss = (
         _gradients_of_loss(loss, microbatch, outputs, variables) if any(loss.kinds) else [None for _ in loss.kinds]
@@ -129,18 +137,16 @@ def _gradients_of_loss(
     loss: LossProgram, microbatch: Microbatch, outputs: Sequence[MaskedTensor], variables: StepVariables
 ) -> list[Any]:
     states = [state.value.read_value() for state in loss.states]
-    layer_states, parameters = (
-        [variables.state(variable, 0, loss.device) for variable in some]
-        for some in (loss.layer_states, loss.parameters)
-    )
     divisors, scale = tf.ones([loss.num_divisors], tf.float64), tf.ones((), keras.config.floatx())
-    return loss.part(0, microbatch, outputs, states, layer_states, parameters, divisors, scale).weights
+    number, layer_states = tf.constant(0, tf.int64), variables.loss_states(0)
+    part = loss.part(number, microbatch, outputs, states, layer_states, variables.loss_parameters, divisors, scale)
+    return list(part.weights)
 
 
-def _gradients(program: StageProgram, done: Forward) -> list[Any]:
+def _rows(program: StageProgram, parameters: Bundle, done: ForwardResults) -> list[Any]:
     upstream = [
-        tf.ones_like(dense_part(output.tensor)) if spec.needs_gradient else None
+        tf.ones_like(dense_part(output)) if spec.needs_gradient else None
         for output, spec in zip(done.outputs, program.output_specs, strict=True)
     ]
-    _, gradients = program.backward(done, upstream, None)
-    return program.weight_gradients(done, None) if gradients is None else gradients
+    results = program.backward(parameters, done.saved, upstream, None)
+    return program.weight_gradients(parameters, results.saved, None).rows if program.splits_backward else results.rows

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import random_state
+from tfpar._compat import random_state, tf_function
 from tfpar.pipeline.execution.loss_trace import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.model_loss import ModelLoss
-from tfpar.pipeline.execution.row_gradients import Kinds, add_rows, joined, known_kinds, numbered
+from tfpar.pipeline.execution.row_gradients import Kinds, joined, known_kinds
 from tfpar.pipeline.execution.stage_values import MaskedTensor
-from tfpar.reduction.gradient_addition import plus
 
 
 class LossPart(NamedTuple):
@@ -96,7 +95,7 @@ class LossProgram:
 
     def part(
         self,
-        number: int,
+        number: tf.Tensor,
         microbatch: Microbatch,
         outputs: Sequence[MaskedTensor],
         states: Sequence[tf.Tensor],
@@ -108,7 +107,7 @@ class LossProgram:
         """Return the part of a micro-batch of the loss.
 
         Args:
-            number: The index of the micro-batch.
+            number: The index of the micro-batch, an int64 scalar.
             microbatch: Its examples.
             outputs: The outputs of the model for them.
             states: The values of `states`.
@@ -125,25 +124,24 @@ class LossProgram:
             metric_states=list(states),
             layer_states=list(layer_states),
             parameters=list(parameters),
-            number=tf.constant(number, tf.int64),
+            number=number,
             num_counted=microbatch.num_counted,
             size=microbatch.size,
             num_examples=microbatch.num_examples,
             divisors=divisors,
             scale=scale,
         )
-        results = LossResults(*self.function(*arguments))
+        results = LossResults(*tf_function.unordered_call(self.function, *arguments))
         found = iter(results.gradients)
         gradients = [next(found) if has_gradient else None for has_gradient in self.has_output_gradients]
-        rows = list(map(numbered, results.weight_gradients, self.kinds))
-        return LossPart(results.value, results.of_outputs, gradients, results.metric_states, results.layer_states, rows)
-
-    def sum_rows(self, before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
-        """Add the gradients of `parameters` of a micro-batch to the earlier sum; None for the first one."""
-        return [
-            add_rows(one, other, kinds) if one is not None and kinds else plus(one, other)
-            for one, other, kinds in zip(before, now, self.kinds, strict=True)
-        ]
+        return LossPart(
+            results.value,
+            results.of_outputs,
+            gradients,
+            results.metric_states,
+            results.layer_states,
+            results.weight_gradients,
+        )
 
     def joined(self, gradients: Sequence[Any]) -> list[Any]:
         """Return summed gradients of `parameters` as tensors, slices or None, as one device has them."""

@@ -33,32 +33,43 @@ class Microbatch:
     @property
     def example_weight(self) -> tf.Tensor:
         """The weight of each example: 1, or 0 if it is repeated; a scalar in Keras' float type."""
-        return tf.cast(self.num_counted > 0, keras.config.floatx())
+        with tf.device("CPU:0"):
+            return tf.cast(self.num_counted > 0, keras.config.floatx())
 
     @property
     def part(self) -> tf.Tensor:
         """Its part of the examples of the global batch, from 0 to 1, a float64 scalar."""
-        return tf.cast(self.num_counted, tf.float64) / tf.cast(self.num_examples, tf.float64)
+        with tf.device("CPU:0"):
+            return tf.cast(self.num_counted, tf.float64) / tf.cast(self.num_examples, tf.float64)
 
 
-def cut_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
-    """Split a global batch into micro-batches whose sizes differ by at most one.
+class Microbatches:
+    """The micro-batches of a global batch, whose sizes differ by at most one.
 
         7 examples, 3 micro-batches:  0 1 2 | 3 4 | 5 6          2 examples, 3 micro-batches:  0 | 1 | (1)
 
+    They are cut in the memory of the host, so that no device receives examples that its stage does not take.
+
     Args:
         batch: A structure of tensors or None, `[batch, ...]` each, at least one example.
-        num_microbatches: The number of micro-batches.
+        count: The number of micro-batches.
 
     Example:
-        >>> [int(part.size) for part in cut_batch(tf.zeros([7, 2]), 3)]
+        >>> microbatches = Microbatches(tf.zeros([7, 2]), 3)
+        >>> [int(microbatches[number].size) for number in range(3)]
         [3, 2, 2]
     """
-    rows = data.num_rows(batch)
-    parts = []
-    for number in range(num_microbatches):
-        begin, end = (-(-(number + more) * rows // num_microbatches) for more in (0, 1))
-        first = tf.minimum(begin, rows - 1)
-        last = tf.maximum(end, first + 1)
-        parts.append(Microbatch(data.take_rows(batch, first, last), end - begin, last - first, rows))
-    return parts
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self._batch, self.count = batch, count
+        with tf.device("CPU:0"):
+            self.num_examples = data.num_rows(batch)
+
+    def __getitem__(self, number: int | tf.Tensor) -> Microbatch:
+        """Return a micro-batch by its index, an integer or an int64 scalar."""
+        rows = self.num_examples
+        with tf.device("CPU:0"):
+            begin, end = (-(-(number + more) * rows // self.count) for more in (0, 1))
+            first = tf.minimum(begin, rows - 1)
+            last = tf.maximum(end, first + 1)
+            return Microbatch(data.take_rows(self._batch, first, last), end - begin, last - first, rows)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.gradient_addition import reached_from
+from tfpar.reduction.indexed_slices import RowSlices
 
 Kinds = tuple[tuple[indexed_slices.Kind | None, ...], ...]  # by weight and lookup
 
@@ -38,35 +40,74 @@ def known_kinds(graph: Any, gradients: Sequence[Any], given: Sequence[tf.Tensor]
     )
 
 
-def numbered(gradient: Any, kinds: Sequence[indexed_slices.Kind | None]) -> Any:
-    """Return a micro-batch's gradient, with the rows of shared lookups numbered for their later merge."""
-    if not kinds:
-        return gradient
-    return tuple(
-        indexed_slices.numbered(rows) if kind == "shared" else rows for rows, kind in zip(gradient, kinds, strict=True)
-    )
+class RowSums:
+    """The rows of the lookups of parameters, over the micro-batches of a step.
 
-
-def add_rows(
-    before: Sequence[indexed_slices.RowSlices],
-    now: Sequence[indexed_slices.RowSlices],
-    kinds: Sequence[indexed_slices.Kind | None],
-) -> Any:
-    """Add the rows of each lookup of a micro-batch to those of earlier micro-batches.
+    Rows with the same numbers in every micro-batch, such as positions, are added; others are collected.
 
     Args:
-        before: The sums over earlier micro-batches, one for each lookup.
-        now: The rows of the micro-batch, for each lookup.
-        kinds: The kind of each lookup. Shared rows are merged after the last micro-batch.
+        live: The tensors that the step holds between two actions.
+        owner: The stage, or the loss.
+        like: For each parameter its gradient in a traced graph; a tuple has the rows of each lookup.
+        kinds: The kind of each lookup of each parameter.
+        device: The device of the rows.
     """
-    return tuple(
-        one._replace(values=one.values + other.values)
-        if kind == "equal"
-        else one._replace(
-            values=tf.concat([one.values, other.values], 0), indices=tf.concat([one.indices, other.indices], 0)
-        )
-        for one, other, kind in zip(before, now, kinds, strict=True)
-    )
+
+    def __init__(self, live: LiveTensors, owner: Hashable, like: Sequence[Any], kinds: Kinds, device: str) -> None:
+        self._live, self._owner, self._like, self._kinds, self._device = live, owner, like, kinds, device
+
+    def add(self, gradients: Sequence[Any]) -> None:
+        """Add the rows of a micro-batch, one item for each parameter; items that are no tuples are ignored."""
+        with tf.device(self._device):
+            for place, rows in self._lookups(gradients, equal=True):
+                key = Key("equal rows", (self._owner, place))
+                before = self._live.get(key)
+                self._live[key] = rows if before is None else rows._replace(values=before.values + rows.values)
+            others = [part for _, rows in self._lookups(gradients, equal=False) for part in _with_long_numbers(rows)]
+            if others:
+                self._live.push(Key("rows", self._owner), others, self._device)
+
+    def total(self) -> list[Any]:
+        """Return for each parameter a tuple with the rows of each lookup, or None; hold them no longer."""
+        specs = [
+            tf.TensorSpec(part.shape, tf.int64 if part is rows.indices else part.dtype)
+            for _, rows in self._lookups(self._like, equal=False)
+            for part in rows
+        ]
+        flat = self._live.pop_all(Key("rows", self._owner), specs, self._device)
+        with tf.device(self._device):
+            found = {}
+            for index, (place, _) in enumerate(self._lookups(self._like, equal=False)):
+                parts = [numbered(RowSlices(*one[2 * index : 2 * index + 2]), self._kind(place)) for one in flat]
+                found[place] = RowSlices(*(tf.concat(some, 0) for some in zip(*parts, strict=True)))
+        for place, _ in self._lookups(self._like, equal=True):
+            found[place] = self._live.take(Key("equal rows", (self._owner, place)))
+        return [
+            tuple(found[parameter, lookup] for lookup in range(len(gradient))) if isinstance(gradient, tuple) else None
+            for parameter, gradient in enumerate(self._like)
+        ]
+
+    def _lookups(self, gradients: Sequence[Any], *, equal: bool) -> list[tuple[tuple[int, int], RowSlices]]:
+        """Return the rows of lookups with their places, the index of the parameter and of its lookup."""
+        return [
+            ((parameter, lookup), rows)
+            for parameter, gradient in enumerate(gradients)
+            if isinstance(gradient, tuple)
+            for lookup, rows in enumerate(gradient)
+            if (self._kind((parameter, lookup)) == "equal") is equal
+        ]
+
+    def _kind(self, place: tuple[int, int]) -> indexed_slices.Kind | None:
+        return self._kinds[place[0]][place[1]]
+
+
+def _with_long_numbers(rows: RowSlices) -> RowSlices:
+    return rows._replace(indices=tf.cast(rows.indices, tf.int64))
+
+
+def numbered(rows: RowSlices, kind: indexed_slices.Kind | None) -> RowSlices:
+    """Return the rows of a micro-batch; those of shared lookups with numbers for their later merge."""
+    return indexed_slices.numbered(rows) if kind == "shared" else rows
 
 
 def joined(
@@ -85,7 +126,6 @@ def join_rows(
     """Return one gradient for the rows of several lookups; shared rows are merged as on one device."""
     pairs = zip(lookups, kinds, strict=True)
     merged = [indexed_slices.merged(rows) if kind == "shared" else rows for rows, kind in pairs]
-    return indexed_slices.join(
-        [rows._replace(indices=tf.cast(rows.indices, tf.int64)) for rows in merged],
-        tf.constant(tuple(shape), tf.int64),
-    )
+    with tf.device("CPU:0"):  # a size, which a GPU would have in its own memory
+        dense_shape = tf.constant(tuple(shape), tf.int64)
+    return indexed_slices.join([rows._replace(indices=tf.cast(rows.indices, tf.int64)) for rows in merged], dense_shape)

@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpar._compat import tf_function
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.executor import Execution
+from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.loss_program import LossPart, LossProgram
 from tfpar.pipeline.execution.microbatches import Microbatch
+from tfpar.pipeline.execution.row_gradients import RowSums
 from tfpar.pipeline.execution.stage_values import MaskedTensor
+from tfpar.pipeline.execution.step_state import LOSS
 from tfpar.reduction.gradient_addition import plus
 
 
@@ -22,8 +26,7 @@ class StepPrograms(NamedTuple):
     Args:
         programs: The stages.
         loss: The loss, after the last stage.
-        update_metrics: A function of the number of examples without padding, the part of the global batch, the
-            micro-batch, the outputs and their masks; None without metrics.
+        update_metrics: The function that `compile_metrics_update` returns; None without metrics.
     """
 
     programs: Programs
@@ -31,12 +34,15 @@ class StepPrograms(NamedTuple):
     update_metrics: Any
 
 
+_METRICS = Key("updated", "metrics")
+_METRIC_STATES = Key("metric states", LOSS)
+
+
 class BatchLoss:
     """The loss of a batch, computed micro-batch by micro-batch during an execution.
 
     Args:
         compiled: The compiled functions of the step.
-        microbatches: The micro-batches of the batch.
         divisors: The divisors of the losses over the batch, float64 `[divisors]`.
         scale: The gradient of one unit of loss, a scalar in Keras' float type.
         updates_metrics: Whether the outputs update the metrics.
@@ -45,49 +51,91 @@ class BatchLoss:
     def __init__(
         self,
         compiled: StepPrograms,
-        microbatches: Sequence[Microbatch],
         divisors: tf.Tensor,
         scale: tf.Tensor,
         *,
         updates_metrics: bool,
     ) -> None:
-        self._compiled, self._microbatches, self._divisors, self._scale = compiled, microbatches, divisors, scale
+        self._compiled, self._divisors, self._scale = compiled, divisors, scale
         self._updates_metrics = updates_metrics and compiled.update_metrics is not None
         self._program = compiled.loss
-        self._states = [variable.value.read_value() for variable in compiled.loss.states]
-        self._weights: list[Any] = [None] * len(compiled.loss.parameters)
+        self._read = [variable.value.read_value() for variable in compiled.loss.states]
+
+    @property
+    def variables(self) -> tuple[Sequence[keras.Variable], Sequence[keras.Variable]]:
+        """The states that the loss reads and changes, and the weights that it reads."""
+        return self._program.layer_states, self._program.parameters
 
     def __call__(self, execution: Execution, number: int, outputs: list[MaskedTensor]) -> LossPart:
-        """Return the part of a micro-batch of the loss; note the states that it changes.
+        """Add the loss of a micro-batch to that of the batch, with the states that it changes.
 
         Args:
             execution: The execution that computed the outputs.
             number: The index of the micro-batch.
             outputs: The flat outputs of the model for the micro-batch.
         """
-        program, one = self._program, self._microbatches[number]
-        layer_states, parameters = (
-            [execution.state(variable, number) for variable in variables]
-            for variables in (program.layer_states, program.parameters)
-        )
-        part = program.part(number, one, outputs, self._states, layer_states, parameters, self._divisors, self._scale)
-        pairs = zip(part.states, self._states, strict=True)
-        self._states = [tf.where(one.num_counted > 0, new, old) for new, old in pairs]
-        if part.weights:
-            self._weights = program.sum_rows(self._weights, part.weights)
-        execution.note(program.layer_states, number, part.layer_states)
+        program, one, live = self._program, execution.microbatch(number), execution.live
+        states = live.get(_METRIC_STATES, self._read)
+        layer_states = execution.variables.loss_states(number)
+        part = program.part(
+            execution.number(number), one, outputs, states, layer_states, execution.variables.loss_parameters,
+            self._divisors, self._scale,
+        )  # fmt: skip
+        live[_METRIC_STATES] = [
+            tf.where(one.num_counted > 0, new, old) for new, old in zip(part.states, states, strict=True)
+        ]
+        execution.add("loss", LOSS, part.value)
+        for index, of_output in enumerate(part.of_outputs):
+            execution.add("loss of an output", index, of_output)
+        self._add_weights(live, part.weights)
+        execution.variables.note_loss(number, part.layer_states, one)
         if self._updates_metrics:
-            tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
-            self._compiled.update_metrics(one.num_counted, one.part, one.batch, tensors, masks)
+            self._update_metrics(live, one, outputs)
         return part
 
-    def new_states(self) -> list[tuple[Any, tf.Tensor]]:
-        """Return the variables of metrics that `compute_loss` itself updates, with their values after the batch."""
-        return self._program.updated_metrics(self._states)
+    def value(self, live: LiveTensors) -> tf.Tensor:
+        """Return the loss of the batch without added losses, a scalar; it is computed after all updates of metrics.
 
-    def gradients(self) -> list[tuple[keras.Variable, Any]]:
+        TensorFlow prunes the updates unless a result depends on theirs, which is zero.
+        """
+        value: tf.Tensor = live[Key("loss", LOSS)]
+        updated = live.get(_METRICS)
+        with tf.device(self._program.device):
+            return value if updated is None else value + tf.cast(updated, value.dtype)
+
+    def of_outputs(self, live: LiveTensors) -> list[tf.Tensor]:
+        """Return the losses of single outputs, where Keras logs them, scalars."""
+        return [live[key] for key in live.of_role("loss of an output")]
+
+    def new_states(self, live: LiveTensors) -> list[tuple[Any, tf.Tensor]]:
+        """Return the variables of metrics that `compute_loss` itself updates, with their values after the batch."""
+        return self._program.updated_metrics(live[_METRIC_STATES])
+
+    def gradients(self, live: LiveTensors) -> list[tuple[keras.Variable, Any]]:
         """Return the weights that the loss itself reads, each with its summed gradient."""
-        return list(zip(self._program.parameters, self._program.joined(self._weights), strict=True))
+        rows = self._rows(live).total()
+        dense = [live.get(Key("gradient of the loss", index)) for index in range(len(rows))]
+        found = [one if of_one is None else of_one for one, of_one in zip(dense, rows, strict=True)]
+        return list(zip(self._program.parameters, self._program.joined(found), strict=True))
+
+    def _add_weights(self, live: LiveTensors, gradients: Sequence[Any]) -> None:
+        self._rows(live).add(gradients)
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.Tensor):
+                key = Key("gradient of the loss", index)
+                live[key] = plus(live.get(key), gradient)
+
+    def _rows(self, live: LiveTensors) -> RowSums:
+        program = self._program
+        return RowSums(live, LOSS, program.trace.weight_gradients, program.kinds, program.device)
+
+    def _update_metrics(self, live: LiveTensors, one: Microbatch, outputs: Sequence[MaskedTensor]) -> None:
+        """Update the metrics after their update by the micro-batch before."""
+        tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
+        with tf.control_dependencies(None):
+            before = live.get(_METRICS, tf.zeros((), keras.config.floatx()))
+            given = before, one.num_counted, one.part, one.batch, tensors, masks
+            live[_METRICS] = tf_function.unordered_call(self._compiled.update_metrics, *given)
 
 
 class StepContext(NamedTuple):
@@ -104,7 +152,7 @@ class StepContext(NamedTuple):
     def gradients(self) -> dict[int, Any]:
         """Return the gradient of each weight, summed over micro-batches, stages and the loss, by the weight's `id`."""
         found = self.execution.gradients()
-        for variable, gradient in self.loss.gradients():
+        for variable, gradient in self.loss.gradients(self.execution.live):
             with tf.device(variable.value.device):
                 found[id(variable)] = plus(found.get(id(variable)), gradient)
         return {key: gradient for key, gradient in found.items() if gradient is not None}

@@ -9,15 +9,21 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, random_state
-from tfpar.pipeline.execution.row_gradients import Kinds, add_rows, joined, known_kinds, numbered
+from tfpar._compat import keras_metrics, random_state, tf_function
+from tfpar.pipeline.execution.bundles import Bundle, pack, unpack
+from tfpar.pipeline.execution.row_gradients import Kinds, joined, known_kinds
 from tfpar.pipeline.execution.saved_tensors import SavedBytes, saved_bytes
+from tfpar.pipeline.execution.stage_functions import (
+    BackwardResults,
+    ForwardResults,
+    StageFunctions,
+)
 from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables, trace_stage
-from tfpar.pipeline.execution.stage_values import Forward, MaskedTensor, Place, ValueSpec
+from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, ValueSpec
 from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.stages import Stage
-from tfpar.reduction.gradient_addition import tensors_of, value_of
+from tfpar.reduction.gradient_addition import tensors_of
 from tfpar.reduction.losses_in_call import Way
 
 
@@ -54,9 +60,8 @@ class StageProgram:
         metric_states: The `id` of each state of a metric that a layer holds.
         trace: The graph from which the subgraphs are extracted.
         kinds: The kind of each lookup of each parameter; None for one that the graph does not determine.
-        forward_graph: The forward pass.
-        backward_graph: The backward pass, or its part for the inputs; None without training.
-        weight_graph: The weight gradient; None where the backward pass computes it.
+        subgraphs: The forward pass; for training the backward pass; where it is apart, the weight gradient.
+        functions: The same as compiled functions.
     """
 
     stage: Stage
@@ -66,9 +71,8 @@ class StageProgram:
     metric_states: frozenset[int]
     trace: StageTrace
     kinds: Kinds
-    forward_graph: Subgraph
-    backward_graph: Subgraph | None
-    weight_graph: Subgraph | None
+    subgraphs: Sequence[Subgraph]
+    functions: StageFunctions
 
     @property
     def parameters(self) -> Sequence[Any]:
@@ -79,6 +83,26 @@ class StageProgram:
     def states(self) -> Sequence[Any]:
         """All other variables."""
         return self.variables.states
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a backward pass."""
+        return len(self.subgraphs) > 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the weight gradient is a pass of its own."""
+        return len(self.subgraphs) > 2
+
+    @property
+    def changed_states(self) -> list[Any]:
+        """Those of `states` that the forward pass changes, in the order of its results."""
+        return [state for state, new in zip(self.states, self.trace.new_states, strict=True) if new is not None]
+
+    @property
+    def state_specs(self) -> Sequence[tf.Tensor]:
+        """Tensors with the shapes and types of `states`."""
+        return self.trace.variables[len(self.parameters) :]
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -100,94 +124,92 @@ class StageProgram:
         """The number of losses that its layers add."""
         return len(self.trace.losses)
 
-    def joined(self, gradients: Sequence[Any]) -> list[Any]:
-        """Return summed gradients of `parameters` as tensors, slices or None, as one device has them."""
-        return joined(gradients, self.kinds, self.parameters)
-
     def saved_bytes(self, microbatch_size: int) -> SavedBytes:
         """Return the memory of the saved tensors of a micro-batch, in bytes.
 
         Args:
             microbatch_size: The number of examples.
         """
-        later = [graph for graph in (self.backward_graph, self.weight_graph) if graph is not None]
-        saved = [*tensors_of(self.trace.values), *self.forward_graph.outputs]
+        forward, *later = self.subgraphs
+        saved = [*tensors_of(self.trace.values), *forward.outputs]
         return saved_bytes(saved, later, tensors_of(self.trace.backward.output_gradients), microbatch_size)
 
+    def bundle(self, values: Sequence[tf.Tensor]) -> Bundle:
+        """Return the values of `parameters` or of `states` as the passes take them."""
+        return pack(values, self.device)
+
     def forward(
-        self, values: Sequence[MaskedTensor], variables: Sequence[tf.Tensor], place: Place, scale: Any
-    ) -> Forward:
+        self, parameters: Bundle, states: Bundle, values: Sequence[MaskedTensor], place: Place, scale: Any
+    ) -> ForwardResults:
         """Run the forward pass of one micro-batch.
 
         Args:
+            parameters: The values of `parameters`.
+            states: The values of `states`.
             values: The inputs, `[examples, ...]` each.
-            variables: The values of `parameters`, then of `states`.
             place: The micro-batch in its global batch.
             scale: The gradient of one unit of each added loss, `[losses]` in Keras' float type.
         """
-        trace = self.trace
-        masks = [value.mask for value, spec in zip(values, self.input_specs, strict=True) if spec.mask is not None]
-        given = [*(value.tensor for value in values), *masks, *variables, place, scale]
-        pairs = zip(trace.arguments, tensors_of(given), strict=True)
-        known = {tensor.ref(): value for tensor, value in pairs}
-        self.forward_graph(known)
-        made = [
-            MaskedTensor(_value_of(tensor, known), None if mask is None else known[mask.ref()])
-            for tensor, mask in zip(trace.outputs, trace.masks, strict=True)
-        ]
-        states = [None if state is None else known[state.ref()] for state in trace.new_states]
-        return Forward(made, states, [known[loss.ref()] for loss in trace.losses], known)
+        tensors, masks = [value.tensor for value in values], []
+        for value, spec in zip(values, self.input_specs, strict=True):
+            masks.append(None if spec.mask is None else value.mask)
+        return ForwardResults(*self._call(self.functions.forward, parameters, states, tensors, masks, place, scale))
 
     def backward(
-        self, done: Forward, output_gradients: Sequence[tf.Tensor | None], totals: Sequence[Any] | None
-    ) -> tuple[list[Any], list[Any] | None]:
+        self, parameters: Bundle, saved: Bundle, output_gradients: Sequence[tf.Tensor | None], totals: Bundle | None
+    ) -> BackwardResults:
         """Run the backward pass of one micro-batch.
 
         Args:
-            done: The forward pass of the micro-batch.
+            parameters: The values of `parameters`.
+            saved: The saved tensors of its forward pass.
             output_gradients: The gradient of each output; None for an output without one.
-            totals: The summed weight gradients of earlier micro-batches; None for the first.
-
-        Returns:
-            The gradient of each input, None for none; and the new totals, None as a whole where `weight_gradients`
-            computes them.
+            totals: The summed dense gradients of earlier micro-batches; None for the first.
         """
-        assert self.backward_graph is not None, "compiled without training"
+        gradients = []
         for placeholder, gradient in zip(self.trace.backward.output_gradients, output_gradients, strict=True):
-            if placeholder is not None:
-                assert gradient is not None, "an output without a gradient is an unused output"
-                done.known[placeholder.ref()] = gradient
-        sums = None
-        if self.weight_graph is None:
-            sums = self._run_and_sum(self.backward_graph, done, totals)
-        else:
-            self.backward_graph(done.known)
-        return [value_of(gradient, done.known) for gradient in self.trace.backward.input_gradients], sums
+            assert placeholder is None or gradient is not None, "an output without a gradient is an unused output"
+            gradients.append(None if placeholder is None else gradient)
+        given = self._zeros() if totals is None else totals
+        return BackwardResults(*self._call(self.functions.backward, parameters, saved, gradients, given))
 
-    def weight_gradients(self, done: Forward, totals: Sequence[Any] | None) -> list[Any]:
-        """Return the new totals of the gradients of `parameters`, after `backward`; None for a weight without one.
+    def weight_gradients(self, parameters: Bundle, saved: Bundle, totals: Bundle | None) -> BackwardResults:
+        """Run the part of the backward pass for the weights, after `backward`.
 
         Args:
-            done: The forward pass of the micro-batch.
-            totals: The summed weight gradients of earlier micro-batches; None for the first.
+            parameters: The values of `parameters`.
+            saved: The saved tensors of `backward`.
+            totals: The summed dense gradients of earlier micro-batches; None for the first.
         """
-        assert self.weight_graph is not None, "the backward pass computes the weight gradient"
-        return self._run_and_sum(self.weight_graph, done, totals)
+        given = self._zeros() if totals is None else totals
+        return BackwardResults(*self._call(self.functions.weights, parameters, saved, given))
 
-    def _run_and_sum(self, subgraph: Subgraph, done: Forward, totals: Sequence[Any] | None) -> list[Any]:
-        backward = self.trace.backward
-        for index, total in enumerate(backward.totals):
-            if total is not None:
-                done.known[total.ref()] = tf.zeros(total.shape, total.dtype) if totals is None else totals[index]
-        subgraph(done.known)
-        pairs = zip(backward.sums, self.kinds, strict=True)
-        sums = [numbered(value_of(one, done.known), kinds) for one, kinds in pairs]
-        if totals is None:
-            return sums
-        return [
-            now if not kinds else add_rows(before, now, kinds)
-            for before, now, kinds in zip(totals, sums, self.kinds, strict=True)
+    def gradients(self, totals: Bundle, rows: Sequence[Any]) -> list[Any]:
+        """Return summed gradients of `parameters` as tensors, slices or None, as one device has them.
+
+        Args:
+            totals: The summed dense gradients.
+            rows: For each parameter a tuple with the summed rows of each lookup, or None.
+        """
+        dense = iter(unpack(totals, self._totals, self.device))
+        gradients = [
+            next(dense) if total is not None else of_one
+            for total, of_one in zip(self.trace.backward.totals, rows, strict=True)
         ]
+        with tf.device(self.device):
+            return joined(gradients, self.kinds, self.parameters)
+
+    @property
+    def _totals(self) -> list[tf.Tensor]:
+        return [total for total in self.trace.backward.totals if total is not None]
+
+    def _zeros(self) -> Bundle:
+        with tf.device(self.device):
+            return pack([tf.zeros(total.shape, total.dtype) for total in self._totals], self.device)
+
+    def _call(self, function: Any, *arguments: Any) -> Any:
+        with tf.device(self.device):
+            return tf_function.unordered_call(function, *arguments)
 
 
 def compile_stage(
@@ -228,7 +250,7 @@ def compile_stage(
     if unseen:  # a Lambda may read the weight of a layer that is not its own
         variables = _by_role([*variables.parameters, *variables.states, *unseen], training=options.training)
         traced = trace(variables)
-    forward, *backward = _extract(traced, device, options)
+    subgraphs = _extract(traced, device, options)
     kinds = known_kinds(traced.graph, traced.backward.weight_gradients, tensors_of([traced.values, traced.place]))
     return StageProgram(
         stage,
@@ -238,9 +260,8 @@ def compile_stage(
         frozenset(map(id, metric_states)),
         traced,
         kinds,
-        forward_graph=forward,
-        backward_graph=backward[0] if backward else None,
-        weight_graph=backward[1] if len(backward) > 1 else None,
+        subgraphs,
+        StageFunctions(traced, subgraphs, input_specs, len(variables.parameters), device),
     )
 
 
@@ -273,8 +294,3 @@ def _extract(trace: StageTrace, device: str, options: StageOptions) -> list[Subg
         recompute=options.recompute,
         jit_compile=options.jit_compile,
     )
-
-
-def _value_of(tensor: Any, known: dict[Any, tf.Tensor]) -> Any:
-    """Return a tensor of the traced graph, perhaps a ragged or sparse one, with its value."""
-    return tf.nest.map_structure(lambda part: known[part.ref()], tensor, expand_composites=True)

@@ -51,22 +51,6 @@ class Place(NamedTuple):
     sums: Any
 
 
-class Forward(NamedTuple):
-    """The forward pass of one micro-batch through a stage.
-
-    Args:
-        outputs: The outputs of the stage.
-        new_states: The new value of each of its states; None for an unchanged one.
-        losses: The losses that its layers add, scalars.
-        known: The saved tensors, by `tensor.ref()` of the traced graph.
-    """
-
-    outputs: list[MaskedTensor]
-    new_states: list[tf.Tensor | None]
-    losses: list[tf.Tensor]
-    known: dict[Any, tf.Tensor]
-
-
 def spec_of_output(tensor: Any) -> Any:
     """Return the spec of an output of a stage, or of a mask; None of None."""
     if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):

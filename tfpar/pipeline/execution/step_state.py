@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfpar.pipeline.execution.bundles import Bundle, unpack
+from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.stage_program import StageProgram
+from tfpar.pipeline.execution.state_changes import StateChanges
+
+LOSS = "loss"
+Owner = int | str  # the index of a stage, or LOSS
 
 
 class StepVariables:
@@ -20,76 +27,101 @@ class StepVariables:
 
     Args:
         programs: The compiled stages.
+        live: The tensors that the step holds between two actions.
+        loss_states: The states that the loss, after the last stage, reads and changes.
+        loss_parameters: The weights that the loss reads.
     """
 
-    def __init__(self, programs: Sequence[StageProgram]) -> None:
-        self._programs = programs
+    def __init__(
+        self,
+        programs: Sequence[StageProgram],
+        live: LiveTensors,
+        loss_states: Sequence[keras.Variable] = (),
+        loss_parameters: Sequence[keras.Variable] = (),
+    ) -> None:
+        self._programs, self._live, self._loss_states = programs, live, loss_states
         self._read: dict[int, tf.Tensor] = {}
-        self._copies: dict[tuple[int, str], tf.Tensor] = {}
-        self._now: dict[tuple[int, int], tf.Tensor] = {}  # by state and micro-batch
-        self._changed: dict[int, tuple[keras.Variable, list[tuple[tf.Tensor, Microbatch]]]] = {}
-        self._change_weights: dict[Any, tf.Tensor] = {}  # by micro-batches and shape
+        self._loss_device = programs[-1].device
+        self.parameters = [one.bundle(self._values(one.parameters, one.device)) for one in programs]
+        self._states = [one.bundle(self._values(one.states, one.device)) for one in programs]
+        self.loss_parameters = self._values(loss_parameters, self._loss_device)
+        self._loss_values = self._values(loss_states, self._loss_device)
+        self._changes = self._find_changes()
+        users = collections.Counter(id(state) for program in programs for state in program.states)
+        users.update(map(id, loss_states))
+        self._shared = {key for key, count in users.items() if count > 1}
 
-    def read(self, stage: int, number: int) -> list[tf.Tensor]:
-        """Return the values of a stage's parameters and states for a micro-batch."""
+    def states(self, stage: int, number: int) -> Bundle:
+        """Return the values of a stage's states for a micro-batch."""
         program = self._programs[stage]
-        parameters = [self._on(variable, program.device) for variable in program.parameters]
-        return [*parameters, *(self.state(variable, number, program.device) for variable in program.states)]
+        if not any(Key("state", id(state), number) in self._live for state in program.states):
+            return self._states[stage]
+        before = unpack(self._states[stage], program.state_specs, program.device)
+        return program.bundle(self._now(program.states, before, number, program.device))
 
-    def state(self, variable: keras.Variable, number: int, device: str) -> tf.Tensor:
-        """Return the value of a state for a micro-batch, as last noted."""
-        return self._now.get((id(variable), number), self._on(variable, device))
+    def loss_states(self, number: int) -> list[tf.Tensor]:
+        """Return the values of the states that the loss reads in a micro-batch, after the last stage."""
+        return self._now(self._loss_states, self._loss_values, number, self._loss_device)
 
-    def _on(self, variable: keras.Variable, device: str) -> tf.Tensor:
-        key = (id(variable), device)
-        if key not in self._copies:
+    def note(self, stage: int, number: int, new: Bundle, microbatch: Microbatch) -> None:
+        """Note the new values of the states that a stage changes in a micro-batch."""
+        program = self._programs[stage]
+        if any(id(state) in self._shared for state in program.changed_states):
+            specs = [tf.TensorSpec(state.shape, state.dtype) for state in program.changed_states]
+            self._share(program.changed_states, unpack(new, specs, program.device), number)
+        if stage in self._changes:
+            self._changes[stage].add(self._live, new, microbatch)
+
+    def note_loss(self, number: int, new: Sequence[tf.Tensor], microbatch: Microbatch) -> None:
+        """Note the new values of the states that the loss changes in a micro-batch."""
+        if LOSS in self._changes:
+            self._changes[LOSS].add(self._live, self._programs[-1].bundle(new), microbatch)
+
+    def end_forward(self, number: int) -> None:
+        """Hold the states of a micro-batch no longer, after its forward pass and loss."""
+        for key in self._live.of_role("state"):
+            if key.microbatch == number:
+                self._live.take(key)
+
+    def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Return each changed state with its value after the step, after the last action."""
+        return [pair for changes in self._changes.values() for pair in changes.results(self._live)]
+
+    def _values(self, variables: Sequence[keras.Variable], device: str) -> list[tf.Tensor]:
+        """Return the values of variables before the step, on a device."""
+        found = []
+        for variable in variables:
             if id(variable) not in self._read:
                 with tf.control_dependencies(None), tf.device(variable.value.device):
                     self._read[id(variable)] = variable.value.read_value()
-            with tf.control_dependencies(None), tf.device(device):
-                self._copies[key] = tf.identity(self._read[id(variable)])
-        return self._copies[key]
+            with tf.device(device):
+                found.append(tf.identity(self._read[id(variable)]))
+        return found
 
-    def note(
-        self,
-        variables: Sequence[keras.Variable],
-        number: int,
-        states: Sequence[tf.Tensor | None],
-        microbatch: Microbatch,
-    ) -> None:
-        """Note the values of states after a stage, or the loss, of a micro-batch; None for an unchanged one."""
-        for variable, state in zip(variables, states, strict=True):
-            if state is None:
-                continue
-            self._now[id(variable), number] = state
-            _, found = self._changed.setdefault(id(variable), (variable, []))
-            found[:] = [pair for pair in found if pair[1] is not microbatch] + [(state, microbatch)]
+    def _now(self, states: Sequence[Any], before: Sequence[tf.Tensor], number: int, device: str) -> list[tf.Tensor]:
+        """Return the values of states in a micro-batch, as an earlier stage changed them."""
+        with tf.device(device):
+            return [
+                tf.identity(self._live.get(Key("state", id(state), number), value))
+                for state, value in zip(states, before, strict=True)
+            ]
 
-    def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return each changed state with the mean of its new values over micro-batches, weighted by their sizes.
+    def _share(self, states: Sequence[Any], values: Sequence[tf.Tensor], number: int) -> None:
+        for state, value in zip(states, values, strict=True):
+            if id(state) in self._shared:
+                self._live[Key("state", id(state), number)] = value
 
-        An integer state changes as in one micro-batch: a seed advances once a step. The states of metrics that layers
-        hold are summed.
-        """
-        return [(variable, self._merged(variable, found)) for variable, found in self._changed.values()]
-
-    def _merged(self, variable: keras.Variable, found: list[tuple[tf.Tensor, Microbatch]]) -> tf.Tensor:
-        first, counts = found[0][0], any(id(variable) in program.metric_states for program in self._programs)
-        with tf.device(variable.value.device):
-            if not first.dtype.is_floating and not counts:
-                return tf.identity(first)
-            # The mean of the changes, so that an unchanged state is equal to the last bit; of all micro-batches at
-            # once, since operations for each would be half of the graph of a model with BatchNormalization.
-            before = self._read[id(variable)]
-            states, microbatches = zip(*found, strict=True)
-            changes = tf.stack(states) - before
-            weights = self._weights(microbatches, changes.shape.rank, first.dtype, counts=counts)
-            return before + tf.reduce_sum(weights * changes, 0)
-
-    def _weights(self, microbatches: Sequence[Microbatch], rank: int, dtype: Any, *, counts: bool) -> tf.Tensor:
-        """Return the weight of the change by each micro-batch, `[microbatches, 1, ...]`."""
-        key = tuple(map(id, microbatches)), rank, dtype, counts
-        if key not in self._change_weights:
-            weights = tf.stack([one.example_weight if counts else one.part for one in microbatches])
-            self._change_weights[key] = tf.cast(tf.reshape(weights, [-1] + [1] * (rank - 1)), dtype)
-        return self._change_weights[key]
+    def _find_changes(self) -> dict[Owner, StateChanges]:
+        """Return the changes of states by the stage that is the last to change each in a micro-batch."""
+        changed: dict[Owner, Sequence[Any]] = {i: one.changed_states for i, one in enumerate(self._programs)}
+        changed[LOSS] = self._loss_states
+        last = {id(state): owner for owner, states in changed.items() for state in states}
+        counting = {key for program in self._programs for key in program.metric_states}
+        found: dict[Owner, StateChanges] = {}
+        for owner, states in changed.items():
+            owned = [state for state in states if last[id(state)] == owner]
+            if owned:
+                device = self._loss_device if isinstance(owner, str) else self._programs[owner].device
+                before = [self._read[id(state)] for state in owned]
+                found[owner] = StateChanges(owner, states, owned, before, counting, device)
+        return found

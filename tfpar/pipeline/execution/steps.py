@@ -12,13 +12,14 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_optimizer
 from tfpar.pipeline.execution.executor import Execution
-from tfpar.pipeline.execution.microbatches import cut_batch
+from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches
 from tfpar.pipeline.execution.regularization import add_penalties
 from tfpar.pipeline.execution.stage_chain import BatchLoss, StepContext
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.step_results import assign_states, update_loss_trackers
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.schedule import Action, Schedule
+from tfpar.pipeline.schedule.steady_state import Segment, segments
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
 
@@ -40,7 +41,7 @@ class PipelineSteps:
         """Add one optimizer update to the graph; return the loss, a scalar."""
         scale = self._loss_scale()
         context = self._begin(batch, scale, training=True)
-        context.execution.run(self._schedule.in_order())
+        context.execution.run(segments(self._schedule.in_order()))
         gradients = context.gradients()
         loss = self._finish(batch, context, add_penalties(self._model, gradients, scale))
         # Updates come after all operations that read weights.
@@ -56,29 +57,20 @@ class PipelineSteps:
         """Add the loss and metrics of a batch to the graph; return the loss, a scalar."""
         scale = tf.ones((), keras.config.floatx())
         context = self._begin(batch, scale, training=False)
-        context.execution.run(self._forward_actions())
+        context.execution.run(segments(self._forward_actions()))
         return self._finish(batch, context, add_penalties(self._model, {}, scale))
 
     def predict_step(self, inputs: Any) -> Any:
         """Add the forward pass of a batch to the graph; return the model's outputs, `[batch, ...]` each."""
         with tf.init_scope():
             programs = self.compiler.stages(inputs, training=False)
-        microbatches = cut_batch(inputs, self._schedule.num_microbatches)
-        flat = [self._staged.flat_inputs(one.batch) for one in microbatches]
-        execution = Execution(programs, microbatches, flat, tf.ones((), keras.config.floatx()))
-        execution.run(self._forward_actions())
+        microbatches = Microbatches((inputs,), self._schedule.num_microbatches)
+        execution = Execution(programs, microbatches, self._staged.flat_inputs, tf.ones((), keras.config.floatx()))
+        execution.run(segments(self._forward_actions()))
         assign_states(execution.new_states(), execution.ends)
-        parts = [execution.outputs(number) for number in range(len(microbatches))]
+        parts = execution.outputs()
         with tf.device(self._last_device):
-            whole = [
-                data.join_batches(
-                    [
-                        data.take_rows(one.tensor, 0, part.num_counted)
-                        for one, part in zip(ones, microbatches, strict=True)
-                    ]
-                )
-                for ones in zip(*parts, strict=True)
-            ]
+            whole = [data.join_batches(list(ones)) for ones in zip(*parts, strict=True)]
         return self._staged.packed_outputs(whole)
 
     def timed(self, batch: Any, actions: Sequence[Action]) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -93,7 +85,7 @@ class PipelineSteps:
             gradients, without which TensorFlow would prune the backward pass.
         """
         context = self._begin(batch, self._loss_scale(), training=True, timed=True)
-        context.execution.run(actions)
+        context.execution.run([Segment(tuple(actions))])
         sums = tf.nest.flatten(list(context.gradients().values()), expand_composites=True)
         moments = {moment.action: [moment.begin, moment.end] for moment in context.execution.moments}
         return tf.stack([tf.stack(moments[action]) for action in actions]), sums
@@ -107,17 +99,22 @@ class PipelineSteps:
         """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
         with tf.init_scope():
             compiled = self.compiler.compile(batch, training=training)
-        microbatches = cut_batch(batch, self._schedule.num_microbatches)
-        flat = [self._staged.flat_inputs(keras.utils.unpack_x_y_sample_weight(one.batch)[0]) for one in microbatches]
+        microbatches = Microbatches(batch, self._schedule.num_microbatches)
         divisors = tf.zeros([0], tf.float64)
         if compiled.loss.num_divisors:
             call = functools.partial(self._staged.call, training=training)
-            divisors = compiled.loss.loss.divisors(batch, microbatches[0].num_examples, call)
-        counts = [BatchWeights(one.example_weight, one.size, one.num_examples) for one in microbatches]
-        factors = [self.compiler.decomposition.added_factors(training, one) for one in counts]
-        loss = BatchLoss(compiled, microbatches, divisors, scale, updates_metrics=not timed)
+            divisors = compiled.loss.loss.divisors(batch, microbatches.num_examples, call)
+
+        def factors(one: Microbatch) -> Sequence[tf.Tensor]:
+            weights = BatchWeights(one.example_weight, one.size, one.num_examples)
+            return self.compiler.decomposition.added_factors(training, weights)
+
+        loss = BatchLoss(compiled, divisors, scale, updates_metrics=not timed)
         sums = None if timed else self._sums_in_call(batch, training)
-        execution = Execution(compiled.programs, microbatches, flat, scale, factors, loss, sums, timed=timed)
+        execution = Execution(
+            compiled.programs, microbatches, self._staged.flat_inputs, scale, factors, loss, loss.variables, sums,
+            timed=timed,
+        )  # fmt: skip
         return StepContext(execution, loss)
 
     def _sums_in_call(self, batch: Any, training: bool) -> tf.Tensor | None:
@@ -135,10 +132,13 @@ class PipelineSteps:
 
     def _finish(self, batch: Any, context: StepContext, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the loss of the batch; assign new states and update the tracked losses."""
-        execution = context.execution
-        loss = tf.add_n([tf.cast(part, keras.config.floatx()) for part in (*execution.losses, *penalties)])
-        assign_states([*execution.new_states(), *context.loss.new_states()], [*execution.ends, loss])
-        update_loss_trackers(self._model, batch, loss, execution)
+        execution, live = context.execution, context.execution.live
+        losses = [*execution.losses, context.loss.value(live), *penalties]
+        with tf.device(self._last_device):
+            loss = tf.add_n([tf.cast(part, keras.config.floatx()) for part in losses])
+        assign_states([*execution.new_states(), *context.loss.new_states(live)], [*execution.ends, loss])
+        of_outputs = context.loss.of_outputs(live)
+        update_loss_trackers(self._model, batch, loss, execution.microbatches.num_examples, of_outputs)
         return loss
 
     def _forward_actions(self) -> list[Action]:

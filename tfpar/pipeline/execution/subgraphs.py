@@ -11,6 +11,7 @@ earlier subgraph runs. Its inputs from earlier subgraphs are the saved tensors; 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import graphlib
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,19 +26,25 @@ _PENDING_SUMS = 2  # of a kernel and a bias: two threads may compute at the same
 
 @dataclasses.dataclass(frozen=True)
 class Subgraph:
-    """A compiled part of a traced graph.
+    """A part of a traced graph.
 
     Args:
         inputs: Tensors of the traced graph, in the order of the function's arguments.
         outputs: Tensors of the traced graph, in the order of its results.
         recomputed: Tensors of the traced graph that an earlier subgraph computed and did not save.
-        function: Computes the outputs from the inputs.
+        operations: Its operations.
+        captured: Tensors outside of the traced graph that the operations read, by the name of the tensor inside.
+        device: The device that runs it.
+        jit_compile: Whether XLA compiles it.
     """
 
     inputs: tuple[tf.Tensor, ...]
     outputs: tuple[tf.Tensor, ...]
     recomputed: tuple[tf.Tensor, ...]
-    function: Any
+    operations: Any
+    captured: dict[str, Any]
+    device: str
+    jit_compile: bool
 
     def __call__(self, known: dict[Any, tf.Tensor]) -> None:
         """Compute the outputs and add them to `known`.
@@ -45,8 +52,27 @@ class Subgraph:
         Args:
             known: Values by `tensor.ref()` of the traced graph, among them those of the inputs.
         """
-        results = self.function(*(known[tensor.ref()] for tensor in self.inputs)) if self.outputs else []
+        if not self.outputs:
+            return
+        values = [known[tensor.ref()] for tensor in self.inputs]
+        calls = tf.executing_eagerly() or self.jit_compile
+        results = self.function(*values) if calls else self._import(*values)
         known.update(zip((tensor.ref() for tensor in self.outputs), results, strict=True))
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """A concrete function of the inputs to the outputs."""
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.inputs]
+        return noinline_function(self._import, *specs, jit_compile=self.jit_compile)
+
+    def _import(self, *values: tf.Tensor) -> list[tf.Tensor]:
+        """Add the operations to the graph that is being traced; return the outputs."""
+        known = {tensor.name: value for tensor, value in zip(self.inputs, values, strict=True)}
+        here = tf.compat.v1.get_default_graph()
+        known |= {name: here.capture(outer) for name, outer in self.captured.items()}
+        names = [tensor.name for tensor in self.outputs]
+        with tf.device(self.device):
+            return list(tf.graph_util.import_graph_def(self.operations, known, names, name=""))
 
 
 def extract_subgraphs(
@@ -91,7 +117,7 @@ def extract_subgraphs(
         repeated = ops & ops_of[0] if number else set()
         recomputed = [tensor for tensor in (*_outer_inputs(ops - repeated), *outputs) if tensor.op in repeated]
         turns = _turns(graph, ops, sums)
-        subgraphs.append(_compile(graph, whole, ops, outer, outputs, recomputed, turns, device, jit_compile))
+        subgraphs.append(_subgraph(graph, whole, ops, outer, outputs, recomputed, turns, device, jit_compile))
     return subgraphs
 
 
@@ -164,7 +190,7 @@ def _unique(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list({tensor.ref(): tensor for tensor in tensors}.values())
 
 
-def _compile(
+def _subgraph(
     graph: Any,
     whole: Any,
     ops: set[tf.Operation],
@@ -187,17 +213,7 @@ def _compile(
                 copy.input.append(f"^{turns[node.name]}")
             copy.attr.pop("_class", None)  # it may name operations of another subgraph
             copy.device = ""
-    captured = {inner.ref(): outer for outer, inner in graph.captures}
-    arguments = [tensor for tensor in inputs if tensor.ref() not in captured]
-
-    def body(*values: tf.Tensor) -> list[tf.Tensor]:
-        known = {tensor.name: value for tensor, value in zip(arguments, values, strict=True)}
-        here = tf.compat.v1.get_default_graph()
-        known |= {tensor.name: here.capture(captured[tensor.ref()]) for tensor in inputs if tensor.ref() in captured}
-        with tf.device(device):
-            imported = tf.graph_util.import_graph_def(part, known, [tensor.name for tensor in outputs], name="")
-        return list(imported)
-
-    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in arguments]
-    function = noinline_function(body, *specs, jit_compile=jit_compile)
-    return Subgraph(tuple(arguments), tuple(outputs), tuple(recomputed), function)
+    outside = {inner.ref(): outer for outer, inner in graph.captures}
+    arguments = [tensor for tensor in inputs if tensor.ref() not in outside]
+    captured = {tensor.name: outside[tensor.ref()] for tensor in inputs if tensor.ref() in outside}
+    return Subgraph(tuple(arguments), tuple(outputs), tuple(recomputed), part, captured, device, jit_compile)

@@ -12,6 +12,8 @@ import tensorflow as tf
 from tfpar._compat import keras_optimizer, keras_variables, keras_weight_placement
 from tfpar.pipeline.partition.stages import Stage, owner_of
 
+_MANY = 2**62
+
 
 def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence[str]) -> None:
     """Place every weight on the device of its stage; a weight of several stages on the device of the first.
@@ -118,8 +120,9 @@ def follow_data() -> Iterator[None]:
         largest, device_of_largest = -1.0, ""
         for tensor in op.inputs:
             device = device_of(tensor)
-            # A resource handle counts as its variable.
-            size = float("inf") if tensor.dtype == tf.resource else tensor.shape.num_elements() or 0
+            # A resource handle counts as its variable, rows of unknown number as many.
+            known = tensor.shape.num_elements()
+            size = float("inf") if tensor.dtype == tf.resource else _MANY if known is None else known
             if device and size > largest:
                 largest, device_of_largest = size, device
         return op.device or device_of_largest

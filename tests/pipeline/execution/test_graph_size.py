@@ -1,0 +1,47 @@
+"""The graph of a step hardly grows with the number of micro-batches."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpar
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+def model_with_states() -> keras.Model:
+    """A model with Dropout, BatchNormalization, an embedding and an added loss, whose states a loop must carry."""
+    tokens = keras.Input((3,), dtype="int32")
+    hidden = keras.layers.Flatten()(keras.layers.Embedding(7, 4)(tokens))
+    hidden = keras.layers.Dropout(0.1)(keras.layers.Dense(8, "tanh")(hidden))
+    hidden = keras.layers.ActivityRegularization(l2=0.01)(keras.layers.Dense(8)(hidden))
+    model = keras.Model(tokens, keras.layers.Dense(2)(hidden))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    return model
+
+
+def num_operations(schedule: str, num_microbatches: int, step: str) -> int:
+    """The number of operations in the graph of a step, those of all functions included."""
+    num_stages, devices = (4, ["CPU:0", "CPU:1"]) if schedule == "interleaved" else (2, None)
+    strategy = tfpar.Pipeline(num_stages, num_microbatches, schedule, balance="parameters", devices=devices)
+    trainer = tfpar.Trainer(model_with_states, strategy, seed=0)
+    features = np.arange(192, dtype="int32").reshape(64, 3) % 7
+    batch = trainer.build(tf.data.Dataset.from_tensor_slices((features, features[:, 0] % 2)).batch(64))
+    trainer.fit(features, features[:, 0] % 2, batch_size=64, verbose=0)
+    run = {
+        "train": lambda: strategy.train_step(trainer.model, batch),
+        "evaluate": lambda: strategy.evaluate_step(trainer.model, batch),
+    }[step]
+    graph = tf.function(run, autograph=False).get_concrete_function().graph.as_graph_def()
+    return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step"),
+    [("1f1b", "train"), ("1f1b", "evaluate"), ("zero_bubble", "train"), ("interleaved", "train")],
+)
+def test_a_micro_batch_adds_to_the_graph_only_its_rows_of_the_embedding(schedule: str, step: str) -> None:
+    few, many = (num_operations(schedule, count, step) for count in (8, 32))
+    assert many - few <= (3 * (32 - 8) if step == "train" else 0)

@@ -1,0 +1,180 @@
+"""The passes of a stage as compiled functions with few arguments and results, whose tensors come in bundles.
+
+F   parameters, states, values, place      ─►  outputs, losses, new states, saved tensors
+B   parameters, saved, gradients, totals   ─►  gradients of the inputs, rows, new totals (or saved tensors for W)
+W   parameters, saved, totals              ─►  rows, new totals
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfpar._compat import tf_function
+from tfpar.pipeline.execution.bundles import Bundle, pack, specs_of, unpack
+from tfpar.pipeline.execution.stage_trace import StageTrace
+from tfpar.pipeline.execution.stage_values import Place, ValueSpec
+from tfpar.pipeline.execution.subgraphs import Subgraph
+from tfpar.reduction.gradient_addition import tensors_of, value_of
+
+Known = dict[Any, tf.Tensor]  # values by `tensor.ref()` of the traced graph
+
+
+class ForwardResults(NamedTuple):
+    """The results of F for one micro-batch.
+
+    Args:
+        outputs: The outputs of the stage.
+        masks: The Keras mask of each output; None for none.
+        losses: The losses that its layers add, scalars.
+        new_states: The new values of the states that it changes.
+        saved: The tensors that B, or W, needs.
+    """
+
+    outputs: list[Any]
+    masks: list[tf.Tensor | None]
+    losses: list[tf.Tensor]
+    new_states: Bundle
+    saved: Bundle
+
+
+class BackwardResults(NamedTuple):
+    """The results of B or W for one micro-batch.
+
+    Args:
+        input_gradients: The gradient of each input; None for none.
+        rows: For each parameter a tuple with the rows of each lookup, or None.
+        totals: The summed dense gradients of parameters, this micro-batch included.
+        saved: The tensors that W needs.
+    """
+
+    input_gradients: list[Any]
+    rows: list[Any]
+    totals: Bundle
+    saved: Bundle
+
+
+class StageFunctions:
+    """The passes of a stage, each compiled on first use.
+
+    Args:
+        trace: The graph of the forward and backward pass.
+        subgraphs: The forward pass; for training the backward pass; where it is apart, the weight gradient.
+        inputs: The specs of the inputs of the stage.
+        num_parameters: The number of variables that are trained.
+        device: The device that runs it.
+    """
+
+    def __init__(
+        self,
+        trace: StageTrace,
+        subgraphs: Sequence[Subgraph],
+        inputs: Sequence[ValueSpec],
+        num_parameters: int,
+        device: str,
+    ) -> None:
+        self._trace, self._inputs, self._device = trace, inputs, device
+        self._forward, *self._later = subgraphs
+        self._parameters, self._states = trace.variables[:num_parameters], trace.variables[num_parameters:]
+        self._totals = [total for total in trace.backward.totals if total is not None]
+        given = tensors_of([trace.values, trace.place, trace.scale, self._states])
+        self._saved = _among([*given, *self._forward.outputs], self._later)
+        gradients = tensors_of(trace.backward.output_gradients)
+        before = [*given, *self._forward.outputs, *gradients, *(self._later[0].outputs if self._later else [])]
+        self._saved_for_weights = _among(before, self._later[1:])
+
+    @functools.cached_property
+    def forward(self) -> Any:
+        """The concrete function of F."""
+        parameters, states = self._specs(self._parameters), self._specs(self._states)
+        values, masks = [one.spec for one in self._inputs], [one.mask for one in self._inputs]
+        place = Place(tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), tf.TensorSpec([None, 2], tf.float64))
+        scale = tf.TensorSpec([None], self._trace.scale.dtype)
+        return _compiled(self._run_forward, parameters, states, values, masks, place, scale)
+
+    @functools.cached_property
+    def backward(self) -> Any:
+        """The concrete function of B."""
+        gradients = [
+            None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
+            for tensor in self._trace.backward.output_gradients
+        ]
+        parameters, saved, totals = map(self._specs, (self._parameters, self._saved, self._totals))
+        return _compiled(self._run_backward, parameters, saved, gradients, totals)
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        """The concrete function of W."""
+        specs = map(self._specs, (self._parameters, self._saved_for_weights, self._totals))
+        return _compiled(self._run_weights, *specs)
+
+    def _specs(self, tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
+        return specs_of(tensors)
+
+    def _run_forward(
+        self, parameters: Bundle, states: Bundle, values: Any, masks: Any, place: Place, scale: tf.Tensor
+    ) -> ForwardResults:
+        trace, known = self._trace, self._known((self._parameters, parameters), (self._states, states))
+        known |= _pairs(tensors_of([trace.values, trace.place, trace.scale]), tensors_of([values, masks, place, scale]))
+        self._forward(known)
+        changed = [known[state.ref()] for state in trace.new_states if state is not None]
+        return ForwardResults(
+            [_composite(output, known) for output in trace.outputs],
+            [None if mask is None else known[mask.ref()] for mask in trace.masks],
+            [known[loss.ref()] for loss in trace.losses],
+            pack(changed, self._device),
+            self._pack(self._saved, known),
+        )
+
+    def _run_backward(self, parameters: Bundle, saved: Bundle, gradients: Any, totals: Bundle) -> BackwardResults:
+        backward = self._trace.backward
+        known = self._known((self._parameters, parameters), (self._saved, saved), (self._totals, totals))
+        known |= _pairs(tensors_of(backward.output_gradients), tensors_of(gradients))
+        self._later[0](known)
+        of_inputs = [value_of(gradient, known) for gradient in backward.input_gradients]
+        if self._later[1:]:
+            return BackwardResults(of_inputs, [], [], self._pack(self._saved_for_weights, known))
+        return BackwardResults(of_inputs, *self._sums(known), [])
+
+    def _run_weights(self, parameters: Bundle, saved: Bundle, totals: Bundle) -> BackwardResults:
+        late = self._saved_for_weights
+        known = self._known((self._parameters, parameters), (late, saved), (self._totals, totals))
+        self._later[1](known)
+        return BackwardResults([], *self._sums(known), [])
+
+    def _sums(self, known: Known) -> tuple[list[Any], Bundle]:
+        sums = [value_of(one, known) for one in self._trace.backward.sums]
+        dense = [one for one in sums if isinstance(one, tf.Tensor)]
+        return [one if isinstance(one, tuple) else None for one in sums], pack(dense, self._device)
+
+    def _pack(self, tensors: Sequence[tf.Tensor], known: Known) -> Bundle:
+        return pack([known[tensor.ref()] for tensor in tensors], self._device)
+
+    def _known(self, *bundles: tuple[Sequence[tf.Tensor], Bundle]) -> Known:
+        known: Known = {}
+        for tensors, bundle in bundles:
+            known |= _pairs(tensors, unpack(bundle, tensors, self._device))
+        return known
+
+
+def _compiled(body: Callable[..., Any], *specs: Any) -> Any:
+    with tf.init_scope():  # not inside of the loop that calls it first
+        return tf_function.noinline_function(body, *specs)
+
+
+def _among(tensors: Iterable[tf.Tensor], subgraphs: Sequence[Subgraph]) -> list[tf.Tensor]:
+    """Return the tensors that subgraphs read."""
+    read = {tensor.ref() for subgraph in subgraphs for tensor in subgraph.inputs}
+    return [ref.deref() for ref in dict.fromkeys(tensor.ref() for tensor in tensors) if ref in read]
+
+
+def _pairs(tensors: Sequence[tf.Tensor], values: Sequence[tf.Tensor]) -> Known:
+    return {tensor.ref(): value for tensor, value in zip(tensors, values, strict=True)}
+
+
+def _composite(tensor: Any, known: Known) -> Any:
+    """Return a tensor of the traced graph, perhaps a ragged or sparse one, with its value."""
+    return tf.nest.map_structure(lambda part: known[part.ref()], tensor, expand_composites=True)
