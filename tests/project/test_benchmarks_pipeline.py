@@ -123,7 +123,7 @@ def test_a_workload_has_as_many_rows_as_asked_for(
 def test_torch_has_a_process_a_stage_and_the_slowest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Mapping[str, Any]] = []
 
-    def ask_all(module: str, requests: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def ask_all(module: str, requests: list[Mapping[str, Any]], **_: Any) -> list[dict[str, Any]]:
         asked.extend(requests)
         return [
             {"lap_seconds": [0.5, 0.1, 0.2], "lap_processor_seconds": [0.1] * 3, "num_parameters": 10},
