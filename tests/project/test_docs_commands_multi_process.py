@@ -25,7 +25,8 @@ def test_the_commands_of_the_documents_end_without_error(command: str, tmp_path:
     for name, text in files().items():
         (tmp_path / name).write_text(text)
     (tmp_path / "train.py").write_text(USERS_MODEL)
-    arguments = [sys.executable if part == ".venv/bin/python" else part for part in shlex.split(command)]
+    names = (".venv/bin/python", "python")
+    arguments = [sys.executable if part in names else part for part in shlex.split(command)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TF_CPP")}
     environment["PYTHONPATH"] = str(ROOT)
     completed = subprocess.run(
