@@ -14,6 +14,9 @@ from benchmarks import peers, process
 from benchmarks.all_reduce import NUM_WORKERS, repetitions
 
 _GROUP_KEY = 2_000_000
+# A worker has its own result while its last message may still be on the way to the other, which would see the socket
+# of an ended process.
+_LAST_MESSAGE_SECONDS = 1.0
 
 
 def run_here(algorithm: str, sizes: Sequence[int], rank: int, addresses: list[str]) -> dict[str, Any]:
@@ -107,4 +110,5 @@ def _algorithms(tf: Any, strategy: Any) -> dict[str, Callable[[Any], Any]]:
 if __name__ == "__main__":
     received = process.request()
     process.reply(run_here(**received["setting"], rank=received["rank"], addresses=received["addresses"]))
+    time.sleep(_LAST_MESSAGE_SECONDS)
     os._exit(0)  # as benchmarks.worker: PyTorch sometimes aborts on its way out
