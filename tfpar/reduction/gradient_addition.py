@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import functools
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -82,12 +83,6 @@ def plus(one: Any, other: Any) -> Any:
     return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
 
 
-def sum_on(device: str | None, tensors: Sequence[Any]) -> Any:
-    """Return the sum of gradients, on a device if one is named; None for no gradients."""
-    total = None
-    for tensor in tensors:
-        if device is not None:
-            with tf.device(device):
-                tensor = tf.identity(tensor)
-        total = tensor if total is None else plus(total, tensor)
-    return total
+def sum_of(gradients: Iterable[Any]) -> Any:
+    """Return the sum of gradients, each a tensor, indexed slices or None; None for no gradients."""
+    return functools.reduce(plus, gradients, None)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 
 def model_with_states() -> keras.Model:
-    """A model with Dropout, BatchNormalization, an embedding and an added loss, whose states a loop must carry."""
+    """A model with Dropout, an embedding and an added loss, whose states, rows and sums a loop must carry."""
     tokens = keras.Input((3,), dtype="int32")
     hidden = keras.layers.Flatten()(keras.layers.Embedding(7, 4)(tokens))
     hidden = keras.layers.Dropout(0.1)(keras.layers.Dense(8, "tanh")(hidden))

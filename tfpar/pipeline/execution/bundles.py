@@ -2,8 +2,9 @@
 
     w1 w2 … w96  ─► bundle ─► F ─► bundle of 300 saved tensors ─► B
 
-TensorFlow needs about 15 ms to add a call with 300 results to a graph, and 1 ms for one with 10. A bundle refers to its
-tensors and copies nothing; their memory is free once the bundle is.
+TensorFlow 2.21 needs 2.5 ms to add a call with 300 arguments and results to a graph, and 0.3 ms for one with 10, and a
+loop has several operations for each tensor that it carries. A bundle refers to its tensors and copies nothing; their
+memory is free once the bundle is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tensorflow as tf
 Bundle = list[tf.Tensor]  # one of type variant, if there are tensors of other types than int32, and those of int32
 
 
-def pack(tensors: Sequence[tf.Tensor], device: str) -> Bundle:
+def bundled(tensors: Sequence[tf.Tensor], device: str) -> Bundle:
     """Bundle tensors.
 
     Args:
@@ -27,8 +28,9 @@ def pack(tensors: Sequence[tf.Tensor], device: str) -> Bundle:
         memory of the host, where TensorFlow's operations need them.
 
     Example:
-        >>> bundle = pack([tf.constant(1.0), tf.constant([2, 3])], "CPU:0")
-        >>> [one.numpy().tolist() for one in unpack(bundle, [tf.TensorSpec([]), tf.TensorSpec([2], tf.int32)], "CPU:0")]
+        >>> bundle = bundled([tf.constant(1.0), tf.constant([2, 3])], "CPU:0")
+        >>> specs = [tf.TensorSpec([]), tf.TensorSpec([2], tf.int32)]
+        >>> [one.numpy().tolist() for one in unbundle(bundle, specs, "CPU:0")]
         [1.0, [2, 3]]
     """
     apart = [tensor for tensor in tensors if tensor.dtype == tf.int32]
@@ -39,11 +41,11 @@ def pack(tensors: Sequence[tf.Tensor], device: str) -> Bundle:
         return [tf.raw_ops.OptionalFromValue(components=others), *apart]
 
 
-def unpack(bundle: Bundle, specs: Sequence[tf.Tensor | tf.TensorSpec], device: str) -> list[tf.Tensor]:
+def unbundle(bundle: Bundle, specs: Sequence[tf.Tensor | tf.TensorSpec], device: str) -> list[tf.Tensor]:
     """Return the tensors of a bundle.
 
     Args:
-        bundle: As `pack` returns it.
+        bundle: As `bundled` returns it.
         specs: The specs of its tensors, or tensors like them.
         device: The device that holds them.
     """

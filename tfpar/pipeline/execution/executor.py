@@ -32,7 +32,7 @@ from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.tracing import Value
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.steady_state import Segment
-from tfpar.reduction.gradient_addition import sum_on, tensors_of
+from tfpar.reduction.gradient_addition import plus, sum_of, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Execution:
     def run(self, segments: Iterable[Segment]) -> None:
         """Add the actions of segments to the graph; each action comes after those that it depends on."""
         for segment in segments:
-            if segment.repeats == 1 or self._timed:
+            if segment.repeats == 1:
                 self._run_each(segment.unrolled())
             else:
                 self._run_loop(segment)
@@ -158,7 +158,7 @@ class Execution:
             for variable, gradient in zip(program.parameters, gradients, strict=False):
                 if gradient is not None:
                     found[id(variable)].append(gradient)
-        return {key: sum_on(None, gradients) for key, gradients in found.items()}
+        return {key: sum_of(gradients) for key, gradients in found.items()}
 
     def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
         """Return each changed state with its value after the step."""
@@ -215,7 +215,7 @@ class Execution:
         sources = ["loss", *reversed(range(len(self.devices)))]
         found = [self.live.take(Key("gradient", (value, source), number)) for source in sources]
         with tf.device(device):
-            return sum_on(None, [gradient for gradient in found if gradient is not None])
+            return sum_of(found)
 
     def _send(self, gradients: Sequence[Any], values: Sequence[Value], source: int | str, number: int) -> None:
         """Send gradients of values to the devices that computed the values."""
@@ -224,7 +224,7 @@ class Execution:
                 with tf.device(self.devices[self._producers[value]]):
                     sent = tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
                     key = Key("gradient", (value, source), number)
-                    self.live[key] = sent if key not in self.live else sum_on(None, [self.live[key], sent])
+                    self.live[key] = plus(self.live.get(key), sent)
 
     def _at(
         self, action: Action, device: str, arrived: Sequence[tf.Tensor], act: Callable[[], list[tf.Tensor]]

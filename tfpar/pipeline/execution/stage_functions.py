@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.bundles import Bundle, pack, specs_of, unpack
+from tfpar.pipeline.execution.bundles import Bundle, bundled, specs_of, unbundle
 from tfpar.pipeline.execution.stage_trace import StageTrace
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec
 from tfpar.pipeline.execution.subgraphs import Subgraph
@@ -91,9 +91,8 @@ class StageFunctions:
         """The concrete function of F."""
         parameters, states = self._specs(self._parameters), self._specs(self._states)
         values, masks = [one.spec for one in self._inputs], [one.mask for one in self._inputs]
-        place = Place(tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), tf.TensorSpec([None, 2], tf.float64))
         scale = tf.TensorSpec([None], self._trace.scale.dtype)
-        return _compiled(self._run_forward, parameters, states, values, masks, place, scale)
+        return _compiled(self._run_forward, parameters, states, values, masks, Place.specs(), scale)
 
     @functools.cached_property
     def backward(self) -> Any:
@@ -125,8 +124,8 @@ class StageFunctions:
             [_composite(output, known) for output in trace.outputs],
             [None if mask is None else known[mask.ref()] for mask in trace.masks],
             [known[loss.ref()] for loss in trace.losses],
-            pack(changed, self._device),
-            self._pack(self._saved, known),
+            bundled(changed, self._device),
+            self._bundled(self._saved, known),
         )
 
     def _run_backward(self, parameters: Bundle, saved: Bundle, gradients: Any, totals: Bundle) -> BackwardResults:
@@ -136,7 +135,7 @@ class StageFunctions:
         self._later[0](known)
         of_inputs = [value_of(gradient, known) for gradient in backward.input_gradients]
         if self._later[1:]:
-            return BackwardResults(of_inputs, [], [], self._pack(self._saved_for_weights, known))
+            return BackwardResults(of_inputs, [], [], self._bundled(self._saved_for_weights, known))
         return BackwardResults(of_inputs, *self._sums(known), [])
 
     def _run_weights(self, parameters: Bundle, saved: Bundle, totals: Bundle) -> BackwardResults:
@@ -148,15 +147,15 @@ class StageFunctions:
     def _sums(self, known: Known) -> tuple[list[Any], Bundle]:
         sums = [value_of(one, known) for one in self._trace.backward.sums]
         dense = [one for one in sums if isinstance(one, tf.Tensor)]
-        return [one if isinstance(one, tuple) else None for one in sums], pack(dense, self._device)
+        return [one if isinstance(one, tuple) else None for one in sums], bundled(dense, self._device)
 
-    def _pack(self, tensors: Sequence[tf.Tensor], known: Known) -> Bundle:
-        return pack([known[tensor.ref()] for tensor in tensors], self._device)
+    def _bundled(self, tensors: Sequence[tf.Tensor], known: Known) -> Bundle:
+        return bundled([known[tensor.ref()] for tensor in tensors], self._device)
 
     def _known(self, *bundles: tuple[Sequence[tf.Tensor], Bundle]) -> Known:
         known: Known = {}
         for tensors, bundle in bundles:
-            known |= _pairs(tensors, unpack(bundle, tensors, self._device))
+            known |= _pairs(tensors, unbundle(bundle, tensors, self._device))
         return known
 
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_metrics, random_state, tf_function
-from tfpar.pipeline.execution.bundles import Bundle, pack, unpack
+from tfpar.pipeline.execution.bundles import Bundle, bundled, unbundle
 from tfpar.pipeline.execution.row_gradients import Kinds, joined, known_kinds
 from tfpar.pipeline.execution.saved_tensors import SavedBytes, saved_bytes
 from tfpar.pipeline.execution.stage_functions import (
@@ -136,7 +136,7 @@ class StageProgram:
 
     def bundle(self, values: Sequence[tf.Tensor]) -> Bundle:
         """Return the values of `parameters` or of `states` as the passes take them."""
-        return pack(values, self.device)
+        return bundled(values, self.device)
 
     def forward(
         self, parameters: Bundle, states: Bundle, values: Sequence[MaskedTensor], place: Place, scale: Any
@@ -191,7 +191,7 @@ class StageProgram:
             totals: The summed dense gradients.
             rows: For each parameter a tuple with the summed rows of each lookup, or None.
         """
-        dense = iter(unpack(totals, self._totals, self.device))
+        dense = iter(unbundle(totals, self._totals, self.device))
         gradients = [
             next(dense) if total is not None else of_one
             for total, of_one in zip(self.trace.backward.totals, rows, strict=True)
@@ -205,7 +205,7 @@ class StageProgram:
 
     def _zeros(self) -> Bundle:
         with tf.device(self.device):
-            return pack([tf.zeros(total.shape, total.dtype) for total in self._totals], self.device)
+            return bundled([tf.zeros(total.shape, total.dtype) for total in self._totals], self.device)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         with tf.device(self.device):

@@ -160,9 +160,8 @@ def trace_stage(
 
     specs = [spec.spec for spec in inputs] + [spec.mask for spec in inputs if spec.mask is not None]
     variable_specs = [tf.TensorSpec(v.shape, v.dtype) for v in (*variables.parameters, *variables.states)]
-    place = Place(tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), tf.TensorSpec([None, 2], tf.float64))
     scale = tf.TensorSpec([None], keras.config.floatx())
-    _, trace = trace_with_record(_concrete_function, body, specs, variable_specs, place, scale)
+    _, trace = trace_with_record(_concrete_function, body, specs, variable_specs, Place.specs(), scale)
     return trace
 
 

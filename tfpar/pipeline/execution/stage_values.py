@@ -50,6 +50,11 @@ class Place(NamedTuple):
     part: Any
     sums: Any
 
+    @classmethod
+    def specs(cls) -> Place:
+        """Return the specs of the place of any micro-batch."""
+        return cls(tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64), tf.TensorSpec([None, 2], tf.float64))
+
 
 def spec_of_output(tensor: Any) -> Any:
     """Return the spec of an output of a stage, or of a mask; None of None."""

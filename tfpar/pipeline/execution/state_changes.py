@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.bundles import Bundle, pack, specs_of, unpack
+from tfpar.pipeline.execution.bundles import Bundle, bundled, specs_of, unbundle
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
 
@@ -46,7 +46,7 @@ class StateChanges:
         self._counts = [id(state) in counting for state in owned]
         pairs = zip(self._owned_specs, self._counts, strict=True)
         self._replaced = [not (spec.dtype.is_floating or counts) for spec, counts in pairs]
-        self._before = pack(before, device)
+        self._before = bundled(before, device)
         with tf.init_scope():
             self._adder = self._compile()
 
@@ -61,7 +61,7 @@ class StateChanges:
         sums = live.get(self._key)
         with tf.device(self._device):
             if sums is None:
-                sums = pack([tf.zeros(spec.shape, spec.dtype) for spec in self._owned_specs], self._device)
+                sums = bundled([tf.zeros(spec.shape, spec.dtype) for spec in self._owned_specs], self._device)
             weights = microbatch.part, microbatch.example_weight
             live[self._key] = list(tf_function.unordered_call(self._adder, sums, self._before, new, *weights))
 
@@ -75,7 +75,7 @@ class StateChanges:
         if sums is None:
             return []
         found = []
-        changes = unpack(sums, self._owned_specs, self._device)
+        changes = unbundle(sums, self._owned_specs, self._device)
         rows = zip(self._owned, self._values, changes, self._replaced, strict=True)
         for state, before, change, is_replaced in rows:
             with tf.device(state.value.device):
@@ -84,8 +84,8 @@ class StateChanges:
 
     def _compile(self) -> Any:
         def body(sums: Bundle, before: Bundle, new: Bundle, part: tf.Tensor, example_weight: tf.Tensor) -> Bundle:
-            totals, olds = (unpack(one, self._owned_specs, self._device) for one in (sums, before))
-            values = unpack(new, self._specs, self._device)
+            totals, olds = (unbundle(one, self._owned_specs, self._device) for one in (sums, before))
+            values = unbundle(new, self._specs, self._device)
             after = []
             with tf.device(self._device):
                 for index, place in enumerate(self._places):
@@ -94,7 +94,7 @@ class StateChanges:
                         weight = tf.cast(example_weight if self._counts[index] else part, value.dtype)
                         value = totals[index] + weight * (value - olds[index])
                     after.append(value)
-            return pack(after, self._device)
+            return bundled(after, self._device)
 
         owned, scalar = specs_of(self._owned_specs), tf.TensorSpec([], keras.config.floatx())
         new = specs_of(self._specs)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar.pipeline.execution.bundles import Bundle, unpack
+from tfpar.pipeline.execution.bundles import Bundle, unbundle
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.stage_program import StageProgram
@@ -56,7 +56,7 @@ class StepVariables:
         program = self._programs[stage]
         if not any(Key("state", id(state), number) in self._live for state in program.states):
             return self._states[stage]
-        before = unpack(self._states[stage], program.state_specs, program.device)
+        before = unbundle(self._states[stage], program.state_specs, program.device)
         return program.bundle(self._now(program.states, before, number, program.device))
 
     def loss_states(self, number: int) -> list[tf.Tensor]:
@@ -68,7 +68,7 @@ class StepVariables:
         program = self._programs[stage]
         if any(id(state) in self._shared for state in program.changed_states):
             specs = [tf.TensorSpec(state.shape, state.dtype) for state in program.changed_states]
-            self._share(program.changed_states, unpack(new, specs, program.device), number)
+            self._share(program.changed_states, unbundle(new, specs, program.device), number)
         if stage in self._changes:
             self._changes[stage].add(self._live, new, microbatch)
 
