@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.noise import noise
+
 LEARNING_RATE = 0.01
 
 # "resnet50": images of ImageNet's size
 IMAGE_SHAPE, NUM_CLASSES = (224, 224, 3), 1000
 
-# "transformer": 12 pre-norm blocks with full attention, of the size of GPT-2; what comes in is embedded already
+# "transformer": 12 pre-norm blocks with full attention, of the size of GPT-2; the inputs are embeddings
 CONTEXT, WIDTH, NUM_HEADS, NUM_BLOCKS = 512, 768, 12, 12
 
 # "tiny": for tests of the benchmark itself
@@ -28,8 +30,4 @@ def arrays(workload: str, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         float32 inputs and targets; the targets of "resnet50" are labels, `[num_rows]`.
     """
-    rng = np.random.default_rng(0)
-    inputs = rng.standard_normal((num_rows, *_SHAPES[workload]), dtype="float32")
-    if workload == "resnet50":
-        return inputs, rng.integers(0, NUM_CLASSES, size=num_rows)
-    return inputs, rng.standard_normal(inputs.shape, dtype="float32")
+    return noise(num_rows, _SHAPES[workload], NUM_CLASSES if workload == "resnet50" else None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.noise import noise
+
 LEARNING_RATE = 0.01
 
 # "mlp": [batch, 512] -> 8 x Dense(512, gelu)
 MLP_WIDTH, NUM_LAYERS = 512, 8
 
-# "transformer": [batch, 128, 256] -> 8 pre-norm blocks with full attention; what comes in is embedded already
+# "transformer": [batch, 128, 256] -> 8 pre-norm blocks with full attention; the inputs are embeddings
 CONTEXT, WIDTH, NUM_HEADS, HIDDEN_WIDTH, NUM_BLOCKS = 128, 256, 4, 1024, 8
 
 # "wide": [batch, 16] -> 16 x (Dense(2048, gelu), Dense(16)): much to keep between forward and backward, little to
@@ -32,8 +34,4 @@ def arrays(workload: str, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     Returns:
         float32 inputs and targets; the targets of "resnet50" are labels, `[num_rows]`.
     """
-    rng = np.random.default_rng(0)
-    inputs = rng.standard_normal((num_rows, *_SHAPES[workload]), dtype="float32")
-    if workload == "resnet50":
-        return inputs, rng.integers(0, NUM_CLASSES, size=num_rows)
-    return inputs, rng.standard_normal(inputs.shape, dtype="float32")
+    return noise(num_rows, _SHAPES[workload], NUM_CLASSES if workload == "resnet50" else None)

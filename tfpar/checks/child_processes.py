@@ -68,7 +68,7 @@ def end_with_parent() -> None:
 
 
 def run_tasks(tasks: Sequence[Task], at_once: int = 1) -> list[Outcome]:
-    """Run tasks to their ends or their time limits; no process is left behind.
+    """Run tasks until their end or their time limit; all their processes have ended when it returns.
 
     Args:
         tasks: The tasks.

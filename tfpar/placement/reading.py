@@ -74,7 +74,7 @@ def read_placement(function: Any, devices: Mapping[str, str] | None = None, defa
 
     Args:
         function: A concrete function.
-        devices: The GPU that each device stands for, such as `{"CPU:1": "GPU:0"}`; all others are the host. None for
+        devices: The GPU in place of each device, such as `{"CPU:1": "GPU:0"}`; all others are the host. None for
             the devices as they are.
         default: The GPU of operations that request no device.
 
@@ -90,7 +90,7 @@ def read_placement(function: Any, devices: Mapping[str, str] | None = None, defa
 
 
 def _device_of(name: str, devices: Mapping[str, str] | None) -> str:
-    """Return the short name of the device that a full name stands for."""
+    """Return the short name of a device."""
     short = name.rpartition("device:")[2].upper()
     if devices is not None:
         return devices.get(short, HOST)
@@ -99,7 +99,7 @@ def _device_of(name: str, devices: Mapping[str, str] | None) -> str:
 
 def _read(graph: PlacedGraph) -> Reading:
     placed = [Placed(one.kind, one.name, device) for one, device in zip(graph.operations, graph.devices, strict=True)]
-    # The first operation that reads a tensor stands for all of them: it is copied once.
+    # A tensor is copied to a device once: only the first operation that reads it there counts.
     first_readers = {copy.output: copy for copy in reversed(graph.copies) if _is_wait(graph, copy)}
     return Reading(
         tuple(placed),
