@@ -17,27 +17,26 @@ import secrets
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from tfpar.checks import machine
 from tfpar.cluster import job_secret, reachability
+from tfpar.cluster.rendezvous.chief import listening
 from tfpar.cluster.tf_config import Job, split_address
+from tfpar.files.code_listing import code_listing
 
 _GREETING = "tfpar-doctor"
 _LONGEST_LINE_BYTES, _BLOCK_BYTES = 1 << 16, 1 << 20
 MOST_BYTES = 256 << 20  # of one "receive"
 _PATIENCE_SECONDS = 20.0  # without a byte
 _REACH_SECONDS = 3.0
-_WAITING = 64  # connections
+_ACCEPT_SECONDS = 0.2  # from the end of an examination to that of the listeners
 
 
 def facts() -> dict[str, str]:
     """Return what must be equal on all workers: the versions, and the code of tfpar."""
-    files = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    code = "".join(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
     found = {name: str(one) for name, one in machine.versions().values.items() if name != "system"}
-    return {**found, "code of tfpar": hashlib.sha256(code.encode()).hexdigest()[:12]}
+    return {**found, "code of tfpar": hashlib.sha256(code_listing().encode()).hexdigest()[:12]}
 
 
 class Service:
@@ -53,20 +52,20 @@ class Service:
 
     def __init__(self, job: Job, secret: bytes) -> None:
         self._job, self._secret = job, secret
-        self._listener = _listener(job)
-        self._listener.settimeout(0.2)
         self.has_ended = threading.Event()
-        threading.Thread(target=self._serve, name="tfpar-doctor", daemon=True).start()
+        for listener in listening(job, job.rank):
+            listener.settimeout(_ACCEPT_SECONDS)
+            threading.Thread(target=self._serve, args=[listener], name="tfpar-doctor", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
         self.has_ended.set()
 
-    def _serve(self) -> None:
-        with self._listener:
+    def _serve(self, listener: socket.socket) -> None:
+        with listener:
             while not self.has_ended.is_set():
                 with contextlib.suppress(TimeoutError):
-                    connection, _ = self._listener.accept()
+                    connection, _ = listener.accept()
                     threading.Thread(target=self._answer, args=[connection], daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
@@ -97,17 +96,6 @@ class Service:
             self.has_ended.set()
             return None
         raise ValueError(f"There is no request {kind!r}.")
-
-
-def _listener(job: Job) -> socket.socket:
-    """Listen where TensorFlow does: on all addresses, since the job's may be forwarded; or on the loopback alone."""
-    host, port = split_address(job.addresses[job.rank])
-    if job.is_on_loopback:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((str(place[0]), port), family=family, backlog=_WAITING)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_WAITING, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=_WAITING)
 
 
 def ask(address: str, secret: bytes, request: dict[str, Any], payload: int = 0, seconds: float = 60.0) -> Any:

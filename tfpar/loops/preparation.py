@@ -70,12 +70,10 @@ class Preparation:
         training = kind == "train"
         if not objective.objectives_of(self._model):
             self._prepare_outputs(batch, training)
-        with full_precision():
-            self._compiled.once("prepare", lambda: self._strategy.prepare(self._model, batch))
+        self._once("prepare", lambda: self._strategy.prepare(self._model, batch))
         present = str(tf.nest.map_structure(lambda tensor: tensor is not None, batch))  # optional inputs may be None
         prepare_loss = functools.partial(self._strategy.prepare_loss, self._model, batch, training)
-        with full_precision():
-            self._compiled.once(f"{kind} loss", prepare_loss, present)
+        self._once(f"{kind} loss", prepare_loss, present)
         return epoch_iterator, self._compiled.loop(kind, distributed)
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Callable[[Any], Any]]:
@@ -97,8 +95,12 @@ class Preparation:
 
     def _prepare_outputs(self, batch: Any, training: bool) -> None:
         prepare = self._strategy.prepare_outputs
+        self._once(f"outputs in training: {training}", lambda: prepare(self._model, batch, training))
+
+    def _once(self, kind: str, trial: Callable[[], Any], given: str = "") -> None:
+        """Run a trial of the model unless it ran since the model was compiled."""
         with full_precision():
-            self._compiled.once(f"outputs in training: {training}", lambda: prepare(self._model, batch, training))
+            self._compiled.once(kind, trial, given)
 
     def _distribute(
         self, dataset: data.Batches

@@ -186,18 +186,19 @@ def gather(job: Job, seconds: float, secret: bytes) -> tuple[list[str], str]:
         return Rendezvous(job, secret, listeners).run(seconds)
 
 
-def listening(job: Job) -> list[socket.socket]:
-    """Return sockets that listen on the chief's port: on the loopback for a local job, else on all addresses.
+def listening(job: Job, rank: int = 0) -> list[socket.socket]:
+    """Return sockets that listen on the port of a worker: on the loopback for a local job, else on all addresses.
 
     TensorFlow later listens on all IPv6 and IPv4 addresses of the machine too.
 
     Args:
         job: The job.
+        rank: The rank of the worker on this machine; the chief by default.
 
     Raises:
         OSError: If the port is taken.
     """
-    host, port = split_address(job.addresses[0])
+    host, port = split_address(job.addresses[rank])
     binds = [(socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")]
     if job.is_on_loopback:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from tfpar import cluster
 from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, reachability, rendezvous, tf_config
 from tfpar.config.sections import A_WEEK_SECONDS
+from tfpar.files.code_listing import code_listing
 from tfpar.strategies.multi_worker.failures import reason_of
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
@@ -148,12 +148,10 @@ def differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:
 def versions() -> dict[str, str]:
     """Return the properties that must be equal on all workers: versions, and the code of tfpar and of the program."""
     main = getattr(sys.modules["__main__"], "__file__", None)
-    files = sorted(Path(__file__).parents[2].rglob("*.py")) + ([Path(main)] if main else [])
-    code = "".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}\n" for file in files)
     return {
         "Python's version": ".".join(map(str, sys.version_info[:2])),
         "TensorFlow's version": tf.__version__,
         "Keras' version": keras.__version__,
         "NumPy's version": np.__version__,
-        "code": code,
+        "code": code_listing(*([Path(main)] if main else [])),
     }
