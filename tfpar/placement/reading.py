@@ -25,9 +25,9 @@ _MOVING = (
     "StridedSlice",
     "Switch",
 )
-# A bundle of tensors that the step itself made, and the ways on which it travels.
+# Operations that create a bundle of tensors in the step, and those that return the bundle of their input.
 _BUNDLES = ("OptionalFromValue", "EmptyTensorList")
-_CARRYING = ("Enter", "Exit", "Identity", "Merge", "NextIteration", "Switch", "TensorListPopBack", "TensorListPushBack")
+_CARRYING = ("Identity", "Merge", "Switch", "TensorListPopBack", "TensorListPushBack")
 
 
 class Placed(NamedTuple):
