@@ -127,7 +127,9 @@ def to_send(
         return rows.values
     if kind == "shared":
         return tf.IndexedSlices(*numbered(rows))
-    num_rows = tf.where((example_weight < 1) & (num_counted == 0), 0, tf.size(rows.indices))
+    num_rows = tf.shape(rows.values)[0]
+    with tf.device("CPU:0"):  # else the host, which needs the number, waits for the device
+        num_rows = tf.where((example_weight < 1) & (num_counted == 0), 0, num_rows)
     scale = tf.cast(tf.where(example_weight > 0, 1 / example_weight, 0), rows.values.dtype)
     return tf.IndexedSlices(rows.values[:num_rows] * scale, rows.indices[:num_rows])
 
@@ -144,7 +146,8 @@ def summed(rows: RowSlices, kind: Kind, total: tf.Tensor | tf.IndexedSlices) -> 
         return rows._replace(values=total)
     all_rows = RowSlices(total.values, total.indices)
     all_rows = merged(all_rows) if kind == "shared" else all_rows
-    return all_rows._replace(indices=tf.cast(all_rows.indices, rows.indices.dtype))
+    # TensorFlow 2.21 runs an Identity of int32 on the host, which would wait for the rows of a device.
+    return all_rows._replace(indices=tf.cast(all_rows.indices, tf.int64))
 
 
 def numbered(rows: RowSlices) -> RowSlices:

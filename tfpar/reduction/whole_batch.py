@@ -160,27 +160,31 @@ class RowsOfReplicas(Rows):
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return the sum of tensors of the size of the whole batch, in which a replica fills its own rows."""
         start, total = self._place()
-        count = tf.cast(self._num_counted[local_replica_id()], tf.int64)
-        shape = tf.concat([total[None], tf.shape(tensor, tf.int64)[1:]], 0)
+        shape_here = tf.shape(tensor, tf.int64)
         summable = tf.cast(tensor, tf.int32) if tensor.dtype.is_bool else tensor
-        places = (start + tf.range(count))[:, None]
+        with tf.device("CPU:0"):  # sizes on a GPU would let the host wait for it
+            count = tf.cast(self._num_counted[local_replica_id()], tf.int64)
+            shape = tf.concat([total[None], shape_here[1:]], 0)
+            places = (start + tf.range(count))[:, None]
         whole = sum_over_replicas(tf.scatter_nd(places, summable[:count], shape))
         return tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
 
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
         """Return the replica's rows."""
         start, total = self._place()
-        # A padding batch has no rows in the whole batch.
-        return tf.gather(tensor, tf.minimum(start + tf.range(tf.cast(num_rows, tf.int64)), total - 1))
+        with tf.device("CPU:0"):
+            # A padding batch has no rows in the whole batch.
+            places = tf.minimum(start + tf.range(tf.cast(num_rows, tf.int64)), total - 1)
+        return tf.gather(tensor, places)
 
     def _place(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Return the index of the replica's first row in the whole batch, and the size of the whole batch."""
         index, replica = replica_id(), local_replica_id()
         if self._num_examples is not None:
-            total = tf.cast(self._num_examples, tf.int64)
-            return tf.where(
-                self._example_weight < 1, tf.zeros_like(total), -(-index * total // self._num_replicas)
-            ), total
+            with tf.device("CPU:0"):
+                total = tf.cast(self._num_examples, tf.int64)
+                start = -(-index * total // self._num_replicas)
+                return tf.where(self._example_weight < 1, tf.zeros_like(total), start), total
         counts = sum_over_replicas(
             tf.one_hot(index, self._num_replicas, dtype=tf.int64) * tf.cast(self._num_counted[replica], tf.int64)
         )

@@ -16,6 +16,7 @@ from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.whole_batch import RowsOfReplicas, knowing
 from tfpar.strategies import batch_dependence
+from tfpar.strategies.multi_step import HOST
 from tfpar.strategies.replica_states import layer_metrics_counted_once, update_metrics_once
 from tfpar.strategies.single_device import forward_backward
 
@@ -81,10 +82,16 @@ class ReplicaRuns:
 
         def on_own_part(parts: Sequence[Any]) -> Any:
             replica = local_replica_id()
-            # One sum for all losses and metrics, before the forward pass, where no worker has the global batch.
-            sums[replica] = sum_over_replicas(num_counted[replica]) if num_examples is None else num_examples
-            fractions[replica] = tf.cast(num_counted[replica] / sums[replica], keras.config.floatx())
-            return on_replica(parts[replica], num_counted[replica])
+            counted_here = _of_replica(num_counted, replica)
+            if num_examples is None:
+                # No worker has the global batch: one sum for all losses and metrics, before the forward pass.
+                sums[replica] = sum_over_replicas(counted_here)
+                fractions[replica] = tf.cast(counted_here / sums[replica], keras.config.floatx())
+            else:
+                sums[replica] = num_examples
+                with tf.device(HOST):
+                    fractions[replica] = tf.cast(counted_here / num_examples, keras.config.floatx())
+            return on_replica(parts[replica], counted_here)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._drawing())
@@ -112,7 +119,7 @@ class ReplicaRuns:
 
         def on_replica(parts: Sequence[Any]) -> list[Any]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
-            counts = num_counted[local_replica_id()]
+            counts = _of_replica(num_counted, local_replica_id())
             with layer_metrics_counted_once(model, counts):
                 loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             update_metrics_once(model, loss, counts, inputs, targets, outputs, weights)
@@ -145,6 +152,12 @@ class ReplicaRuns:
             outputs = self._strategy.run(on_replica, args=(parts,))
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
+
+
+def _of_replica(counts: tf.Tensor, replica: int) -> tf.Tensor:
+    """Return a local replica's count in the memory of the host, which launches operations by it."""
+    with tf.device(HOST):
+        return counts[replica]
 
 
 def _where(condition: tf.Tensor, gradient: Any) -> Any:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model, tf_distribute
 from tfpar.reduction import metric_logs
+from tfpar.strategies.multi_step import HOST
 from tfpar.strategies.single_device import update_metrics
 
 
@@ -32,7 +33,9 @@ def update_metrics_once(model: keras.Model, loss: tf.Tensor, num_counted: tf.Ten
         update_metrics(model, loss, num_counted, *batch)
         return tf.constant(True)
 
-    tf.cond(num_counted > 0, update, lambda: tf.constant(False))
+    with tf.device(HOST):  # else the host, which launches one of the branches, waits for the device
+        counts_here = num_counted > 0
+    tf.cond(counts_here, update, lambda: tf.constant(False))
 
 
 def own_statistics(model: keras.Model) -> list[keras.Variable]:

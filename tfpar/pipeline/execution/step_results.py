@@ -76,8 +76,10 @@ def compile_metrics_update(staged: StagedModel, outputs: Sequence[ValueSpec], ba
                 metric_logs.update_metrics(staged.model, inputs, targets, packed, weights, whole=False)
             return tf.constant(True)
 
+        with tf.device("CPU:0"):  # else the host, which launches one of the branches, waits for the device
+            counts_here = num_counted > 0
         with tf.device(staged.devices[-1]):
-            tf.cond(num_counted > 0, count, lambda: tf.constant(False))
+            tf.cond(counts_here, count, lambda: tf.constant(False))
         return after
 
     scalar = tf.TensorSpec([], keras.config.floatx())

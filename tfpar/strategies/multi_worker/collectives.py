@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfpar.strategies.multi_step import HOST
+
 AllReduce = Literal["auto", "ring", "nccl"]
 
 PACK_BYTES = 4 << 20
@@ -41,6 +43,7 @@ class Group:
         num_members: The number of members in all processes together.
         implementation: `"nccl"`, if each member has a GPU of its own, or `"ring"`.
         pack_bytes: A larger tensor is sent in packs of about this many bytes.
+        hosts: The hosts of the members, one member a process, which exchange sizes; None if the members are hosts.
 
     Example:
         >>> group = Group(["CPU:0"], num_members=2)
@@ -54,9 +57,10 @@ class Group:
         num_members: int,
         implementation: Literal["ring", "nccl"] = "ring",
         pack_bytes: int = PACK_BYTES,
+        hosts: Group | None = None,
     ) -> None:
         self.num_members = num_members
-        self._devices = devices
+        self._devices, self._hosts = devices, hosts
         self._implementation = implementation
         self._pack_bytes = pack_bytes
         self._key = next(_GROUP_KEYS)
@@ -85,20 +89,43 @@ class Group:
             return tf.add_n(tf.unstack(tf.reshape(self._gather(tensor[None], member), [2, *tensor.shape])))
         return self._reduce(tensor, member, num_subdivisions=-(-size_bytes // (self.num_members * self._pack_bytes)))
 
-    def all_gather(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
+    def all_gather(self, tensors: Sequence[tf.Tensor], member: int = 0) -> list[tf.Tensor]:
         """Return the rows of the tensors of all members, in the order of the members.
 
         Args:
-            tensor: `[rows, ...]`; members may have different numbers of rows.
+            tensors: `[rows, ...]` each, with equal numbers of rows; members may have different numbers.
             member: The number of the calling member in this process.
         """
         if self.num_members == 1:
-            return tensor
-        num_rows = tf.shape(tensor)[0]
-        sizes = self.all_gather_equal_shapes(num_rows[None], member)
-        exponent, padded = pad_rows(tensor, tf.reduce_max(sizes))
-        rows = self.all_gather_padded(padded, exponent, member)
-        return tf.boolean_mask(rows, tf.reshape(tf.sequence_mask(sizes, tf.shape(rows)[0] // self.num_members), [-1]))
+            return list(tensors)
+        sizes = self.all_gather_sizes(tf.shape(tensors[0])[:1], member)[:, 0]
+        with tf.device(HOST):
+            most = tf.reduce_max(sizes)
+        padded = [pad_rows(tensor, most) for tensor in tensors]
+        with tf.device(HOST):
+            filled = tf.sequence_mask(sizes, tf.bitwise.left_shift(1, padded[0][0]))
+            places = tf.where(tf.reshape(filled, [-1]))[:, 0]
+        return [tf.gather(self.all_gather_padded(one, exponent, member), places) for exponent, one in padded]
+
+    def all_gather_sizes(self, sizes: tf.Tensor, member: int = 0) -> tf.Tensor:
+        """Return sizes of the tensors of all members, int32 `[members, sizes]`, in the memory of the host.
+
+        A message between GPUs comes after all operations launched before it. The host, which needs the sizes to launch
+        the next operations, would wait for them.
+
+        Args:
+            sizes: Sizes of the tensors of the calling member, int32 `[sizes]`.
+            member: The number of the calling member in this process.
+        """
+        if self._hosts is None:
+            return self.all_gather_equal_shapes(sizes[None], member)
+        hosts = self._hosts
+
+        def gather(strategy: tf.distribute.Strategy, sizes: Any) -> tf.Tensor:
+            with tf.device(HOST):
+                return hosts.all_gather_equal_shapes(tf.stack(strategy.experimental_local_results(sizes)))
+
+        return tf.distribute.get_replica_context().merge_call(gather, args=(sizes,))
 
     def all_gather_equal_shapes(self, tensor: tf.Tensor, member: int = 0) -> tf.Tensor:
         """Return the rows of the tensors of all members, which must have the same static shape."""
@@ -166,10 +193,11 @@ def pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tens
         tensor: `[rows, ...]`.
         num_rows: At least the number of rows.
     """
-    exponent = tf.cast(
-        tf.math.ceil(tf.math.log(tf.cast(tf.maximum(num_rows, 1), tf.float64)) / math.log(2.0)), tf.int32
-    )
-    missing = tf.bitwise.left_shift(1, exponent) - tf.shape(tensor)[0]
+    rows_here = tf.shape(tensor)[0]
+    with tf.device(HOST):
+        logarithm = tf.math.log(tf.cast(tf.maximum(num_rows, 1), tf.float64)) / math.log(2.0)
+        exponent = tf.cast(tf.math.ceil(logarithm), tf.int32)
+        missing = tf.bitwise.left_shift(1, exponent) - rows_here
     return exponent, tf.pad(tensor, [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar import data
+from tfpar.strategies.multi_step import HOST
 
 
 def all_gather_outputs(outputs: Any, example_weight: tf.Tensor, num_examples: tf.Tensor, num_replicas: int) -> Any:
@@ -31,13 +31,14 @@ def all_gather_outputs(outputs: Any, example_weight: tf.Tensor, num_examples: tf
                 f"Over several workers a model must predict dense tensors, and it returned "
                 f"{type(output).__name__}. End it with a layer that makes them dense, or predict on SingleDevice()."
             )
-        is_first_copy = (example_weight >= 1) | (index == 0)
-        start = tf.where(example_weight < 1, tf.zeros_like(index), -(-index * num_examples // num_replicas))
-        rows = tf.where(is_first_copy, data.num_rows(output), 0)
-        shape = tf.concat([[num_examples], tf.shape(output, tf.int64)[1:]], 0)
-        whole = tf.tensor_scatter_nd_update(
-            tf.zeros(shape, output.dtype), (start + tf.range(rows))[:, None], output[:rows]
-        )
+        shape_here = tf.shape(output, tf.int64)
+        with tf.device(HOST):  # sizes on a GPU would let the host wait for it
+            is_first_copy = (example_weight >= 1) | (index == 0)
+            start = tf.where(example_weight < 1, tf.zeros_like(index), -(-index * num_examples // num_replicas))
+            rows = tf.where(is_first_copy, shape_here[0], 0)
+            shape = tf.concat([[num_examples], shape_here[1:]], 0)
+            places = (start + tf.range(rows))[:, None]
+        whole = tf.tensor_scatter_nd_update(tf.zeros(shape, output.dtype), places, output[:rows])
         return context.all_reduce("SUM", whole)
 
     return tf.nest.map_structure(gather, outputs)

@@ -138,7 +138,7 @@ class MultiWorker(DataParallel):
         cards = tf.constant(cluster.card_numbers(self.device_names), tf.int64)
         all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
         chosen = all_reduce_choice.choose(self._all_reduce, all_cards, self.num_workers)
-        self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, chosen, pack_bytes)
+        self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, chosen, pack_bytes, self._hosts)
         self._num_rows: PerModel[float] = PerModel()
         # Processors of different models round matmuls differently: then every worker receives the reduced sum.
         processor = sufficient_factors.processor()
@@ -173,8 +173,8 @@ class MultiWorker(DataParallel):
         """Sum a gradient over all replicas; concatenate the rows of indexed slices, of which there are few."""
         if not isinstance(gradient, tf.IndexedSlices):
             return self._replicas.all_reduce(gradient, replica)
-        values = self._replicas.all_gather(gradient.values, replica)
-        return tf.IndexedSlices(values, self._replicas.all_gather(gradient.indices, replica), gradient.dense_shape)
+        rows = self._replicas.all_gather([gradient.values, gradient.indices], replica)
+        return tf.IndexedSlices(*rows, gradient.dense_shape)
 
     @property
     def device_names(self) -> list[str]:

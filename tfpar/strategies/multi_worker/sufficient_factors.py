@@ -29,6 +29,7 @@ import tensorflow as tf
 
 from tfpar.reduction.gradient_order import use_early
 from tfpar.reduction.gradients import as_vector
+from tfpar.strategies.multi_step import HOST
 from tfpar.strategies.multi_worker.collectives import Group, pad_rows
 
 # In the time that a byte takes over the loopback, the fastest network between CPUs, a core does over 100 operations.
@@ -131,7 +132,9 @@ def products(group: Group, member: int, many: Sequence[Factors], loss: tf.Tensor
         return []
     # Padding rows of zeros do not change the product.
     rows_here = tf.stack([tf.shape(factors.inputs)[0] for factors in many])
-    most_rows = tf.unstack(tf.reduce_max(group.all_gather_equal_shapes(rows_here[None], member), axis=0), num=len(many))
+    sizes = group.all_gather_sizes(rows_here, member)
+    with tf.device(HOST):
+        most_rows = tf.unstack(tf.reduce_max(sizes, axis=0), num=len(many))
     return [
         functools.partial(_product, group, member, factors, num_rows, loss)
         for factors, num_rows in zip(many, most_rows, strict=True)
