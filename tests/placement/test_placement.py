@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+import tfpar
 from tests.support import placement_cases
 from tfpar.placement.reading import Placed, Transfer
 
@@ -120,3 +121,10 @@ def test_each_tensor_of_a_batch_enters_each_gpu_once(strategy: str, model: str) 
         # The micro-batches of a batch may enter one by one. Targets enter once more: those that metrics count.
         most = placement_cases.NUM_MICROBATCHES if strategy == "pipeline" else 1
         assert count <= most * (2 if number in targets else 1), (number, device, count)
+
+
+def test_a_single_device_without_a_name_is_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop around its steps runs on the host."""
+    monkeypatch.setattr(tfpar.SingleDevice, "device_names", ["CPU:1"])  # in place of GPU:0
+    reading = placement_cases.read(tfpar.SingleDevice(), "cnn").reading
+    assert {one.device for one in reading.operations if one.kind in ("Conv2D", "MatMul")} == {"GPU:0"}

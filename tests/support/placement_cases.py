@@ -102,10 +102,11 @@ def case(strategy: str, model: str) -> Case:
     """Trace and read the loop of train steps of a model under a strategy."""
     if strategy == "multi_worker":  # TensorFlow's collectives can be set up once in a process
         return _in_process_of_its_own()[model]
-    return _case(STRATEGIES[strategy](), model)
+    return read(STRATEGIES[strategy](), model)
 
 
-def _case(strategy: tfpar.Strategy, model: str) -> Case:
+def read(strategy: tfpar.Strategy, model: str) -> Case:
+    """Trace and read the loop of train steps of a model under a strategy that was made for it."""
     with tf.device("CPU:1"):  # what requests no device is on the first GPU, outside of the step as well
         built = model_of(MODELS[model], strategy, 0)
         epoch_iterator, run_steps = Preparation(built, strategy).prepare_loop(_data(model), None, "train")
@@ -131,4 +132,4 @@ if __name__ == "__main__":
 
     tfpar.use_logical_cpus(3)
     strategy = STRATEGIES["multi_worker"]()
-    sys.stdout.buffer.write(pickle.dumps({name: placement_cases._case(strategy, name) for name in MODELS}))
+    sys.stdout.buffer.write(pickle.dumps({name: placement_cases.read(strategy, name) for name in MODELS}))

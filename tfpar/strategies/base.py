@@ -56,8 +56,6 @@ class Strategy(abc.ABC):
     steps_multiple: int = 1
     seconds_per_call: float = SECONDS_PER_CALL
     compiles_with_xla: bool = True
-    # The device for which XLA compiles whole steps; None for TensorFlow's default.
-    step_device: str | None = None
     # Returns a sentence for the other workers about an error of the data; None for other errors.
     user_message: data.UserMessage = staticmethod(lambda error: None)
     # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.
@@ -104,6 +102,11 @@ class Strategy(abc.ABC):
         )
         rows = tuple(dataclasses.replace(row, device=name) for name in self.device_names)
         return Preview(replicas_table(self.describe(), rows, self.num_replicas), rows)
+
+    @property
+    def step_device(self) -> str | None:
+        """The device of the operations of a step that request none; None for the host."""
+        return None
 
     @property
     def batch_parts(self) -> tuple[int, str]:

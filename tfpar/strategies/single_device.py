@@ -35,7 +35,7 @@ class SingleDevice(SingleReplica):
     def __init__(self, device: str | None = None) -> None:
         if device is not None and not isinstance(device, str):
             raise TypeError(f'device must be one name such as "CPU:0" or "GPU:0", received {device!r}.')
-        self.device = self.step_device = None if device is None else cluster.resolve_devices([device])[0]
+        self.device = None if device is None else cluster.resolve_devices([device])[0]
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
@@ -50,6 +50,11 @@ class SingleDevice(SingleReplica):
         """The device; without a name, the default of TensorFlow."""
         gpus = tf.config.list_logical_devices("GPU")
         return [self.device or ("GPU:0" if gpus else "CPU:0")]
+
+    @property
+    def step_device(self) -> str:
+        """The device: the loop of steps runs on the host, and so would steps that request no device."""
+        return self.device_names[0]
 
     def holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is plain, and a weight on the named device, if any."""
