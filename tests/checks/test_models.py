@@ -18,6 +18,7 @@ from tfpar.cluster import gpus
 
 NO_GPUS = gpus.Found(())
 with_children = pytest.mark.multi_process
+SKIPPED = Check("strategy", "skipped", "not examined here")
 
 
 def source(function: Callable[[], Any], **settings: Any) -> ModelSource:
@@ -42,7 +43,22 @@ def test_a_model_runs_on_every_device_and_under_its_strategy() -> None:
     }
     assert "the CPU in float64" in found["model on CPU:1"].figure
     assert "Mirrored over 2 replicas" in found["strategy"].figure
-    assert found["operations on the host"].values["on_host"] == [["UniqueV2", "users_1"]] * 2
+    check = found["operations on the host"]
+    line = doctor_models.line_of("raw_ops.UniqueV2")
+    assert f"2 operations of `Unique.call` (doctor_models.py:{line}) run on the host: UniqueV2" in check.figure
+    assert [(one["kind"], one["layer"]) for one in check.values["on_host"]] == [("UniqueV2", "users_1")] * 2
+
+
+@with_children
+def test_the_line_of_an_operation_on_the_host_is_found_in_a_pipeline() -> None:
+    settings = ("strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=2")
+    given = source(doctor_models.on_the_host, overrides=settings)
+    tasks = models._strategy_tasks(given, ["CPU:0", "CPU:1"], NO_GPUS)
+    assert isinstance(tasks, list)
+    (outcome,) = child_processes.run_tasks([task for task in tasks if task.name == "place"])
+    line = doctor_models.line_of("raw_ops.UniqueV2")
+    place = f"(doctor_models.py:{line}) run on the host: UniqueV2"
+    assert place in models.judged_placement(outcome.result).figure
 
 
 @with_children
@@ -50,7 +66,7 @@ def test_a_model_runs_on_every_device_and_under_its_strategy() -> None:
 def test_a_device_that_computes_a_model_wrongly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_processes, "PROGRAM", faulty_devices.__name__)
     monkeypatch.setenv(faulty_devices.VARIABLE, "model CPU:1")
-    monkeypatch.setattr(models, "_with_strategy", lambda *_: iter(()))
+    monkeypatch.setattr(models, "_strategy_tasks", lambda *_: SKIPPED)
     found = checked(source(doctor_models.classifier), ["CPU:0", "CPU:1"])
     assert [name for name, check in found.items() if check.status == "WRONG"] == ["model on CPU:1"]
     assert "the gradient of sequential" in found["model on CPU:1"].figure
@@ -79,7 +95,7 @@ def test_a_model_function_that_fails_is_reported_as_the_users(given: ModelSource
 
 @with_children
 def test_data_of_a_model_function_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "_with_strategy", lambda *_: iter(()))
+    monkeypatch.setattr(models, "_strategy_tasks", lambda *_: SKIPPED)
     data = f"{doctor_models.__name__}:data"
     found = checked(source(doctor_models.without_shapes, data=data), [])
     assert found["model"].status == "ok"
@@ -140,6 +156,31 @@ def test_a_strategy_is_tried_on_as_many_devices_as_it_trains_on(
 ) -> None:
     found = [models.num_devices(settings, 4, on_gpus=kind) for kind in (False, True)]
     assert found == [on_cpus, on_gpus]
+
+
+def operation(kind: str, layer: str, line: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": kind, "layer": layer}
+    return found | ({"file": "/models/model.py", "line": line, "function": "MyLayer.call"} if line else {})
+
+
+@pytest.mark.parametrize(
+    ("on_host", "said"),
+    [
+        ([], "none of 1,234 operations runs on the host between two of a GPU"),
+        (
+            [operation("Unique", "mine", 41), operation("Where", "mine", 43), operation("Unique", "mine", 41)],
+            "3 operations of `MyLayer.call` (model.py:41, 43) run on the host: Unique, Where (1,234 operations in a",
+        ),
+        ([operation("Where", "theirs")], "1 operation of `theirs` runs on the host: Where"),
+        ([operation("Where", "")], "1 operation of `the step` runs on the host: Where"),
+        ([operation("Where", f"layer {number}") for number in range(7)], "on the host: Where; 2 more places"),
+    ],
+)
+def test_operations_on_the_host_are_named_by_function_or_layer(on_host: list[dict[str, Any]], said: str) -> None:
+    result = {"on_host": on_host, "num_operations": 1234, "num_waits": 5}
+    check = models.judged_placement(result)
+    assert check.status == ("slow" if on_host else "ok")
+    assert said in check.figure
 
 
 def one_step(gradient: float, weight: float) -> dict[str, Any]:

@@ -49,3 +49,9 @@ def without_shapes() -> keras.Model:
 
 def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors((np.ones((4, 3), "float32"), np.ones((4, 2), "float32")))
+
+
+def line_of(text: str) -> int:
+    """Return the number of the line of this file that contains a text."""
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, 1) if text in line)

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,22 @@ def run_tasks(tasks: Sequence[Task], at_once: int = 1) -> list[Outcome]:
         tasks: The tasks.
         at_once: How many run at the same time.
     """
+    with started(tasks, at_once) as outcomes:
+        return [outcome.result() for outcome in outcomes]
+
+
+@contextlib.contextmanager
+def started(tasks: Sequence[Task], at_once: int = 1) -> Iterator[list[Future[Outcome]]]:
+    """Run tasks in their order, and return the end of each as soon as it is known; none runs after this context.
+
+    Args:
+        tasks: The tasks.
+        at_once: How many run at the same time.
+    """
     running: list[subprocess.Popen[bytes]] = []
     pool = ThreadPoolExecutor(max_workers=max(1, at_once))
     try:
-        return list(pool.map(lambda task: _run(task, running), tasks))
+        yield [pool.submit(_run, task, running) for task in tasks]
     finally:  # after Ctrl-C, too
         pool.shutdown(wait=False, cancel_futures=True)
         for process in running:

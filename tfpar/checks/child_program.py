@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tfpar.checks import child_processes
+from tfpar.checks import child_processes, users_code
 
 # The module of a task, imported in the child only: all of them need TensorFlow.
 _MODULES = {
@@ -22,6 +22,7 @@ _MODULES = {
     "measure": "together_task",
     "step": "model_task",
     "compare": "strategy_task",
+    "place": "placement_task",
 }
 _folder: list[Path] = []
 _LONGEST_MESSAGE = 400
@@ -66,14 +67,8 @@ def _message(error: Exception) -> str:
 
 def users_place(error: BaseException) -> str:
     """Return the last line of the user's own code in the traceback of an error, as "file:line"; empty without one."""
-    libraries = {str(Path(file).resolve().parent) for file in (__file__, json.__file__, signal.__file__)}
-    ours = str(Path(__file__).resolve().parents[1])
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        name = str(Path(frame.filename).resolve()) if not frame.filename.startswith("<") else frame.filename
-        is_library = "/site-packages/" in name or name.startswith((ours, "<")) or str(Path(name).parent) in libraries
-        if not is_library:
-            return f"{frame.filename}:{frame.lineno}"
-    return ""
+    place = users_code.last_place(traceback.extract_tb(error.__traceback__))
+    return "" if place is None else f"{place.file}:{place.line}"
 
 
 if __name__ == "__main__":

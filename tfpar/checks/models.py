@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import pickle
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 from tfpar import config
 from tfpar.checks import devices as device_checks
 from tfpar.checks.check import Check
-from tfpar.checks.child_processes import Outcome, Task, run_tasks
+from tfpar.checks.child_processes import Outcome, Task, run_tasks, started
 from tfpar.checks.model_source import ModelSource
 from tfpar.cluster import gpus
 from tfpar.pipeline import schedule
@@ -25,7 +27,8 @@ _BOUND, _MIXED_BOUND = 1e-3, 5e-2  # relative, of float32 and of mixed precision
 _PARITY_BOUND = 1e-9  # of three steps in float64
 _LEAST_PART = 1e-2  # a gradient this much smaller than the largest one is compared with that
 _ROUNDING_PART = 1e-5  # of the largest gradient
-_FIRST, _EXACT = "first", "exact"
+_FIRST, _EXACT, _CPU = "first", "exact", "CPU:0"
+_ON_HOST, _MOST_GROUPS = "operations on the host", 5
 
 
 def check(source: ModelSource, names: Sequence[str], found: gpus.Found, at_once: int) -> Iterator[Check]:
@@ -38,37 +41,47 @@ def check(source: ModelSource, names: Sequence[str], found: gpus.Found, at_once:
         at_once: How many devices run at the same time.
     """
     with tempfile.TemporaryDirectory(prefix="tfpar-doctor-") as folder:
-        steps = _steps(source, names, found, at_once, folder)
-        first = next(steps)
-        yield first
-        if first.status == "WRONG":
+
+        def step(device: str, dtype: str | None, name: str) -> Task:
+            arguments = {"source": dataclasses.asdict(source), "dtype": dtype, "folder": folder, "name": name}
+            return device_checks.alone("step", arguments, device, found, _SECONDS)
+
+        (first,) = run_tasks([step(_CPU, None, _FIRST)])
+        if first.result is None:
+            yield failure("model", first, is_first=True)
             return
-        yield from steps
-    yield from _with_strategy(source, names, found)
+        figure = f"one step on the CPU, loss {first.result['loss']:.6g}, {first.result['num_weights']} weights"
+        yield Check("model", "ok", figure, values=first.result)
+        others = [name for name in names if name != _CPU]  # the first step was that of the CPU
+        steps = [step(_CPU, "float64", _EXACT), *(step(name, None, name) for name in others)]
+        of_strategy = _strategy_tasks(source, names, found)
+        tasks = of_strategy if isinstance(of_strategy, list) else []
+        if _on_gpus(names):  # a device has memory for one of them only
+            with started(steps, at_once) as outcomes:
+                yield from _compared(outcomes, names, folder)
+            with started(tasks) as outcomes:
+                yield from _of_strategy(of_strategy, outcomes)
+        else:  # the longest first
+            with started([*tasks, *steps], at_once) as outcomes:
+                yield from _compared(outcomes[len(tasks) :], names, folder)
+                yield from _of_strategy(of_strategy, outcomes[: len(tasks)])
 
 
-def _steps(source: ModelSource, names: Sequence[str], found: gpus.Found, at_once: int, folder: str) -> Iterator[Check]:
-    """Yield whether the model runs on the CPU, and for each device whether its step equals that of the CPU."""
-    fields = dataclasses.asdict(source)
+def _on_gpus(names: Sequence[str]) -> bool:
+    return bool(names) and names[0].startswith("GPU")
 
-    def task(device: str, dtype: str | None, name: str) -> Task:
-        arguments = {"source": fields, "dtype": dtype, "folder": folder, "name": name}
-        return device_checks.alone("step", arguments, device, found, _SECONDS)
 
-    (first,) = run_tasks([task("CPU:0", None, _FIRST)])
-    if first.result is None:
-        yield failure("model", first, is_first=True)
-        return
-    figure = f"one step on the CPU, loss {first.result['loss']:.6g}, {first.result['num_weights']} weights"
-    yield Check("model", "ok", figure, values=first.result)
-    tasks = [task("CPU:0", "float64", _EXACT), *(task(name, None, name) for name in names)]
-    exact, *outcomes = run_tasks(tasks, at_once)
-    reference, what = _reference(Path(folder), exact)
-    for name, outcome in zip(names, outcomes, strict=True):
-        if outcome.result is None:
+def _compared(outcomes: Sequence[Future[Outcome]], names: Sequence[str], folder: str) -> Iterator[Check]:
+    """Yield for each device whether its step equals that of the CPU, from the ends of the exact step and of theirs."""
+    exact, *others = outcomes
+    reference, what = _reference(Path(folder), exact.result())
+    left = iter(others)
+    for name in names:
+        outcome = None if name == _CPU else next(left).result()
+        if outcome is not None and outcome.result is None:
             yield failure(f"model on {name}", outcome)
         else:
-            yield compared(name, _read(folder, name), reference, what)
+            yield compared(name, _read(folder, _FIRST if name == _CPU else name), reference, what)
 
 
 def failure(name: str, outcome: Outcome, *, is_first: bool = False) -> Check:
@@ -163,12 +176,12 @@ def _read(folder: str, name: str) -> Any:
     return pickle.loads((Path(folder) / name).read_bytes())
 
 
-def _with_strategy(source: ModelSource, names: Sequence[str], found: gpus.Found) -> Iterator[Check]:
+def _strategy_tasks(source: ModelSource, names: Sequence[str], found: gpus.Found) -> list[Task] | Check:
+    """Return the tasks of the strategy: three steps, and the placement of one; a check if it lacks devices."""
     settings = source.run().strategy
-    on_gpus = bool(names) and names[0].startswith("GPU")
-    number = num_devices(settings, len(names), on_gpus=on_gpus)
+    number = num_devices(settings, len(names), on_gpus=_on_gpus(names))
     variables: dict[str, str] = {}
-    if not on_gpus:
+    if not _on_gpus(names):
         # The first logical CPU is the host, and the others stand for GPUs.
         chosen, num_cpus = [f"CPU:{index + 1}" for index in range(number)], number + 1
     else:
@@ -177,17 +190,22 @@ def _with_strategy(source: ModelSource, names: Sequence[str], found: gpus.Found)
         if missing or len(wanted) < number:
             way_out = "Repair the devices above, or change strategy.devices."
             figure = f"{', '.join(missing) or number - len(wanted)} of its devices cannot be used"
-            yield Check("strategy", "WRONG", figure, f"{number} device(s)", way_out)
-            return
+            return Check("strategy", "WRONG", figure, f"{number} device(s)", way_out)
         variables, inside = device_checks.together(wanted, found)
         chosen, num_cpus = list(inside.values()), 1
     arguments = {"source": dataclasses.asdict(source), "devices": chosen}
-    (outcome,) = run_tasks([Task("compare", arguments, _SECONDS, variables, num_cpus)])
-    if outcome.result is None:
-        yield failure("strategy", outcome)
-    else:
-        yield judged_strategy(outcome.result)
-        yield judged_placement(outcome.result)
+    return [Task(name, arguments, _SECONDS, variables, num_cpus) for name in ("compare", "place")]
+
+
+def _of_strategy(tasks: list[Task] | Check, outcomes: Sequence[Future[Outcome]]) -> Iterator[Check]:
+    """Yield the checks of the strategy from the ends of its tasks."""
+    if isinstance(tasks, Check):
+        yield tasks
+        return
+    judges = {"strategy": judged_strategy, _ON_HOST: judged_placement}
+    for (name, judged), future in zip(judges.items(), outcomes, strict=True):
+        outcome = future.result()
+        yield failure(name, outcome) if outcome.result is None else judged(outcome.result)
 
 
 def named_devices(settings: config.Strategy) -> list[str]:
@@ -242,19 +260,32 @@ def judged_strategy(result: dict[str, Any]) -> Check:
 
 
 def judged_placement(result: dict[str, Any]) -> Check:
-    """Return which operations of a step have no kernel for GPUs.
+    """Return which operations of a step have no kernel for GPUs, and which lines of the user's code create them.
 
     Args:
-        result: That of the task `compare`.
+        result: That of the task `place`.
     """
     number, waits = result["num_operations"], result["num_waits"]
     if not result["on_host"]:
         figure = (
             f"none of {number:,} operations runs on the host between two of a GPU; the host waits for {waits} values"
         )
-        return Check("operations on the host", "ok", figure, values=result)
-    counts = collections.Counter(f"{kind} in {layer or 'the step'}" for kind, layer in result["on_host"])
-    listed = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.most_common(5))
-    figure = f"{len(result['on_host'])} of {number:,} operations have no GPU kernel: {listed}"
-    way_out = "Each of them copies its inputs to the host and its results back: replace it by others."
-    return Check("operations on the host", "slow", figure, "0 between two of a GPU", way_out, result)
+        return Check(_ON_HOST, "ok", figure, values=result)
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
+    for one in result["on_host"]:
+        groups[one.get("file", ""), one.get("function") or one["layer"]].append(one)
+    listed = "; ".join(itertools.starmap(_group, itertools.islice(groups.items(), _MOST_GROUPS)))
+    more = f"; {len(groups) - _MOST_GROUPS} more places" if len(groups) > _MOST_GROUPS else ""
+    figure = f"{listed}{more} ({number:,} operations in a step)"
+    way_out = "They have no kernel for GPUs: each copies its inputs to the host and its results back. Replace them."
+    return Check(_ON_HOST, "slow", figure, "0 between two of a GPU", way_out, result)
+
+
+def _group(place: tuple[str, str], operations: Sequence[dict[str, Any]]) -> str:
+    """Return a clause about the operations of one function, or of one layer."""
+    file, name = place
+    lines = ", ".join(map(str, sorted({one["line"] for one in operations if file})))
+    where = f" ({Path(file).name}:{lines})" if file else ""
+    kinds = ", ".join(dict.fromkeys(one["kind"] for one in operations))
+    some = f"{len(operations)} operations" if len(operations) > 1 else "1 operation"
+    return f"{some} of `{name or 'the step'}`{where} run{'s' * (len(operations) == 1)} on the host: {kinds}"

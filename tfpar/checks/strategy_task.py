@@ -1,4 +1,4 @@
-"""Three steps of a user's model under its strategy and on one device, and the placement of a step."""
+"""Three steps of a user's model under its strategy and on one device."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from tfpar._compat import keras_model
 from tfpar.checks.child_program import at_stage
 from tfpar.checks.model_source import ModelSource, first_batch, make_trainer, source_of
 from tfpar.full_precision import full_precision
-from tfpar.loops.preparation import Preparation
 from tfpar.parity import relative_difference
-from tfpar.placement.reading import Placed, read_placement
 
 NUM_STEPS = 3
 _LEAST_PART = 1e-3  # of the largest weight
 
 
 def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
-    """Read the placement of a step, and train three steps in float64 under the strategy and on one device.
+    """Train three steps in float64 under the strategy and on one device.
 
     Args:
         source: The fields of a `ModelSource`.
@@ -33,12 +31,8 @@ def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
     """
     found = source_of(source)
     settings = settings_on(found.run().strategy, devices)
-    # Without GPUs: what requests no device is on the first GPU of a machine that has some.
-    default = contextlib.nullcontext() if devices[0].startswith("GPU") else tf.device(devices[0])
-    with default, full_precision():
-        at_stage("the placement of a step")
+    with default_device(devices), full_precision():
         strategy = strategies.from_settings(settings)
-        placed = placement(found, strategy, devices)  # in the model's own type: kernels differ
         at_stage("three steps on one device")
         logs, weights, _ = _trained(found, tfpar.SingleDevice(devices[0]))
         at_stage(f"three steps of {settings.kind}")
@@ -55,8 +49,12 @@ def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
         "weights": differences,
         "finite": bool(np.isfinite(own_logs["loss"]).all()),
         "by_design": by_design(model),
-        **placed,
     }
+
+
+def default_device(devices: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the first device has what requests none, as the first GPU of a machine has it."""
+    return contextlib.nullcontext() if devices[0].startswith("GPU") else tf.device(devices[0])
 
 
 def _difference(actual: np.ndarray, expected: np.ndarray, least: float) -> float:
@@ -100,28 +98,3 @@ def by_design(model: keras.Model) -> list[str]:
         if is_random or is_normalizing:
             found.append(layer.name)
     return found
-
-
-def placement(source: ModelSource, strategy: tfpar.Strategy, devices: Sequence[str]) -> dict[str, Any]:
-    """Return what a step would run on the host and wait for, if its devices are or were GPUs."""
-    trainer, dataset = make_trainer(source, strategy, None)
-    batches = tf.data.Dataset.from_tensors(first_batch(dataset))
-    epoch_iterator, run_steps = Preparation(trainer.model, strategy).prepare_loop(batches, None, "train")
-    loop = tf.function(lambda *arguments: run_steps(*arguments, 2), autograph=False)
-    with tf.device(None):
-        traced = loop.get_concrete_function(epoch_iterator.iterator, epoch_iterator.upcoming)
-    on_gpus = devices[0].startswith("GPU")
-    reading = read_placement(traced, None if on_gpus else {name: f"GPU:{i}" for i, name in enumerate(devices)})
-    return {
-        "on_host": [[one.kind, _layer(one)] for one in reading.on_host],
-        "num_operations": len(reading.operations),
-        "num_waits": len(reading.waits),
-        "num_detours": len(reading.detours),
-    }
-
-
-def _layer(operation: Placed) -> str:
-    """Return the layer of an operation: the last part of its name that is not TensorFlow's own."""
-    parts = [part for part in operation.name.split("/")[:-1] if "PartitionedCall" not in part]
-    others = ("while", "body", "cond", "then", "else", operation.kind)
-    return next((part for part in reversed(parts) if part not in others), "")

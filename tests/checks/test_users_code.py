@@ -1,0 +1,43 @@
+"""Lines of the user's own code are told from those of libraries, and functions have their full names."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tfpar
+from tfpar.checks import users_code
+
+
+class Outer:
+    def method(self) -> None:
+        def inner() -> None:
+            raise KeyError("the line that is found")
+
+        inner()
+
+
+def test_the_last_line_of_the_users_own_code_is_found() -> None:
+    with pytest.raises(KeyError) as raised:
+        Outer().method()
+    place = users_code.last_place(traceback.extract_tb(raised.tb))
+    assert place is not None
+    assert place.file == __file__
+    assert "the line that is found" in Path(__file__).read_text().splitlines()[place.line - 1]
+    assert place.function == "Outer.method.inner"
+
+
+@pytest.mark.parametrize("file", [tfpar.__file__, np.__file__, traceback.__file__, "<stdin>"])
+def test_a_line_of_a_library_is_not_the_users(file: str) -> None:
+    assert users_code.last_place([traceback.FrameSummary(file, 1, "function")]) is None
+
+
+@pytest.mark.parametrize("text", [None, "def broken(:\n", "VALUE = 1\n"])
+def test_a_line_without_a_known_function_has_no_name(text: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
+    if text is not None:
+        file.write_text(text)
+    assert users_code.last_place([traceback.FrameSummary(str(file), 1, "f")]) == (str(file), 1, "")

@@ -1,0 +1,88 @@
+"""The user's own code in tracebacks: its files and lines, and its functions by their full names."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+_LIBRARIES = {str(Path(file).resolve().parent) for file in (json.__file__, signal.__file__)}
+_OURS = Path(__file__).resolve().parents[1]
+
+
+class Frame(Protocol):
+    """A frame of a traceback of Python, or of TensorFlow."""
+
+    @property
+    def filename(self) -> str: ...  # noqa: D102
+    @property
+    def lineno(self) -> int | None: ...  # noqa: D102
+
+
+class Place(NamedTuple):
+    """A line of the user's own code.
+
+    Attributes:
+        file: The file, as the traceback names it.
+        line: The number of the line, from 1.
+        function: The function around it with its classes, such as "MyLayer.call"; empty outside of functions.
+    """
+
+    file: str
+    line: int
+    function: str
+
+
+def last_place(frames: Iterable[Frame]) -> Place | None:
+    """Return the last line of the user's own code among frames, the oldest of which comes first; None without one."""
+    users = [frame for frame in frames if is_users(frame.filename)]
+    if not users:
+        return None
+    file, line = users[-1].filename, users[-1].lineno or 0
+    return Place(file, line, function_at(file, line))
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is the user's own: not of tfpar, of an installed package or of Python itself."""
+    if file.startswith("<"):
+        return False
+    path = Path(file).resolve()
+    return "/site-packages/" not in str(path) and _OURS not in path.parents and str(path.parent) not in _LIBRARIES
+
+
+def function_at(file: str, line: int) -> str:
+    """Return the innermost function around a line of a file, with its classes; empty outside of functions.
+
+    Example:
+        >>> import inspect
+        >>> function_at(__file__, inspect.getsourcelines(function_at)[1] + 1)
+        'function_at'
+    """
+    around = [(first, name) for first, last, name in _functions(file) if first <= line <= last]
+    return max(around, default=(0, ""))[1]
+
+
+@functools.cache
+def _functions(file: str) -> list[tuple[int, int, str]]:
+    """Return the first line, the last line and the name of each function of a file."""
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, ValueError, SyntaxError):  # a notebook, or a file that has changed since
+        return []
+    found: list[tuple[int, int, str]] = []
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = names
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inner = (*names, child.name)
+                if not isinstance(child, ast.ClassDef):
+                    found.append((child.lineno, child.end_lineno or child.lineno, ".".join(inner)))
+            visit(child, inner)
+
+    visit(tree, ())
+    return found
