@@ -141,7 +141,7 @@ class Pipeline(SingleReplica):
         data.check_same_inputs(self._present, model, batch)
         self._planner.check_again(model, batch, training)
         if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
-            self._steps[model].compiler.examples.keep(batch)
+            self._steps[model].keep_first(batch, training)
             return
         adds_losses = self._planner.plan(model, batch, training)
         if adds_losses is not None:
@@ -153,8 +153,8 @@ class Pipeline(SingleReplica):
             adds_losses=self._adds_losses[model],
             allow_batch_dependence=self._allow_batch_dependence,
         )
-        compiler.examples.keep(batch)
         self._steps[model] = PipelineSteps(compiler, schedule)
+        self._steps[model].keep_first(batch, training)
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
         """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""

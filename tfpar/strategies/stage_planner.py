@@ -116,6 +116,7 @@ class StagePlanner:
                 self.stage_devices(model),
                 recompute=self._recompute,
                 splits_backward=self._schedule.splits_backward,
+                pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
         return adds_losses
 

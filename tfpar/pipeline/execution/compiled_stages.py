@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpar._compat import keras_model, keras_variables
+from tfpar.pipeline.execution.row_padding import fixed_shape
 from tfpar.pipeline.execution.stage_program import StageOptions, StageProgram, compile_stage
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.staged_model import StagedModel
@@ -96,6 +98,8 @@ class StagesOfModel:
         devices: The device of each stage.
         recompute: Whether the backward pass recomputes the forward pass.
         splits_backward: Whether the weight gradient is a subgraph of its own.
+        pads: Whether stages that XLA compiles may pad micro-batches to one size: all layers are batch-independent, and
+            random layers differ from those of one device anyway.
     """
 
     def __init__(
@@ -107,9 +111,10 @@ class StagesOfModel:
         *,
         recompute: bool,
         splits_backward: bool,
+        pads: bool,
     ) -> None:
         self.staged = StagedModel(model, graph, stages, devices)
-        self._recompute, self._splits_backward = recompute, splits_backward
+        self._recompute, self._splits_backward, self._pads = recompute, splits_backward, pads
         self._compiled: dict[bool, tuple[Any, Programs]] = {}  # evaluate and predict share theirs
 
     def programs(self, inputs: Any, trainable: Any, ways: Sequence[Way] = (), *, training: bool) -> Programs:
@@ -121,13 +126,13 @@ class StagesOfModel:
             ways: What the losses computed by layers need of the whole batch, in the order of the stages.
             training: Whether the model is trained.
         """
-        key = str(inputs), trainable, bool(self.staged.model.jit_compile), tuple(ways)
+        options = self._options(training=training)
+        key = str(inputs), trainable, options.jit_compile, options.pads_lookups, tuple(ways)
         if training not in self._compiled or self._compiled[training][0] != key:
             outputs = keras.tree.flatten(self.staged.graph.outputs)
             programs = compile_stages(
-                self.staged.stages, self._input_specs(inputs), outputs, self.staged.devices,
-                self._options(training=training), ways,
-            )  # fmt: skip
+                self.staged.stages, self._input_specs(inputs), outputs, self.staged.devices, options, ways
+            )
             self._compiled[training] = key, programs
         return self._compiled[training][1]
 
@@ -141,12 +146,16 @@ class StagesOfModel:
         return without_dead_ends(programs, live, self._options(training=True))
 
     def _options(self, *, training: bool) -> StageOptions:
+        model = self.staged.model
         return StageOptions(
             training,
             recompute=training and self._recompute,
             splits_backward=training and self._splits_backward,
-            jit_compile=bool(self.staged.model.jit_compile),
-            model_variables=self.staged.model.variables,
+            jit_compile=bool(model.jit_compile),
+            pads=bool(model.jit_compile) and self._pads,
+            # Keras' own optimizers add the rows of the same number; one of the user may count them.
+            pads_lookups=not training or keras_model.is_of_keras(keras_variables.innermost(model.optimizer)),
+            model_variables=model.variables,
         )
 
     def _input_specs(self, inputs: Any) -> dict[Value, ValueSpec]:
@@ -156,4 +165,5 @@ class StagesOfModel:
             return model_graph.standardize(self.staged.model, inputs)
 
         tensors = tf.function(flat, autograph=False).get_concrete_function(inputs).structured_outputs
-        return {value: ValueSpec(spec_of(one)) for value, one in zip(self.staged.graph.inputs, tensors, strict=True)}
+        found = zip(self.staged.graph.inputs, map(spec_of, tensors), strict=True)
+        return {value: ValueSpec(spec, per_example=fixed_shape(spec)) for value, spec in found}

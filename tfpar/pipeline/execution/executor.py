@@ -249,7 +249,7 @@ class Execution:
         scales = self._scale * (tf.stack(factors) if factors else tf.zeros([0], self._scale.dtype))
         place = Place(self.number(number), one.part, self._sums_in_call[stage])
         parameters, states = self.variables.parameters[stage], self.variables.states(stage, number)
-        done = program.forward(parameters, states, values, place, scales)
+        done = program.forward(parameters, states, values, place, scales, one.rows)
         ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][:1]
         self._publish(program.stage.outputs, done.outputs, done.masks, number)
         self.variables.note(stage, number, done.new_states, one)
@@ -304,7 +304,8 @@ class Execution:
         program, key = self._programs.stages[stage], Key("totals", stage)
         saved = self.live.take(Key("saved", stage, number), [])
         totals = None if program.splits_backward else self.live.get(key)
-        done = program.backward(self.variables.parameters[stage], saved, upstream, totals)
+        rows = self.microbatch(number).rows
+        done = program.backward(self.variables.parameters[stage], saved, upstream, totals, rows)
         self._send(done.input_gradients, program.stage.inputs, stage, number)
         if program.splits_backward:
             self.live[Key("saved for W", stage, number)] = done.saved

@@ -116,11 +116,11 @@ def _row_numbers(programs: Programs, loss: LossProgram, flat: Flat, microbatch: 
         sums = tf.ones([len(program.ways), 2], tf.float64)
         place = Place(tf.constant(0, tf.int64), tf.constant(1.0, tf.float64), sums)
         parameters = variables.parameters[index]
-        done = program.forward(parameters, variables.states(index, 0), taken, place, scale)
+        done = program.forward(parameters, variables.states(index, 0), taken, place, scale, microbatch.rows)
         variables.note(index, 0, done.new_states, microbatch)
         outputs = list(map(MaskedTensor, done.outputs, done.masks))
         values.update(zip(program.stage.outputs, outputs, strict=True))
-        rows = _rows(program, parameters, done) if any(program.kinds) else [None for _ in program.kinds]
+        rows = _rows(program, parameters, done, microbatch) if any(program.kinds) else [None for _ in program.kinds]
         found.append(_numbers(rows))
     outputs = [values[value].on(loss.device) for value in programs.outputs]
     of_loss = (
@@ -143,10 +143,10 @@ def _gradients_of_loss(
     return list(part.weights)
 
 
-def _rows(program: StageProgram, parameters: Bundle, done: ForwardResults) -> list[Any]:
+def _rows(program: StageProgram, parameters: Bundle, done: ForwardResults, microbatch: Microbatch) -> list[Any]:
     upstream = [
         tf.ones_like(dense_part(output)) if spec.needs_gradient else None
         for output, spec in zip(done.outputs, program.output_specs, strict=True)
     ]
-    results = program.backward(parameters, done.saved, upstream, None)
+    results = program.backward(parameters, done.saved, upstream, None, microbatch.rows)
     return program.weight_gradients(parameters, results.saved, None).rows if program.splits_backward else results.rows

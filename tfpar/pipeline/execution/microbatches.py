@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
+from tfpar.pipeline.execution.row_padding import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +24,19 @@ class Microbatch:
         num_counted: The number of examples with weight 1, an int64 scalar.
         size: The number of examples, an int64 scalar, at least 1.
         num_examples: The number of examples of the global batch, an int64 scalar.
+        padded_size: The number of examples to which a stage that XLA compiles may pad it, an int64 scalar.
     """
 
     batch: Any
     num_counted: tf.Tensor
     size: tf.Tensor
     num_examples: tf.Tensor
+    padded_size: tf.Tensor
+
+    @property
+    def rows(self) -> Rows:
+        """The numbers of its examples, without and with padding."""
+        return Rows(self.size, self.padded_size)
 
     @property
     def example_weight(self) -> tf.Tensor:
@@ -53,6 +61,8 @@ class Microbatches:
     Args:
         batch: A structure of tensors or None, `[batch, ...]` each, at least one example.
         count: The number of micro-batches.
+        usual_size: The number of examples to which smaller micro-batches are padded, an int64 scalar; None for that of
+            the largest micro-batch of this batch.
 
     Example:
         >>> microbatches = Microbatches(tf.zeros([7, 2]), 3)
@@ -60,10 +70,12 @@ class Microbatches:
         [3, 2, 2]
     """
 
-    def __init__(self, batch: Any, count: int) -> None:
+    def __init__(self, batch: Any, count: int, usual_size: tf.Tensor | None = None) -> None:
         self._batch, self.count = batch, count
         with tf.device("CPU:0"):
             self.num_examples = data.num_rows(batch)
+            largest = -(-self.num_examples // count)
+            self._padded_size = largest if usual_size is None else tf.maximum(largest, usual_size)
 
     def __getitem__(self, number: int | tf.Tensor) -> Microbatch:
         """Return a micro-batch by its index, an integer or an int64 scalar."""
@@ -72,4 +84,5 @@ class Microbatches:
             begin, end = (-(-(number + more) * rows // self.count) for more in (0, 1))
             first = tf.minimum(begin, rows - 1)
             last = tf.maximum(end, first + 1)
-            return Microbatch(data.take_rows(self._batch, first, last), end - begin, last - first, rows)
+            part = data.take_rows(self._batch, first, last)
+            return Microbatch(part, end - begin, last - first, rows, self._padded_size)

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfpar import data
 from tfpar._compat import tf_function
 from tfpar.pipeline.execution.bundles import Bundle, bundled, specs_of, unbundle
+from tfpar.pipeline.execution.row_padding import Rows, add_zero_rows, repeat_last_row
 from tfpar.pipeline.execution.stage_trace import StageTrace
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec
 from tfpar.pipeline.execution.subgraphs import Subgraph
@@ -66,6 +68,7 @@ class StageFunctions:
         inputs: The specs of the inputs of the stage.
         num_parameters: The number of variables that are trained.
         device: The device that runs it.
+        pads: Whether F and B pad a micro-batch, and take the numbers of its rows.
     """
 
     def __init__(
@@ -75,8 +78,11 @@ class StageFunctions:
         inputs: Sequence[ValueSpec],
         num_parameters: int,
         device: str,
+        *,
+        pads: bool,
     ) -> None:
         self._trace, self._inputs, self._device = trace, inputs, device
+        self._rows = Rows(*[tf.TensorSpec([], tf.int64)] * 2) if pads else None
         self._forward, *self._later = subgraphs
         self._parameters, self._states = trace.variables[:num_parameters], trace.variables[num_parameters:]
         self._totals = [total for total in trace.backward.totals if total is not None]
@@ -92,7 +98,7 @@ class StageFunctions:
         parameters, states = self._specs(self._parameters), self._specs(self._states)
         values, masks = [one.spec for one in self._inputs], [one.mask for one in self._inputs]
         scale = tf.TensorSpec([None], self._trace.scale.dtype)
-        return _compiled(self._run_forward, parameters, states, values, masks, Place.specs(), scale)
+        return _compiled(self._run_forward, parameters, states, values, masks, Place.specs(), scale, self._rows)
 
     @functools.cached_property
     def backward(self) -> Any:
@@ -102,7 +108,7 @@ class StageFunctions:
             for tensor in self._trace.backward.output_gradients
         ]
         parameters, saved, totals = map(self._specs, (self._parameters, self._saved, self._totals))
-        return _compiled(self._run_backward, parameters, saved, gradients, totals)
+        return _compiled(self._run_backward, parameters, saved, gradients, totals, self._rows)
 
     @functools.cached_property
     def weights(self) -> Any:
@@ -114,26 +120,37 @@ class StageFunctions:
         return specs_of(tensors)
 
     def _run_forward(
-        self, parameters: Bundle, states: Bundle, values: Any, masks: Any, place: Place, scale: tf.Tensor
+        self,
+        parameters: Bundle,
+        states: Bundle,
+        values: Any,
+        masks: Any,
+        place: Place,
+        scale: tf.Tensor,
+        rows: Rows | None,
     ) -> ForwardResults:
         trace, known = self._trace, self._known((self._parameters, parameters), (self._states, states))
+        own, (values, masks) = self._added((values, masks), rows, repeat_last_row)
         known |= _pairs(tensors_of([trace.values, trace.place, trace.scale]), tensors_of([values, masks, place, scale]))
         self._forward(known)
         changed = [known[state.ref()] for state in trace.new_states if state is not None]
         return ForwardResults(
-            [_composite(output, known) for output in trace.outputs],
-            [None if mask is None else known[mask.ref()] for mask in trace.masks],
+            own([_composite(output, known) for output in trace.outputs]),
+            own([None if mask is None else known[mask.ref()] for mask in trace.masks]),
             [known[loss.ref()] for loss in trace.losses],
             bundled(changed, self._device),
             self._bundled(self._saved, known),
         )
 
-    def _run_backward(self, parameters: Bundle, saved: Bundle, gradients: Any, totals: Bundle) -> BackwardResults:
+    def _run_backward(
+        self, parameters: Bundle, saved: Bundle, gradients: Any, totals: Bundle, rows: Rows | None
+    ) -> BackwardResults:
         backward = self._trace.backward
+        own, gradients = self._added(gradients, rows, add_zero_rows)
         known = self._known((self._parameters, parameters), (self._saved, saved), (self._totals, totals))
         known |= _pairs(tensors_of(backward.output_gradients), tensors_of(gradients))
         self._later[0](known)
-        of_inputs = [value_of(gradient, known) for gradient in backward.input_gradients]
+        of_inputs = own([value_of(gradient, known) for gradient in backward.input_gradients])
         if self._later[1:]:
             return BackwardResults(of_inputs, [], [], self._bundled(self._saved_for_weights, known))
         return BackwardResults(of_inputs, *self._sums(known), [])
@@ -143,6 +160,20 @@ class StageFunctions:
         known = self._known((self._parameters, parameters), (late, saved), (self._totals, totals))
         self._later[1](known)
         return BackwardResults([], *self._sums(known), [])
+
+    def _added(
+        self, tensors: Any, rows: Rows | None, add: Callable[[tf.Tensor, Rows], tf.Tensor]
+    ) -> tuple[Callable[[Any], Any], Any]:
+        """Return a function that removes the added rows of results, and tensors with added rows."""
+        if rows is None:
+            return (lambda results: results), tensors
+
+        def own(results: Any) -> Any:
+            with tf.device(self._device):
+                return data.take_rows(results, 0, rows.own)
+
+        with tf.device(self._device):
+            return own, tf.nest.map_structure(lambda one: None if one is None else add(one, rows), tensors)
 
     def _sums(self, known: Known) -> tuple[list[Any], Bundle]:
         sums = [value_of(one, known) for one in self._trace.backward.sums]

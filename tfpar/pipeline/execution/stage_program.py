@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfpar._compat import keras_metrics, random_state, tf_function
 from tfpar.pipeline.execution.bundles import Bundle, bundled, unbundle
 from tfpar.pipeline.execution.row_gradients import Kinds, joined, known_kinds
+from tfpar.pipeline.execution.row_padding import Rows, can_pad, outputs_per_example
 from tfpar.pipeline.execution.saved_tensors import SavedBytes, saved_bytes
 from tfpar.pipeline.execution.stage_functions import (
     BackwardResults,
@@ -35,6 +36,8 @@ class StageOptions(NamedTuple):
         recompute: Whether the backward pass recomputes the forward pass, so that only stage inputs are saved.
         splits_backward: Whether the weight gradient is a subgraph of its own.
         jit_compile: Whether XLA compiles the subgraphs.
+        pads: Whether the stages that allow it pad micro-batches to one size.
+        pads_lookups: Whether those with lookups do so.
         model_variables: All variables of the model. A layer may read a variable of another layer.
     """
 
@@ -42,6 +45,8 @@ class StageOptions(NamedTuple):
     recompute: bool = False
     splits_backward: bool = False
     jit_compile: bool = False
+    pads: bool = False
+    pads_lookups: bool = False
     model_variables: Sequence[keras.Variable] = ()
 
 
@@ -62,6 +67,8 @@ class StageProgram:
         kinds: The kind of each lookup of each parameter; None for one that the graph does not determine.
         subgraphs: The forward pass; for training the backward pass; where it is apart, the weight gradient.
         functions: The same as compiled functions.
+        per_example: Whether each output is known to have one row for each example.
+        pads: Whether they pad micro-batches.
     """
 
     stage: Stage
@@ -73,6 +80,8 @@ class StageProgram:
     kinds: Kinds
     subgraphs: Sequence[Subgraph]
     functions: StageFunctions
+    per_example: Sequence[bool]
+    pads: bool
 
     @property
     def parameters(self) -> Sequence[Any]:
@@ -112,7 +121,8 @@ class StageProgram:
     @property
     def output_specs(self) -> list[ValueSpec]:
         """The spec of each output, in the order of `stage.outputs`."""
-        return self.trace.output_specs
+        pairs = zip(self.trace.output_specs, self.per_example, strict=True)
+        return [dataclasses.replace(spec, per_example=known) for spec, known in pairs]
 
     @property
     def has_input_gradients(self) -> list[bool]:
@@ -139,7 +149,13 @@ class StageProgram:
         return bundled(values, self.device)
 
     def forward(
-        self, parameters: Bundle, states: Bundle, values: Sequence[MaskedTensor], place: Place, scale: Any
+        self,
+        parameters: Bundle,
+        states: Bundle,
+        values: Sequence[MaskedTensor],
+        place: Place,
+        scale: Any,
+        rows: Rows,
     ) -> ForwardResults:
         """Run the forward pass of one micro-batch.
 
@@ -149,14 +165,21 @@ class StageProgram:
             values: The inputs, `[examples, ...]` each.
             place: The micro-batch in its global batch.
             scale: The gradient of one unit of each added loss, `[losses]` in Keras' float type.
+            rows: The numbers of examples of the micro-batch.
         """
         tensors, masks = [value.tensor for value in values], []
         for value, spec in zip(values, self.input_specs, strict=True):
             masks.append(None if spec.mask is None else value.mask)
-        return ForwardResults(*self._call(self.functions.forward, parameters, states, tensors, masks, place, scale))
+        given = parameters, states, tensors, masks, place, scale, rows if self.pads else None
+        return ForwardResults(*self._call(self.functions.forward, *given))
 
     def backward(
-        self, parameters: Bundle, saved: Bundle, output_gradients: Sequence[tf.Tensor | None], totals: Bundle | None
+        self,
+        parameters: Bundle,
+        saved: Bundle,
+        output_gradients: Sequence[tf.Tensor | None],
+        totals: Bundle | None,
+        rows: Rows,
     ) -> BackwardResults:
         """Run the backward pass of one micro-batch.
 
@@ -165,13 +188,15 @@ class StageProgram:
             saved: The saved tensors of its forward pass.
             output_gradients: The gradient of each output; None for an output without one.
             totals: The summed dense gradients of earlier micro-batches; None for the first.
+            rows: The numbers of examples of the micro-batch.
         """
         gradients = []
         for placeholder, gradient in zip(self.trace.backward.output_gradients, output_gradients, strict=True):
             assert placeholder is None or gradient is not None, "an output without a gradient is an unused output"
             gradients.append(None if placeholder is None else gradient)
-        given = self._zeros() if totals is None else totals
-        return BackwardResults(*self._call(self.functions.backward, parameters, saved, gradients, given))
+        before = self._zeros() if totals is None else totals
+        given = parameters, saved, gradients, before, rows if self.pads else None
+        return BackwardResults(*self._call(self.functions.backward, *given))
 
     def weight_gradients(self, parameters: Bundle, saved: Bundle, totals: Bundle | None) -> BackwardResults:
         """Run the part of the backward pass for the weights, after `backward`.
@@ -251,6 +276,10 @@ def compile_stage(
         variables = _by_role([*variables.parameters, *variables.states, *unseen], training=options.training)
         traced = trace(variables)
     subgraphs = _extract(traced, device, options)
+    per_example = [options.pads and all(spec.per_example for spec in input_specs)] * len(stage.outputs)
+    if any(per_example):
+        per_example = outputs_per_example(traced, subgraphs[0])
+    pads = bool(per_example) and can_pad(traced, per_example, with_lookups=options.pads_lookups)
     kinds = known_kinds(traced.graph, traced.backward.weight_gradients, tensors_of([traced.values, traced.place]))
     return StageProgram(
         stage,
@@ -261,7 +290,9 @@ def compile_stage(
         traced,
         kinds,
         subgraphs,
-        StageFunctions(traced, subgraphs, input_specs, len(variables.parameters), device),
+        StageFunctions(traced, subgraphs, input_specs, len(variables.parameters), device, pads=pads),
+        per_example,
+        pads,
     )
 
 

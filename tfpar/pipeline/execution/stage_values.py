@@ -16,11 +16,13 @@ class ValueSpec:
         spec: Its shape `[None, ...]` and type.
         mask: Those of its Keras mask; None for none.
         needs_gradient: Whether the backward pass computes its gradient.
+        per_example: Whether it is known to have one row for each example.
     """
 
     spec: tf.TensorSpec
     mask: tf.TensorSpec | None = None
     needs_gradient: bool = False
+    per_example: bool = False
 
 
 @dataclasses.dataclass

@@ -36,6 +36,18 @@ class PipelineSteps:
         self.compiler = compiler
         self._schedule, self._staged = schedule, compiler.staged
         self._model, self._last_device = compiler.staged.model, compiler.staged.devices[-1]
+        with tf.device("CPU:0"):
+            self._usual_sizes = {training: tf.Variable(0, dtype=tf.int64) for training in (True, False)}
+
+    def keep_first(self, batch: Any, training: bool) -> None:
+        """Keep what later batches need of the first one: examples for trials, and the size of micro-batches.
+
+        Args:
+            batch: The first global batch of the data.
+            training: Whether train steps follow, or evaluate or predict steps.
+        """
+        self.compiler.examples.keep(batch)
+        self._usual_sizes[training].assign(-(-data.num_rows(batch) // self._schedule.num_microbatches))
 
     def train_step(self, batch: Any) -> tf.Tensor:
         """Add one optimizer update to the graph; return the loss, a scalar."""
@@ -64,7 +76,7 @@ class PipelineSteps:
         """Add the forward pass of a batch to the graph; return the model's outputs, `[batch, ...]` each."""
         with tf.init_scope():
             programs = self.compiler.stages(inputs, training=False)
-        microbatches = Microbatches((inputs,), self._schedule.num_microbatches)
+        microbatches = self._cut((inputs,), training=False)
         execution = Execution(programs, microbatches, self._staged.flat_inputs, tf.ones((), keras.config.floatx()))
         execution.run(segments(self._forward_actions()))
         assign_states(execution.new_states(), execution.ends)
@@ -90,6 +102,11 @@ class PipelineSteps:
         moments = {moment.action: [moment.begin, moment.end] for moment in context.execution.moments}
         return tf.stack([tf.stack(moments[action]) for action in actions]), sums
 
+    def _cut(self, batch: Any, *, training: bool) -> Microbatches:
+        with tf.device("CPU:0"):
+            usual_size = self._usual_sizes[training].read_value()
+        return Microbatches(batch, self._schedule.num_microbatches, usual_size)
+
     def _loss_scale(self) -> tf.Tensor:
         with tf.device(self._last_device):
             scale: tf.Tensor = self._model.optimizer.scale_loss(tf.ones((), keras.config.floatx()))
@@ -99,7 +116,7 @@ class PipelineSteps:
         """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
         with tf.init_scope():
             compiled = self.compiler.compile(batch, training=training)
-        microbatches = Microbatches(batch, self._schedule.num_microbatches)
+        microbatches = self._cut(batch, training=training)
         divisors = tf.zeros([0], tf.float64)
         if compiled.loss.num_divisors:
             call = functools.partial(self._staged.call, training=training)

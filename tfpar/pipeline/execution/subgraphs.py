@@ -65,6 +65,12 @@ class Subgraph:
         specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in self.inputs]
         return noinline_function(self._import, *specs, jit_compile=self.jit_compile)
 
+    def shapes(self, specs: Sequence[tf.TensorSpec]) -> dict[Any, tf.TensorShape]:
+        """Return the shape of each output, by its `ref()`, that TensorFlow infers for inputs with some specs."""
+        traced = tf.function(self._import, autograph=False).get_concrete_function(*specs)
+        pairs = zip(self.outputs, traced.structured_outputs, strict=True)
+        return {tensor.ref(): result.shape for tensor, result in pairs}
+
     def _import(self, *values: tf.Tensor) -> list[tf.Tensor]:
         """Add the operations to the graph that is being traced; return the outputs."""
         known = {tensor.name: value for tensor, value in zip(self.inputs, values, strict=True)}

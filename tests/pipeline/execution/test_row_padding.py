@@ -1,0 +1,196 @@
+"""A pipeline whose stages XLA compiles: one device's results from micro-batches that are padded to one size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpar
+from tests import ROOT
+from tests.support import parity_cases, small
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+NUM_EXAMPLES, BATCH_SIZE = 25, 10  # micro-batches of 3, 3, 2, 2 examples, and of 2, 1, 1, 1 in the last batch
+DEVICES = ["CPU:0", "CPU:1"]
+
+
+class CountsRows(keras.layers.Layer):
+    """A state that an added example would change."""
+
+    def build(self, shape: Any) -> None:
+        self.rows = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, features: Any) -> Any:
+        self.rows.assign_add(keras.ops.sum(keras.ops.ones_like(features[:, 0])))
+        return features
+
+
+class Doubled(keras.layers.Layer):
+    """Twice as many rows as examples, between two layers."""
+
+    def call(self, features: Any) -> Any:
+        return keras.ops.reshape(features, (-1, features.shape[1] // 2))
+
+
+class Joined(keras.layers.Layer):
+    def call(self, features: Any) -> Any:
+        return keras.ops.reshape(features, (-1, features.shape[1] * 2))
+
+
+class AddsPerRow(keras.optimizers.SGD):
+    """Counts the listed rows of a gradient."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.IndexedSlices(gradient.values + 0.01, gradient.indices, gradient.dense_shape)
+        super().update_step(gradient, variable, learning_rate)
+
+
+def words(optimizer: Callable[[], Any]) -> Callable[..., keras.Model]:
+    """Tokens of which zeros are masked, with a loss over the others."""
+
+    def build(**compiled: Any) -> keras.Model:
+        tokens = keras.Input((6,), dtype="int32")
+        hidden = keras.layers.Embedding(11, 4, mask_zero=True)(tokens)
+        hidden = keras.layers.Dense(4, "tanh")(hidden)
+        model = keras.Model(tokens, keras.layers.Dense(2)(hidden))
+        model.compile(optimizer(), "mse", metrics=["mae"], **compiled)
+        return model
+
+    return build
+
+
+def word_data() -> tf.data.Dataset:
+    generator = np.random.default_rng(3)
+    tokens = generator.integers(0, 11, size=(NUM_EXAMPLES, 6))
+    targets = generator.normal(size=(NUM_EXAMPLES, 6, 2)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((tokens, targets)).batch(BATCH_SIZE)
+
+
+def data() -> tf.data.Dataset:
+    weights = np.random.default_rng(7).uniform(0.5, 2.0, NUM_EXAMPLES).astype("float32")
+    return parity_cases.batches(NUM_EXAMPLES, BATCH_SIZE, weights)
+
+
+def classifier(layers: Callable[[], list[Any]] = list) -> Callable[..., keras.Model]:
+    def build(**compiled: Any) -> keras.Model:
+        adam = lambda: keras.optimizers.Adam(0.05)  # noqa: E731
+        metric = keras.metrics.SparseCategoricalCrossentropy(from_logits=True)
+        return parity_cases.classifier(adam, layers=layers, weighted_metrics=[metric], **compiled)()
+
+    return build
+
+
+def pipeline(**settings: Any) -> tfpar.Strategy:
+    return tfpar.Pipeline(**{"num_stages": 2, "num_microbatches": 4, "balance": "parameters", **settings})
+
+
+def with_losses() -> list[Any]:
+    return [parity_cases.AddsLoss(), keras.layers.ActivityRegularization(0.1)]
+
+
+CASES: dict[str, tuple[Callable[..., keras.Model], Callable[[], tf.data.Dataset], dict[str, Any]]] = {
+    "sample weights": (classifier(), data, {}),
+    "recomputed": (classifier(), data, {"recompute": True, "schedule": "zero_bubble"}),
+    "one micro-batch": (classifier(), data, {"num_microbatches": 1}),
+    "masks and lookups": (words(lambda: keras.optimizers.Adam(0.1)), word_data, {}),
+    "an optimizer that sees the listed rows": (words(lambda: AddsPerRow(0.1)), word_data, {}),
+    "added losses": (classifier(with_losses), data, {}),
+    "two rows for each example": (classifier(lambda: [Doubled(), Joined()]), data, {"balance": [2, 2]}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_padded_micro_batches_train_as_one_device(name: str) -> None:
+    build, dataset, settings = CASES[name]
+    keras.utils.set_random_seed(0)
+    model = build()
+    expected = model.fit(dataset(), epochs=2, verbose=0).history
+    trainer = tfpar.Trainer(lambda: build(jit_compile=True), pipeline(**settings), seed=0)
+    small.assert_same_history(trainer.fit(dataset(), epochs=2, verbose=0).history, expected)
+    small.assert_same_state(small.state(trainer.model), small.state(model), 1e-5)
+    evaluated, wanted = (one.evaluate(dataset(), verbose=0, return_dict=True) for one in (trainer, model))
+    small.assert_same_history({k: [v] for k, v in evaluated.items()}, {k: [v] for k, v in wanted.items()})
+    inputs = dataset().map(lambda x, *others: x)
+    small.assert_same_state(*([one.predict(inputs, verbose=0)] for one in (trainer, model)), tolerance=1e-5)
+
+
+def test_states_are_those_of_the_micro_batches_without_padding() -> None:
+    """Moving averages differ from those of one device, as each micro-batch is normalized by itself."""
+    build = classifier(lambda: [CountsRows(), keras.layers.BatchNormalization()])
+    states = []
+    for jit_compile in (True, False):
+        trainer = tfpar.Trainer(lambda jit=jit_compile: build(jit_compile=jit), pipeline(), seed=0)
+        trainer.fit(data(), verbose=0)
+        states.append(small.state(trainer.model))
+    small.assert_same_state(*states, 1e-5)
+
+
+def test_a_random_layer_is_repeatable() -> None:
+    build, states = classifier(lambda: [keras.layers.Dropout(0.5)]), []
+    for _ in range(2):
+        trainer = tfpar.Trainer(lambda: build(jit_compile=True), pipeline(), seed=0)
+        trainer.fit(data(), verbose=0)
+        states.append(small.state(trainer.model))
+    small.assert_same_state(*states)
+
+
+COUNT = """
+import sys
+from pathlib import Path
+
+import tfpar
+
+tfpar.use_logical_cpus(2)
+
+import keras
+
+from tests.pipeline.execution import test_row_padding as cases
+
+counts, dumped = {}, Path(sys.argv[1])
+
+
+def count(name):
+    counts[name] = len(list(dumped.glob("*before_optimizations.txt"))) - sum(counts.values())
+
+
+for name, layers in cases.COUNTED.items():
+    build = cases.classifier(layers)
+    trainer = tfpar.Trainer(lambda: build(jit_compile=True), cases.pipeline(), seed=0)
+    trainer.fit(cases.data(), epochs=2, verbose=0)
+    count(f"{name}, training")
+    trainer.evaluate(cases.data(), verbose=0)
+    trainer.predict(cases.parity_cases.inputs(10), batch_size=9, verbose=0)
+    count(f"{name}, inference")
+print(cases.json.dumps(counts))
+"""
+COUNTED: dict[str, Callable[[], list[Any]]] = {
+    "independent": lambda: [keras.layers.LayerNormalization(), keras.layers.Dropout(0.5)],
+    "normalized": lambda: [keras.layers.BatchNormalization()],
+}
+
+
+@pytest.mark.slow_start
+def test_xla_compiles_a_pass_once_for_all_sizes_of_micro_batches(tmp_path: Path) -> None:
+    environment = {"XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", COUNT, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    counts = json.loads(done.stdout.splitlines()[-1])
+    # Two stages: forward and backward; forward alone.
+    assert counts["independent, training"] == 4
+    assert counts["independent, inference"] == 2
+    # The statistics of 3, 2 and 1 examples.
+    assert 4 < counts["normalized, training"] <= 12
+    assert counts["normalized, inference"] == 2
