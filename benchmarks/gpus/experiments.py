@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.gpus.setting import GpuSetting
+from benchmarks.gpus.setting import PEERS, GpuSetting
 from benchmarks.gpus.worker import has_torch, measure
 from benchmarks.harness import Experiment, Result, Target, shown
 from tfpar.cluster import gpus
@@ -55,7 +55,7 @@ def experiments(
     found = [_one_device(workload, devices[0], with_torch) for workload in workloads]
     if len(devices) > 1:
         found += [_scaling(workload, devices, with_torch) for workload in workloads]
-        found.append(_pipeline(workloads[-1], devices))
+        found.append(_pipeline(workloads[-1], devices, with_torch))
     return found
 
 
@@ -104,7 +104,7 @@ def _scaling(workload: GpuSetting, devices: Sequence[str], with_torch: bool) -> 
     return _experiment(f"scaling_{workload.workload}", summary, settings, findings)
 
 
-def _pipeline(workload: GpuSetting, devices: Sequence[str]) -> Experiment:
+def _pipeline(workload: GpuSetting, devices: Sequence[str], with_torch: bool) -> Experiment:
     num_microbatches = _MICROBATCHES_PER_STAGE * len(devices)
     batch_size = workload.batch_size * num_microbatches
     whole = replace(workload, devices=tuple(devices), batch_size=batch_size, num_microbatches=num_microbatches)
@@ -116,6 +116,10 @@ def _pipeline(workload: GpuSetting, devices: Sequence[str]) -> Experiment:
     # The share of 1F1B's time that is no bubble, and a tenth less.
     share = num_microbatches / (num_microbatches + len(devices) - 1)
     findings = [Target((ours,), (one,), 0.9 * share * len(devices))]
+    if with_torch:
+        theirs = "torch.distributed.pipelining"
+        settings[theirs] = replace(whole, trainer="torch_pipeline")
+        findings.append(Target((ours,), (theirs,)))
     summary = f"{workload.workload}, {num_microbatches} micro-batches of {workload.batch_size}, 1F1B"
     return _experiment(f"pipeline_{workload.workload}", summary, settings, findings)
 
@@ -135,4 +139,6 @@ def as_markdown(result: Result) -> str:
         ours, theirs = finding.text.split(" / ")
         speeds = [f"{name}: {shown(_FIGURE, result.median(name, _FIGURE))[1]} examples/s" for name in (ours, theirs)]
         rows.append(f"| {result.experiment.summary} | {speeds[0]} | {speeds[1]} | {result.found(finding):.2f} |")
+    if not any(setting.trainer in PEERS for setting in result.experiment.settings.values()):
+        rows.append(f"| {result.experiment.summary} | | PyTorch is not installed, or sees no GPU | |")
     return "\n".join(["| Experiment | tfpar | compared with | ratio |", "|---|---|---|---|", *rows])

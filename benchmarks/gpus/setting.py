@@ -6,7 +6,10 @@ import dataclasses
 from typing import Literal
 
 Workload = Literal["resnet50", "transformer", "tiny"]
-TrainerName = Literal["tfpar", "pipeline", "keras", "torch"]
+TrainerName = Literal["tfpar", "pipeline", "keras", "torch", "torch_pipeline"]
+
+# The programs of PyTorch's trainers.
+PEERS = {"torch": "benchmarks.gpus.torch_peer", "torch_pipeline": "benchmarks.gpus.torch_pipeline"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +19,7 @@ class GpuSetting:
     Args:
         workload: Model and data, see `benchmarks.gpus.models`.
         trainer: `tfpar.SingleDevice` or, on several devices, `tfpar.Mirrored`; `tfpar.Pipeline` with a stage a device;
-            Keras' `fit`; or PyTorch, on several devices `DistributedDataParallel`.
+            Keras' `fit`; PyTorch, on several devices `DistributedDataParallel`; or its `torch.distributed.pipelining`.
         batch_size: Rows of the global batch.
         devices: Names such as `GPU:0`.
         jit_compile: Whether XLA compiles the steps; `torch.compile` for PyTorch.
@@ -37,4 +40,4 @@ class GpuSetting:
     @property
     def num_processes(self) -> int:
         """Processes of a turn: PyTorch has one for each device."""
-        return len(self.devices) if self.trainer == "torch" else 1
+        return len(self.devices) if self.trainer in PEERS else 1

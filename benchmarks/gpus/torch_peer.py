@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from benchmarks import peers, process
 from benchmarks.gpus.examples import LEARNING_RATE, NUM_BLOCKS, NUM_CLASSES, NUM_HEADS, TINY_WIDTH, WIDTH, arrays
 from benchmarks.gpus.setting import GpuSetting
@@ -25,25 +27,15 @@ def run_here(setting: GpuSetting, rank: int, addresses: list[str]) -> dict[str, 
         rank: Which device of the setting this process has.
         addresses: Of all processes, empty for one; they connect at the first.
     """
-    torch = peers.load("torch")
-    torch.manual_seed(0)
-    on_gpu = setting.devices[rank].startswith("GPU")
-    device = torch.device("cuda", int(setting.devices[rank].partition(":")[2])) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
-    model = _MODELS[setting.workload](torch).to(device)
+    torch, device = start(setting, rank, addresses)
+    model = MODELS[setting.workload](torch).to(device)
     if addresses:
-        backend, world_size = "nccl" if on_gpu else "gloo", len(addresses)
-        address = f"tcp://{addresses[0]}"
-        torch.distributed.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
         model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     model = torch.compile(model) if setting.jit_compile else model
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, momentum=0.9)
     loss_of = torch.nn.functional.cross_entropy if setting.workload == "resnet50" else torch.nn.functional.mse_loss
     share = setting.batch_size // len(setting.devices)
-    host = [torch.from_numpy(array[:share].copy()) for array in arrays(setting.workload, share)]
-    host = [tensor.pin_memory() for tensor in host] if on_gpu else host
+    host = [in_host_memory(torch, array, device) for array in arrays(setting.workload, share)]
 
     def step() -> None:
         inputs, targets = (tensor.to(device, non_blocking=True) for tensor in host)
@@ -51,10 +43,49 @@ def run_here(setting: GpuSetting, rank: int, addresses: list[str]) -> dict[str, 
         loss_of(model(inputs), targets).backward()
         optimizer.step()
 
-    return _laps(step, torch.cuda.synchronize if on_gpu else lambda: None, setting)
+    return laps(torch, step, device, setting)
 
 
-def _laps(step: Callable[[], None], wait: Callable[[], None], setting: GpuSetting) -> dict[str, float]:
+def start(setting: GpuSetting, rank: int, addresses: list[str]) -> tuple[Any, Any]:
+    """Return PyTorch and the device of this process, connected to the other processes.
+
+    Args:
+        setting: What to train.
+        rank: Which device of the setting this process has.
+        addresses: As for `run_here`.
+    """
+    torch = peers.load("torch")
+    torch.manual_seed(0)
+    on_gpu = setting.devices[rank].startswith("GPU")
+    device = torch.device("cuda", int(setting.devices[rank].partition(":")[2])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    if addresses:
+        if not on_gpu:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        backend, world_size = "nccl" if on_gpu else "gloo", len(addresses)
+        address = f"tcp://{addresses[0]}"
+        torch.distributed.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
+    return torch, device
+
+
+def in_host_memory(torch: Any, array: np.ndarray, device: Any) -> Any:
+    """Return an array as a tensor of the host, from which it can be copied to a GPU while that computes."""
+    tensor = torch.from_numpy(array.copy())
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def laps(torch: Any, step: Callable[[], None], device: Any, setting: GpuSetting) -> dict[str, float]:
+    """Return the figures of a process that repeats a step.
+
+    Args:
+        torch: PyTorch.
+        step: Runs one step.
+        device: The device of this process.
+        setting: What to train.
+    """
+    wait: Callable[[], None] = (lambda: None) if device.type == "cpu" else torch.cuda.synchronize
     moments: list[float] = []
     for _ in range(1 + setting.num_laps):
         moments.append(time.perf_counter())
@@ -110,7 +141,7 @@ def _tiny(torch: Any) -> Any:
     return torch.nn.Sequential(*(torch.nn.Linear(TINY_WIDTH, TINY_WIDTH) for _ in range(4)))
 
 
-_MODELS = {"resnet50": _resnet50, "transformer": _transformer, "tiny": _tiny}
+MODELS = {"resnet50": _resnet50, "transformer": _transformer, "tiny": _tiny}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 from benchmarks import peers, process
-from benchmarks.gpus.setting import GpuSetting
+from benchmarks.gpus.setting import PEERS, GpuSetting
 from benchmarks.harness import Output
 
 
@@ -27,7 +27,7 @@ def measure(setting: GpuSetting) -> Output:
     Raises:
         WorkerError: If a process fails.
     """
-    module = "benchmarks.gpus.torch_peer" if setting.trainer == "torch" else "benchmarks.gpus.worker"
+    module = PEERS.get(setting.trainer, "benchmarks.gpus.worker")
     outputs = process.ask_workers(module, setting, setting.num_processes)
     step_seconds = max(output["step_seconds"] for output in outputs)
     return {

@@ -1,5 +1,6 @@
 """The experiments on GPUs: their settings for any number of GPUs, and one tiny run of each kind on CPUs."""
 
+import importlib.util
 import io
 import os
 import subprocess
@@ -11,8 +12,8 @@ import pytest
 import rich.console
 
 from benchmarks import harness, report
-from benchmarks.gpus import experiments
-from benchmarks.gpus.setting import GpuSetting
+from benchmarks.gpus import experiments, torch_pipeline
+from benchmarks.gpus.setting import GpuSetting, TrainerName
 from benchmarks.gpus.worker import figures, has_torch, measure
 from benchmarks.machine import describe_machine
 from tests import ROOT
@@ -46,8 +47,9 @@ def test_the_targets_name_settings_and_pytorch_is_compared_where_it_is(with_torc
     found = experiments.experiments(["GPU:0", "GPU:1"], with_torch=with_torch)
     for one in found:
         assert {name for target in one.findings for name in (*target.ours, *target.theirs)} == {*one.settings}
-    trainers = {setting.trainer for one in found for setting in one.settings.values()}
-    assert ("torch" in trainers) == with_torch
+    trainers = {one.name: {setting.trainer for setting in one.settings.values()} for one in found}
+    assert ("torch_pipeline" in trainers.pop("gpu_pipeline_transformer")) == with_torch
+    assert all(("torch" in some) == with_torch for some in trainers.values())
 
 
 def test_the_lap_that_compiles_is_no_step() -> None:
@@ -63,6 +65,7 @@ def test_the_table_is_markdown_with_a_row_for_each_ratio() -> None:
         "| tiny, batch 4, on GPU:0 | tfpar: 300 examples/s | Keras fit, jit_compile=False: 200 examples/s | 1.50 |",
         "| tiny, batch 4, on GPU:0 | tfpar, XLA: 500 examples/s | Keras fit, XLA: 400 examples/s | 1.25 |",
         "| tiny, batch 4, on GPU:0 | tfpar, XLA: 500 examples/s | tfpar: 300 examples/s | 1.67 |",
+        "| tiny, batch 4, on GPU:0 | | PyTorch is not installed, or sees no GPU | |",
     ]
     report.print_result(result, rich.console.Console(file=printed, width=200))
     assert "gpu_one_device_tiny" in printed.getvalue()
@@ -98,6 +101,22 @@ def test_each_trainer_runs_on_cpus(trainer: str) -> None:
     output = measure(TRAINERS[trainer])
     assert output["examples_per_second"] == pytest.approx(4 / output["step_seconds"])
     assert output["first_lap_seconds"] > 0
+
+
+@pytest.mark.multi_process
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+@pytest.mark.parametrize("trainer", ["torch", "torch_pipeline"])
+def test_pytorch_runs_on_cpus(trainer: TrainerName) -> None:
+    output = measure(replace(TINY, trainer=trainer, devices=("CPU:0", "CPU:1"), num_microbatches=2))
+    assert output["examples_per_second"] == pytest.approx(4 / output["step_seconds"])
+
+
+@pytest.mark.parametrize(("number", "sizes"), [(1, [12]), (2, [6, 6]), (5, [2, 2, 3, 2, 3])])
+def test_the_layers_are_cut_evenly_into_the_stages_of_pytorch(number: int, sizes: list[int]) -> None:
+    layers = list(range(12))
+    stages = [torch_pipeline.share(layers, stage, number) for stage in range(number)]
+    assert [layer for stage in stages for layer in stage] == layers
+    assert [len(stage) for stage in stages] == sizes
 
 
 def test_a_pytorch_that_sees_no_gpu_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
