@@ -249,3 +249,29 @@ def test_schedules_and_the_simulator_import_no_tensorflow() -> None:
     )
     completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert completed.stdout == "none\n"
+
+
+@pytest.mark.parametrize("name", schedule.NAMES)
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_replicas_run_the_same_order_on_devices_and_micro_batches_of_their_own(name: str, num_replicas: int) -> None:
+    one = schedule.make(name, 4, 4)
+    grid = one.replicated(num_replicas)
+    schedule.check(grid)
+    assert schedule.parse(grid.to_text()) == grid
+    assert grid.of_one_replica == one
+    assert (grid.num_stages, grid.num_microbatches) == (4, 4 * num_replicas)
+    assert schedule.peak_activations(grid) == schedule.peak_activations(one)
+    for device, order in enumerate(grid.actions):
+        assert {grid.device_of(action.stage, action.microbatch) for action in order} == {device}
+    assert schedule.limit_stages(grid, 2) == schedule.limit_stages(one, 2).replicated(num_replicas)
+
+
+def test_an_action_on_another_replica_is_refused() -> None:
+    text = "mine, 2 replicas\n0: F0.0 B0.0 F0.1 B0.1\n1: F0.2 B0.2 F0.3 B0.3".replace("F0.1 B0.1", "F0.2 B0.2")
+    with pytest.raises(ValueError, match=r"Device 0 must run F/B of stages 0 on micro-batches 0 to 1, received F0.2"):
+        schedule.check(schedule.parse(text))
+
+
+def test_lines_that_replicas_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="received 3 lines, 1 devices in 2 replicas and 1 stages"):
+        schedule.check(schedule.parse("mine, 2 replicas\n0: F0.0 B0.0\n1: F0.1 B0.1\n2: F0.2 B0.2"))

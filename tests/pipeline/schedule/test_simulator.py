@@ -264,3 +264,23 @@ def test_a_deadlocked_schedule_is_refused() -> None:
         ValueError, match=r"must not deadlock, received 'deadlocked', where device 0 waits before B0\.0"
     ):
         simulate(deadlocked, equal(2))
+
+
+def test_replicas_run_at_the_same_time_and_sum_gradients_once_each_has_its_own() -> None:
+    one = schedule.make("1f1b", 2, 4)
+    durations = Durations((1.0, 1.0), (2.0, 2.0), (), (), (0.0,), update_seconds=(0.5, 0.5))
+    alone, grid = simulate(one, durations), simulate(one.replicated(3), durations)
+    assert (grid.num_devices, len(grid.spans)) == (6, 3 * len(alone.spans))
+    assert (grid.step_seconds, grid.peak_bytes) == (alone.step_seconds, alone.peak_bytes * 3)
+    # Stage 1 ends at 13, stage 0 at 15: the sums of stage 1 are hidden behind the last backward pass of stage 0.
+    summed = dataclasses.replace(durations, reduction_seconds=(0.25, 2.0))
+    assert simulate(one.replicated(3), summed).step_seconds == alone.step_seconds + 0.25
+    late = dataclasses.replace(durations, reduction_seconds=(0.25, 4.0))
+    assert simulate(one.replicated(3), late).step_seconds == alone.step_seconds + 2.0
+
+
+def test_a_replica_with_smaller_micro_batches_ends_earlier() -> None:
+    grid = schedule.make("gpipe", 1, 2).replicated(2)
+    durations = Durations((1.0,), (2.0,), (), (), (), microbatch_scale=(1, 1, 1, 0.5))
+    ends = [max(span.end_seconds for span in simulate(grid, durations).spans if span.device == one) for one in (0, 1)]
+    assert ends == [6.0, 4.5]

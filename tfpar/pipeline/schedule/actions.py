@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, cast
 
 Kind = Literal["F", "B", "W"]
 _ACTION = re.compile(r"([FBW])(\d+)\.(\d+)")
+_REPLICAS = re.compile(r"(.+), ([1-9]\d*) replicas")
 
 
 class Action(NamedTuple):
@@ -41,12 +42,16 @@ class Schedule:
     `schedule.make` returns the built-in schedules. `schedule.parse` reads one of your own, and `schedule.check`
     validates it.
 
+    Several replicas of a pipeline run the same order, each on devices and micro-batches of its own: the first replica
+    on the first devices and micro-batches, and so on.
+
     Attributes:
         name: One of `schedule.NAMES`, or a name of your own.
         num_stages: Number of stages of the model.
-        num_devices: Number of devices. Stage s runs on device `s % num_devices`.
-        num_microbatches: Number of micro-batches in a step.
-        actions: The actions of each device, in the order of their execution.
+        num_devices: Number of devices of a replica. Stage s runs on device `s % num_devices` of each.
+        num_microbatches: Number of micro-batches in a step, those of all replicas.
+        actions: The actions of each device of each replica, in the order of their execution.
+        num_replicas: Number of replicas.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -61,15 +66,55 @@ class Schedule:
     num_devices: int
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
+    num_replicas: int = 1
+
+    @property
+    def microbatches_per_replica(self) -> int:
+        """The number of micro-batches of each replica."""
+        return self.num_microbatches // self.num_replicas
+
+    def replica_of(self, microbatch: int) -> int:
+        """Return the index of the replica that takes a micro-batch."""
+        return microbatch // self.microbatches_per_replica
+
+    def replicated(self, num_replicas: int) -> Schedule:
+        """Return the schedule of several replicas of this pipeline, with as many micro-batches for each.
+
+        Args:
+            num_replicas: Number of replicas.
+
+        Example:
+            >>> from tfpar.pipeline import schedule
+            >>> print(schedule.make("gpipe", num_stages=1, num_microbatches=2).replicated(2).to_text())
+            gpipe, 2 replicas
+            0: F0.0 F0.1 B0.0 B0.1
+            1: F0.2 F0.3 B0.2 B0.3
+        """
+        actions = tuple(
+            tuple(one._replace(microbatch=one.microbatch + replica * self.num_microbatches) for one in order)
+            for replica in range(num_replicas)
+            for order in self.actions
+        )
+        return dataclasses.replace(
+            self, num_microbatches=num_replicas * self.num_microbatches, actions=actions, num_replicas=num_replicas
+        )
+
+    @property
+    def of_one_replica(self) -> Schedule:
+        """The schedule of the first replica, which that of every other equals but for the micro-batches."""
+        actions = self.actions[: self.num_devices]
+        return dataclasses.replace(
+            self, num_microbatches=self.microbatches_per_replica, actions=actions, num_replicas=1
+        )
 
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are separate actions."""
         return any(action.kind == "W" for order in self.actions for action in order)
 
-    def device_of(self, stage: int) -> int:
-        """Return the index of the device that runs a stage."""
-        return stage % self.num_devices
+    def device_of(self, stage: int, microbatch: int = 0) -> int:
+        """Return the index of the device that runs a stage for a micro-batch."""
+        return self.replica_of(microbatch) * self.num_devices + stage % self.num_devices
 
     def dependencies(self, action: Action) -> list[Action]:
         """Return the actions whose results an action reads: first of the same stage, then of a neighbouring stage.
@@ -128,15 +173,16 @@ class Schedule:
     def to_text(self) -> str:
         """Return the name and one line of actions for each device, the text that `schedule.parse` reads."""
         lines = (f"{device}: {' '.join(map(str, order))}" for device, order in enumerate(self.actions))
-        return "\n".join([self.name, *lines])
+        replicas = f", {self.num_replicas} replicas" * (self.num_replicas > 1)
+        return "\n".join([f"{self.name}{replicas}", *lines])
 
 
 def parse(text: str) -> Schedule:
     r"""Parse the text form of a schedule. `schedule.check` validates the result.
 
     Args:
-        text: A name, then one line for each device, in the format of `Schedule.to_text`. The largest indices set the
-            numbers of stages and micro-batches.
+        text: A name, for several replicas with their number, then one line for each device, in the format of
+            `Schedule.to_text`. The largest indices set the numbers of stages and micro-batches.
 
     Returns:
         The schedule, not validated.
@@ -158,7 +204,11 @@ def parse(text: str) -> Schedule:
         )
     num_stages = 1 + max(action.stage for action in all_actions)
     num_microbatches = 1 + max(action.microbatch for action in all_actions)
-    return Schedule(name.strip(), num_stages, len(actions), num_microbatches, actions)
+    named = _REPLICAS.fullmatch(name.strip())
+    if named is None:
+        return Schedule(name.strip(), num_stages, len(actions), num_microbatches, actions)
+    num_replicas = int(named[2])
+    return Schedule(named[1], num_stages, len(actions) // num_replicas, num_microbatches, actions, num_replicas)
 
 
 def _parse_device(device: int, line: str) -> tuple[Action, ...]:

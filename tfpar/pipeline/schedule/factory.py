@@ -70,6 +70,10 @@ def limit_stages(schedule: Schedule, max_stages: int) -> Schedule:
     """
     if max_stages >= schedule.num_stages:
         return schedule
+    return _with_stages(schedule.of_one_replica, max_stages).replicated(schedule.num_replicas)
+
+
+def _with_stages(schedule: Schedule, max_stages: int) -> Schedule:
     name, devices, microbatches = schedule.name, schedule.num_devices, schedule.num_microbatches
     if name != "interleaved":
         return make(name, max(max_stages, 1), microbatches)

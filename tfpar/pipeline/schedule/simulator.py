@@ -5,9 +5,10 @@ Input are a schedule and the durations of its actions and transfers. Pure Python
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from tfpar.pipeline.schedule import Action, Kind, Schedule
@@ -26,6 +27,8 @@ class Durations:
         weight_gradient_seconds: Duration of W, in schedules with W.
         transfer_seconds: Duration of a transfer in either direction across each cut: `num_stages - 1` entries.
         update_seconds: Duration of the optimizer's update, which starts after the last action of the step.
+        reduction_seconds: Duration of the sum of the gradients over replicas, which starts after the last action of the
+            stage on all replicas.
         activation_bytes: Saved tensors of a micro-batch, from the start of its F to the end of its W, or of its B in
             schedules without W.
         backward_temporary_bytes: Temporary memory of B: recomputed activations.
@@ -49,6 +52,7 @@ class Durations:
     weight_gradient_seconds: tuple[float, ...]
     transfer_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...] = ()
+    reduction_seconds: tuple[float, ...] = ()
     activation_bytes: tuple[int, ...] = ()
     backward_temporary_bytes: tuple[int, ...] = ()
     weight_gradient_temporary_bytes: tuple[int, ...] = ()
@@ -123,13 +127,13 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     seconds = _seconds_of(schedule, durations)
     scale = _scale(schedule, durations)
     spans: dict[Action, Span] = {}
-    free_seconds = [0.0] * schedule.num_devices
+    free_seconds = [0.0] * len(schedule.actions)
     for action in schedule.in_order():
-        device = schedule.device_of(action.stage)
+        device = schedule.device_of(action.stage, action.microbatch)
         begin_seconds = free_seconds[device]
         for dependency in schedule.dependencies(action):
             arrival_seconds = spans[dependency].end_seconds
-            if schedule.device_of(dependency.stage) != device:
+            if schedule.device_of(dependency.stage, dependency.microbatch) != device:
                 cut = min(dependency.stage, action.stage)
                 arrival_seconds += durations.transfer_seconds[cut] * scale[action.microbatch]
             begin_seconds = max(begin_seconds, arrival_seconds)
@@ -138,14 +142,28 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
         free_seconds[device] = end_seconds
     update_seconds = max(_sum_per_device(schedule, durations.update_seconds))
     return Timeline(
-        schedule.num_devices,
+        len(schedule.actions),
         tuple(sorted(spans.values(), key=lambda span: (span.begin_seconds, span.device))),
-        max(free_seconds) + update_seconds,
+        max(*free_seconds, *_reduction_ends(schedule, durations, spans)) + update_seconds,
         tuple(
-            peak_bytes(schedule, durations, range(device, schedule.num_stages, schedule.num_devices))
+            peak_bytes(schedule, durations, range(device, schedule.num_stages, schedule.num_devices), replica)
+            for replica in range(schedule.num_replicas)
             for device in range(schedule.num_devices)
         ),
     )
+
+
+def _reduction_ends(schedule: Schedule, durations: Durations, spans: Mapping[Action, Span]) -> list[float]:
+    """Return when the gradients of each stage are summed over replicas; the sums of a device run one after another."""
+    last = collections.defaultdict[int, float](float)
+    for (_, stage, _), _, _, end_seconds in spans.values():
+        last[stage] = max(last[stage], end_seconds)
+    ends = [0.0] * schedule.num_devices
+    for stage in sorted(last, key=last.__getitem__):
+        seconds = durations.reduction_seconds[stage] if durations.reduction_seconds else 0.0
+        device = schedule.device_of(stage)
+        ends[device] = max(ends[device], last[stage]) + seconds
+    return ends
 
 
 def _seconds_of(schedule: Schedule, durations: Durations) -> dict[Kind, Sequence[float]]:
@@ -164,13 +182,14 @@ def _sum_per_device(schedule: Schedule, per_stage: Sequence[float]) -> list[floa
     return [sum(per_stage[device :: schedule.num_devices]) for device in range(schedule.num_devices)]
 
 
-def peak_bytes(schedule: Schedule, durations: Durations, stages: Collection[int]) -> int:
+def peak_bytes(schedule: Schedule, durations: Durations, stages: Collection[int], replica: int = 0) -> int:
     """Compute the peak memory of some stages of one device. It depends on the order of the actions, not on times.
 
     Args:
         schedule: The order of the actions.
         durations: The bytes of the actions.
         stages: Indices of the stages.
+        replica: Index of the replica.
 
     Returns:
         The peak, in bytes.
@@ -190,7 +209,7 @@ def peak_bytes(schedule: Schedule, durations: Durations, stages: Collection[int]
         "W": durations.weight_gradient_temporary_bytes or none,
     }
     peak = saved = float(sum((durations.fixed_bytes or none)[stage] for stage in stages))
-    device = schedule.device_of(next(iter(stages)))
+    device = schedule.device_of(next(iter(stages)), replica * schedule.microbatches_per_replica)
     for kind, stage, microbatch in schedule.actions[device]:
         if stage not in stages:
             continue
@@ -210,7 +229,7 @@ def _check(schedule: Schedule, durations: Durations) -> None:
     _check_entries(durations, required, schedule.num_stages, "stages")
     _check_entries(durations, ("transfer_seconds",), schedule.num_stages - 1, "cuts")
     sizes = [field.name for field in dataclasses.fields(durations) if field.name.endswith("_bytes")]
-    optional = ("update_seconds", *sizes)
+    optional = ("update_seconds", "reduction_seconds", *sizes)
     _check_entries(durations, [name for name in optional if getattr(durations, name)], schedule.num_stages, "stages")
     if durations.microbatch_scale:
         _check_entries(durations, ("microbatch_scale",), schedule.num_microbatches, "micro-batches")

@@ -26,14 +26,15 @@ def check(schedule: Schedule, max_activations: Sequence[int] | None = None) -> N
         >>> from tfpar.pipeline import schedule
         >>> check(schedule.make("1f1b", num_stages=2, num_microbatches=8), max_activations=[2, 1])
     """
-    num_orders = len(schedule.actions)
-    if not 0 < num_orders == schedule.num_devices <= schedule.num_stages or schedule.num_stages % num_orders:
+    num_orders, num_devices = len(schedule.actions), schedule.num_devices
+    if not 0 < num_devices <= schedule.num_stages or schedule.num_stages % num_devices or not _has_replicas(schedule):
+        of_replicas = f" in {schedule.num_replicas} replicas" * (schedule.num_replicas > 1)
         raise ValueError(
             "A schedule must have one line of actions for each device and the same number of stages on each, received "
-            f"{num_orders} lines, {schedule.num_devices} devices and {schedule.num_stages} stages; write one line for "
-            "each device, and as many stages as devices or a multiple of them."
+            f"{num_orders} lines, {num_devices} devices{of_replicas} and {schedule.num_stages} stages; write one line "
+            "for each device, and as many stages as devices or a multiple of them."
         )
-    for device in range(schedule.num_devices):
+    for device in range(num_orders):
         _check_complete(schedule, device)
         _check_local_order(schedule, device)
     schedule.in_order()
@@ -41,21 +42,27 @@ def check(schedule: Schedule, max_activations: Sequence[int] | None = None) -> N
         _check_activations(schedule, max_activations)
 
 
+def _has_replicas(schedule: Schedule) -> bool:
+    """Return whether the lines, and the micro-batches, are those of the replicas."""
+    num_lines, num_replicas = len(schedule.actions), schedule.num_replicas
+    return num_lines == num_replicas * schedule.num_devices and schedule.num_microbatches % num_replicas == 0
+
+
 def _check_complete(schedule: Schedule, device: int) -> None:
-    stages = range(device, schedule.num_stages, schedule.num_devices)
+    replica, place = divmod(device, schedule.num_devices)
+    stages = range(place, schedule.num_stages, schedule.num_devices)
+    first = replica * schedule.microbatches_per_replica
+    microbatches = range(first, first + schedule.microbatches_per_replica)
     kinds: tuple[Kind, ...] = ("F", "B", "W") if schedule.splits_backward else ("F", "B")
     expected = {
-        Action(kind, stage, microbatch): None
-        for stage in stages
-        for microbatch in range(schedule.num_microbatches)
-        for kind in kinds
+        Action(kind, stage, microbatch): None for stage in stages for microbatch in microbatches for kind in kinds
     }
     times = collections.Counter(schedule.actions[device])
     for action in times:
         if action not in expected:
             raise ValueError(
                 f"Device {device} must run {'/'.join(kinds)} of stages {', '.join(map(str, stages))} on "
-                f"{schedule.num_microbatches} micro-batches, received {action}; move or remove it."
+                f"{_named(microbatches, schedule)}, received {action}; move or remove it."
             )
     for action in expected:
         if times[action] != 1:
@@ -63,6 +70,12 @@ def _check_complete(schedule: Schedule, device: int) -> None:
                 f"Device {device} must run {action} once, received it {times[action]} times; "
                 f"{'remove the others' if times[action] else 'add it'}."
             )
+
+
+def _named(microbatches: range, schedule: Schedule) -> str:
+    if schedule.num_replicas == 1:
+        return f"{len(microbatches)} micro-batches"
+    return f"micro-batches {microbatches[0]} to {microbatches[-1]}"
 
 
 def _check_local_order(schedule: Schedule, device: int) -> None:
@@ -87,7 +100,7 @@ def _check_activations(schedule: Schedule, max_activations: Sequence[int]) -> No
             if in_flight > max_activations[action.stage]:
                 raise ValueError(
                     f"Stage {action.stage} must have at most {max_activations[action.stage]} micro-batches in flight, "
-                    f"received {in_flight} at {action} on device {schedule.device_of(action.stage)}; move it after "
+                    f"received {in_flight} at {action} on device {schedule.device_of(*action[1:])}; move it after "
                     f"{'W' if schedule.splits_backward else 'B'} of an earlier micro-batch."
                 )
 
