@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tfpar.parity import check_parity
     from tfpar.reduction.objective import Objective
     from tfpar.reduction.whole_batch import gather
-    from tfpar.strategies import Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy, WorkerLostError
+    from tfpar.strategies import Hybrid, Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy, WorkerLostError
     from tfpar.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 # Loaded on first use: `import tfpar.config` and the planning tools need no TensorFlow.
 _HOMES = {
     "Checkpoints": "checkpoint",
+    "Hybrid": "strategies",
     "LearningRateWarmup": "callbacks",
     "MetricsFile": "callbacks",
     "Mirrored": "strategies",
@@ -56,6 +57,7 @@ _PACKAGES = ("callbacks", "checkpoint", "config", "data", "pipeline", "strategie
 
 __all__ = [
     "Checkpoints",
+    "Hybrid",
     "LearningRateWarmup",
     "MetricsFile",
     "Mirrored",

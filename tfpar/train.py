@@ -89,10 +89,10 @@ def main(argv: list[str]) -> int:
             raise ValueError(_surplus(argv[1]))
         file = None if _CONFIG.value is None else bundled_configurations.find(_CONFIG.value)
         run = config.load(file, _SET.value)
-        if _TRACE.value and run.strategy.kind != "pipeline":
+        if _TRACE.value and not isinstance(run.strategy, config.Pipeline):
             raise ValueError(
                 f'--trace draws the actions of a pipeline, received strategy.kind = "{run.strategy.kind}": leave it '
-                'out, or set strategy.kind = "pipeline".'
+                'out, or set strategy.kind = "pipeline" or "hybrid".'
             )
         if _PRINT_CONFIG.value:
             print(config.dump(run), end="")

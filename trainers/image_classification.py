@@ -100,7 +100,7 @@ def _features(run: config.Run, image_shape: tuple[int, ...]) -> tuple[Any, Any]:
     if run.model.name == "cnn":
         return _cnn(run.model, image_shape)
     # Replicas can normalize over the global batch; the micro-batches of a pipeline come one after the other.
-    return _application(run.model, image_shape, synchronized=run.strategy.kind != "pipeline")
+    return _application(run.model, image_shape, synchronized=run.strategy.kind not in ("pipeline", "hybrid"))
 
 
 def _cnn(settings: config.Model, image_shape: tuple[int, ...]) -> tuple[Any, Any]:

@@ -49,6 +49,8 @@ CSV = ["data.source=csv", "data.directory=/data"]
 PYTHON = ["data.source=python", "data.function=my_data.load"]
 PIPELINE = ["strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=8"]
 
+HYBRID = ["strategy.kind=hybrid", "strategy.num_replicas=2", *PIPELINE[1:]]
+
 
 def refusal(*overrides: str, path: str | Path | None = None) -> str:
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the caller asserts the message
@@ -334,8 +336,8 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         (["training.ema_overwrite_frequency=5"], "training.ema_overwrite_frequency = 5 needs a moving average"),
         (
             ["strategy.num_logical_cpus=2"],
-            'strategy.num_logical_cpus = 2 is a setting of strategy.kind = "mirrored", "multi_worker" or "pipeline", '
-            'received "auto": leave it out, or set one of these kinds.',
+            'strategy.num_logical_cpus = 2 is a setting of strategy.kind = "mirrored", "multi_worker", "pipeline" or '
+            '"hybrid", received "auto": leave it out, or set one of these kinds.',
         ),
         (
             ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", 'strategy.devices=["GPU:0"]'],
@@ -359,12 +361,12 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         ),
         (
             ["strategy.num_stages=2"],
-            'strategy.num_stages = 2 is a setting of strategy.kind = "pipeline", received "auto": leave it out, or set '
-            "that kind.",
+            'strategy.num_stages = 2 is a setting of strategy.kind = "pipeline" or "hybrid", received "auto": leave it '
+            "out, or set one of these kinds.",
         ),
         (
             ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", "strategy.recompute=true"],
-            'strategy.recompute = true is a setting of strategy.kind = "pipeline", received "mirrored": leave it out,',
+            'strategy.recompute = true is a setting of strategy.kind = "pipeline" or "hybrid", received "mirrored": ',
         ),
         ([*PIPELINE, "strategy.all_reduce=nccl"], 'strategy.all_reduce = "nccl" is a setting of strategy.kind = "mi'),
         ([*PIPELINE, "strategy.sync=average"], 'strategy.sync = "average" is a setting of strategy.kind = "multi_w'),
@@ -382,8 +384,21 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         ),
         (
             ["strategy.kind=3"],
-            'strategy.kind = 3 must be one of "auto", "single_device", "mirrored", "multi_worker", "pipeline" (default '
-            '"auto").',
+            'strategy.kind = 3 must be one of "auto", "single_device", "mirrored", "multi_worker", "pipeline", '
+            '"hybrid" (default "auto").',
+        ),
+        (
+            [*HYBRID, "training.global_batch_size=15"],
+            "training.global_batch_size = 15 is less than strategy.num_replicas * strategy.num_microbatches = 2 * 8: "
+            "use fewer micro-batches.",
+        ),
+        (
+            ["strategy.kind=hybrid", "strategy.num_stages=2", "strategy.num_microbatches=8"],
+            'strategy.num_replicas is missing, which strategy.kind = "hybrid" needs: set it to an integer of at least',
+        ),
+        (
+            [*PIPELINE, "strategy.num_replicas=2"],
+            'strategy.num_replicas = 2 is a setting of strategy.kind = "hybrid", received "pipeline": leave it out, or',
         ),
         (
             [*PIPELINE, "training.global_batch_size=7"],

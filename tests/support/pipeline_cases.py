@@ -2,7 +2,8 @@
 
 By hand, a part of the whole table (rows x stages x schedules x micro-batches x recomputation), so many rows from a
 random order: `python -m tests.support.pipeline_cases 100`, or of other hundreds of that order
-`python -m tests.support.pipeline_cases 100 300`.
+`python -m tests.support.pipeline_cases 100 300`. `python -m tests.support.pipeline_cases hybrid` trains every case on
+two replicas of two stages.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BATCHES_OF_7 = (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of the table under one pipeline."""
+    """One row of the table under one pipeline, or under replicas of it."""
 
     case: str
     schedule: str
@@ -43,10 +44,12 @@ class Row:
     num_microbatches: int
     recompute: bool
     dtype: str = "float64"
+    num_replicas: int = 1
 
     def __str__(self) -> str:
         """Return a name for a test."""
-        words = [self.case, self.schedule, f"{self.num_stages}x{self.num_microbatches}"]
+        replicas = f"{self.num_replicas}x" * (self.num_replicas > 1)
+        words = [self.case, self.schedule, f"{replicas}{self.num_stages}x{self.num_microbatches}"]
         return "-".join([*words, *["recompute"] * self.recompute, *["float32"] * (self.dtype == "float32")])
 
     @property
@@ -54,17 +57,18 @@ class Row:
         """Three stages in turn on one device; otherwise as many devices as the schedule needs."""
         return ["CPU:0"] if self.schedule == "interleaved" and self.num_stages == 3 else None
 
-    def strategy(self) -> tfpar.Pipeline:
+    def strategy(self) -> tfpar.Strategy:
         balance = "parameters"  # not time: the same cuts in every run
-        return tfpar.Pipeline(
+        pipeline = tfpar.Pipeline(
             self.num_stages, self.num_microbatches, self.schedule, balance, self.devices, recompute=self.recompute
         )
+        return pipeline if self.num_replicas == 1 else tfpar.Hybrid(pipeline, self.num_replicas)
 
     @property
     def is_possible(self) -> bool:
         """Whether the batches are large enough and the schedule takes so many micro-batches."""
         most = 1 if self.case in ONE_MICROBATCH_ONLY else 7 if self.case in BATCHES_OF_7 else 8
-        if self.num_microbatches > most:
+        if self.num_microbatches * self.num_replicas > most:
             return False
         in_groups = self.schedule == "interleaved" and self.num_stages == 4
         return not (in_groups and self.num_microbatches % 2)
@@ -119,15 +123,30 @@ def differences_of(row: Row) -> list[str]:
         return list(differences(found, expected(row.case, row.dtype), row.dtype))
 
 
-def main(number: int, first: int = 0) -> None:
-    """Train rows of a random order of the whole table and print those that differ."""
+def on_replicas() -> list[Row]:
+    """Return a row of every case on two replicas of two stages; schedules, types and recomputation take turns."""
+    schedules = itertools.cycle(("1f1b", "gpipe", "zero_bubble"))
+    kinds = itertools.cycle((("float64", False), ("float64", True), ("float32", False), ("float64", False)))
+    sizes = itertools.cycle((2, 3, 1, 4, 1))
+    rows = []
+    for case, schedule, (dtype, recompute), size in zip(CASES, schedules, kinds, sizes, strict=False):
+        row = Row(case, schedule, 2, size, recompute, dtype, num_replicas=2)
+        row = row if row.is_possible else dataclasses.replace(row, num_microbatches=1)
+        rows += [row] if row.is_possible else []
+    return rows
+
+
+def main(number: str, first: str = "0") -> None:
+    """Train rows of a random order of the whole table, or those on replicas, and print those that differ."""
     tfpar.use_logical_cpus(4)
-    rows = everything()
-    random.Random(0).shuffle(rows)
-    for row in rows[first : first + number]:
+    rows = on_replicas() if number == "hybrid" else everything()
+    if number != "hybrid":
+        random.Random(0).shuffle(rows)
+        rows = rows[int(first) : int(first) + int(number)]
+    for row in rows:
         found = differences_of(row)
         print(f"{row}: {'; '.join(found) or 'equal'}", flush=True)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

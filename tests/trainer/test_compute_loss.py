@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests.loops.test_hooks import STRATEGIES
+from tests.loops import test_hooks as hooks
 from tests.support import parity_cases, small
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
+STRATEGIES = {**hooks.STRATEGIES, "hybrid": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 1, balance=[1, 1]), 2)}
 
 
 class OwnLoss(keras.Model):

@@ -12,10 +12,12 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tests.loops.test_hooks import STRATEGIES, Recorder, assert_same_events, data
+from tests.loops import test_hooks as hooks
+from tests.loops.test_hooks import Recorder, assert_same_events, data
 from tests.support import parity_cases, small
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
+STRATEGIES = {**hooks.STRATEGIES, "hybrid": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 1, balance=[1, 1]), 2)}
 
 
 class Counting(keras.Model):

@@ -3,13 +3,14 @@
 from tfpar.config.data_section import Data, Feature
 from tfpar.config.run import Run, changes_weights, closest_key, dump, load, schema
 from tfpar.config.sections import Callbacks, Model, Optimizer, Training
-from tfpar.config.strategy_section import Auto, Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy
+from tfpar.config.strategy_section import Auto, Hybrid, Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy
 
 __all__ = [
     "Auto",
     "Callbacks",
     "Data",
     "Feature",
+    "Hybrid",
     "Mirrored",
     "Model",
     "MultiWorker",

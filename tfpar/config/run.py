@@ -23,7 +23,7 @@ from tfpar.config.sections import (
     Section,
     Training,
 )
-from tfpar.config.strategy_section import Auto, Pipeline, Strategy
+from tfpar.config.strategy_section import Auto, Hybrid, Strategy
 
 Options = TypeVar("Options", bound=BaseModel)
 
@@ -185,8 +185,13 @@ def _training_problems(run: Run) -> Iterator[str]:
     training, callbacks, strategy = run.training, run.callbacks, run.strategy
     num_replicas = strategy_section.num_replicas(strategy)
     size = f"training.global_batch_size = {training.global_batch_size}"
-    if isinstance(strategy, Pipeline) and training.global_batch_size < strategy.num_microbatches:
-        yield f"{size} is less than strategy.num_microbatches = {strategy.num_microbatches}: use fewer micro-batches."
+    if training.global_batch_size < strategy_section.num_microbatches(strategy):
+        number = "strategy.num_microbatches"
+        if isinstance(strategy, Hybrid):
+            number = f"strategy.num_replicas * {number} = {strategy.num_replicas} * {strategy.num_microbatches}"
+        else:
+            number = f"{number} = {strategy_section.num_microbatches(strategy)}"
+        yield f"{size} is less than {number}: use fewer micro-batches."
     if training.global_batch_size < num_replicas:
         yield f"{size} is less than the number of replicas: set it to at least {num_replicas}, or use fewer devices."
     clips = [f"training.{key}" for key in ("clipnorm", "global_clipnorm", "clipvalue") if getattr(training, key)]

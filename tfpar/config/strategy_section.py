@@ -149,12 +149,24 @@ class Pipeline(Section):
     )
 
 
+class Hybrid(Pipeline):
+    """Replicas of a pipeline on the devices of this machine.
+
+    >>> Hybrid(num_replicas=2, num_stages=2, num_microbatches=8).num_replicas
+    2
+    """
+
+    kind: Literal["hybrid"] = Field("hybrid", description="How the model is trained.")  # type: ignore[assignment]
+    num_replicas: _DeviceCount = Field(description="Number of replicas of the pipeline, each on devices of its own.")
+    num_microbatches: _MicrobatchCount = Field(description="Number of micro-batches of the share of each replica.")
+
+
 def _with_kind(table: Any) -> Any:
     return {"kind": "auto", **table} if isinstance(table, dict) else table
 
 
 Strategy = Annotated[
-    Auto | SingleDevice | Mirrored | MultiWorker | Pipeline,
+    Auto | SingleDevice | Mirrored | MultiWorker | Pipeline | Hybrid,
     Field(discriminator="kind"),
     BeforeValidator(_with_kind),
 ]
@@ -170,6 +182,17 @@ def num_replicas(strategy: Strategy) -> int:
         return 1
     num_logical_cpus = 1 if isinstance(strategy, Auto) else strategy.num_logical_cpus
     return len(strategy.devices or ()) or num_logical_cpus
+
+
+def num_microbatches(strategy: Strategy) -> int:
+    """Return the number of micro-batches of a global batch, 1 without a pipeline.
+
+    >>> num_microbatches(Hybrid(num_replicas=2, num_stages=2, num_microbatches=8))
+    16
+    """
+    if not isinstance(strategy, Pipeline):
+        return 1
+    return strategy.num_microbatches * (strategy.num_replicas if isinstance(strategy, Hybrid) else 1)
 
 
 def problems(strategy: Strategy) -> Iterator[str]:

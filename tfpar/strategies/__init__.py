@@ -2,6 +2,7 @@
 
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.factory import from_settings
+from tfpar.strategies.hybrid import Hybrid
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker import MultiWorker
 from tfpar.strategies.multi_worker.failures import WorkerLostError, lost_worker
@@ -11,6 +12,7 @@ from tfpar.strategies.single_device import SingleDevice
 
 __all__ = [
     "Distributed",
+    "Hybrid",
     "Mirrored",
     "MultiWorker",
     "Pipeline",

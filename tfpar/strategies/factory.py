@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfpar import cluster, config
 from tfpar.cluster import cores, tf_config
 from tfpar.strategies.base import Strategy
+from tfpar.strategies.hybrid import Hybrid
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker.strategy import MultiWorker
 from tfpar.strategies.pipeline import Pipeline
@@ -48,7 +49,11 @@ def from_settings(settings: config.Strategy) -> Strategy:
             'train a separate model in each. Set "multi_worker" or "auto", or start one process without TF_CONFIG.'
         )
     names = [name for name in type(settings).model_fields if name not in _NOT_ARGUMENTS]
-    return _CLASSES[settings.kind](**{name: getattr(settings, name) for name in names})
+    arguments = {name: getattr(settings, name) for name in names}
+    if isinstance(settings, config.Hybrid):
+        of_grid = {name: arguments.pop(name) for name in ("num_replicas", "devices")}
+        return Hybrid(Pipeline(**arguments), **of_grid)
+    return _CLASSES[settings.kind](**arguments)
 
 
 def _split_cpu(settings: config.Strategy) -> None:

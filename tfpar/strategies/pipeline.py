@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from typing import Any
 
-import keras
-import tensorflow as tf
-
-from tfpar import cluster, data
-from tfpar._compat import keras_model, keras_weight_placement, tf_function
+from tfpar import cluster
 from tfpar.messages import keyword_arguments
-from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
-from tfpar.pipeline.analysis.stage_table import stages_table
-from tfpar.pipeline.analysis.step_timing import measure_step
-from tfpar.pipeline.execution.step_compiler import StepCompiler
-from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
-from tfpar.pipeline.schedule.simulator import Timeline
-from tfpar.reduction import objective
-from tfpar.strategies.preview import Preview
-from tfpar.strategies.single_replica import SingleReplica
-from tfpar.strategies.stage_planner import StagePlanner
+from tfpar.strategies.staged import Settings, Staged
 
 
-class Pipeline(SingleReplica):
+class Pipeline(Staged):
     """Train a model in stages on several devices of this machine, equal to one device.
 
         device 0   F0 F1 F2    B0 F3 B1 …        F: a micro-batch forward through the layers of this stage
@@ -61,9 +45,6 @@ class Pipeline(SingleReplica):
         >>> trainer = tfpar.Trainer(build_model, tfpar.Pipeline(num_stages=2, num_microbatches=8))
     """
 
-    compiles_with_xla = False
-    has_schedule = True
-
     @keyword_arguments.named
     def __init__(
         self,
@@ -85,162 +66,25 @@ class Pipeline(SingleReplica):
                 raise ValueError(f"{name} must be a whole number of at least 1, received {value!r}.")
         check_balance(balance, num_stages)
         chosen = None if devices is None else cluster.resolve_devices(devices)
-        self.schedule = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
-        self.devices = _devices(self.schedule) if chosen is None else chosen
-        self._recompute, self._allow_batch_dependence = recompute, allow_batch_dependent_layers
-        self._planner = StagePlanner(
-            self.schedule, self.devices, balance, recompute, memory_limit_bytes, allow_batch_dependent_layers
-        )
-        self._adds_losses: PerModel[bool] = PerModel()
-        self._steps: PerModel[PipelineSteps] = PerModel()
-        self._present: PerModel[list[bool]] = PerModel()
-
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which the model is created; its weights are allocated with the stages."""
-        return keras_weight_placement.deferred_weights()
+        order = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
+        self.names_devices = chosen is not None
+        settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers)
+        super().__init__(settings, order, _devices(order) if chosen is None else chosen)
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
-        one = self.schedule
-        return (
-            f"Pipeline of {one.num_stages} stage{'s' * (one.num_stages > 1)} on {', '.join(self.devices)}, "
-            f"{one.num_microbatches} micro-batch{'es' * (one.num_microbatches > 1)}, {one.name}"
-            + ", recomputing"
-            * self._recompute
-        )
+        return f"Pipeline of {describe_stages(self, self.devices)}"
 
-    @property
-    def batch_parts(self) -> tuple[int, str]:
-        """The number of micro-batches of a global batch, and their noun."""
-        return self.schedule.num_microbatches, "micro-batch"
 
-    def move_model(self, model: keras.Model) -> None:
-        """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
-
-        Raises:
-            ValueError: If the model cannot be cut into stages, or has variables that are no Keras variables.
-        """
-        super().move_model(model)
-        if objective.objectives_of(model):
-            raise ValueError(
-                f"A pipeline trains with the loss of compile, after the last stage, and {type(model).__name__} has "
-                "objectives. Train it with SingleDevice, Mirrored or MultiWorker."
-            )
-        if self._planner.forget_moved(model):
-            self._steps.pop(model)
-        self._planner.place_early(model)
-
-    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Divide the model into stages with the first batch, and place its weights on their devices.
-
-        A model that was compiled again keeps its stages; its loss, metrics and optimizer programs are created again.
-
-        Raises:
-            ValueError: If the model cannot be divided, or a layer is batch-dependent.
-        """
-        data.check_same_inputs(self._present, model, batch)
-        self._planner.check_again(model, batch, training)
-        if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
-            self._steps[model].keep_first(batch, training)
-            return
-        adds_losses = self._planner.plan(model, batch, training)
-        if adds_losses is not None:
-            self._adds_losses[model] = adds_losses
-        schedule = self.schedule_of(model)
-        compiler = StepCompiler(
-            self._planner.stages_of(model),
-            schedule.num_microbatches,
-            adds_losses=self._adds_losses[model],
-            allow_batch_dependence=self._allow_batch_dependence,
-        )
-        self._steps[model] = PipelineSteps(compiler, schedule)
-        self._steps[model].keep_first(batch, training)
-
-    def schedule_of(self, model: keras.Model) -> schedules.Schedule:
-        """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""
-        return self._planner.schedule_of(model)
-
-    def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
-        """Measure the stages on a batch and predict a step; no weight changes.
-
-        Args:
-            model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
-
-        Raises:
-            ValueError: If the model was not prepared since it was last compiled.
-
-        Example:
-            >>> batch = trainer.build(dataset)
-            >>> 0 < strategy.predict_step_time(trainer.model, batch).planned.bubble < 1
-            True
-        """
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        steps = self._prepared(model)
-        with self.step_context():
-            return predict_step_time(
-                self._planner.partition_of(model),
-                steps,
-                self.schedule_of(model),
-                self._planner.stage_devices(model),
-                self._planner.memory_of(model),
-                batch,
-                self._planner.microbatch_size(inputs),
-            )
-
-    def preview(self, model: keras.Model, batch: Any) -> Preview:
-        """Return the measured stages, the predicted step and the picture of its schedule."""
-        prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
-        table = stages_table(prediction.rows, prediction.planned, schedule)
-        return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
-
-    def trace(self, model: keras.Model, batch: Any) -> Timeline:
-        """Run all actions of a step a few times and measure when each runs; no weight changes.
-
-        Args:
-            model: A model that `Trainer.build` or a call of `fit` has prepared.
-            batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
-
-        Raises:
-            ValueError: If the model was not prepared since it was last compiled.
-        """
-        steps = self._prepared(model)
-        with self.step_context():
-            return measure_step(self.schedule_of(model), lambda actions: steps.timed(batch, actions))
-
-    def _prepared(self, model: keras.Model) -> PipelineSteps:
-        steps = self._steps.get(model)
-        if steps is None or steps.compiler.compilation is not keras_model.compilation(model):
-            raise ValueError(
-                f"A model must be prepared with its first batch before its stages are measured, and {model.name!r} was "
-                f"{'compiled again since' if steps else 'not yet'}. Call trainer.build(dataset) first."
-            )
-        return steps
-
-    def prepare(self, model: keras.Model, batch: Any) -> None:
-        """Find the reduction of the losses over micro-batches; raise ValueError if a loss has none."""
-        self._steps[model].compiler.prepare(batch)
-
-    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Find the reduction of an overridden `compute_loss` over micro-batches, or refuse it."""
-        self._steps[model].compiler.prepare_loss(batch, training)
-
-    def step_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""
-        return tf_function.short_graph_optimization()
-
-    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one optimizer update on a batch; return the loss, a scalar."""
-        return self._steps[model].train_step(batch)
-
-    def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Update the model's metrics from a batch; return the loss, a scalar."""
-        return self._steps[model].evaluate_step(batch)
-
-    def predict_step(self, model: keras.Model, batch: Any) -> Any:
-        """Return the model's outputs, `[batch, ...]` each."""
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        return self._steps[model].predict_step(inputs)
+def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:
+    """Return the stages of each replica of a strategy in words, with the devices of one replica or of all."""
+    one = strategy.schedule.of_one_replica
+    return (
+        f"{one.num_stages} stage{'s' * (one.num_stages > 1)} on {', '.join(devices)}, "
+        f"{one.num_microbatches} micro-batch{'es' * (one.num_microbatches > 1)}, {one.name}"
+        + ", recomputing"
+        * strategy.settings.recompute
+    )
 
 
 def _devices(schedule: schedules.Schedule) -> list[str]:

@@ -145,9 +145,18 @@ class StagePlanner:
         return -(-int(data.num_rows(inputs)) // self._schedule.num_microbatches)
 
     def stage_devices(self, model: keras.Model) -> list[str]:
-        """Return the device of each stage."""
+        """Return the device of each stage of the first replica."""
+        return self._stage_devices(model, 0)
+
+    def other_stage_devices(self, model: keras.Model) -> list[list[str]]:
+        """Return the device of each stage of each further replica."""
+        return [self._stage_devices(model, replica) for replica in range(1, self._schedule.num_replicas)]
+
+    def _stage_devices(self, model: keras.Model, replica: int) -> list[str]:
         schedule = self.schedule_of(model)
-        return [f"/device:{self._devices[schedule.device_of(stage)]}" for stage in range(schedule.num_stages)]
+        first = replica * schedule.microbatches_per_replica
+        places = (schedule.device_of(stage, first) for stage in range(schedule.num_stages))
+        return [f"/device:{self._devices[place]}" for place in places]
 
     def _trace_and_cut(self, model: keras.Model, batch: Any, training: bool) -> bool:
         given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -198,7 +207,7 @@ class StagePlanner:
             partition = self._within_free_memory(model, cut, memory, self._free_bytes, warns)
         else:
             partition = cut(memory)
-        place_weights(model, partition.stages, self.stage_devices(model))
+        place_weights(model, partition.stages, self.stage_devices(model), self.other_stage_devices(model))
         self._partitions[model] = partition
         self._num_moves[model] = keras_variables.num_moves(model.variables)
         self._stages.pop(model)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfpar.pipeline.analysis import step_timing
+from tfpar.pipeline.analysis.reduction_timing import measure_reductions
 from tfpar.pipeline.analysis.stage_table import StageRow
 from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import MemoryNeeds, Partition
@@ -41,7 +42,7 @@ def predict_step_time(
     partition: Partition,
     steps: PipelineSteps,
     schedule: Schedule,
-    devices: Sequence[str],
+    devices: Sequence[Sequence[str]],
     memory: MemoryNeeds,
     batch: Any,
     microbatch_size: int,
@@ -52,7 +53,7 @@ def predict_step_time(
         partition: The stages of the model.
         steps: The compiled steps of the model.
         schedule: The order of the actions.
-        devices: The device of each stage.
+        devices: The device of each stage, for each replica.
         memory: The estimate of the memory of weights and optimizer state.
         batch: A global batch.
         microbatch_size: Number of examples of a micro-batch.
@@ -66,11 +67,13 @@ def predict_step_time(
         >>> len(prediction.rows), prediction.planned.num_devices
         (2, 2)
     """
-    programs = steps.compiler.compile(batch, training=True).programs
+    replicas = [one.programs for one in steps.compiler.compile_replicas(batch, training=True)]
+    programs, of_first = replicas[0], devices[0]
     saved = [program.saved_bytes(microbatch_size) for program in programs.stages]
     durations = dataclasses.replace(
-        step_timing.measure_durations(schedule, lambda actions: steps.timed(batch, actions), devices),
-        update_seconds=step_timing.measure_updates(steps.compiler.staged.model.optimizer, programs),
+        step_timing.measure_durations(schedule, lambda one: steps.timed(batch, one), of_first),
+        update_seconds=step_timing.measure_updates(steps.compiler.staged.model.optimizer, programs, len(replicas)),
+        reduction_seconds=measure_reductions(replicas),
         activation_bytes=tuple(one.activations for one in saved),
         backward_temporary_bytes=tuple(one.input_gradient_temporaries for one in saved),
         weight_gradient_temporary_bytes=tuple(one.weight_gradient_temporaries for one in saved),
@@ -81,7 +84,7 @@ def predict_step_time(
     rows = [
         StageRow(
             stage=index,
-            device=devices[index].removeprefix("/device:"),
+            device=" ".join(of_one[index].removeprefix("/device:") for of_one in devices),
             first_layer=stage.calls[0].name,
             last_layer=stage.calls[-1].name,
             num_layers=len(stage.calls),

@@ -18,7 +18,7 @@ class StageRow:
 
     Attributes:
         stage: Index of the stage, from 0.
-        device: Name of its device.
+        device: Name of its device, or of that of each replica.
         first_layer: Name of its first layer call.
         last_layer: Name of its last layer call.
         num_layers: Number of its layer calls.
@@ -114,9 +114,10 @@ def describe_schedule(schedule: Schedule) -> str:
         >>> describe_schedule(make("1f1b", num_stages=2, num_microbatches=8))
         '1f1b: 2 stages on 2 devices, 8 micro-batches'
     """
-    stages, devices = _count(schedule.num_stages, "stage"), _count(schedule.num_devices, "device")
+    stages, devices = _count(schedule.num_stages, "stage"), _count(len(schedule.actions), "device")
     microbatches = _count(schedule.num_microbatches, "micro-batch", "es")
-    return f"{schedule.name}: {stages} on {devices}, {microbatches}"
+    replicas = f"{schedule.num_replicas} replicas of " * (schedule.num_replicas > 1)
+    return f"{schedule.name}: {replicas}{stages} on {devices}, {microbatches}"
 
 
 def describe_step(timeline: Timeline) -> str:

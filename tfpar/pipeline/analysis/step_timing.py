@@ -18,7 +18,7 @@ from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.simulator import Durations, Span, Timeline
 
-Timed = Callable[[Sequence[Action]], tuple[tf.Tensor, list[tf.Tensor]]]
+Timed = Callable[[Schedule], tuple[tf.Tensor, list[tf.Tensor]]]
 _RUNS = 5
 _MICROBATCHES_PER_DEVICE = 3
 ActionTimes = dict[Action, list[float]]  # start and end of each action, in seconds
@@ -34,24 +34,25 @@ def measure_durations(schedule: Schedule, timed: Timed, devices: Sequence[str] =
 
     Args:
         schedule: The order of the actions. The measurement runs at most three micro-batches for each device.
-        timed: A function that runs actions on a batch. It returns the start and end of each, float64 `[actions, 2]`,
-            and the gradients, so that TensorFlow does not prune them.
+        timed: A function that runs the actions of a schedule on a batch. It returns the start and end of each, in the
+            order of `Schedule.in_order`, float64 `[actions, 2]`, and the gradients, so that TensorFlow does not prune
+            them.
         devices: The device of each stage; empty to subtract nothing.
 
     Returns:
         The durations, without bytes and updates.
 
     Example:
-        >>> def timed(actions):  # one second for each action, one action at a time
-        ...     starts = tf.range(len(actions), dtype=tf.float64)
+        >>> def timed(schedule):  # one second for each action, one action at a time
+        ...     starts = tf.range(len(schedule.in_order()), dtype=tf.float64)
         ...     return tf.stack([starts, starts + 1.0], axis=1), []
         >>> gpipe = schedules.make("gpipe", num_stages=2, num_microbatches=2)
         >>> measure_durations(gpipe, timed).forward_seconds
         (1.0, 1.0)
     """
     num_stages, num_devices = schedule.num_stages, schedule.num_devices
-    num_microbatches = min(_MICROBATCHES_PER_DEVICE * num_devices, schedule.num_microbatches)
-    short = schedules.make(schedule.name, num_stages, num_microbatches, num_devices)
+    num_microbatches = min(_MICROBATCHES_PER_DEVICE * num_devices, schedule.microbatches_per_replica)
+    short = schedules.make(schedule.name, num_stages, num_microbatches, num_devices).replicated(schedule.num_replicas)
     runs = _measure_runs(short, timed)
 
     seconds: dict[tuple[str, int], list[float]] = collections.defaultdict(list)
@@ -103,10 +104,11 @@ def empty_action_seconds(device: str) -> float:
 
 def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int) -> float:
     """Return the median delay between F before a cut and F after it, if the later device is idle in between."""
-    order = schedule.actions[schedule.device_of(cut + 1)]
+    orders = schedule.actions[schedule.device_of(cut + 1) :: schedule.num_devices]
+    pairs = [pair for order in orders for pair in zip((None, *order), order, strict=False)]
     seconds = []
     for times in runs:
-        for previous, action in zip((None, *order), order, strict=False):
+        for previous, action in pairs:
             if action.kind == "F" and action.stage == cut + 1:
                 sent = times[Action("F", cut, action.microbatch)][1]
                 if previous is None or times[previous][1] < sent:
@@ -114,7 +116,7 @@ def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int)
     return statistics.median(seconds or [0.0])
 
 
-def measure_updates(optimizer: keras.Optimizer, programs: Programs) -> tuple[float, ...]:
+def measure_updates(optimizer: keras.Optimizer, programs: Programs, num_replicas: int = 1) -> tuple[float, ...]:
     """Estimate the duration of the optimizer's update of each stage.
 
     The function measures the update of the largest weight of a stage, and scales it by the number of parameters.
@@ -122,6 +124,7 @@ def measure_updates(optimizer: keras.Optimizer, programs: Programs) -> tuple[flo
     Args:
         optimizer: The optimizer. A copy of it updates a copy of the weight.
         programs: The compiled stages, with their weights.
+        num_replicas: The number of replicas, each of which updates a part of the weights.
 
     Returns:
         Seconds for each stage.
@@ -132,7 +135,8 @@ def measure_updates(optimizer: keras.Optimizer, programs: Programs) -> tuple[flo
         >>> len(measure_updates(keras.optimizers.SGD(), SimpleNamespace(stages=[stage])))
         1
     """
-    return tuple(_update_seconds(optimizer, program.parameters, program.device) for program in programs.stages)
+    seconds = (_update_seconds(optimizer, program.parameters, program.device) for program in programs.stages)
+    return tuple(one / num_replicas for one in seconds)
 
 
 def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Variable], device: str) -> float:
@@ -171,8 +175,8 @@ def measure_step(schedule: Schedule, timed: Timed) -> Timeline:
         The timeline of the run with the median step time. It has no peak memory.
 
     Example:
-        >>> def timed(actions):  # one second for each action, one action at a time
-        ...     starts = tf.range(len(actions), dtype=tf.float64)
+        >>> def timed(schedule):  # one second for each action, one action at a time
+        ...     starts = tf.range(len(schedule.in_order()), dtype=tf.float64)
         ...     return tf.stack([starts, starts + 1.0], axis=1), []
         >>> measure_step(schedules.make("gpipe", num_stages=2, num_microbatches=2), timed).step_seconds
         8.0
@@ -185,15 +189,15 @@ def measure_step(schedule: Schedule, timed: Timed) -> Timeline:
     times = runs[(len(runs) - 1) // 2]
     start = min(begin for begin, _ in times.values())
     spans = [
-        Span(action, schedule.device_of(action.stage), begin - start, end - start)
+        Span(action, schedule.device_of(action.stage, action.microbatch), begin - start, end - start)
         for action, (begin, end) in times.items()
     ]
     spans.sort(key=lambda span: span.begin_seconds)
-    return Timeline(schedule.num_devices, tuple(spans), step_seconds(times), ())
+    return Timeline(len(schedule.actions), tuple(spans), step_seconds(times), ())
 
 
 def _measure_runs(schedule: Schedule, timed: Timed) -> list[ActionTimes]:
     """Run a schedule several times, and return the start and end of each action, without the first run."""
     actions = schedule.in_order()
-    run = tf.function(lambda: timed(actions), autograph=False)
+    run = tf.function(lambda: timed(schedule), autograph=False)
     return [dict(zip(actions, run()[0].numpy().tolist(), strict=True)) for _ in range(_RUNS)][1:]

@@ -79,8 +79,9 @@ def figure(planned: Timeline, measured: Timeline | None, schedule: Schedule) -> 
     panels = {"as planned": planned} | ({} if measured is None else {"as run": measured})
     per_device = max(len(order) for order in schedule.actions)
     width_inches = min(18.0, max(9.0, 0.25 * per_device))
-    row_inches = 0.42 if schedule.num_devices <= 4 else 0.32
-    height_inches = 1.1 + len(panels) * (0.75 + row_inches * schedule.num_devices)
+    num_devices = len(schedule.actions)
+    row_inches = 0.42 if num_devices <= 4 else 0.32
+    height_inches = 1.1 + len(panels) * (0.75 + row_inches * num_devices)
     drawn = Figure(figsize=(width_inches, height_inches), dpi=150, layout="constrained")
     drawn.suptitle(describe_schedule(schedule), fontsize=13, fontweight="bold")
     end_seconds = max(timeline.step_seconds for timeline in panels.values()) or 1e-3  # an axis needs a length
@@ -96,7 +97,8 @@ def figure(planned: Timeline, measured: Timeline | None, schedule: Schedule) -> 
 
 def _draw_panel(axes: Axes, title: str, timeline: Timeline, schedule: Schedule, points_per_second: float) -> None:
     axes.set_title(title, loc="left", fontsize=10)
-    for device in range(schedule.num_devices):
+    num_devices = len(schedule.actions)
+    for device in range(num_devices):
         spans = [span for span in timeline.spans if span.device == device]
         row = (device - _BOX_HEIGHT / 2, _BOX_HEIGHT)
         axes.broken_barh([(0, 1e3 * timeline.step_seconds)], row, facecolors=_BUBBLE)
@@ -108,11 +110,16 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, schedule: Schedule, 
             linewidths=0.5,
         )
     _label(axes, timeline, schedule, points_per_second)
-    axes.set_yticks(range(schedule.num_devices), [f"device {device}" for device in range(schedule.num_devices)])
-    axes.set_ylim(schedule.num_devices - 0.5, -0.5)
+    axes.set_yticks(range(num_devices), [_row_label(device, schedule) for device in range(num_devices)])
+    axes.set_ylim(num_devices - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=True)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _row_label(device: int, schedule: Schedule) -> str:
+    replica = device // schedule.num_devices
+    return f"replica {replica}, device {device}" if schedule.num_replicas > 1 else f"device {device}"
 
 
 def _label(axes: Axes, timeline: Timeline, schedule: Schedule, points_per_second: float) -> None:

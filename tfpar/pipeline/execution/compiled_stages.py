@@ -33,6 +33,10 @@ class Programs(NamedTuple):
     outputs: tuple[Value, ...]
     specs: dict[Value, ValueSpec]
 
+    def on(self, devices: Sequence[str]) -> Programs:
+        """Return the stages for other devices, one for each stage."""
+        return self._replace(stages=[one.on(device) for one, device in zip(self.stages, devices, strict=True)])
+
 
 def compile_stages(
     stages: Sequence[Stage],

@@ -10,11 +10,9 @@ iteration begins on each device when the previous one has ended there, not when 
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import tensorflow as tf
@@ -35,8 +33,7 @@ from tfpar.pipeline.schedule.steady_state import Segment
 from tfpar.reduction.gradient_addition import plus, sum_of, tensors_of
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """When an action ran, in seconds of TensorFlow's clock (float64 scalars)."""
 
     action: Action
@@ -65,6 +62,7 @@ class Execution:
         loss_variables: The states that the loss reads and changes, and the weights that it reads.
         sums_in_call: The sum and weight over the whole batch of each loss computed by a layer, in the order of the
             stages, float64 `[losses, 2]`; None where no loss is computed.
+        first_microbatch: The index in the batch of micro-batch 0 of the schedule.
         timed: Whether to measure when each action runs.
     """
 
@@ -79,10 +77,12 @@ class Execution:
         loss_variables: tuple[Sequence[keras.Variable], Sequence[keras.Variable]] = ((), ()),
         sums_in_call: tf.Tensor | None = None,
         *,
+        first_microbatch: int = 0,
         timed: bool = False,
     ) -> None:
         self._programs, self.microbatches, self._inputs, self._scale = programs, microbatches, inputs, scale
         self._timed, self._added_factors, self._loss = timed, factors, loss
+        self._first_microbatch = first_microbatch
         self.devices = [program.device for program in programs.stages]
         sizes = [len(program.ways) for program in programs.stages]
         sums = tf.zeros([sum(sizes), 2], tf.float64) if sums_in_call is None else sums_in_call
@@ -137,9 +137,9 @@ class Execution:
         return self._part(number)[0]
 
     def number(self, number: int) -> tf.Tensor:
-        """Return the index of a micro-batch, an int64 scalar."""
+        """Return the index in the batch of a micro-batch, an int64 scalar."""
         with tf.device("CPU:0"):
-            index = tf.constant(number, tf.int64)
+            index = tf.constant(self._first_microbatch + number, tf.int64)
             return index if self._offset is None else index + self._offset
 
     def outputs(self) -> list[list[Any]]:
@@ -149,20 +149,21 @@ class Execution:
         found = self.live.pop_all(Key("outputs", "model"), flat, self.devices[-1])
         return [tf.nest.pack_sequence_as(specs, one, expand_composites=True) for one in found]
 
-    def gradients(self) -> dict[int, Any]:
-        """Return the gradient of each weight, summed over micro-batches and stages, by the weight's `id`."""
-        found: dict[int, list[Any]] = collections.defaultdict(list)
+    def sums(self) -> list[list[Any]]:
+        """Return for each stage the gradients of its weights, summed over micro-batches, as `StageProgram.sums` does.
+
+        A stage without a backward pass has none.
+        """
+        found = []
         for stage, program in enumerate(self._programs.stages):
             totals = self.live.take(Key("totals", stage))
-            gradients = [] if totals is None else program.gradients(totals, self._rows[stage].total())
-            for variable, gradient in zip(program.parameters, gradients, strict=False):
-                if gradient is not None:
-                    found[id(variable)].append(gradient)
-        return {key: sum_of(gradients) for key, gradients in found.items()}
+            found.append([] if totals is None else program.sums(totals, self._rows[stage].total()))
+        return found
 
-    def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return each changed state with its value after the step."""
-        return self.variables.new_states()
+    @property
+    def programs(self) -> Programs:
+        """The compiled stages."""
+        return self._programs
 
     @property
     def losses(self) -> list[tf.Tensor]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.reduction import indexed_slices
-from tfpar.reduction.gradient_addition import reached_from
+from tfpar.reduction.gradient_addition import reached_from, sum_of
 from tfpar.reduction.indexed_slices import RowSlices
 
 Kinds = tuple[tuple[indexed_slices.Kind | None, ...], ...]  # by weight and lookup
@@ -110,14 +110,42 @@ def numbered(rows: RowSlices, kind: indexed_slices.Kind | None) -> RowSlices:
     return indexed_slices.numbered(rows) if kind == "shared" else rows
 
 
+def added(replicas: Sequence[Sequence[Any]], kinds: Kinds, weights: Sequence[keras.Variable]) -> list[Any]:
+    """Return the gradients of weights, added over the replicas of a pipeline on the device of each weight.
+
+    Args:
+        replicas: For each replica the gradient of each weight: a tensor, a tuple with the rows of each lookup, or None.
+        kinds: The kind of each lookup of each weight.
+        weights: The weights.
+    """
+    found = []
+    for gradients, of_one, weight in zip(zip(*replicas, strict=True), kinds, weights, strict=True):
+        with tf.device(weight.value.device):
+            if isinstance(gradients[0], tuple):
+                lookups = zip(zip(*gradients, strict=True), of_one, strict=True)
+                found.append(tuple(_added_rows(rows, kind) for rows, kind in lookups))
+            else:
+                found.append(sum_of(gradients))
+    return found
+
+
+def _added_rows(replicas: Sequence[RowSlices], kind: indexed_slices.Kind | None) -> RowSlices:
+    if len(replicas) == 1:
+        return replicas[0]
+    if kind == "equal":
+        return replicas[0]._replace(values=tf.add_n([rows.values for rows in replicas]))
+    return RowSlices(*(tf.concat(parts, 0) for parts in zip(*replicas, strict=True)))
+
+
 def joined(
     gradients: Sequence[Any], kinds: Sequence[Sequence[indexed_slices.Kind | None]], weights: Sequence[keras.Variable]
 ) -> list[Any]:
-    """Return summed gradients of weights as tensors, slices or None, as one device has them."""
-    return [
-        join_rows(gradient, of_one, weight.shape) if of_one else gradient
-        for gradient, of_one, weight in zip(gradients, kinds, weights, strict=True)
-    ]
+    """Return summed gradients of weights as tensors, slices or None, as one device has them, on their devices."""
+    found = []
+    for gradient, of_one, weight in zip(gradients, kinds, weights, strict=True):
+        with tf.device(weight.value.device):
+            found.append(join_rows(gradient, of_one, weight.shape) if of_one else gradient)
+    return found
 
 
 def join_rows(

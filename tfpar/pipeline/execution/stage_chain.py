@@ -1,4 +1,4 @@
-"""The execution of one batch: its compiled functions, its loss and its gradients."""
+"""The loss of one batch, computed micro-batch by micro-batch after the last stage."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tfpar.pipeline.execution.loss_program import LossPart, LossProgram
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.row_gradients import RowSums
 from tfpar.pipeline.execution.stage_values import MaskedTensor
+from tfpar.pipeline.execution.step_results import MetricsUpdate
 from tfpar.pipeline.execution.step_state import LOSS
 from tfpar.reduction.gradient_addition import plus
 
@@ -26,12 +27,12 @@ class StepPrograms(NamedTuple):
     Args:
         programs: The stages.
         loss: The loss, after the last stage.
-        update_metrics: The function that `compile_metrics_update` returns; None without metrics.
+        metrics: The update of the metrics; None without metrics.
     """
 
     programs: Programs
     loss: LossProgram
-    update_metrics: Any
+    metrics: MetricsUpdate | None
 
 
 _METRICS = Key("updated", "metrics")
@@ -46,6 +47,7 @@ class BatchLoss:
         divisors: The divisors of the losses over the batch, float64 `[divisors]`.
         scale: The gradient of one unit of loss, a scalar in Keras' float type.
         updates_metrics: Whether the outputs update the metrics.
+        adds_metrics: Whether the states of metrics begin at zero, to be added to those of the first replica.
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class BatchLoss:
         scale: tf.Tensor,
         *,
         updates_metrics: bool,
+        adds_metrics: bool = False,
     ) -> None:
-        self._compiled, self._divisors, self._scale = compiled, divisors, scale
-        self._updates_metrics = updates_metrics and compiled.update_metrics is not None
-        self._program = compiled.loss
-        self._read = [variable.value.read_value() for variable in compiled.loss.states]
+        self._divisors, self._scale, self._program = divisors, scale, compiled.loss
+        self._metrics = compiled.metrics if updates_metrics else None
+        states = [variable.value.read_value() for variable in compiled.loss.states]
+        self._initial = list(map(tf.zeros_like, states)) if adds_metrics else states
 
     @property
     def variables(self) -> tuple[Sequence[keras.Variable], Sequence[keras.Variable]]:
@@ -75,7 +78,7 @@ class BatchLoss:
             outputs: The flat outputs of the model for the micro-batch.
         """
         program, one, live = self._program, execution.microbatch(number), execution.live
-        states = live.get(_METRIC_STATES, self._read)
+        states = live.get(_METRIC_STATES, self._initial)
         layer_states = execution.variables.loss_states(number)
         part = program.part(
             execution.number(number), one, outputs, states, layer_states, execution.variables.loss_parameters,
@@ -89,8 +92,8 @@ class BatchLoss:
             execution.add("loss of an output", index, of_output)
         self._add_weights(live, part.weights)
         execution.variables.note_loss(number, part.layer_states, one)
-        if self._updates_metrics:
-            self._update_metrics(live, one, outputs)
+        if self._metrics is not None:
+            self._update_metrics(self._metrics, live, one, outputs)
         return part
 
     def value(self, live: LiveTensors) -> tf.Tensor:
@@ -99,9 +102,10 @@ class BatchLoss:
         TensorFlow prunes the updates unless a result depends on theirs, which is zero.
         """
         value: tf.Tensor = live[Key("loss", LOSS)]
-        updated = live.get(_METRICS)
         with tf.device(self._program.device):
-            return value if updated is None else value + tf.cast(updated, value.dtype)
+            for zero in self._updated(live):
+                value += tf.cast(zero, value.dtype)
+            return value
 
     def of_outputs(self, live: LiveTensors) -> list[tf.Tensor]:
         """Return the losses of single outputs, where Keras logs them, scalars."""
@@ -111,12 +115,24 @@ class BatchLoss:
         """Return the variables of metrics that `compute_loss` itself updates, with their values after the batch."""
         return self._program.updated_metrics(live[_METRIC_STATES])
 
-    def gradients(self, live: LiveTensors) -> list[tuple[keras.Variable, Any]]:
-        """Return the weights that the loss itself reads, each with its summed gradient."""
+    def metrics_to_add(self, live: LiveTensors) -> list[tuple[Any, tf.Tensor]]:
+        """Return the variables of metrics, with the sums to add to those of the first replica."""
+        variables = self._metrics.variables if self._metrics else ()
+        return list(zip(variables, live[_METRICS] if variables else (), strict=True))
+
+    def sums(self, live: LiveTensors) -> list[Any]:
+        """Return the gradients of the weights that the loss itself reads, summed over micro-batches.
+
+        Each is a tensor, a tuple with the rows of each lookup, or None.
+        """
         rows = self._rows(live).total()
         dense = [live.get(Key("gradient of the loss", index)) for index in range(len(rows))]
-        found = [one if of_one is None else of_one for one, of_one in zip(dense, rows, strict=True)]
-        return list(zip(self._program.parameters, self._program.joined(found), strict=True))
+        return [one if of_one is None else of_one for one, of_one in zip(dense, rows, strict=True)]
+
+    @property
+    def program(self) -> LossProgram:
+        """The compiled loss."""
+        return self._program
 
     def _add_weights(self, live: LiveTensors, gradients: Sequence[Any]) -> None:
         self._rows(live).add(gradients)
@@ -129,30 +145,17 @@ class BatchLoss:
         program = self._program
         return RowSums(live, LOSS, program.trace.weight_gradients, program.kinds, program.device)
 
-    def _update_metrics(self, live: LiveTensors, one: Microbatch, outputs: Sequence[MaskedTensor]) -> None:
+    def _update_metrics(
+        self, metrics: MetricsUpdate, live: LiveTensors, one: Microbatch, outputs: Sequence[MaskedTensor]
+    ) -> None:
         """Update the metrics after their update by the micro-batch before."""
         tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
         with tf.control_dependencies(None):
-            before = live.get(_METRICS, tf.zeros((), keras.config.floatx()))
+            before = live.get(_METRICS) or metrics.initial()
             given = before, one.num_counted, one.part, one.batch, tensors, masks
-            live[_METRICS] = tf_function.unordered_call(self._compiled.update_metrics, *given)
+            live[_METRICS] = list(tf_function.unordered_call(metrics.function, *given))
 
-
-class StepContext(NamedTuple):
-    """The execution of one batch and its loss.
-
-    Args:
-        execution: The actions on the batch.
-        loss: The loss of the batch.
-    """
-
-    execution: Execution
-    loss: BatchLoss
-
-    def gradients(self) -> dict[int, Any]:
-        """Return the gradient of each weight, summed over micro-batches, stages and the loss, by the weight's `id`."""
-        found = self.execution.gradients()
-        for variable, gradient in self.loss.gradients(self.execution.live):
-            with tf.device(variable.value.device):
-                found[id(variable)] = plus(found.get(id(variable)), gradient)
-        return {key: gradient for key, gradient in found.items() if gradient is not None}
+    def _updated(self, live: LiveTensors) -> list[tf.Tensor]:
+        """Return zeros that are computed after all updates of metrics."""
+        in_place = self._metrics is not None and not self._metrics.variables
+        return live.get(_METRICS, []) if in_place else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -12,6 +12,38 @@ from tfpar._compat import tf_function
 from tfpar.pipeline.execution.bundles import Bundle, bundled, specs_of, unbundle
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
+from tfpar.reduction.gradient_addition import sum_of
+
+
+class Change(NamedTuple):
+    """The change of a state in a step.
+
+    Args:
+        state: The state.
+        before: Its value before the step.
+        change: The sum of its changes, or its new value.
+        is_replaced: Whether `change` is its new value.
+    """
+
+    state: keras.Variable
+    before: tf.Tensor
+    change: tf.Tensor
+    is_replaced: bool
+
+
+def values_after(replicas: Sequence[Sequence[Change]]) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """Return each state with its value after the step.
+
+    Args:
+        replicas: The changes on each replica of a pipeline, of the same states.
+    """
+    found = []
+    for same in zip(*replicas, strict=True):
+        state, before, change, is_replaced = same[0]
+        with tf.device(state.value.device):
+            after = tf.identity(change) if is_replaced else before + sum_of(one.change for one in same)
+        found.append((state, after))
+    return found
 
 
 class StateChanges:
@@ -65,8 +97,8 @@ class StateChanges:
             weights = microbatch.part, microbatch.example_weight
             live[self._key] = list(tf_function.unordered_call(self._adder, sums, self._before, new, *weights))
 
-    def results(self, live: LiveTensors) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return each state with its value after the step; nothing if no micro-batch ran.
+    def results(self, live: LiveTensors) -> list[Change]:
+        """Return the change of each state; nothing if no micro-batch ran.
 
         Args:
             live: The tensors that the step holds. The sums are held no longer.
@@ -74,13 +106,8 @@ class StateChanges:
         sums = live.take(self._key)
         if sums is None:
             return []
-        found = []
         changes = unbundle(sums, self._owned_specs, self._device)
-        rows = zip(self._owned, self._values, changes, self._replaced, strict=True)
-        for state, before, change, is_replaced in rows:
-            with tf.device(state.value.device):
-                found.append((state, tf.identity(change) if is_replaced else before + change))
-        return found
+        return list(map(Change, self._owned, self._values, changes, self._replaced))
 
     def _compile(self) -> Any:
         def body(sums: Bundle, before: Bundle, new: Bundle, part: tf.Tensor, example_weight: tf.Tensor) -> Bundle:

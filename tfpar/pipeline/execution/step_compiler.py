@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,7 +15,7 @@ from tfpar.pipeline.execution.lookup_trials import infer_lookup_kinds
 from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
 from tfpar.pipeline.execution.model_loss import ModelLoss
 from tfpar.pipeline.execution.stage_chain import StepPrograms
-from tfpar.pipeline.execution.step_results import compile_metrics_update
+from tfpar.pipeline.execution.step_results import MetricsUpdate, compile_metrics_update
 from tfpar.pipeline.graph.trial_batch import Examples
 from tfpar.reduction.gradient_addition import spec_of
 from tfpar.reduction.loss_decomposition import LossDecomposition
@@ -28,20 +30,27 @@ class StepCompiler:
     Args:
         stages: The stages of a built and compiled model, its weights on the devices of their stages.
         num_microbatches: The number of micro-batches of a batch.
+        other_devices: The device of each stage on each further replica of the pipeline.
         adds_losses: Whether a layer adds a loss.
         allow_batch_dependence: Whether micro-batches may change what layers compute.
     """
 
     def __init__(
-        self, stages: StagesOfModel, num_microbatches: int, *, adds_losses: bool, allow_batch_dependence: bool
+        self,
+        stages: StagesOfModel,
+        num_microbatches: int,
+        other_devices: Sequence[Sequence[str]] = (),
+        *,
+        adds_losses: bool,
+        allow_batch_dependence: bool,
     ) -> None:
         self.staged = stages.staged
         self.compilation = keras_model.compilation(self.staged.model)
         self.examples = Examples()
-        self._stages, self._num_microbatches = stages, num_microbatches
+        self._stages, self._num_microbatches, self._other_devices = stages, num_microbatches, other_devices
         self._adds_losses, self._allow_batch_dependence = adds_losses, allow_batch_dependence or num_microbatches == 1
         self._decomposition: LossDecomposition | None = None
-        self._compiled: dict[Any, StepPrograms] = {}
+        self._compiled: dict[Any, list[StepPrograms]] = {}
 
     @property
     def decomposition(self) -> LossDecomposition:
@@ -99,8 +108,19 @@ class StepCompiler:
         trainable = tuple(map(id, self.staged.model.trainable_variables))
         return self._stages.programs(_specs(inputs), trainable, self.ways(training), training=training)
 
+    def stages_of_replicas(self, inputs: Any, *, training: bool) -> list[Programs]:
+        """Return the compiled stages of each replica; the arguments are those of `stages`."""
+        first = self.stages(inputs, training=training)
+        return [first, *map(first.on, self._other_devices)]
+
     def compile(self, batch: Any, *, training: bool) -> StepPrograms:
-        """Return the compiled stages, loss and metrics, from a cache if the same weights are still trainable.
+        """Return the compiled stages, loss and metrics of the first replica; the arguments as `compile_replicas`."""
+        return self.compile_replicas(batch, training=training)[0]
+
+    def compile_replicas(self, batch: Any, *, training: bool) -> list[StepPrograms]:
+        """Return the compiled stages, loss and metrics of each replica.
+
+        They come from a cache if the same weights are still trainable.
 
         Args:
             batch: A global batch, or tensors like it.
@@ -117,10 +137,10 @@ class StepCompiler:
             self._compiled[key] = compiled
         return self._compiled[key]
 
-    def _compile(self, batch: Any, specs: Any, *, training: bool) -> StepPrograms:
+    def _compile(self, batch: Any, specs: Any, *, training: bool) -> list[StepPrograms]:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
-        programs = self.stages(inputs, training=training)
-        loss = self._compile_loss(programs, specs, training=training)
+        programs, device = self.stages(inputs, training=training), self.staged.devices[-1]
+        loss = self._compile_loss(programs, specs, device, training=training)
         if training:
             live = [value for value, has in zip(programs.outputs, loss.has_output_gradients, strict=True) if has]
             programs = self._stages.without_dead_ends(programs, live)
@@ -129,13 +149,22 @@ class StepCompiler:
                 programs, loss, examples, self.staged.flat_inputs, allow_batch_dependence=self._allow_batch_dependence
             )
         check_own_loss(self.staged.model, programs)
-        metrics = None
-        if keras_metrics.counts_metrics(self.staged.model):
-            metrics = compile_metrics_update(self.staged, [programs.specs[value] for value in programs.outputs], specs)
-        return StepPrograms(programs, loss, metrics)
+        compiled = [StepPrograms(programs, loss, self._compile_metrics(programs, specs, device, in_place=True))]
+        for devices in self._other_devices:
+            other, last = programs.on(devices), devices[-1]
+            same = self._compile_loss(other, specs, last, training=training)
+            metrics = self._compile_metrics(other, specs, last, in_place=False)
+            compiled.append(StepPrograms(other, dataclasses.replace(same, kinds=loss.kinds), metrics))
+        return compiled
 
-    def _compile_loss(self, programs: Programs, specs: Any, *, training: bool) -> LossProgram:
-        model, device = self.staged.model, self.staged.devices[-1]
+    def _compile_metrics(self, programs: Programs, specs: Any, device: str, *, in_place: bool) -> MetricsUpdate | None:
+        if not keras_metrics.counts_metrics(self.staged.model):
+            return None
+        outputs = [programs.specs[value] for value in programs.outputs]
+        return compile_metrics_update(self.staged, outputs, specs, device, in_place=in_place)
+
+    def _compile_loss(self, programs: Programs, specs: Any, device: str, *, training: bool) -> LossProgram:
+        model = self.staged.model
         outputs = keras.tree.map_structure(lambda value: programs.specs[value], self.staged.graph.outputs)
         in_stages = {id(state) for program in programs.stages for state in program.states}
         own = [state for metric in keras_metrics.own_metrics(model) for state in metric.variables]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -27,6 +28,18 @@ def assign_states(new_states: Sequence[tuple[keras.Variable, tf.Tensor]], after:
             variable.assign(value)
 
 
+def add_to_metrics(sums: Sequence[tuple[keras.Variable, tf.Tensor]], after: Sequence[tf.Tensor]) -> None:
+    """Add sums to the variables of metrics.
+
+    Args:
+        sums: Each variable with a sum.
+        after: Tensors whose computation comes first, the updates of the variables included.
+    """
+    with tf.control_dependencies([tf.group(*after)]), follow_data():
+        for variable, value in sums:
+            variable.assign_add(value)
+
+
 def update_loss_trackers(
     model: keras.Model, batch: Any, loss: tf.Tensor, num_examples: tf.Tensor, of_outputs: Sequence[tf.Tensor]
 ) -> None:
@@ -48,42 +61,111 @@ def update_loss_trackers(
             one.update_state(value, sample_weight=fixed_size)
 
 
-def compile_metrics_update(staged: StagedModel, outputs: Sequence[ValueSpec], batch: Any) -> Any:
+class MetricsUpdate(NamedTuple):
+    """The compiled update of the metrics with the outputs of one micro-batch.
+
+    Args:
+        function: A concrete function of `carried`, the number of examples without padding, the part of the global
+            batch, the micro-batch, the outputs and their masks. It returns `carried` after the update.
+        variables: The variables whose values are carried; empty where the function assigns them. It then carries a
+            zero, which makes a call depend on the one before.
+    """
+
+    function: Any
+    variables: tuple[keras.Variable, ...]
+
+    def initial(self) -> list[tf.Tensor]:
+        """Return what the first call takes as `carried`: zeros."""
+        return [tf.zeros(spec.shape, spec.dtype) for spec in _carried(self.variables)]
+
+
+def compile_metrics_update(
+    staged: StagedModel, outputs: Sequence[ValueSpec], batch: Any, device: str, *, in_place: bool
+) -> MetricsUpdate:
     """Compile the update of the metrics with the outputs of one micro-batch.
 
     Args:
         staged: A compiled model in stages.
         outputs: The specs of its flat outputs.
         batch: The spec of a batch of any size, `(inputs, targets, sample_weight)` as far as given.
+        device: The device of the outputs.
+        in_place: Whether it assigns the variables of the metrics; else it computes sums from zero.
 
-    Returns:
-        A concrete function of a scalar, the number of examples without padding, the part of the global batch, the
-        micro-batch, the outputs and their masks. It returns the scalar, which makes a call depend on the one before.
+    Raises:
+        ValueError: If the sums cannot be computed apart from the variables.
     """
+    variables = () if in_place else _summed_states(staged.model)
 
     def update(
-        after: tf.Tensor,
+        carried: list[tf.Tensor],
         num_counted: tf.Tensor,
         part: tf.Tensor,
         batch: Any,
         tensors: list[tf.Tensor],
         masks: list[Any],
-    ) -> tf.Tensor:
-        def count() -> tf.Tensor:
+    ) -> list[tf.Tensor]:
+        def count() -> list[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             packed = staged.packed_outputs(list(map(keras_model.with_mask, tensors, masks)))
-            with keras_losses_in_call.scalars_weighted(lambda _: part):
+            with _states(variables, carried) as values, keras_losses_in_call.scalars_weighted(lambda _: part):
                 metric_logs.update_metrics(staged.model, inputs, targets, packed, weights, whole=False)
+            return values or list(map(tf.identity, carried))
+
+        def assign() -> tf.Tensor:
+            count()
             return tf.constant(True)
 
         with tf.device("CPU:0"):  # else the host, which launches one of the branches, waits for the device
             counts_here = num_counted > 0
-        with tf.device(staged.devices[-1]):
-            tf.cond(counts_here, count, lambda: tf.constant(False))
-        return after
+        with tf.device(device):
+            if not in_place:
+                return list(tf.cond(counts_here, count, lambda: list(map(tf.identity, carried))))
+            tf.cond(counts_here, assign, lambda: tf.constant(False))
+        return carried
 
-    scalar = tf.TensorSpec([], keras.config.floatx())
-    counts = [scalar, tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)]
-    specs = [*counts, batch, [one.spec for one in outputs], [one.mask for one in outputs]]
+    counts = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)]
+    specs = [_carried(variables), *counts, batch, [one.spec for one in outputs], [one.mask for one in outputs]]
     # Inlined, its conditional would become part of the loop around the steps.
-    return tf_function.noinline_function(update, *specs)
+    function = tf_function.noinline_function(update, *specs)
+    if not in_place and _assigns(function):
+        raise ValueError(
+            "Replicas of a pipeline compute the states of metrics apart from their variables, and a metric of "
+            f"{staged.model.name!r} assigns one that is no keras.Variable. Use add_variable, or train with Pipeline."
+        )
+    return MetricsUpdate(function, variables)
+
+
+def _assigns(function: Any) -> bool:
+    graph = function.graph.as_graph_def()
+    nodes = [*graph.node, *(node for one in graph.library.function for node in one.node_def)]
+    return any(node.op.startswith("Assign") for node in nodes)
+
+
+def _carried(variables: Sequence[keras.Variable]) -> list[tf.TensorSpec]:
+    return [tf.TensorSpec(one.shape, one.dtype) for one in variables] or [tf.TensorSpec([], keras.config.floatx())]
+
+
+def _summed_states(model: keras.Model) -> tuple[keras.Variable, ...]:
+    """Return the variables of the metrics, which add up over replicas; those of the loss are updated once a step."""
+    once = [keras_metrics.loss_tracker(model), *keras_metrics.trackers_of_losses(model)]
+    metrics = [metric for metric in metric_logs.all_metrics(model) if not any(metric is one for one in once)]
+    for metric in metrics:
+        for variable in metric.variables:
+            if variable.aggregation != "sum":
+                raise ValueError(
+                    f"Replicas of a pipeline add the states of metrics, and {variable.path!r} has aggregation="
+                    f"{variable.aggregation!r}. Create it with aggregation='sum', or train with Pipeline."
+                )
+    return tuple({id(one): one for metric in metrics for one in metric.variables}.values())
+
+
+@contextlib.contextmanager
+def _states(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> Iterator[list[tf.Tensor]]:
+    """Replace the values of variables in this context; yield a list that has those after it, once it has ended."""
+    after: list[tf.Tensor] = []
+    if not variables:
+        yield after
+        return
+    with keras.StatelessScope(list(zip(variables, values, strict=True))) as scope, tf_function.own_traces():
+        yield after
+    after += [scope.get_current_value(variable) for variable in variables]

@@ -13,7 +13,7 @@ from tfpar.pipeline.execution.bundles import Bundle, unbundle
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.stage_program import StageProgram
-from tfpar.pipeline.execution.state_changes import StateChanges
+from tfpar.pipeline.execution.state_changes import Change, StateChanges
 
 LOSS = "loss"
 Owner = int | str  # the index of a stage, or LOSS
@@ -83,9 +83,9 @@ class StepVariables:
             if key.microbatch == number:
                 self._live.take(key)
 
-    def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return each changed state with its value after the step, after the last action."""
-        return [pair for changes in self._changes.values() for pair in changes.results(self._live)]
+    def changes(self) -> list[Change]:
+        """Return the changes of states in the step, after the last action."""
+        return [change for changes in self._changes.values() for change in changes.results(self._live)]
 
     def _values(self, variables: Sequence[keras.Variable], device: str) -> list[tf.Tensor]:
         """Return the values of variables before the step, on a device."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,11 @@ from tfpar._compat import keras_optimizer
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches
 from tfpar.pipeline.execution.regularization import add_penalties
-from tfpar.pipeline.execution.stage_chain import BatchLoss, StepContext
+from tfpar.pipeline.execution.replicas import ReplicaContext, StepContext, named
+from tfpar.pipeline.execution.stage_chain import BatchLoss, StepPrograms
+from tfpar.pipeline.execution.state_changes import values_after
 from tfpar.pipeline.execution.step_compiler import StepCompiler
-from tfpar.pipeline.execution.step_results import assign_states, update_loss_trackers
+from tfpar.pipeline.execution.step_results import add_to_metrics, assign_states, update_loss_trackers
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.steady_state import Segment, segments
@@ -35,6 +38,7 @@ class PipelineSteps:
     def __init__(self, compiler: StepCompiler, schedule: Schedule) -> None:
         self.compiler = compiler
         self._schedule, self._staged = schedule, compiler.staged
+        self._of_one_replica = schedule.of_one_replica
         self._model, self._last_device = compiler.staged.model, compiler.staged.devices[-1]
         with tf.device("CPU:0"):
             self._usual_sizes = {training: tf.Variable(0, dtype=tf.int64) for training in (True, False)}
@@ -53,11 +57,11 @@ class PipelineSteps:
         """Add one optimizer update to the graph; return the loss, a scalar."""
         scale = self._loss_scale()
         context = self._begin(batch, scale, training=True)
-        context.execution.run(segments(self._schedule.in_order()))
+        context.run(segments(self._of_one_replica.in_order()))
         gradients = context.gradients()
         loss = self._finish(batch, context, add_penalties(self._model, gradients, scale))
         # Updates come after all operations that read weights.
-        with tf.control_dependencies([tf.group(*context.execution.ends, loss)]), follow_data():
+        with tf.control_dependencies([tf.group(*context.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
             if after:
                 variables = self._model.trainable_variables
@@ -69,38 +73,47 @@ class PipelineSteps:
         """Add the loss and metrics of a batch to the graph; return the loss, a scalar."""
         scale = tf.ones((), keras.config.floatx())
         context = self._begin(batch, scale, training=False)
-        context.execution.run(segments(self._forward_actions()))
+        context.run(segments(self._forward_actions()))
         return self._finish(batch, context, add_penalties(self._model, {}, scale))
 
     def predict_step(self, inputs: Any) -> Any:
         """Add the forward pass of a batch to the graph; return the model's outputs, `[batch, ...]` each."""
         with tf.init_scope():
-            programs = self.compiler.stages(inputs, training=False)
-        microbatches = self._cut((inputs,), training=False)
-        execution = Execution(programs, microbatches, self._staged.flat_inputs, tf.ones((), keras.config.floatx()))
-        execution.run(segments(self._forward_actions()))
-        assign_states(execution.new_states(), execution.ends)
-        parts = execution.outputs()
+            programs = self.compiler.stages_of_replicas(inputs, training=False)
+        microbatches, one = self._cut((inputs,), training=False), tf.ones((), keras.config.floatx())
+        executions = [
+            Execution(of_one, microbatches, self._staged.flat_inputs, one, first_microbatch=first)
+            for of_one, first in zip(programs, self._first_microbatches, strict=True)
+        ]
+        for execution in executions:
+            execution.run(segments(self._forward_actions()))
+        new_states = values_after([execution.variables.changes() for execution in executions])
+        assign_states(new_states, [end for execution in executions for end in execution.ends])
+        parts = [part for execution in executions for part in execution.outputs()]
         with tf.device(self._last_device):
             whole = [data.join_batches(list(ones)) for ones in zip(*parts, strict=True)]
         return self._staged.packed_outputs(whole)
 
-    def timed(self, batch: Any, actions: Sequence[Action]) -> tuple[tf.Tensor, list[tf.Tensor]]:
-        """Add actions on a batch to the graph, without an update, and measure when each runs.
+    def timed(self, batch: Any, schedule: Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        """Add the actions of a schedule on a batch to the graph, without an update, and measure when each runs.
 
         Args:
             batch: A global batch.
-            actions: In an order in which each comes after those that it depends on.
+            schedule: With as many replicas as that of the steps, and at most as many micro-batches.
 
         Returns:
-            The begin and end of each action, in seconds of TensorFlow's clock, float64 `[actions, 2]`; and the
-            gradients, without which TensorFlow would prune the backward pass.
+            The begin and end of each action of `schedule.in_order()`, in seconds of TensorFlow's clock, float64
+            `[actions, 2]`; and the gradients, without which TensorFlow would prune the backward pass.
         """
         context = self._begin(batch, self._loss_scale(), training=True, timed=True)
-        context.execution.run([Segment(tuple(actions))])
+        context.run([Segment(tuple(schedule.of_one_replica.in_order()))])
         sums = tf.nest.flatten(list(context.gradients().values()), expand_composites=True)
-        moments = {moment.action: [moment.begin, moment.end] for moment in context.execution.moments}
-        return tf.stack([tf.stack(moments[action]) for action in actions]), sums
+        moments = {}
+        for number, replica in enumerate(context.replicas):
+            first = number * schedule.microbatches_per_replica
+            for (kind, stage, microbatch), begin, end in replica.execution.moments:
+                moments[Action(kind, stage, first + microbatch)] = [begin, end]
+        return tf.stack([tf.stack(moments[action]) for action in schedule.in_order()]), sums
 
     def _cut(self, batch: Any, *, training: bool) -> Microbatches:
         with tf.device("CPU:0"):
@@ -115,7 +128,7 @@ class PipelineSteps:
     def _begin(self, batch: Any, scale: tf.Tensor, *, training: bool, timed: bool = False) -> StepContext:
         """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
         with tf.init_scope():
-            compiled = self.compiler.compile(batch, training=training)
+            compiled, *others = self.compiler.compile_replicas(batch, training=training)
         microbatches = self._cut(batch, training=training)
         divisors = tf.zeros([0], tf.float64)
         if compiled.loss.num_divisors:
@@ -126,13 +139,18 @@ class PipelineSteps:
             weights = BatchWeights(one.example_weight, one.size, one.num_examples)
             return self.compiler.decomposition.added_factors(training, weights)
 
-        loss = BatchLoss(compiled, divisors, scale, updates_metrics=not timed)
         sums = None if timed else self._sums_in_call(batch, training)
-        execution = Execution(
-            compiled.programs, microbatches, self._staged.flat_inputs, scale, factors, loss, loss.variables, sums,
-            timed=timed,
-        )  # fmt: skip
-        return StepContext(execution, loss)
+
+        def begin(replica: int, one: StepPrograms, first_microbatch: int) -> ReplicaContext:
+            with named(replica):
+                loss = BatchLoss(one, divisors, scale, updates_metrics=not timed, adds_metrics=replica > 0)
+                execution = Execution(
+                    one.programs, microbatches, self._staged.flat_inputs, scale, factors, loss, loss.variables, sums,
+                    first_microbatch=first_microbatch, timed=timed,
+                )  # fmt: skip
+            return ReplicaContext(execution, loss)
+
+        return StepContext(list(map(begin, itertools.count(), [compiled, *others], self._first_microbatches)))
 
     def _sums_in_call(self, batch: Any, training: bool) -> tf.Tensor | None:
         """Return the sums and weights of the whole batch that losses computed by layers need.
@@ -149,15 +167,19 @@ class PipelineSteps:
 
     def _finish(self, batch: Any, context: StepContext, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the loss of the batch; assign new states and update the tracked losses."""
-        execution, live = context.execution, context.execution.live
-        losses = [*execution.losses, context.loss.value(live), *penalties]
         with tf.device(self._last_device):
-            loss = tf.add_n([tf.cast(part, keras.config.floatx()) for part in losses])
-        assign_states([*execution.new_states(), *context.loss.new_states(live)], [*execution.ends, loss])
-        of_outputs = context.loss.of_outputs(live)
-        update_loss_trackers(self._model, batch, loss, execution.microbatches.num_examples, of_outputs)
+            parts = [tf.cast(part, keras.config.floatx()) for part in [*context.losses, *penalties]]
+            loss, of_outputs = tf.add_n(parts), context.of_outputs()
+        assign_states(context.new_states(), [*context.ends, loss])
+        add_to_metrics(context.metrics_to_add(), [*context.ends, loss])
+        update_loss_trackers(self._model, batch, loss, context.num_examples, of_outputs)
         return loss
 
+    @property
+    def _first_microbatches(self) -> range:
+        """The index in the batch of the first micro-batch of each replica."""
+        return range(0, self._schedule.num_microbatches, self._schedule.microbatches_per_replica)
+
     def _forward_actions(self) -> list[Action]:
-        stages, microbatches = range(self._schedule.num_stages), range(self._schedule.num_microbatches)
+        stages, microbatches = range(self._schedule.num_stages), range(self._schedule.microbatches_per_replica)
         return [Action("F", stage, number) for number in microbatches for stage in stages]

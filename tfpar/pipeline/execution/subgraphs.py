@@ -196,6 +196,18 @@ def _unique(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return list({tensor.ref(): tensor for tensor in tensors}.values())
 
 
+def _without_device(library: Any, device: str) -> Any:
+    """Return functions whose operations run on the device of their call where they named this one."""
+    free = type(library)()
+    free.CopyFrom(library)
+    wanted = tf.DeviceSpec.from_string(device)
+    for function in free.function:
+        for node in function.node_def:
+            if node.device and wanted.make_merged_spec(tf.DeviceSpec.from_string(node.device)) == wanted:
+                node.device = ""
+    return free
+
+
 def _subgraph(
     graph: Any,
     whole: Any,
@@ -209,7 +221,7 @@ def _subgraph(
 ) -> Subgraph:
     constants = {tensor.op for op in ops for tensor in op.inputs if tensor.op.type == "Const"}
     names = {op.name for op in ops | constants}
-    part = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
+    part = tf.compat.v1.GraphDef(library=_without_device(whole.library, device), versions=whole.versions)
     for node in whole.node:
         if node.name in names:
             copy = part.node.add()

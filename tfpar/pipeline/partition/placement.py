@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpar._compat import keras_optimizer, keras_variables, keras_weight_placement
@@ -15,8 +16,13 @@ from tfpar.pipeline.partition.stages import Stage, owner_of
 _MANY = 2**62
 
 
-def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence[str]) -> None:
+def place_weights(
+    model: keras.Model, stages: Sequence[Stage], devices: Sequence[str], others: Sequence[Sequence[str]] = ()
+) -> None:
     """Place every weight on the device of its stage; a weight of several stages on the device of the first.
+
+    With several replicas, the trained weights of a stage are divided over their devices, with about as many bytes on
+    each, so that each replica updates a part of them and holds a part of the optimizer's state.
 
     A weight without allocated memory is allocated there, so that a model larger than any single device can be built.
     Existing optimizer state moves with its weight.
@@ -25,6 +31,7 @@ def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence
         model: A model with built layers.
         stages: The stages of the model.
         devices: The device of each stage.
+        others: The device of each stage on each further replica.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
@@ -35,11 +42,32 @@ def place_weights(model: keras.Model, stages: Sequence[Stage], devices: Sequence
         >>> layers[1].kernel.value.device[-5:]
         'CPU:1'
     """
-    owners = owner_of(stages, model.variables)
-    moved = [keras_weight_placement.place(variable, devices[owners[id(variable)]]) for variable in model.variables]
+    owners = _owners(model, stages, 1 + len(others))
+    all_devices = [devices, *others]
+    moved = []
+    for variable in model.variables:
+        replica, stage = owners[id(variable)]
+        moved.append(keras_weight_placement.place(variable, all_devices[replica][stage]))
     optimizer = keras_variables.optimizer_of(model)
     if any(moved) and optimizer is not None and optimizer.built:
         keras_optimizer.move_optimizer(optimizer, model.trainable_variables)
+
+
+def _owners(model: keras.Model, stages: Sequence[Stage], num_replicas: int) -> dict[int, tuple[int, int]]:
+    """Return the replica and the stage of each variable by the variable's `id`."""
+    stage_of = owner_of(stages, model.variables)
+    found = {id(variable): (0, stage_of[id(variable)]) for variable in model.variables}
+    num_bytes: dict[int, list[int]] = {stage: [0] * num_replicas for stage in stage_of.values()}
+    for variable in sorted(model.trainable_variables, key=_num_bytes, reverse=True):
+        stage = stage_of[id(variable)]
+        replica = min(range(num_replicas), key=num_bytes[stage].__getitem__)
+        num_bytes[stage][replica] += _num_bytes(variable)
+        found[id(variable)] = replica, stage
+    return found
+
+
+def _num_bytes(variable: keras.Variable) -> int:
+    return int(np.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
 
 
 @contextlib.contextmanager
