@@ -35,6 +35,27 @@ def test_gpus_and_cpus_together_are_refused(strategy: Callable[..., Any]) -> Non
         strategy(["CPU:0", "GPU:2"])
 
 
+@pytest.mark.parametrize(
+    ("devices", "way_out"),
+    [
+        (["GPU:7"], "Name one that exists, or leave the argument out."),
+        (["GPU:0", "GPU:0"], "Name each device once."),
+        (["CPU:9"], "tfpar.use_logical_cpus(n) makes n CPU devices."),
+    ],
+)
+@pytest.mark.parametrize("strategy", [tfpar.Mirrored, tfpar.MultiWorker])
+def test_a_wrong_device_is_refused_with_what_helps_where_there_are_gpus(
+    strategy: Callable[..., Any], devices: list[str], way_out: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"'GPU:2'\]\. {re.escape(way_out)}$"):
+        strategy(devices)
+
+
+def test_more_stages_than_gpus_are_refused_without_logical_cpus() -> None:
+    with pytest.raises(ValueError, match=r"there are 3: \['GPU:0', 'GPU:1', 'GPU:2'\]\. Use fewer stages\.$"):
+        tfpar.Pipeline(num_stages=4, num_microbatches=8)
+
+
 def test_nccl_is_refused_for_two_replicas_on_one_gpu() -> None:
     message = (
         "all_reduce='nccl' needs a physical GPU for each replica, and ['GPU:0', 'GPU:1', 'GPU:2'] are logical devices "
@@ -92,7 +113,7 @@ def test_a_gpu_that_does_not_exist_is_refused_with_those_that_do(
     create: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        ValueError, match=r"received \[.*'GPU:7'\]\. There are: .*'GPU:0', 'GPU:1', 'GPU:2'\]\. Without"
+        ValueError, match=r"received \[.*'GPU:7'\]\. There are: .*'GPU:0', 'GPU:1', 'GPU:2'\]\. Name one that exists"
     ):
         create()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")

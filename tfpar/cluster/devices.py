@@ -97,10 +97,14 @@ def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]
 
 
 def _hint(name: str, existing: Sequence[str]) -> str:
-    visible = os.environ.get(gpus.VARIABLE)
+    visible, existing_gpus = os.environ.get(gpus.VARIABLE), any(one.startswith("GPU") for one in existing)
     if name.startswith("GPU") and name not in existing and visible is not None:
         return f"{gpus.VARIABLE}={excerpt(visible)} is set: this process sees these GPUs only, and numbers them from 0."
-    return "Without GPUs, tfpar.use_logical_cpus(n) makes n CPU devices."
+    if name in existing:
+        return "Name each device once."
+    if name.startswith("GPU") and existing_gpus:
+        return "Name one that exists, or leave the argument out."
+    return f"{'' if existing_gpus else 'Without GPUs, '}tfpar.use_logical_cpus(n) makes n CPU devices."
 
 
 def check_one_kind(strategy: str, devices: Sequence[str]) -> None:

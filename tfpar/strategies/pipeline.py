@@ -91,8 +91,9 @@ def _devices(schedule: schedules.Schedule) -> list[str]:
     """Return the first devices of this machine, as many as a schedule needs."""
     existing = cluster.resolve_devices(None)
     if len(existing) < schedule.num_devices:
+        others = "" if existing[0].startswith("GPU") else ", or tfpar.use_logical_cpus(n)"
         raise ValueError(
             f"{schedule.num_stages} stages under {schedule.name!r} need {schedule.num_devices} devices, and there are "
-            f"{len(existing)}: {existing}. Use fewer stages, or, without GPUs, tfpar.use_logical_cpus(n)."
+            f"{len(existing)}: {existing}. Use fewer stages{others}."
         )
     return existing[: schedule.num_devices]
