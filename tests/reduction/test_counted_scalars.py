@@ -106,6 +106,41 @@ def test_a_scalar_of_another_kind_is_refused_before_the_first_step(
         counted(kind, metric, scalar, STRATEGIES[strategy]())
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_overridden_loss_runs_as_often_in_trials_with_a_metric_of_its_own_as_without(strategy: str) -> None:
+    assert num_calls(with_metric=True, strategy=strategy) == num_calls(with_metric=False, strategy=strategy)
+
+
+def num_calls(with_metric: bool, strategy: str) -> int:
+    calls = []
+
+    class Noted(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.counter = metrics.Mean(name="counted") if with_metric else None
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+        def compute_loss(
+            self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+        ) -> Any:
+            calls.append(1)
+            loss = ops.mean(ops.square(y - y_pred))
+            if self.counter is not None:
+                self.counter.update_state(loss)
+            return loss
+
+    def build_model() -> keras.Model:
+        model = Noted()
+        model.compile("sgd", "mse")
+        return model
+
+    tfpar.Trainer(build_model, STRATEGIES[strategy](), seed=0).fit(INPUTS, TARGETS, batch_size=8, epochs=1, verbose=0)
+    return len(calls)
+
+
 class MeanByWeight(keras.layers.Layer):
     """Counts a loss of the whole batch, which is neither a sum nor a mean of its values for parts."""
 

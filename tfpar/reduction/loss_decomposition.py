@@ -175,26 +175,14 @@ class LossDecomposition:
             trial_losses.check_shapes(model, parts[1:], call, training)
             trial_losses.check_own_weights(model, parts[0], call, training)
             try:
-                kind = self._kind_of_own_loss(model, parts, call, training)
+                kind = trial_losses.kind_of_own_loss(model, parts, call, training)
             except ValueError:
                 one, again = (trial_losses.own_loss(model, parts[0], call, training) for _ in range(2))
                 if not training or one == again:
                     raise
                 # Random numbers in training hide the kind of the loss; evaluation has none.
-                kind = self._kind_of_own_loss(model, parts, call, training=False)
+                kind = trial_losses.kind_of_own_loss(model, parts, call, training=False)
         self._own_losses[training] = kind or "mean"
-
-    def _kind_of_own_loss(
-        self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool
-    ) -> Kind | None:
-        """Return the kind of the loss of an overridden `compute_loss`, whose metrics count scalars of their kind."""
-        who = f"{type(model).__name__}.compute_loss"
-        arguments: dict[str, Any] = {"call": call, "training": training}
-        (kind,) = kinds_of(model, parts, functools.partial(trial_losses.own_loss, **arguments), f"The loss of {who}")
-        if keras_metrics.own_metrics(model):
-            loss_of = functools.partial(trial_losses.loss_of, **arguments)
-            trial_losses.check_counted_scalars(model, parts, loss_of, who=who)
-        return kind
 
     def _find_added_losses(
         self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]

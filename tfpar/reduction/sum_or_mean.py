@@ -55,7 +55,7 @@ def kinds_of(
     model: keras.Model,
     parts: Sequence[Any],
     losses_of: Callable[[keras.Model, Any], list[float]],
-    what: str,
+    what: str | Callable[[int], str],
     trial: Trial | PartTrial | None = None,
 ) -> list[Kind | None]:
     """Classify each loss by its values on one example, on some others, and on all of them.
@@ -64,7 +64,7 @@ def kinds_of(
         model: The model.
         parts: One example, some others, all of them.
         losses_of: Returns the losses of a part.
-        what: The name of a loss in messages.
+        what: The name of a loss in messages; or a function that returns it for the number of the loss.
         trial: Computes the losses inside of `call` as replicas or micro-batches do; None for the losses of the part
             alone.
 
@@ -82,13 +82,17 @@ def kinds_of(
         return [*found, both] if both else []
 
     num_others = float(data.num_rows(parts[1]))
-    kinds = [_kind(values, num_others, what) for values in zip(*measure(), strict=True)]
-    if None in kinds:  # zero on every part, perhaps only with these weights
+
+    def kinds() -> Iterator[Kind | None]:
+        for number, values in enumerate(zip(*measure(), strict=True)):
+            yield _kind(values, num_others, what(number) if callable(what) else what)
+
+    found = list(kinds())
+    if None in found:  # zero on every part, perhaps only with these weights
         with restored(model):
             _perturb(model)
-            again = zip(*measure(), strict=True)
-        kinds = [kind or _kind(values, num_others, what) for kind, values in zip(kinds, again, strict=True)]
-    return kinds
+            found = [kind or other for kind, other in zip(found, kinds(), strict=True)]
+    return found
 
 
 def _kind(values: Sequence[float], num_others: float, what: str) -> Kind | None:

@@ -199,6 +199,33 @@ def loss_of(model: keras.Model, batch: Any, call: Callable[..., Any], training: 
     return lambda: keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
 
 
+def kind_of_own_loss(model: keras.Model, parts: Sequence[Any], call: Callable[..., Any], training: bool) -> Kind | None:
+    """Return the kind of an overridden `compute_loss`, and check the scalars that it counts in metrics.
+
+    Args:
+        model: A built and compiled model.
+        parts: One example, some others, all of them.
+        call: Calls the model.
+        training: The argument `training` of `compute_loss`.
+
+    Raises:
+        ValueError: As `kinds_of` and `check_counted_scalars`.
+    """
+    who = f"{type(model).__name__}.compute_loss"
+    metrics: list[keras.Metric] = []
+
+    def values(model: keras.Model, part: Any) -> list[float]:
+        loss, scalars = _noted(loss_of(model, part, call, training), metrics)
+        return [float(loss), *scalars]
+
+    def what(number: int) -> str:
+        return _counted_by(who) if number else f"The loss of {who}"
+
+    kind, *counted = kinds_of(model, parts, values, what)
+    _check_metrics(metrics, counted, who)
+    return kind
+
+
 def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], training: bool) -> None:
     """Refuse losses in an overridden `compute_loss` that are divided by masks or sample weights.
 
@@ -252,21 +279,30 @@ def check_counted_scalars(
     metrics: list[keras.Metric] = []
 
     def scalars(model: keras.Model, part: Any) -> list[float]:
-        metrics.clear()
-        found: list[float] = []
+        # `counting` calls the layers, whose scalars have their own check.
+        return _noted(counting(model, part), metrics)[1]
 
-        def note(metric: keras.Metric, value: tf.Tensor) -> None:
-            metrics.append(metric)
-            found.append(float(value))
+    _check_metrics(metrics, kinds_of(model, parts, scalars, _counted_by(who), trial), who)
 
-        count = counting(model, part)  # layers may count scalars here: they have their own check
-        with keras_losses_in_call.scalars_noted(note):
-            count()
-        return found
 
-    kinds = kinds_of(
-        model, parts, scalars, f"A scalar that {who.replace('A layer', 'a layer')} counts in a metric", trial
-    )
+def _counted_by(who: str) -> str:
+    return f"A scalar that {who.replace('A layer', 'a layer')} counts in a metric"
+
+
+def _noted(count: Callable[[], Any], metrics: list[keras.Metric]) -> tuple[Any, list[float]]:
+    """Return the result of a function and the scalars that it counts; their metrics replace those of a list."""
+    metrics.clear()
+    found: list[float] = []
+
+    def note(metric: keras.Metric, value: tf.Tensor) -> None:
+        metrics.append(metric)
+        found.append(float(value))
+
+    with keras_losses_in_call.scalars_noted(note):
+        return count(), found
+
+
+def _check_metrics(metrics: Sequence[keras.Metric], kinds: Sequence[Kind | None], who: str) -> None:
     for metric, kind in zip(metrics, kinds, strict=True):
         wanted = "sum" if isinstance(metric, keras.metrics.Sum) else "mean"
         if kind not in (None, wanted):
