@@ -22,7 +22,7 @@ from tfpar.checks.check import Check, exit_code
 from tfpar.checks.doctor import doctor, reported
 from tfpar.checks.model_source import ModelSource
 from tfpar.cluster import job_secret, tf_config
-from tfpar.commands import command_line, start_up
+from tfpar.commands import command_line
 from tfpar.commands.number_flags import Integer, check_within
 from tfpar.config import bundled_configurations
 from tfpar.messages.received import quoted
@@ -101,9 +101,6 @@ def main(argv: list[str]) -> int:
             source.run()  # raises if the configuration is wrong
         found = examination.examine(_LOGICAL_CPUS.value, source, _NUM_WORKERS.value)
         return exit_code(reported(found, _output()))
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return start_up.INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfpar.cluster import cores, gpus, slurm
-from tfpar.commands import command_line, start_up
+from tfpar.commands import command_line
 from tfpar.commands.number_flags import Integer, Number, check_within
 from tfpar.config.sections import A_WEEK_SECONDS
 from tfpar.launcher import Job, gpu_division, hosts, launch, manifests, network_namespace
@@ -121,9 +121,6 @@ def main(argv: Sequence[str]) -> int:
             network_namespace.enter_private()
         command, restarts, seconds = [sys.executable, *words], _MAX_RESTARTS.value, _GRACE_SECONDS.value
         return launch(Job(command, num_local, cores_per_worker, restarts, seconds, division, host_plan))
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return start_up.INTERRUPTED
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -114,9 +114,6 @@ def main(argv: list[str]) -> int:
             print(summary.already_trained(directory, results))
             return 0
         return _train(run, directory, is_chief)
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return start_up.INTERRUPTED
     except Exception as error:
         sentence = _sentence(error, _DIRECTORY.value)
         if sentence is None:

@@ -24,6 +24,7 @@ from absl.testing import flagsaver
 
 from tests import ROOT
 from tfpar import train
+from tfpar.commands import command_line
 
 TIMEOUT_SECONDS = 120.0
 FIGURES = {"examples_per_second", "step_milliseconds", "data_wait_share"}  # of a run's speed, never the same twice
@@ -178,7 +179,7 @@ class InProcess:
     def __call__(self, *arguments: str) -> Outcome:
         self._capfd.readouterr()
         with flagsaver.flagsaver():
-            code = train.main(flags.FLAGS(["tfpar.train", *arguments]))
+            code = command_line.interruptible(lambda: train.main(flags.FLAGS(["tfpar.train", *arguments])))
         keras.config.set_floatx("float32")
         keras.config.set_dtype_policy("float32")
         return Outcome(code, *self._capfd.readouterr())

@@ -139,17 +139,31 @@ def run_plain(main: Callable[[], int]) -> NoReturn:
     """
     standard_streams.install()
     try:
-        code = _exit_code(main)
+        code = interruptible(lambda: _exit_code(main))
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        code = start_up.INTERRUPTED
     except standard_streams.UnwritableError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1
     sys.stderr.flush()
     start_up.ended()
     raise SystemExit(code)
+
+
+def interruptible(main: Callable[[], int]) -> int:
+    """Return the exit code of a function, 130 after Ctrl-C.
+
+    Args:
+        main: Returns the exit code.
+
+    Example:
+        >>> interruptible(lambda: 0)
+        0
+    """
+    try:
+        return main()
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return start_up.INTERRUPTED
 
 
 def _exit_code(main: Callable[[], int]) -> int:
