@@ -269,6 +269,11 @@ def ragged_data() -> tf.data.Dataset:
 
 MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] = {
     "a graph of layers": (graph_of_layers, graph_data, {"num_stages": 4, "schedule": "interleaved"}),
+    "a graph of layers in loops": (
+        graph_of_layers,
+        graph_data,
+        {"num_stages": 3, "num_microbatches": 6, "schedule": "gpipe"},
+    ),
     "tied weights": (tied_weights, lambda: batched(tokens(6), tokens(6)), {"num_stages": 4, "schedule": "zero_bubble"}),
     "a custom call": (own_call, lambda: batched(tokens(6), tokens(6)), {"num_stages": 3, "recompute": True}),
     "only added losses": (only_added_losses, lambda: batched(inputs(NUM_EXAMPLES)), {"num_stages": 3}),

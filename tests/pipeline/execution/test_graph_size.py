@@ -40,7 +40,7 @@ def num_operations(schedule: str, num_microbatches: int, step: str) -> int:
 
 @pytest.mark.parametrize(
     ("schedule", "step"),
-    [("1f1b", "train"), ("1f1b", "evaluate"), ("zero_bubble", "train"), ("interleaved", "train")],
+    [("1f1b", "train"), ("1f1b", "evaluate"), ("gpipe", "train"), ("zero_bubble", "train"), ("interleaved", "train")],
 )
 def test_a_micro_batch_adds_to_the_graph_only_its_rows_of_the_embedding(schedule: str, step: str) -> None:
     few, many = (num_operations(schedule, count, step) for count in (8, 32))

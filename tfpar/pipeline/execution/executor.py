@@ -4,7 +4,7 @@ device 0   F0.0 ─► F0.1 ─────────► B0.0 ─► B0.1     
              └─┐      └─┐          ┌─┘       ┌─┘       ┐  a transfer: TensorFlow sends an activation or a gradient
 device 1      F1.0 ─► B1.0 ─► F1.1 ─► B1.1             └  as soon as it is computed, while both devices compute
 
-The steady state of the schedule is a loop, so that the graph does not grow with the number of micro-batches. An
+Actions that repeat with later micro-batches are a loop, so that the graph does not grow with their number. An
 iteration begins on each device when the previous one has ended there, not when it has ended everywhere.
 """
 
@@ -29,7 +29,7 @@ from tfpar.pipeline.execution.stage_values import MaskedTensor, Place
 from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.tracing import Value
 from tfpar.pipeline.schedule import Action
-from tfpar.pipeline.schedule.steady_state import Segment
+from tfpar.pipeline.schedule.segments import Segment, needs_queues
 from tfpar.reduction.gradient_addition import plus, sum_of, tensors_of
 
 
@@ -101,6 +101,8 @@ class Execution:
 
     def run(self, segments: Iterable[Segment]) -> None:
         """Add the actions of segments to the graph; each action comes after those that it depends on."""
+        segments = list(segments)
+        self.live.uses_queues = needs_queues(segments)
         for segment in segments:
             if segment.repeats == 1:
                 self._run_each(segment.unrolled())
@@ -126,7 +128,7 @@ class Execution:
                 arrived = tensors_of([value.tensor for value in values])
                 self._at(action, device, arrived, functools.partial(self._forward, stage, number, values))
             elif action.kind == "B":
-                upstream = [self._upstream(value, number, device) for value in program.stage.outputs]
+                upstream = self._upstream(stage, number)
                 arrived = [gradient for gradient in upstream if gradient is not None]
                 self._at(action, device, arrived, functools.partial(self._backward, stage, number, upstream))
             else:
@@ -145,9 +147,7 @@ class Execution:
     def outputs(self) -> list[list[Any]]:
         """Return the model's flat outputs for each micro-batch of a prediction, on the last stage's device."""
         specs = [self._programs.specs[value].spec for value in self._programs.outputs]
-        flat = tf.nest.flatten(specs, expand_composites=True)
-        found = self.live.pop_all(Key("outputs", "model"), flat, self.devices[-1])
-        return [tf.nest.pack_sequence_as(specs, one, expand_composites=True) for one in found]
+        return self.live.dequeue_all(Key("outputs", "model"), self.devices[-1], specs)
 
     def sums(self) -> list[list[Any]]:
         """Return for each stage the gradients of its weights, summed over micro-batches, as `StageProgram.sums` does.
@@ -211,14 +211,21 @@ class Execution:
                 )
         return MaskedTensor(*self.live[Key("value", (value, device), number)])
 
-    def _upstream(self, value: Value, number: int, device: str) -> Any:
-        """Return the summed gradient of a value, from the loss and then from the last stage to the first."""
-        sources = ["loss", *reversed(range(len(self.devices)))]
-        found = [self.live.take(Key("gradient", (value, source), number)) for source in sources]
+    def _upstream(self, stage: int, number: int) -> list[Any]:
+        """Return the summed gradient of each output of a stage; those of the last stage come from the loss."""
+        outputs, device = self._programs.stages[stage].stage.outputs, self.devices[stage]
+        if stage == len(self.devices) - 1:
+            of_loss = self.live.take_saved(_loss_gradients(number), device, [])
+            pairs = list(zip(self._programs.outputs, of_loss, strict=False))
+            found = [[gradient for output, gradient in pairs if output is value] for value in outputs]
+        else:
+            sources = range(len(self.devices) - 1, -1, -1)
+            keys = [[Key("gradient", (value, source), number) for source in sources] for value in outputs]
+            found = [[self.live.take(key) for key in of_value] for of_value in keys]
         with tf.device(device):
-            return sum_of(found)
+            return [sum_of(gradients) for gradients in found]
 
-    def _send(self, gradients: Sequence[Any], values: Sequence[Value], source: int | str, number: int) -> None:
+    def _send(self, gradients: Sequence[Any], values: Sequence[Value], source: int, number: int) -> None:
         """Send gradients of values to the devices that computed the values."""
         for value, gradient in zip(values, gradients, strict=True):
             if gradient is not None and value in self._producers:
@@ -255,7 +262,7 @@ class Execution:
         self._publish(program.stage.outputs, done.outputs, done.masks, number)
         self.variables.note(stage, number, done.new_states, one)
         if done.saved and program.trains:
-            self.live[Key("saved", stage, number)] = done.saved
+            self.live.save(Key("saved", stage, number), done.saved, program.device)
         for factor, loss in zip(factors, done.losses, strict=False):
             self.add("added losses", stage, factor * tf.cast(loss, factor.dtype))
         if stage == len(self.devices) - 1:
@@ -272,12 +279,13 @@ class Execution:
         ends: list[tf.Tensor] = []
         if self._loss is not None:
             part = self._loss(self, number, outputs)
-            self._send(part.gradients, self._programs.outputs, "loss", number)
+            if any(gradient is not None for gradient in part.gradients):
+                self.live.save(_loss_gradients(number), list(part.gradients), device)
             ends = [part.value]
         else:
             counted = self.microbatch(number).num_counted
             rows = [data.take_rows(one.tensor, 0, counted) for one in outputs]
-            self.live.push(Key("outputs", "model"), tensors_of(rows), device)
+            self.live.enqueue(Key("outputs", "model"), rows, device)
         self.variables.end_forward(number)
         return ends
 
@@ -303,19 +311,20 @@ class Execution:
 
     def _backward(self, stage: int, number: int, upstream: list[tf.Tensor | None]) -> list[tf.Tensor]:
         program, key = self._programs.stages[stage], Key("totals", stage)
-        saved = self.live.take(Key("saved", stage, number), [])
+        saved = self.live.take_saved(Key("saved", stage, number), program.device, [])
         totals = None if program.splits_backward else self.live.get(key)
         rows = self.microbatch(number).rows
         done = program.backward(self.variables.parameters[stage], saved, upstream, totals, rows)
         self._send(done.input_gradients, program.stage.inputs, stage, number)
         if program.splits_backward:
-            self.live[Key("saved for W", stage, number)] = done.saved
+            self.live.save(Key("saved for W", stage, number), done.saved, program.device)
         else:
             self._note_gradients(stage, done)
         return tensors_of(done)[:1] or [tf.zeros([])]
 
     def _weights(self, stage: int, number: int) -> list[tf.Tensor]:
-        program, saved = self._programs.stages[stage], self.live.take(Key("saved for W", stage, number))
+        program = self._programs.stages[stage]
+        saved = self.live.take_saved(Key("saved for W", stage, number), program.device, [])
         done = program.weight_gradients(self.variables.parameters[stage], saved, self.live.get(Key("totals", stage)))
         self._note_gradients(stage, done)
         return tensors_of(done)[:1] or [tf.zeros([])]
@@ -323,3 +332,8 @@ class Execution:
     def _note_gradients(self, stage: int, done: BackwardResults) -> None:
         self.live[Key("totals", stage)] = done.totals
         self._rows[stage].add(done.rows)
+
+
+def _loss_gradients(number: int) -> Key:
+    """Return the key of the gradients of the model's outputs."""
+    return Key("gradients of the loss", "model", number)

@@ -6,13 +6,12 @@ after     saved of micro-batches 2 3      the loop carries two tensors: the olde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
-_SCALAR = np.zeros([0], np.int32)
+from tfpar.pipeline.execution import queues
 
 
 class Key(NamedTuple):
@@ -35,11 +34,18 @@ class Key(NamedTuple):
 
 
 class LiveTensors:
-    """Structures of tensors by key, while a step is traced."""
+    """Structures of tensors by key, while a step is traced.
+
+    Attributes:
+        uses_queues: Whether tensors of a micro-batch pass from one kind of pass to the next in queues, because a loop
+            runs one of the two only.
+    """
 
     def __init__(self) -> None:
+        self.uses_queues = False
         self._held: dict[Key, Any] = {}
-        self._num_pushed: dict[Key, int] = {}
+        self._like: dict[Key, Any] = {}  # a structure of each queue
+        self._lengths: dict[Key, int] = {}  # of each queue
 
     def __contains__(self, key: Key) -> bool:
         return key in self._held
@@ -62,40 +68,50 @@ class LiveTensors:
         """Return the keys of a role, in the order in which their tensors were first held."""
         return [key for key in self._held if key.role == role]
 
-    def push(self, key: Key, tensors: Sequence[tf.Tensor], device: str) -> None:
-        """Add tensors to those under a key, as many for each micro-batch.
+    def save(self, key: Key, value: Any, device: str) -> None:
+        """Hold a structure of tensors of a micro-batch for a later kind of pass, in a queue if the step uses queues.
 
         Args:
-            key: The key of all.
-            tensors: None of them of type int32, which TensorFlow's operations expect in the memory of the host.
+            key: The key of the micro-batch.
+            value: As many tensors of the same types for each micro-batch.
             device: The device that holds them.
         """
-        with tf.device(device):
-            if key not in self._held:
-                options = {"element_shape": _SCALAR, "element_dtype": tf.variant, "max_num_elements": -1}
-                self._held[key] = tf.raw_ops.EmptyTensorList(**options)
-            one = tf.raw_ops.OptionalFromValue(components=list(tensors))
-            self._held[key] = tf.raw_ops.TensorListPushBack(input_handle=self._held[key], tensor=one)
-        self._num_pushed[key] = self._num_pushed.get(key, 0) + 1
+        if self.uses_queues:
+            self.enqueue(key._replace(microbatch=None), value, device)
+        else:
+            self._held[key] = value
 
-    def pop_all(self, key: Key, specs: Sequence[tf.Tensor | tf.TensorSpec], device: str) -> list[list[tf.Tensor]]:
-        """Return the tensors under a key in the order in which they were added, and hold them no longer.
+    def take_saved(self, key: Key, device: str, default: Any = None) -> Any:
+        """Return what `save` holds under a key, and hold it no longer."""
+        if not self.uses_queues:
+            return self._held.pop(key, default)
+        queue = key._replace(microbatch=None)
+        return self.dequeue(queue, device) if queue in self._held else default
+
+    def enqueue(self, key: Key, value: Any, device: str) -> None:
+        """Add a structure of tensors to the end of the queue under a key; `save` has the arguments."""
+        self._like.setdefault(key, value)
+        self._held[key] = queues.appended(self._held.get(key), _parts(value), device)
+        self._lengths[key] = self._lengths.get(key, 0) + 1
+
+    def dequeue(self, key: Key, device: str, specs: Any = None) -> Any:
+        """Return the structure at the front of the queue under a key, and hold it no longer.
 
         Args:
-            key: The key of all.
-            specs: The specs of those of one micro-batch, or tensors like them.
-            device: The device that holds them.
+            key: The key of the queue.
+            device: The device that holds it.
+            specs: The structure with the specs of its tensors. Defaults to those of the first structure added, with any
+                number of rows.
         """
-        stack, found = self._held.pop(key, None), []
-        types, shapes = [spec.dtype for spec in specs], [spec.shape for spec in specs]
-        with tf.device(device):
-            for _ in range(self._num_pushed.pop(key, 0)):
-                stack, one = tf.raw_ops.TensorListPopBack(
-                    input_handle=stack, element_shape=_SCALAR, element_dtype=tf.variant
-                )
-                values = tf.raw_ops.OptionalGetValue(optional=one, output_types=types, output_shapes=shapes)
-                found.append(list(values))
-        return found[::-1]
+        like = self._like[key] if specs is None else specs
+        flat = [tf.TensorSpec(_any_rows(part) if specs is None else part.shape, part.dtype) for part in _parts(like)]
+        self._held[key], parts = queues.pop_first(self._held[key], flat, device)
+        self._lengths[key] -= 1
+        return _packed(like, parts)
+
+    def dequeue_all(self, key: Key, device: str, specs: Any = None) -> list[Any]:
+        """Return all structures of the queue under a key in their order; `dequeue` has the arguments."""
+        return [self.dequeue(key, device, specs) for _ in range(self._lengths.get(key, 0))]
 
     def repeat(self, num_iterations: int, shift: int, act: Callable[[tf.Tensor], None], num_parallel: int) -> None:
         """Run actions in a loop.
@@ -110,13 +126,16 @@ class LiveTensors:
         """
         keys, before = list(self._held), self._held
         flat = [_parts(value) for value in before.values()]
-        shapes = [[_any_rows(part, key) for part in parts] for key, parts in zip(keys, flat, strict=True)]
-        pushed = dict(self._num_pushed)
+        shapes = [
+            [part.shape if key.microbatch is None else _any_rows(part) for part in parts]
+            for key, parts in zip(keys, flat, strict=True)
+        ]
+        lengths = dict(self._lengths)
 
         def body(index: tf.Tensor, *carried: list[tf.Tensor]) -> list[Any]:
             self._held = {key: _packed(before[key], parts) for key, parts in zip(keys, carried, strict=True)}
             act(index * shift)
-            assert set(self._held) == {key.later(shift) for key in keys}, "the steady state holds as many tensors"
+            assert set(self._held) == {key.later(shift) for key in keys}, "a loop holds as many tensors as before"
             return [index + 1, *(_parts(self._held[key.later(shift)]) for key in keys)]
 
         index = tf.constant(0, tf.int64)
@@ -131,8 +150,8 @@ class LiveTensors:
             key.later(shift * num_iterations): _packed(before[key], parts)
             for key, parts in zip(keys, after, strict=True)
         }
-        for key, count in self._num_pushed.items():
-            self._num_pushed[key] = pushed[key] + (count - pushed[key]) * num_iterations
+        for key, length in self._lengths.items():
+            self._lengths[key] = lengths[key] + (length - lengths[key]) * num_iterations
 
 
 def _parts(value: Any) -> list[tf.Tensor]:
@@ -147,8 +166,6 @@ def _packed(like: Any, parts: list[tf.Tensor]) -> Any:
     )
 
 
-def _any_rows(part: tf.Tensor, key: Key) -> tf.TensorShape:
-    """Return the shape of a tensor in all iterations: those of micro-batches differ in their numbers of rows."""
-    if key.microbatch is None or not part.shape.rank:
-        return part.shape
-    return tf.TensorShape([None, *part.shape[1:]])
+def _any_rows(part: tf.Tensor) -> tf.TensorShape:
+    """Return the shape of a tensor of any micro-batch: they differ in their numbers of rows."""
+    return tf.TensorShape([None, *part.shape[1:]]) if part.shape.rank else part.shape

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.stage_chain import BatchLoss
 from tfpar.pipeline.execution.state_changes import values_after
-from tfpar.pipeline.schedule.steady_state import Segment
+from tfpar.pipeline.schedule.segments import Segment
 from tfpar.reduction.gradient_addition import plus
 
 

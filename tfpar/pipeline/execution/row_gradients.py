@@ -65,16 +65,11 @@ class RowSums:
                 self._live[key] = rows if before is None else rows._replace(values=before.values + rows.values)
             others = [part for _, rows in self._lookups(gradients, equal=False) for part in _with_long_numbers(rows)]
             if others:
-                self._live.push(Key("rows", self._owner), others, self._device)
+                self._live.enqueue(Key("rows", self._owner), others, self._device)
 
     def total(self) -> list[Any]:
         """Return for each parameter a tuple with the rows of each lookup, or None; hold them no longer."""
-        specs = [
-            tf.TensorSpec(part.shape, tf.int64 if part is rows.indices else part.dtype)
-            for _, rows in self._lookups(self._like, equal=False)
-            for part in rows
-        ]
-        flat = self._live.pop_all(Key("rows", self._owner), specs, self._device)
+        flat = self._live.dequeue_all(Key("rows", self._owner), self._device)
         with tf.device(self._device):
             found = {}
             for index, (place, _) in enumerate(self._lookups(self._like, equal=False)):

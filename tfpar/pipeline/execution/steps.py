@@ -22,7 +22,7 @@ from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.step_results import add_to_metrics, assign_states, update_loss_trackers
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.schedule import Action, Schedule
-from tfpar.pipeline.schedule.steady_state import Segment, segments
+from tfpar.pipeline.schedule.segments import Segment, segments
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
 
