@@ -16,7 +16,7 @@ each_strategy = pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=[pytest.mark.slow_start] * (name == "multi_worker")) for name in NAMES]
 )
 each_model = pytest.mark.parametrize("model", placement_cases.MODELS)
-REPLICATED = ("mirrored", "multi_worker")
+REPLICATED, PIPELINES = ("mirrored", "multi_worker"), ("pipeline", "gpipe")
 
 # What the host waits for: the kind of the operation on a GPU and of its first reader, and the reason.
 WAITS_OF_KERAS_AND_TENSORFLOW = {
@@ -41,6 +41,7 @@ WAITS_OF_TFPAR = {
     # A stage saves the rows of a lookup for its backward pass, where TensorFlow's gradient takes their size.
     "pipeline": {("AddV2", "Identity"): LOSS, ("SelectV2", "Identity"): LOOKUP},
 }
+WAITS_OF_TFPAR["gpipe"] = WAITS_OF_TFPAR["pipeline"]
 
 
 @each_model
@@ -116,10 +117,10 @@ def test_the_update_of_a_weight_runs_on_the_gpu_of_the_weight(strategy: str, mod
 def test_each_tensor_of_a_batch_enters_each_gpu_once(strategy: str, model: str) -> None:
     entries = placement_cases.case(strategy, model).reading.entries
     assert entries
-    targets = {"single_device": [], "pipeline": [1]}.get(strategy, [1, 3])
+    targets = [] if strategy == "single_device" else [1] if strategy in PIPELINES else [1, 3]
     for (number, device), count in entries.items():
         # The micro-batches of a batch may enter one by one. Targets enter once more: those that metrics count.
-        most = placement_cases.NUM_MICROBATCHES if strategy == "pipeline" else 1
+        most = placement_cases.NUM_MICROBATCHES if strategy in PIPELINES else 1
         assert count <= most * (2 if number in targets else 1), (number, device, count)
 
 

@@ -23,13 +23,14 @@ from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
 from tfpar.placement.reading import Reading, read_placement
 
-NUM_MICROBATCHES = 3
+NUM_MICROBATCHES = 5  # enough for loops
 GPUS = {"CPU:1": "GPU:0", "CPU:2": "GPU:1"}
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "single_device": lambda: tfpar.SingleDevice("CPU:1"),
     "mirrored": lambda: tfpar.Mirrored(list(GPUS)),
     "multi_worker": lambda: tfpar.MultiWorker(list(GPUS)),
     "pipeline": lambda: tfpar.Pipeline(2, NUM_MICROBATCHES, balance="parameters", devices=list(GPUS)),
+    "gpipe": lambda: tfpar.Pipeline(2, NUM_MICROBATCHES, "gpipe", balance="parameters", devices=list(GPUS)),
 }
 
 

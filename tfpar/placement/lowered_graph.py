@@ -22,6 +22,7 @@ from tfpar._compat import tf_kernels
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _LOOPS, _CONDITIONS, _CASES = ("While", "StatelessWhile"), ("If", "StatelessIf"), ("Case", "StatelessCase")
 RESOURCE: int = tf.resource.as_datatype_enum
+VARIANT: int = tf.variant.as_datatype_enum
 BOOL: int = tf.bool.as_datatype_enum
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tfpar.placement.device_choice import HOST, choose_devices
-from tfpar.placement.lowered_graph import Output, lower
+from tfpar.placement.lowered_graph import VARIANT, Output, lower
 from tfpar.placement.transfers import Copy, PlacedGraph, Transfer
 
 _OF_DATA = ("OptionalGetValue", "IteratorGetNext")
@@ -25,9 +25,17 @@ _MOVING = (
     "StridedSlice",
     "Switch",
 )
-# Operations that create a bundle of tensors in the step, and those that return the bundle of their input.
+# Operations that create a bundle of tensors in the step, and those that return the bundles of their inputs.
 _BUNDLES = ("OptionalFromValue", "EmptyTensorList")
-_CARRYING = ("Identity", "Merge", "Switch", "TensorListPopBack", "TensorListPushBack")
+_CARRYING = (
+    "Identity",
+    "Merge",
+    "OptionalGetValue",
+    "Switch",
+    "TensorListConcatLists",
+    "TensorListPopBack",
+    "TensorListPushBack",
+)
 
 
 class Placed(NamedTuple):
@@ -162,7 +170,8 @@ def _bundles(graph: PlacedGraph) -> set[Output]:
     for index, operation in enumerate(graph.operations):
         carried = operation.kind in _CARRYING and found.intersection(operation.inputs)
         if carried or operation.kind in _BUNDLES:
-            found.update(Output(index, number) for number in range(len(operation.signature.outputs)))
+            types = enumerate(operation.signature.output_types)
+            found.update(Output(index, number) for number, one in types if one == VARIANT)
     return found
 
 

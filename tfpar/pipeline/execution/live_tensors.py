@@ -6,7 +6,7 @@ after     saved of micro-batches 2 3      the loop carries two tensors: the olde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -131,27 +131,50 @@ class LiveTensors:
             for key, parts in zip(keys, flat, strict=True)
         ]
         lengths = dict(self._lengths)
+        origins = [part.device for part in tf.nest.flatten(flat)]
+        devices: dict[Any, str] = {}
 
         def body(index: tf.Tensor, *carried: list[tf.Tensor]) -> list[Any]:
+            inputs = [part.ref() for part in tf.nest.flatten(carried)]
+            devices.update(zip(inputs, origins, strict=True))
             self._held = {key: _packed(before[key], parts) for key, parts in zip(keys, carried, strict=True)}
             act(index * shift)
             assert set(self._held) == {key.later(shift) for key in keys}, "a loop holds as many tensors as before"
             return [index + 1, *(_parts(self._held[key.later(shift)]) for key in keys)]
 
         index = tf.constant(0, tf.int64)
-        _, *after = tf.while_loop(
-            lambda index, *_: index < num_iterations,
-            body,
-            [index, *flat],
-            shape_invariants=[index.shape, *shapes],
-            parallel_iterations=num_parallel,
-        )
+        with _results_where_computed(devices):
+            _, *after = tf.while_loop(
+                lambda index, *_: index < num_iterations,
+                body,
+                [index, *flat],
+                shape_invariants=[index.shape, *shapes],
+                parallel_iterations=num_parallel,
+            )
         self._held = {
             key.later(shift * num_iterations): _packed(before[key], parts)
             for key, parts in zip(keys, after, strict=True)
         }
         for key, length in self._lengths.items():
             self._lengths[key] = lengths[key] + (length - lengths[key]) * num_iterations
+
+
+def _results_where_computed(devices: Mapping[Any, str]) -> Any:
+    """Return a context in which the results of a loop's body are on the devices that computed them.
+
+    TensorFlow returns each result through an Identity on the device of the loop, which is that of the step, the host:
+    all that a loop on GPUs carries would be copied there and back in each iteration.
+
+    Args:
+        devices: The devices of the loop's variables, by their `ref()` in its body.
+    """
+
+    def device_of(op: tf.Operation) -> str:
+        if op.type != "Identity" or op.device:
+            return str(op.device)
+        return str(op.inputs[0].device) or devices.get(op.inputs[0].ref(), "")
+
+    return tf.compat.v1.get_default_graph().device(device_of)
 
 
 def _parts(value: Any) -> list[tf.Tensor]:
