@@ -288,3 +288,30 @@ def test_factors_are_gathered_where_that_takes_less_time(
     found: list[bool] = []
     gradient.get_concrete_function(*(tf.TensorSpec([None, columns]) for columns in shape))
     assert found == [expected]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ([None, 2048], True),
+        ([None, 2, 1024], True),  # flattened: a row for each example
+        ([None, 4, 2048], True),
+        ([None, 64, 2048], False),  # the product of 32 * 64 rows takes longer than the all-reduce
+        ([None, None, 2048], False),
+    ],
+)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_rows_are_counted_where_an_example_has_several(shape: list[int | None], layer: int, expected: bool) -> None:
+    @tf.function(autograph=False)
+    def gradient(inputs: tf.Tensor, first: tf.Tensor, second: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            tape.watch([first, second])
+            hidden = tf.nn.relu(tf.matmul(tf.reshape(tf.nn.relu(inputs), [-1, 2048]), first))
+            loss = tf.reduce_sum(tf.matmul(hidden, second) ** 2)
+        product = tape.gradient(loss, [first, second])[layer]
+        found.append(sufficient_factors.sufficient_factors_of(product, 32) is not None)
+
+    found: list[bool] = []
+    kernel = tf.TensorSpec([2048, 2048])
+    gradient.get_concrete_function(tf.TensorSpec(shape), kernel, kernel)
+    assert found == [expected]

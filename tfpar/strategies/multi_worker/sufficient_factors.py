@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import platform
 import time
@@ -91,7 +92,7 @@ class Factors(NamedTuple):
     output_gradient: tf.Tensor
 
 
-def sufficient_factors_of(gradient: Any, num_rows: int, num_threads: int = 1) -> Factors | None:
+def sufficient_factors_of(gradient: Any, num_examples: int, num_threads: int = 1) -> Factors | None:
     """Return the sufficient factors of a gradient, None if it has none or if an all-reduce takes less time.
 
     A gradient has factors if it is the matmul of one use of a Dense kernel in the step, without a penalty on the
@@ -99,7 +100,7 @@ def sufficient_factors_of(gradient: Any, num_rows: int, num_threads: int = 1) ->
 
     Args:
         gradient: A gradient from the graph of a step, as the tape returned it.
-        num_rows: Examples of a global batch.
+        num_examples: Examples of a global batch.
         num_threads: The threads that multiply on a worker, equal on all workers.
     """
     if not isinstance(gradient, tf.Tensor) or tf.executing_eagerly() or gradient.shape.rank != 2:
@@ -110,11 +111,38 @@ def sufficient_factors_of(gradient: Any, num_rows: int, num_threads: int = 1) ->
     num_inputs, num_outputs = gradient.shape
     if not (num_inputs and num_outputs):
         return None
+    rows_per_example = _rows_per_example(matmul.inputs[0])
+    if rows_per_example is None:
+        return None
+    num_rows = math.ceil(rows_per_example * num_examples)
     # Of n workers, each sends 2(n-1)/n times the gradient in an all-reduce, and (n-1)/n times the rows in an
     # all-gather, and multiplies (n-1)/n times the rows more than its own.
     flops = 2 * num_rows * num_inputs * num_outputs
     saved_bytes = 4 * (2 * num_inputs * num_outputs - num_rows * (num_inputs + num_outputs))
     return Factors(*matmul.inputs) if flops <= FLOPS_PER_BYTE * num_threads * saved_bytes else None
+
+
+def _rows_per_example(tensor: tf.Tensor) -> float | None:
+    """Return how many rows of a tensor an example has; None if the shapes in the graph do not determine it.
+
+    A layer may take the positions of a sequence as rows, `[batch, time, features]` as `[batch * time, features]`.
+    """
+    waiting, seen = [(tensor, 1.0)], set()
+    while waiting:
+        one, rows = waiting.pop()
+        if one.op.type == "Placeholder":  # an argument of the step
+            return rows
+        if one.op in seen:
+            continue
+        seen.add(one.op)
+        given = [each for each in one.op.inputs if each.shape.rank and each.shape[0] is None]
+        if one.op.type == "Reshape":
+            sizes = [each.shape[1:].num_elements() for each in (*given[:1], one)]
+            if len(sizes) < 2 or not all(sizes):
+                continue
+            rows *= sizes[0] / sizes[1]
+        waiting += [(each, rows) for each in reversed(given)]
+    return None
 
 
 def products(group: Group, member: int, many: Sequence[Factors], loss: tf.Tensor) -> list[Callable[[], tf.Tensor]]:
