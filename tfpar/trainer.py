@@ -243,6 +243,7 @@ class Trainer:
         if not self.interrupted and epochs > 0:
             self.strategy.finalize_weights(self.model)
         callback_list.on_train_end(logs)
+        callback_list.errors.vote()
         return self.model.history
 
     def _reused_source(self, x: Any, class_weight: dict[int, float] | None, shuffle: bool) -> Any:

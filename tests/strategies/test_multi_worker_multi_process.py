@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -201,6 +202,24 @@ def test_a_callback_of_one_worker_ends_evaluation_and_prediction_of_all(job: wor
     expected = hooks.of_endless_data(tfpar.Trainer(hooks.build(3), tfpar.SingleDevice(), seed=0), decides=True)
     for result in results_of(job, "ended_by_worker_1"):
         assert_same(result, expected)
+
+
+def test_an_error_in_a_callback_of_one_worker_ends_all_with_its_reason(job: workers.Workers) -> None:
+    first, second = results_of(job, "failed_on_worker_1")
+    assert list(first) == list(second) == [hook for _, hook in cases.FAILING_HOOKS]
+    assert set(second.values()) == {"KeyError: 'width'"}
+    for hook, message in first.items():
+        reason = r"ValueError: A callback failed on worker 1 \(127\.0\.0\.1:\d+\) with KeyError: 'width'"
+        assert re.fullmatch(reason, message), (hook, message)
+
+
+def test_a_checkpoint_that_the_chief_cannot_read_or_write_ends_all_workers_with_its_reason(
+    job: workers.Workers,
+) -> None:
+    own, others = results_of(job, "no_checkpoint_on_the_chief")
+    for what, reason, message in zip(("Reading", "Writing"), own, others, strict=True):
+        start = rf"{what} a checkpoint failed on worker 0 \(127\.0\.0\.1:\d+\) with \w+: "
+        assert re.fullmatch(start + re.escape(reason), message), (message, reason)
 
 
 def test_an_interruption_of_one_worker_stops_all_with_a_checkpoint(job: workers.Workers) -> None:

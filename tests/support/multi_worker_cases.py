@@ -169,6 +169,26 @@ class Stop(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+FAILING_HOOKS = (
+    *(("train", name) for name in ("on_train_begin", "on_epoch_begin", "on_train_batch_begin", "on_train_batch_end")),
+    *(("train", name) for name in ("on_test_end", "on_epoch_end", "on_train_end")),
+    *(("test", name) for name in ("on_test_begin", "on_test_batch_end")),
+    *(("predict", name) for name in ("on_predict_begin", "on_predict_batch_end", "on_predict_end")),
+)
+
+
+class Fails(keras.callbacks.Callback):
+    """Raises an error in one of its hooks; in none without a name."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        if hook:
+            setattr(self, hook, self._fail)
+
+    def _fail(self, *arguments: Any, **settings: Any) -> None:
+        raise KeyError("width")
+
+
 class Interrupt(keras.callbacks.Callback):
     """Interrupt a trainer at a step of the whole training."""
 

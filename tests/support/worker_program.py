@@ -5,6 +5,7 @@ The same functions run on two workers, each with two logical CPUs. They use `RAN
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import pytest
 import tensorflow as tf
 
 import tfpar
 from tests.loops import test_hooks as hooks
-from tests.support import docstrings, parity_cases, small, workers
+from tests.support import command, docstrings, parity_cases, small, workers
 from tests.support import multi_worker_cases as cases
 from tests.support.parity_cases import CASES
 from tests.trainer import test_compute_loss as compute_loss
@@ -153,6 +155,32 @@ class Functions:
     def ended_by_worker_1(self) -> Any:
         trainer = tfpar.Trainer(hooks.build(3), self._plain, seed=0)
         return hooks.of_endless_data(trainer, RANK == 1)
+
+    def failed_on_worker_1(self) -> Any:
+        """Return the error of each worker after a hook of a callback has raised on worker 1."""
+        trainer = self._small.initial()
+        run: dict[str, Callable[..., Any]] = {
+            "train": functools.partial(trainer.fit, small.data(), epochs=1, validation_data=small.data()),
+            "test": functools.partial(trainer.evaluate, small.data()),
+            "predict": functools.partial(trainer.predict, small.data()),
+        }
+        found = {}
+        for verb, hook in cases.FAILING_HOOKS:
+            with pytest.raises(Exception, match=r".") as raised:
+                run[verb](verbose=0, callbacks=[cases.Fails(hook if RANK == 1 else "")])
+            found[hook] = f"{type(raised.value).__name__}: {raised.value}"
+        return found
+
+    def no_checkpoint_on_the_chief(self) -> Any:
+        """Return the error of each worker where the chief cannot read checkpoints, and where its disk is full."""
+        trainer, errors = self._small.initial(), []
+        (FOLDER / "no folder").touch()
+        for folder, num_bytes in (("no folder/checkpoints", None), ("full", 1000)):
+            limited = command.file_size_limit(num_bytes) if num_bytes and RANK == 0 else contextlib.nullcontext()
+            with limited, pytest.raises(OSError, match=r".") as raised:
+                trainer.fit(small.data(), verbose=0, checkpoints=tfpar.Checkpoints(FOLDER / folder, every_seconds=0))
+            errors.append(str(raised.value))
+        return errors
 
     def interrupted_on_worker_1(self) -> Any:
         trainer = self._small.initial()

@@ -9,6 +9,7 @@ import keras
 
 from tfpar import data
 from tfpar.loops.epoch_iterator import EpochIterator
+from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.loops.step_calls import StepCalls, to_python
 from tfpar.messages import user_warnings
 from tfpar.strategies import Strategy
@@ -26,17 +27,18 @@ def evaluate(caller: StepCalls) -> dict[str, Any]:
     epoch_iterator.begin_epoch()
     logs: dict[str, Any] = {}
     step, num_steps, stop = 0, caller.num_steps, False
-    (wanted,) = caller.strategy.all_reduce_sum([caller.wanted_steps()])
+    (wanted,) = callbacks.errors.vote([caller.wanted_steps()])
     while epoch_iterator.has_more() and (num_steps is None or step < num_steps) and not stop:
         callbacks.on_test_batch_begin(step)
         done, last, _, logs = caller.call(step, int(wanted), end_at_nonfinite=False)
         step += done
         callbacks.on_test_batch_end(last, logs)
-        wanted, stop = caller.strategy.all_reduce_sum([caller.wanted_steps(), float(model.stop_evaluating)])
+        wanted, stop = callbacks.errors.vote([caller.wanted_steps(), float(model.stop_evaluating)])
     if epoch_iterator.end_epoch(step) and not stop and caller.strategy.is_chief:
         user_warnings.warn(data.RAN_OUT)
     logs = to_python(logs)
     callbacks.on_test_end(logs)
+    callbacks.errors.vote()
     return logs
 
 
@@ -45,7 +47,7 @@ def predict(
     strategy: Strategy,
     epoch_iterator: EpochIterator,
     predict_batch: Callable[[Any], Any],
-    callbacks: keras.callbacks.CallbackList,
+    callbacks: HeldCallbacks,
 ) -> Any:
     """Run one prediction over an unused epoch iterator and return the outputs `[examples, ...]` as NumPy arrays.
 
@@ -70,10 +72,11 @@ def predict(
         outputs += map(_to_numpy, uncopied)
         uncopied = [joined]
         callbacks.on_predict_batch_end(step - 1, {"outputs": joined})
-        stop = bool(strategy.all_reduce_sum([float(model.stop_predicting)])[0])
+        stop = bool(callbacks.errors.vote([float(model.stop_predicting)])[0])
     if epoch_iterator.end_epoch(num_batches) and not stop and strategy.is_chief:
         user_warnings.warn(data.RAN_OUT)
     callbacks.on_predict_end()
+    callbacks.errors.vote()
     return data.join_outputs([*outputs, *map(_to_numpy, uncopied)])
 
 

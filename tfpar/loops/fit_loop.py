@@ -22,6 +22,7 @@ from tfpar.loops.step_calls import NonfiniteStep, StepCalls
 from tfpar.messages import user_warnings
 
 NonfiniteLoss = Literal["stop", "continue"]
+_CHECKPOINT = "Writing a checkpoint"
 _CONTINUE = 'nonfinite_loss="continue" trains on, as Keras does.'
 
 
@@ -104,6 +105,9 @@ class FitLoop:
             logs.update(validation)
             self._callbacks.on_epoch_end(epoch, logs)
             self._end_epoch(last=epoch + 1 == epochs)
+        if self._checkpoints is not None and self._strategy.is_chief:
+            with self._callbacks.errors.held(_CHECKPOINT):
+                self._checkpoints.wait()
         return logs
 
     def _resume(self, initial_epoch: int) -> None:
@@ -115,10 +119,12 @@ class FitLoop:
 
     def _decide(self, may_save: bool) -> Vote:
         """Combine the votes of all workers on the next call."""
-        saves = may_save and self._strategy.is_chief and self._checkpoints is not None and self._checkpoints.due()
-        ends = self._caller.ends_at_nonfinite
+        saves, ends = False, self._caller.ends_at_nonfinite
+        if may_save and self._strategy.is_chief and self._checkpoints is not None:
+            with self._callbacks.errors.held(_CHECKPOINT):
+                saves = self._checkpoints.due()
         votes = (self._caller.wanted_steps(), self._model.stop_training, self._interrupted(), saves, ends)
-        num_steps, *others = self._strategy.all_reduce_sum([float(vote) for vote in votes])
+        num_steps, *others = self._callbacks.errors.vote([float(vote) for vote in votes])
         return Vote(int(num_steps), *(bool(sum_of_votes > 0) for sum_of_votes in others))
 
     def _epoch(self, epoch: int) -> dict[str, float]:
@@ -162,7 +168,9 @@ class FitLoop:
         if self._checkpoints is None:
             return
         parts = self._strategy.metric_parts(self._model)
-        if self._strategy.is_chief:
+        if not self._strategy.is_chief:
+            return
+        with self._callbacks.errors.held(_CHECKPOINT):
             state = callback_state.changed(
                 callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
             )

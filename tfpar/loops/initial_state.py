@@ -35,7 +35,8 @@ def broadcast_initial_state(
         restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign, strategy.assign_parts)
         return restored or (position, {})
     strategy.require_equal({"the model": model_state.describe(model)})
-    checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
+    with strategy.raising_on_all_workers("Reading a checkpoint"):
+        checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
     resumes, epoch = strategy.all_reduce_sum([checkpoint is not None, position.epoch if strategy.is_chief else 0])
     callbacks: dict[str, Any] = {}
     if resumes and checkpoints is not None:

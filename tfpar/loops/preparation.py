@@ -14,6 +14,7 @@ from tfpar.full_precision import full_precision
 from tfpar.loops.callback_list import callback_list
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate
+from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.loops.step_calls import RunSteps, StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.reduction import objective
@@ -142,7 +143,7 @@ class Preparation:
         self,
         run_steps: RunSteps,
         epoch_iterator: EpochIterator,
-        callbacks: keras.callbacks.CallbackList,
+        callbacks: HeldCallbacks,
         steps_per_call: int | None = None,
         testing: bool = False,
     ) -> StepCalls:
@@ -156,17 +157,12 @@ class Preparation:
         epoch_iterator: EpochIterator,
         epochs: int = 1,
         add_history: bool = False,
-    ) -> Any:
+    ) -> HeldCallbacks:
         """Return the callbacks of one `fit`, `evaluate` or `predict`."""
-        return callback_list(
-            callbacks,
-            self._model,
-            self._strategy.is_chief,
-            verbose,
-            epochs,
-            epoch_iterator.steps_per_epoch,
-            add_history,
-        )
+        steps, is_chief = epoch_iterator.steps_per_epoch, self._strategy.is_chief
+        with self._strategy.raising_on_all_workers("A callback"):
+            found = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
+        return HeldCallbacks(found, self._strategy)
 
     def validation(
         self,
@@ -174,7 +170,7 @@ class Preparation:
         batch_size: int | None,
         steps: int | None,
         frequency: int | Sequence[int],
-        callbacks: keras.callbacks.CallbackList,
+        callbacks: HeldCallbacks,
     ) -> Callable[[int], dict[str, float]]:
         """Return a function from an epoch to the logs of its validation, empty if none is due.
 

@@ -15,6 +15,7 @@ from tfpar._compat import keras_optimizer
 from tfpar.callbacks import Throughput
 from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
 from tfpar.loops.epoch_iterator import EpochIterator
+from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.strategies import Strategy
 from tfpar.strategies.multi_step import CallResult, StepsPerCall
 
@@ -55,7 +56,7 @@ class StepCalls:
     model: keras.Model
     strategy: Strategy
     epoch_iterator: EpochIterator
-    callbacks: keras.callbacks.CallbackList
+    callbacks: HeldCallbacks
     steps_per_call: int | None = None
     testing: bool = False
 

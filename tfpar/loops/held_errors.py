@@ -1,0 +1,112 @@
+"""Errors of one worker alone, held until the workers vote, so that all of them end with the reason.
+
+worker 0   step ─── hook ───────── step ─── vote ─── raises a sentence about the error of worker 1
+                                             │
+worker 1   step ─── hook raises ── step ─────┴────── raises its own error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar.strategies import Strategy
+
+
+class _Held(NamedTuple):
+    what: str
+    error: Exception
+
+
+class HeldErrors:
+    """Errors of this worker in code that each worker runs by itself, such as callbacks.
+
+    Without them the other workers would wait in the next step, until the process of the failed worker ends. With one
+    worker errors are raised at once.
+
+    Args:
+        strategy: The strategy, whose workers vote.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._held: _Held | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether an error of this worker is held."""
+        return self._held is not None
+
+    @contextlib.contextmanager
+    def held(self, what: str) -> Iterator[None]:
+        """Hold an error inside this context until the next vote; nothing in it may communicate.
+
+        Args:
+            what: What runs inside, for the message on the other workers.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._strategy.num_workers == 1:
+                raise
+            self._held = self._held or _Held(what, error)
+
+    def vote(self, votes: Sequence[float] = ()) -> np.ndarray:
+        """Return the sums of numbers over all workers, which must all call this.
+
+        Args:
+            votes: The numbers of this worker.
+
+        Raises:
+            Exception: The held error of this worker.
+            ValueError: With the error of another worker, and its rank and address.
+        """
+        try:
+            *sums, num_held = self._strategy.all_reduce_sum([*votes, float(self.any)])
+        except tf.errors.OpError:
+            if self._held is not None:  # the others do not vote: it ended a hook in which they communicate
+                raise self._held.error from None
+            raise
+        if num_held > 0:
+            own, self._held = self._held, None
+            with self._strategy.raising_on_all_workers(None if own is None else own.what):
+                if own is not None:
+                    raise own.error
+        return np.asarray(sums)
+
+
+class HeldCallbacks:
+    """The callbacks of one `fit`, `evaluate` or `predict`, whose hooks do nothing after one has raised.
+
+    Args:
+        callback_list: The callbacks of this worker.
+        strategy: The strategy.
+
+    Attributes:
+        errors: The errors of hooks.
+    """
+
+    def __init__(self, callback_list: keras.callbacks.CallbackList, strategy: Strategy) -> None:
+        self._list = callback_list
+        self.errors = HeldErrors(strategy)
+
+    @property
+    def callbacks(self) -> list[keras.callbacks.Callback]:
+        """The callbacks."""
+        found: list[keras.callbacks.Callback] = self._list.callbacks
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a hook of the list, such as `on_epoch_end`."""
+        return functools.partial(self._call, getattr(self._list, name))
+
+    def _call(self, hook: Any, *arguments: Any) -> None:
+        if not self.errors.any:
+            with self.errors.held("A callback"):
+                hook(*arguments)
