@@ -16,7 +16,7 @@ each_strategy = pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=[pytest.mark.slow_start] * (name == "multi_worker")) for name in NAMES]
 )
 each_model = pytest.mark.parametrize("model", placement_cases.MODELS)
-REPLICATED, PIPELINES = ("mirrored", "multi_worker"), ("pipeline", "gpipe")
+REPLICATED, PIPELINES = ("mirrored", "multi_worker", "hybrid"), ("pipeline", "gpipe", "hybrid")
 
 # What the host waits for: the kind of the operation on a GPU and of its first reader, and the reason.
 WAITS_OF_KERAS_AND_TENSORFLOW = {
@@ -42,6 +42,7 @@ WAITS_OF_TFPAR = {
     "pipeline": {("AddV2", "Identity"): LOSS, ("SelectV2", "Identity"): LOOKUP},
 }
 WAITS_OF_TFPAR["gpipe"] = WAITS_OF_TFPAR["pipeline"]
+WAITS_OF_TFPAR["hybrid"] = {("AddN", "Identity"): LOSS, ("SelectV2", "Identity"): LOOKUP}
 
 
 @each_model

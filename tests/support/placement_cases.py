@@ -31,6 +31,7 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "multi_worker": lambda: tfpar.MultiWorker(list(GPUS)),
     "pipeline": lambda: tfpar.Pipeline(2, NUM_MICROBATCHES, balance="parameters", devices=list(GPUS)),
     "gpipe": lambda: tfpar.Pipeline(2, NUM_MICROBATCHES, "gpipe", balance="parameters", devices=list(GPUS)),
+    "hybrid": lambda: tfpar.Hybrid(tfpar.Pipeline(1, NUM_MICROBATCHES), 2, devices=list(GPUS)),
 }
 
 
