@@ -349,7 +349,7 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         ),
         (
             ["strategy.kind=single_device", "strategy.all_reduce=nccl"],
-            'strategy.all_reduce = "nccl" is a setting of strategy.kind = "mirrored" or "multi_worker", received "sin',
+            'strategy.all_reduce = "nccl" is a setting of strategy.kind = "mirrored", "multi_worker" or "hybrid"',
         ),
         (
             ["strategy.kind=mirrored", "strategy.all_reduce=ring"],
@@ -391,10 +391,6 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             [*HYBRID, "training.global_batch_size=15"],
             "training.global_batch_size = 15 is less than strategy.num_replicas * strategy.num_microbatches = 2 * 8: "
             "use fewer micro-batches.",
-        ),
-        (
-            ["strategy.kind=hybrid", "strategy.num_stages=2", "strategy.num_microbatches=8"],
-            'strategy.num_replicas is missing, which strategy.kind = "hybrid" needs: set it to an integer of at least',
         ),
         (
             [*PIPELINE, "strategy.num_replicas=2"],

@@ -4,7 +4,7 @@ A setting has the name, the type and the default of the argument of the strategy
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -150,15 +150,25 @@ class Pipeline(Section):
 
 
 class Hybrid(Pipeline):
-    """Replicas of a pipeline on the devices of this machine.
+    """Replicas of a pipeline on the devices of this machine, or of each worker of a job.
 
     >>> Hybrid(num_replicas=2, num_stages=2, num_microbatches=8).num_replicas
     2
     """
 
     kind: Literal["hybrid"] = Field("hybrid", description="How the model is trained.")  # type: ignore[assignment]
-    num_replicas: _DeviceCount = Field(description="Number of replicas of the pipeline, each on devices of its own.")
+    num_replicas: _DeviceCount = Field(
+        1, description="Number of replicas of the pipeline in each process, each on devices of its own."
+    )
     num_microbatches: _MicrobatchCount = Field(description="Number of micro-batches of the share of each replica.")
+    all_reduce: Literal["auto", "ring", "nccl"] = Field(
+        "auto", description="How gradients are summed over workers; nccl needs GPUs."
+    )
+    form_seconds: _FormSeconds = 300.0
+    silence_seconds: _SilenceSeconds = 30.0
+
+    # The arguments of the strategy itself; the others are those of its pipeline.
+    OF_GRID: ClassVar[tuple[str, ...]] = ("num_replicas", "devices", "all_reduce", "form_seconds", "silence_seconds")
 
 
 def _with_kind(table: Any) -> Any:

@@ -39,6 +39,31 @@ def all_reduce_gradients(
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return list(gradients)
+
+    def all_reduce(message: Any) -> Any:
+        # One call for each message: TensorFlow 2.21 joins the results of a call in one IdentityN. The graph optimizer
+        # takes it for a path from each message to each sum, removes control edges as redundant, and then the IdentityN.
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, message)
+
+    return sum_in_packs(gradients, all_reduce, pack_bytes, compression, own_sums)
+
+
+def sum_in_packs(
+    gradients: Sequence[Any],
+    all_reduce: Callable[[Any], Any],
+    pack_bytes: int | None = None,
+    compression: str | None = None,
+    own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
+) -> list[Any]:
+    """Sum each gradient with a function for one message.
+
+    Args:
+        gradients: As for `all_reduce_gradients`.
+        all_reduce: Returns the sum of a message, a tensor or `tf.IndexedSlices`, over all members.
+        pack_bytes: As for `all_reduce_gradients`.
+        compression: As for `all_reduce_gradients`.
+        own_sums: As for `all_reduce_gradients`.
+    """
     sums: dict[int, Any] = {}
     others = own_sums or {}
     for pack in _packs(gradients, others, pack_bytes, compression):
@@ -46,9 +71,7 @@ def all_reduce_gradients(
             sums[pack[0]] = others[pack[0]]()
             continue
         message = _message(gradients, pack)
-        # One call for each message: TensorFlow 2.21 joins the results of a call in one IdentityN. The graph optimizer
-        # takes it for a path from each message to each sum, removes control edges as redundant, and then the IdentityN.
-        total = context.all_reduce(tf.distribute.ReduceOp.SUM, _rounded(message, compression))
+        total = all_reduce(_rounded(message, compression))
         sums.update(_parts(_rounded(total, message.dtype), gradients, pack))
     return [sums.get(index) for index in range(len(gradients))]
 

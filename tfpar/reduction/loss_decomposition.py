@@ -234,10 +234,11 @@ class LossDecomposition:
         self._scalar_losses, *others = json.loads(text)
         for found, (training, evaluating) in zip(self._found, others, strict=True):
             found[True], found[False] = training, evaluating
+        self.ways = {training: tuple(ways) for training, ways in self.ways.items()}
 
     @property
     def _found(self) -> tuple[dict[bool, Any], ...]:
-        return self._own_losses, self._added_losses, self._whole_in_call
+        return self._own_losses, self._added_losses, self._whole_in_call, self.ways
 
     def added_factors(self, training: bool, counts: BatchWeights) -> list[tf.Tensor]:
         """Return, for each loss that layers add, the weight of a part's value in the value of the whole batch."""

@@ -16,21 +16,22 @@ from tfpar.runs.run_trainer import RunTrainer
 from tfpar.strategies.preview import Preview
 
 
-def show_stages(trainer: RunTrainer, batch: Any) -> Preview:
-    """Measure the stages on a batch and print them with the predicted step.
+def measured_stages(trainer: RunTrainer, batch: Any) -> Preview:
+    """Measure the stages on a batch; the chief prints them with the predicted step.
 
     Args:
         trainer: Its `build` has been called, and its strategy has a schedule.
         batch: A global batch.
     """
     preview = trainer.strategy.preview(trainer.model, batch)
-    print(preview)
-    print(line("bubble", "the fraction of the devices' time without an action"), end="\n\n", flush=True)
+    if trainer.strategy.is_chief:
+        print(preview)
+        print(line("bubble", "the fraction of the devices' time without an action"), end="\n\n", flush=True)
     return preview
 
 
 def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path, tensorboard: Path | None) -> None:
-    """Measure when each action of a step really runs, draw it below the plan, and say where the picture is.
+    """Measure when each action of a step really runs; the chief draws it below the plan, and prints where.
 
     Neither has the optimizer in it, which comes when all actions have ended.
 
@@ -45,6 +46,8 @@ def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path,
     assert preview.durations is not None, "the strategy has a schedule"
     planned = simulate(preview.schedule, dataclasses.replace(preview.durations, update_seconds=()))
     measured = trainer.strategy.trace(trainer.model, batch)
+    if not trainer.strategy.is_chief:
+        return
     png = timeline_plot.draw(planned, measured, preview.schedule, picture)
     if tensorboard is not None:
         with tf.summary.create_file_writer(str(tensorboard / "pipeline")).as_default():

@@ -127,7 +127,7 @@ def _record(run: config.Run, directory: RunDirectory, trainer: RunTrainer, posit
 
 def _show_schedule(run: config.Run, directory: RunDirectory, trainer: RunTrainer, trace: bool) -> None:
     batch = trainer.build(trainer.train_data)
-    preview = pipeline_report.show_stages(trainer, batch)
+    preview = pipeline_report.measured_stages(trainer, batch)
     if trace:
         tensorboard = directory.tensorboard if run.callbacks.tensorboard else None
         pipeline_report.draw_trace(trainer, preview, batch, directory.trace, tensorboard)

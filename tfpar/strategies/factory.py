@@ -9,8 +9,8 @@ import tensorflow as tf
 from tfpar import cluster, config
 from tfpar.cluster import cores, tf_config
 from tfpar.strategies.base import Strategy
-from tfpar.strategies.hybrid import Hybrid
 from tfpar.strategies.mirrored import Mirrored
+from tfpar.strategies.multi_worker.hybrid import Hybrid
 from tfpar.strategies.multi_worker.strategy import MultiWorker
 from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.single_device import SingleDevice
@@ -43,15 +43,16 @@ def from_settings(settings: config.Strategy) -> Strategy:
     num_workers = 1 if job is None else job.num_workers
     if isinstance(settings, config.Auto):
         settings = _automatic(settings, num_workers)
-    if num_workers > 1 and not isinstance(settings, config.MultiWorker):
+    if num_workers > 1 and not isinstance(settings, config.MultiWorker | config.Hybrid):
         raise ValueError(
             f'The environment describes a job of {num_workers} workers, and strategy.kind = "{settings.kind}" would '
-            'train a separate model in each. Set "multi_worker" or "auto", or start one process without TF_CONFIG.'
+            'train a separate model in each. Set "multi_worker", "hybrid" or "auto", or start one process without '
+            "TF_CONFIG."
         )
     names = [name for name in type(settings).model_fields if name not in _NOT_ARGUMENTS]
     arguments = {name: getattr(settings, name) for name in names}
     if isinstance(settings, config.Hybrid):
-        of_grid = {name: arguments.pop(name) for name in ("num_replicas", "devices")}
+        of_grid = {name: arguments.pop(name) for name in config.Hybrid.OF_GRID}
         return Hybrid(Pipeline(**arguments), **of_grid)
     return _CLASSES[settings.kind](**arguments)
 

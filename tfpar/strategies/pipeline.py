@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from tfpar import cluster
+from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
@@ -65,11 +67,14 @@ class Pipeline(Staged):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, received {value!r}.")
         check_balance(balance, num_stages)
-        chosen = None if devices is None else cluster.resolve_devices(devices)
+        job = tf_config.from_environment(os.environ)
+        # The workers of a job connect before TensorFlow starts, in Hybrid, which takes this pipeline.
+        resolve = cluster.configured_devices if job and job.num_workers > 1 else cluster.resolve_devices
+        chosen = None if devices is None else resolve(devices)
         order = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
         self.names_devices = chosen is not None
         settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers)
-        super().__init__(settings, order, _devices(order) if chosen is None else chosen)
+        super().__init__(settings, order, _devices(order, resolve(None)) if chosen is None else chosen)
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
@@ -87,9 +92,8 @@ def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:
     )
 
 
-def _devices(schedule: schedules.Schedule) -> list[str]:
+def _devices(schedule: schedules.Schedule, existing: list[str]) -> list[str]:
     """Return the first devices of this machine, as many as a schedule needs."""
-    existing = cluster.resolve_devices(None)
     if len(existing) < schedule.num_devices:
         others = "" if existing[0].startswith("GPU") else ", or tfpar.use_logical_cpus(n)"
         raise ValueError(

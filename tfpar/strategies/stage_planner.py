@@ -44,6 +44,8 @@ class StagePlanner:
         recompute: As for `Pipeline`.
         memory_limit_bytes: As for `Pipeline`.
         allow_batch_dependence: Whether batch-dependent layers are allowed.
+        raising: Returns a context that raises an error of one worker of a job on all.
+        agree: Returns the chief's value of a JSON structure in a job of several workers; None in one process.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class StagePlanner:
         recompute: bool,
         memory_limit_bytes: int | None,
         allow_batch_dependence: bool,
+        raising: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        agree: Callable[[Any], Any] | None = None,
     ) -> None:
         self._schedule, self._devices = schedule, devices
+        self._raising, self._agree = raising, agree
         self._balance, self._recompute = balance, recompute
         self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
         self._schedules: PerModel[schedules.Schedule] = PerModel()
@@ -75,11 +80,12 @@ class StagePlanner:
     def place_early(self, model: keras.Model) -> None:
         """Place the weights of a functional model before its first batch, without measured times."""
         if model not in self._partitions and model.built and getattr(model, "inputs", None):
-            with random_state.stand_in_generator():
-                graph = model_graph.trace(model)
-            self._measure_and_cut(
-                model, graph, "parameters" if self._balance in ("time", "flops") else self._balance, (), 1
-            )
+            balance = "parameters" if self._balance in ("time", "flops") else self._balance
+            with self._raising():
+                with random_state.stand_in_generator():
+                    graph = model_graph.trace(model)
+                costs = self._measure(graph, balance, (), 1)
+            self._cut(model, graph, balance, costs, 1)
 
     def check_again(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Check a model that has stages for batch-dependent layers, in training or in inference."""
@@ -160,14 +166,15 @@ class StagePlanner:
 
     def _trace_and_cut(self, model: keras.Model, batch: Any, training: bool) -> bool:
         given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        model_graph.build(model, given)
-        with random_state.stand_in_generator():
+        size = self.microbatch_size(given)
+        with self._raising(), random_state.stand_in_generator():
+            model_graph.build(model, given)
             added: list[Any] = []
             with keras_losses.collect_added_losses(lambda: added):
                 graph = model_graph.trace(model, given)
             self._check_batch_dependence(model, graph, batch, training)
-            inputs = model_graph.standardize(model, given)
-            self._measure_and_cut(model, graph, self._balance, inputs, self.microbatch_size(given))
+            costs = self._measure(graph, self._balance, model_graph.standardize(model, given), size)
+        self._cut(model, graph, self._balance, costs, size, warns=True)
         # A layer adds its loss in the symbolic run; the trace of a subclassed model contains the call of add_loss.
         adds = added or any(isinstance(call.operation, keras_tracing.AddedLoss) for call in graph.calls)
         return bool(adds) or any(layer.activity_regularizer for layer in keras_model.all_layers(model))
@@ -175,7 +182,8 @@ class StagePlanner:
     def _check_batch_dependence(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:
         """Refuse batch-dependent layers in training or in inference; check once per compilation."""
         compilation, checked = keras_model.compilation(model), self._checked.setdefault(model, {})
-        allowed = self._schedule.num_microbatches == 1 or self._allow_batch_dependence
+        is_alone = self._schedule.num_microbatches == 1 and self._agree is None
+        allowed = is_alone or self._allow_batch_dependence
         if allowed or checked.get(training, self) is compilation:
             return
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -185,11 +193,10 @@ class StagePlanner:
             check_batch_independence(graph, model_graph.standardize(model, inputs), training)
         checked[training] = compilation
 
-    def _measure_and_cut(
-        self, model: keras.Model, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
-    ) -> None:
-        costs = measure(graph, inputs, size, self._devices[0], times=balance == "time", flops=balance == "flops")
-        self._cut(model, graph, balance, costs, size, warns=bool(inputs))
+    def _measure(
+        self, graph: model_graph.Graph, balance: Balance, inputs: Sequence[Any], size: int
+    ) -> Sequence[CallCost]:
+        return measure(graph, inputs, size, self._devices[0], times=balance == "time", flops=balance == "flops")
 
     def _cut(
         self,
@@ -203,10 +210,13 @@ class StagePlanner:
         self._schedules[model] = schedule = self._fitted_schedule(model, graph)
         memory = self.memory_of(model)
         cut = functools.partial(partition_model, graph, balance, schedule.num_stages, schedule.num_devices, costs, size)
-        if memory.limit_bytes is None and self._free_bytes is not None:
-            partition = self._within_free_memory(model, cut, memory, self._free_bytes, warns)
-        else:
-            partition = cut(memory)
+        with self._raising():
+            if memory.limit_bytes is None and self._free_bytes is not None:
+                partition = self._within_free_memory(model, cut, memory, self._free_bytes, warns)
+            else:
+                partition = cut(memory)
+        if self._agree is not None:  # measured times, and free memory, differ between workers
+            partition = partition.with_sizes(self._agree([len(stage.calls) for stage in partition.stages]))
         place_weights(model, partition.stages, self.stage_devices(model), self.other_stage_devices(model))
         self._partitions[model] = partition
         self._num_moves[model] = keras_variables.num_moves(model.variables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
 from tfpar.pipeline.analysis.stage_table import stages_table
 from tfpar.pipeline.analysis.step_timing import measure_step
+from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance
@@ -40,15 +42,18 @@ class Staged(SingleReplica):
 
     Args:
         settings: The pipeline.
-        schedule: The order of the actions of all replicas.
+        schedule: The order of the actions of all replicas of this process.
         devices: Those of the schedule, the devices of the first replica first.
+        peers: The other workers of a job; None for none.
     """
 
     compiles_with_xla = False
     has_schedule = True
 
-    def __init__(self, settings: Settings, schedule: schedules.Schedule, devices: Sequence[str]) -> None:
-        self.settings, self.schedule, self.devices = settings, schedule, list(devices)
+    def __init__(
+        self, settings: Settings, schedule: schedules.Schedule, devices: Sequence[str], peers: Peers | None = None
+    ) -> None:
+        self.settings, self.schedule, self.devices, self._peers = settings, schedule, list(devices), peers
         self.num_replicas = schedule.num_replicas
         self._planner = StagePlanner(
             schedule,
@@ -57,6 +62,8 @@ class Staged(SingleReplica):
             settings.recompute,
             settings.memory_limit_bytes,
             settings.allow_batch_dependent_layers,
+            self.raising_on_all_workers,
+            None if peers is None else self._agree,
         )
         self._adds_losses: PerModel[bool] = PerModel()
         self._steps: PerModel[PipelineSteps] = PerModel()
@@ -69,7 +76,7 @@ class Staged(SingleReplica):
     @property
     def batch_parts(self) -> tuple[int, str]:
         """The number of micro-batches of a global batch, and their noun."""
-        return self.schedule.num_microbatches, "micro-batch"
+        return self.schedule.num_microbatches * self.num_workers, "micro-batch"
 
     def move_model(self, model: keras.Model) -> None:
         """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
@@ -95,8 +102,9 @@ class Staged(SingleReplica):
         Raises:
             ValueError: If the model cannot be divided, or a layer is batch-dependent.
         """
-        data.check_same_inputs(self._present, model, batch)
-        self._planner.check_again(model, batch, training)
+        with self.raising_on_all_workers():
+            data.check_same_inputs(self._present, model, batch)
+            self._planner.check_again(model, batch, training)
         if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
             self._steps[model].keep_first(batch, training)
             return
@@ -106,12 +114,13 @@ class Staged(SingleReplica):
         schedule = self.schedule_of(model)
         compiler = StepCompiler(
             self._planner.stages_of(model),
-            schedule.num_microbatches,
+            schedule.num_microbatches * self.num_workers,
             self._planner.other_stage_devices(model),
+            None if self._peers is None else self._agree,
             adds_losses=self._adds_losses[model],
             allow_batch_dependence=self.settings.allow_batch_dependent_layers,
         )
-        self._steps[model] = PipelineSteps(compiler, schedule)
+        self._steps[model] = PipelineSteps(compiler, schedule, self._peers)
         self._steps[model].keep_first(batch, training)
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
@@ -177,11 +186,15 @@ class Staged(SingleReplica):
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Find the reduction of the losses over micro-batches; raise ValueError if a loss has none."""
-        self._steps[model].compiler.prepare(batch)
+        with self.raising_on_all_workers():
+            self._steps[model].compiler.prepare(batch)
+        self._steps[model].compiler.agree_on_losses()
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Find the reduction of an overridden `compute_loss` over micro-batches, or refuse it."""
-        self._steps[model].compiler.prepare_loss(batch, training)
+        with self.raising_on_all_workers():
+            self._steps[model].compiler.prepare_loss(batch, training)
+        self._steps[model].compiler.agree_on_losses()
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""
@@ -189,13 +202,22 @@ class Staged(SingleReplica):
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
-        return self._steps[model].train_step(batch)
+        return self._steps[model].train_step(*self._local(batch))
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
-        return self._steps[model].evaluate_step(batch)
+        return self._steps[model].evaluate_step(*self._local(batch))
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        return self._steps[model].predict_step(inputs)
+        local, part = self._local(batch)
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(local)
+        return self._steps[model].predict_step(inputs, part)
+
+    def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
+        """Return the local batch of an element, and what part of the global batch it is; None for all of it."""
+        return element, None
+
+    def _agree(self, value: Any) -> Any:
+        """Return the chief's value of a JSON structure."""
+        return json.loads(self.broadcast(json.dumps(value).encode()))

@@ -139,7 +139,12 @@ class Execution:
         return self._part(number)[0]
 
     def number(self, number: int) -> tf.Tensor:
-        """Return the index in the batch of a micro-batch, an int64 scalar."""
+        """Return the index in the global batch of a micro-batch, an int64 scalar."""
+        with tf.device("CPU:0"):
+            return self._index(number) + self.microbatches.first_number
+
+    def _index(self, number: int) -> tf.Tensor:
+        """Return the index among the micro-batches of this process."""
         with tf.device("CPU:0"):
             index = tf.constant(self._first_microbatch + number, tf.int64)
             return index if self._offset is None else index + self._offset
@@ -187,7 +192,7 @@ class Execution:
 
     def _part(self, number: int) -> tuple[Microbatch, dict[Value, Any]]:
         if number not in self._cut:
-            one = self.microbatches[self.number(number)]
+            one = self.microbatches[self._index(number)]
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(one.batch)
             with tf.device("CPU:0"):
                 self._cut[number] = one, self._inputs(inputs)

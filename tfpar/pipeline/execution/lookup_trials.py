@@ -67,8 +67,19 @@ def infer_lookup_kinds(
         )
         for index, user in enumerate(users)
     ]
-    stages = [dataclasses.replace(one, kinds=kinds) for one, kinds in zip(programs.stages, found[:-1], strict=True)]
-    return programs._replace(stages=stages), dataclasses.replace(loss, kinds=found[-1])
+    return with_kinds(programs, loss, found)
+
+
+def kinds_of(programs: Programs, loss: LossProgram) -> list[Any]:
+    """Return the kinds of all lookups: of each stage, the loss last, by weight and lookup."""
+    return [*(one.kinds for one in programs.stages), loss.kinds]
+
+
+def with_kinds(programs: Programs, loss: LossProgram, kinds: Sequence[Any]) -> tuple[Programs, LossProgram]:
+    """Return stages and loss with other kinds of lookups, in the order of `kinds_of`."""
+    *of_stages, of_loss = (tuple(map(tuple, of_user)) for of_user in kinds)
+    stages = [dataclasses.replace(one, kinds=of_one) for one, of_one in zip(programs.stages, of_stages, strict=True)]
+    return programs._replace(stages=stages), dataclasses.replace(loss, kinds=of_loss)
 
 
 def _observed(trial: tuple[Numbers, list[Numbers]], index: int, number: int) -> list[Observed]:

@@ -13,7 +13,7 @@ from tfpar._compat import random_state, tf_function
 from tfpar.pipeline.execution.loss_trace import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.model_loss import ModelLoss
-from tfpar.pipeline.execution.row_gradients import Kinds, added, joined, known_kinds
+from tfpar.pipeline.execution.row_gradients import Kinds, known_kinds
 from tfpar.pipeline.execution.stage_values import MaskedTensor
 
 
@@ -142,14 +142,6 @@ class LossProgram:
             results.layer_states,
             results.weight_gradients,
         )
-
-    def gradients(self, replicas: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return summed gradients of `parameters` as tensors, slices or None, as one device has them.
-
-        Args:
-            replicas: For each replica the gradient of each: a tensor, a tuple with the rows of each lookup, or None.
-        """
-        return joined(added(replicas, self.kinds, self.parameters), self.kinds, self.parameters)
 
 
 def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Sequence[Any]) -> LossProgram:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
+from tfpar.pipeline.execution.peers import LocalPart
 from tfpar.pipeline.execution.row_padding import Rows
 
 
@@ -63,6 +64,8 @@ class Microbatches:
         count: The number of micro-batches.
         usual_size: The number of examples to which smaller micro-batches are padded, an int64 scalar; None for that of
             the largest micro-batch of this batch.
+        part: The part of the global batch that `batch` is on this worker; None where it is all of it.
+        first_number: The number of micro-batches of the global batch on workers of lower ranks.
 
     Example:
         >>> microbatches = Microbatches(tf.zeros([7, 2]), 3)
@@ -70,19 +73,26 @@ class Microbatches:
         [3, 2, 2]
     """
 
-    def __init__(self, batch: Any, count: int, usual_size: tf.Tensor | None = None) -> None:
-        self._batch, self.count = batch, count
+    def __init__(
+        self,
+        batch: Any,
+        count: int,
+        usual_size: tf.Tensor | None = None,
+        part: LocalPart | None = None,
+        first_number: int = 0,
+    ) -> None:
+        self._batch, self.count, self.first_number = batch, count, first_number
         with tf.device("CPU:0"):
-            self.num_examples = data.num_rows(batch)
-            largest = -(-self.num_examples // count)
+            self._num_rows = data.num_rows(batch)
+            self.num_counted, self.num_examples = part or (self._num_rows, self._num_rows)
+            largest = -(-self.num_counted // count)
             self._padded_size = largest if usual_size is None else tf.maximum(largest, usual_size)
 
     def __getitem__(self, number: int | tf.Tensor) -> Microbatch:
         """Return a micro-batch by its index, an integer or an int64 scalar."""
-        rows = self.num_examples
         with tf.device("CPU:0"):
-            begin, end = (-(-(number + more) * rows // self.count) for more in (0, 1))
-            first = tf.minimum(begin, rows - 1)
+            begin, end = (-(-(number + more) * self.num_counted // self.count) for more in (0, 1))
+            first = tf.minimum(begin, self._num_rows - 1)
             last = tf.maximum(end, first + 1)
             part = data.take_rows(self._batch, first, last)
-            return Microbatch(part, end - begin, last - first, rows, self._padded_size)
+            return Microbatch(part, end - begin, last - first, self.num_examples, self._padded_size)

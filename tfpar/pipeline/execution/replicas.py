@@ -18,8 +18,12 @@ import keras
 import tensorflow as tf
 
 from tfpar.pipeline.execution.executor import Execution
+from tfpar.pipeline.execution.loss_program import LossProgram
+from tfpar.pipeline.execution.peers import Peers
+from tfpar.pipeline.execution.row_gradients import added, added_over_workers, joined
 from tfpar.pipeline.execution.stage_chain import BatchLoss
-from tfpar.pipeline.execution.state_changes import values_after
+from tfpar.pipeline.execution.stage_program import StageProgram
+from tfpar.pipeline.execution.state_changes import added_changes, sums_of_pairs, values_after
 from tfpar.pipeline.schedule.segments import Segment
 from tfpar.reduction.gradient_addition import plus
 
@@ -42,15 +46,36 @@ def named(replica: int) -> contextlib.AbstractContextManager[Any]:
     return tf.name_scope(f"replica_{replica}/") if replica else contextlib.nullcontext()
 
 
+class StepResults(NamedTuple):
+    """The results of a step but the gradients.
+
+    Args:
+        loss: The loss of the global batch, a scalar in Keras' float type.
+        of_outputs: The losses of single outputs, where Keras logs them, scalars.
+        new_states: Each state that layers or the loss change, with its value after the step.
+        metrics_to_add: Variables of metrics, each with a sum to add to it.
+    """
+
+    loss: tf.Tensor
+    of_outputs: list[tf.Tensor]
+    new_states: list[tuple[keras.Variable, tf.Tensor]]
+    metrics_to_add: list[tuple[keras.Variable, tf.Tensor]]
+
+
+def _sum(losses: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.add_n([tf.cast(one, keras.config.floatx()) for one in losses])
+
+
 class StepContext:
     """The execution of one batch on all replicas.
 
     Args:
-        replicas: The first one has the states of metrics, to which those of the others are added.
+        replicas: Those of this process.
+        peers: The other workers of a job; None for none.
     """
 
-    def __init__(self, replicas: Sequence[ReplicaContext]) -> None:
-        self.replicas = replicas
+    def __init__(self, replicas: Sequence[ReplicaContext], peers: Peers | None = None) -> None:
+        self.replicas, self._peers = replicas, peers
         self.num_examples = replicas[0].execution.microbatches.num_examples
 
     def run(self, segments: Sequence[Segment]) -> None:
@@ -64,47 +89,60 @@ class StepContext:
         """Tensors after which all actions have run."""
         return [end for replica in self.replicas for end in replica.execution.ends]
 
-    @property
-    def losses(self) -> list[tf.Tensor]:
-        """The losses added by layers and the loss of the outputs, scalars; their sum is the loss of the batch."""
-        added = [loss for replica in self.replicas for loss in replica.execution.losses]
-        return [*added, *(replica.loss.value(replica.execution.live) for replica in self.replicas)]
-
-    def of_outputs(self) -> list[tf.Tensor]:
-        """Return the losses of single outputs, where Keras logs them, scalars."""
-        parts = [replica.loss.of_outputs(replica.execution.live) for replica in self.replicas]
-        return [tf.add_n(list(same)) for same in zip(*parts, strict=True)]
-
     def gradients(self) -> dict[int, Any]:
         """Return the gradient of each weight by the weight's `id`.
 
         It is summed over the replicas, once the last backward pass of a stage has run on each; then over the stages
         that read the weight, and the loss.
         """
+        execution, loss = self.replicas[0]
+        of_loss = [one.loss.sums(one.execution.live) for one in self.replicas]
+        of_stages = zip(*(one.execution.sums() for one in self.replicas), strict=True)
+        users: list[tuple[Any, Any]] = [
+            *zip(execution.programs.stages, of_stages, strict=True),
+            (loss.program, of_loss),
+        ]
+        # The workers' messages about the last stage come first, which is the first to end its backward passes.
+        per_user = [self._joined(program, sums) if any(sums) else [] for program, sums in reversed(users)][::-1]
         found: dict[int, Any] = collections.defaultdict(lambda: None)
-        programs = self.replicas[0].execution.programs.stages
-        sums = zip(*(replica.execution.sums() for replica in self.replicas), strict=True)
-        per_user = [(one.parameters, one.gradients(of_one)) for one, of_one in zip(programs, sums, strict=True)]
-        loss = self.replicas[0].loss.program
-        of_loss = [replica.loss.sums(replica.execution.live) for replica in self.replicas]
-        for variables, gradients in [*per_user, (loss.parameters, loss.gradients(of_loss))]:
-            for variable, gradient in zip(variables, gradients, strict=False):
+        for (program, _), gradients in zip(users, per_user, strict=True):
+            for variable, gradient in zip(program.parameters, gradients, strict=False):
                 with tf.device(variable.value.device):
                     found[id(variable)] = plus(found[id(variable)], gradient)
         return {key: gradient for key, gradient in found.items() if gradient is not None}
 
-    def new_states(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return each state that layers or the loss change, with its value after the step."""
-        first, *others = self.replicas
-        of_layers = values_after([replica.execution.variables.changes() for replica in self.replicas])
-        of_metrics = dict[int, tuple[keras.Variable, tf.Tensor]]()
-        for variable, value in first.loss.new_states(first.execution.live):
-            of_metrics[id(variable)] = variable, value
-        for replica in others:
-            for variable, more in replica.loss.new_states(replica.execution.live):
-                of_metrics[id(variable)] = variable, of_metrics[id(variable)][1] + more
-        return [*of_layers, *of_metrics.values()]
+    def _joined(self, program: StageProgram | LossProgram, replicas: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return summed gradients of the parameters of a program as tensors, slices or None."""
+        gradients = added(replicas, program.kinds, program.parameters)
+        if self._peers is not None:
+            gradients = added_over_workers(gradients, program.kinds, program.parameters, self._peers)
+        return joined(gradients, program.kinds, program.parameters)
 
-    def metrics_to_add(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return variables of metrics with the sums of the other replicas, which the first one does not have."""
-        return [pair for one in self.replicas[1:] for pair in one.loss.metrics_to_add(one.execution.live)]
+    def results(self, penalties: Sequence[tf.Tensor]) -> StepResults:
+        """Return the loss and the new states, summed over all replicas.
+
+        Args:
+            penalties: The losses of weight regularizers, scalars.
+        """
+        parts = [replica.loss.of_outputs(replica.execution.live) for replica in self.replicas]
+        of_outputs = [tf.add_n(list(same)) for same in zip(*parts, strict=True)]
+        metrics = sums_of_pairs([one.loss.metrics_to_add(one.execution.live) for one in self.replicas])
+        states = sums_of_pairs([one.loss.new_states(one.execution.live) for one in self.replicas])
+        changes = added_changes([replica.execution.variables.changes() for replica in self.replicas])
+        if self._peers is None:
+            loss = _sum([*self._losses(), *penalties])
+            return StepResults(loss, of_outputs, [*values_after(changes), *states], metrics)
+        metrics = sums_of_pairs([metrics, states])  # both are sums from zero
+        replaced = [change for change in changes if change.is_replaced]
+        changes = [change for change in changes if not change.is_replaced]
+        given = [_sum(self._losses()), *of_outputs, *(value for _, value in metrics), *(one.change for one in changes)]
+        total = iter(self._peers.add(given))
+        loss, of_outputs = _sum([next(total), *penalties]), [next(total) for _ in of_outputs]
+        metrics = [(variable, next(total)) for variable, _ in metrics]
+        changes = [*replaced, *(one._replace(change=next(total)) for one in changes)]
+        return StepResults(loss, of_outputs, values_after(changes), metrics)
+
+    def _losses(self) -> list[tf.Tensor]:
+        """Return the losses added by layers and the loss of the outputs, scalars."""
+        added = [loss for replica in self.replicas for loss in replica.execution.losses]
+        return [*added, *(replica.loss.value(replica.execution.live) for replica in self.replicas)]

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
+from tfpar.pipeline.execution.peers import Peers
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.gradient_addition import reached_from, sum_of
 from tfpar.reduction.indexed_slices import RowSlices
@@ -122,6 +123,36 @@ def added(replicas: Sequence[Sequence[Any]], kinds: Kinds, weights: Sequence[ker
             else:
                 found.append(sum_of(gradients))
     return found
+
+
+def added_over_workers(
+    gradients: Sequence[Any], kinds: Kinds, weights: Sequence[keras.Variable], peers: Peers
+) -> list[Any]:
+    """Return the gradients of weights, added over the workers of a job.
+
+    Args:
+        gradients: As `added` returns them.
+        kinds: The kind of each lookup of each weight.
+        weights: The weights.
+        peers: The workers.
+    """
+    dense = [None if isinstance(gradient, tuple) else gradient for gradient in gradients]
+    sums = peers.add_gradients(dense, weights)
+    return [
+        tuple(_rows_of_workers(*one, weight, peers) for one in zip(gradient, of_one, strict=True))
+        if isinstance(gradient, tuple)
+        else total
+        for gradient, total, of_one, weight in zip(gradients, sums, kinds, weights, strict=True)
+    ]
+
+
+def _rows_of_workers(
+    rows: RowSlices, kind: indexed_slices.Kind | None, weight: keras.Variable, peers: Peers
+) -> RowSlices:
+    if kind == "equal":
+        (values,) = peers.add_gradients([rows.values], [weight])
+        return rows._replace(values=values)
+    return RowSlices(*peers.all_gather(list(rows), weight.value.device))
 
 
 def _added_rows(replicas: Sequence[RowSlices], kind: indexed_slices.Kind | None) -> RowSlices:

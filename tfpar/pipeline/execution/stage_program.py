@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, random_state, tf_function
 from tfpar.pipeline.execution.bundles import Bundle, bundled, unbundle
-from tfpar.pipeline.execution.row_gradients import Kinds, added, joined, known_kinds
+from tfpar.pipeline.execution.row_gradients import Kinds, known_kinds
 from tfpar.pipeline.execution.row_padding import Rows, can_pad, outputs_per_example
 from tfpar.pipeline.execution.saved_tensors import SavedBytes, saved_bytes
 from tfpar.pipeline.execution.stage_functions import (
@@ -219,14 +219,6 @@ class StageProgram:
         dense = iter(unbundle(totals, self._totals, self.device))
         totals_and_rows = zip(self.trace.backward.totals, rows, strict=True)
         return [next(dense) if total is not None else of_one for total, of_one in totals_and_rows]
-
-    def gradients(self, replicas: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return summed gradients of `parameters` as tensors, slices or None, as one device has them.
-
-        Args:
-            replicas: As `sums` returns them, those of each replica.
-        """
-        return joined(added(replicas, self.kinds, self.parameters), self.kinds, self.parameters)
 
     def on(self, device: str) -> StageProgram:
         """Return the same functions for another device, without another trace of the layers."""

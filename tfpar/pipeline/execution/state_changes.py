@@ -31,18 +31,41 @@ class Change(NamedTuple):
     is_replaced: bool
 
 
-def values_after(replicas: Sequence[Sequence[Change]]) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """Return each state with its value after the step.
+def added_changes(replicas: Sequence[Sequence[Change]]) -> list[Change]:
+    """Return the changes of states over all replicas of a pipeline, on the device of each state.
 
     Args:
-        replicas: The changes on each replica of a pipeline, of the same states.
+        replicas: The changes on each replica, of the same states.
     """
     found = []
-    for same in zip(*replicas, strict=True):
-        state, before, change, is_replaced = same[0]
+    for first, *others in zip(*replicas, strict=True):
+        with tf.device(first.state.value.device):
+            change = first.change if first.is_replaced else sum_of([first.change, *(one.change for one in others)])
+            found.append(first._replace(change=tf.identity(change)))
+    return found
+
+
+def values_after(changes: Sequence[Change]) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """Return each state with its value after the step."""
+    found = []
+    for state, before, change, is_replaced in changes:
         with tf.device(state.value.device):
-            after = tf.identity(change) if is_replaced else before + sum_of(one.change for one in same)
-        found.append((state, after))
+            found.append((state, tf.identity(change) if is_replaced else before + change))
+    return found
+
+
+def sums_of_pairs(
+    many: Sequence[Sequence[tuple[keras.Variable, tf.Tensor]]],
+) -> list[tuple[keras.Variable, tf.Tensor]]:
+    """Return each variable with the sum of its values in several lists."""
+    variables = {id(variable): variable for pairs in many for variable, _ in pairs}
+    values: dict[int, list[tf.Tensor]] = {key: [] for key in variables}
+    for variable, value in [pair for pairs in many for pair in pairs]:
+        values[id(variable)].append(value)
+    found = []
+    for key, variable in variables.items():
+        with tf.device(variable.value.device):
+            found.append((variable, sum_of(values[key])))
     return found
 
 

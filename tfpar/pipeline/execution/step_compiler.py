@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model
 from tfpar.pipeline.execution.compiled_stages import Programs, StagesOfModel
-from tfpar.pipeline.execution.lookup_trials import infer_lookup_kinds
+from tfpar.pipeline.execution.lookup_trials import infer_lookup_kinds, kinds_of, with_kinds
 from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
 from tfpar.pipeline.execution.model_loss import ModelLoss
 from tfpar.pipeline.execution.stage_chain import StepPrograms
@@ -29,8 +29,9 @@ class StepCompiler:
 
     Args:
         stages: The stages of a built and compiled model, its weights on the devices of their stages.
-        num_microbatches: The number of micro-batches of a batch.
+        num_microbatches: The number of micro-batches of a global batch.
         other_devices: The device of each stage on each further replica of the pipeline.
+        agree: Returns the chief's value of a JSON structure, in a job of several workers; None in one process.
         adds_losses: Whether a layer adds a loss.
         allow_batch_dependence: Whether micro-batches may change what layers compute.
     """
@@ -40,6 +41,7 @@ class StepCompiler:
         stages: StagesOfModel,
         num_microbatches: int,
         other_devices: Sequence[Sequence[str]] = (),
+        agree: Callable[[Any], Any] | None = None,
         *,
         adds_losses: bool,
         allow_batch_dependence: bool,
@@ -48,6 +50,7 @@ class StepCompiler:
         self.compilation = keras_model.compilation(self.staged.model)
         self.examples = Examples()
         self._stages, self._num_microbatches, self._other_devices = stages, num_microbatches, other_devices
+        self._agree = agree
         self._adds_losses, self._allow_batch_dependence = adds_losses, allow_batch_dependence or num_microbatches == 1
         self._decomposition: LossDecomposition | None = None
         self._compiled: dict[Any, list[StepPrograms]] = {}
@@ -72,6 +75,11 @@ class StepCompiler:
         needs_values = self._adds_losses or not self.staged.has_output_shapes or bool(keras_metrics.own_metrics(model))
         call = self._call if needs_values else self._zeros
         self._decomposition = LossDecomposition(model, batch, call, communicates=False, values_call=self._call)
+
+    def agree_on_losses(self) -> None:
+        """Replace the decomposition of the losses by the chief's; all workers of a job call this after `prepare`."""
+        if self._agree is not None:
+            self.decomposition.load_json(self._agree(self.decomposition.to_json()))
 
     def prepare_loss(self, batch: Any, training: bool) -> None:
         """Determine how the result of an overridden `compute_loss` decomposes over micro-batches.
@@ -148,8 +156,11 @@ class StepCompiler:
             programs, loss = infer_lookup_kinds(
                 programs, loss, examples, self.staged.flat_inputs, allow_batch_dependence=self._allow_batch_dependence
             )
+        if training and self._agree is not None:
+            programs, loss = with_kinds(programs, loss, self._agree(kinds_of(programs, loss)))
         check_own_loss(self.staged.model, programs)
-        compiled = [StepPrograms(programs, loss, self._compile_metrics(programs, specs, device, in_place=True))]
+        metrics = self._compile_metrics(programs, specs, device, in_place=self._agree is None)
+        compiled = [StepPrograms(programs, loss, metrics)]
         for devices in self._other_devices:
             other, last = programs.on(devices), devices[-1]
             same = self._compile_loss(other, specs, last, training=training)

@@ -14,10 +14,11 @@ from tfpar import data
 from tfpar._compat import keras_optimizer
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches
+from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.regularization import add_penalties
 from tfpar.pipeline.execution.replicas import ReplicaContext, StepContext, named
 from tfpar.pipeline.execution.stage_chain import BatchLoss, StepPrograms
-from tfpar.pipeline.execution.state_changes import values_after
+from tfpar.pipeline.execution.state_changes import added_changes, values_after
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.step_results import add_to_metrics, assign_states, update_loss_trackers
 from tfpar.pipeline.partition.placement import follow_data
@@ -32,11 +33,12 @@ class PipelineSteps:
 
     Args:
         compiler: Compiles the stages, the loss and the metrics of the model.
-        schedule: The order of actions of a train step.
+        schedule: The order of actions of a train step in this process.
+        peers: The other workers of a job; None for none.
     """
 
-    def __init__(self, compiler: StepCompiler, schedule: Schedule) -> None:
-        self.compiler = compiler
+    def __init__(self, compiler: StepCompiler, schedule: Schedule, peers: Peers | None = None) -> None:
+        self.compiler, self._peers = compiler, peers
         self._schedule, self._staged = schedule, compiler.staged
         self._of_one_replica = schedule.of_one_replica
         self._model, self._last_device = compiler.staged.model, compiler.staged.devices[-1]
@@ -53,10 +55,15 @@ class PipelineSteps:
         self.compiler.examples.keep(batch)
         self._usual_sizes[training].assign(-(-data.num_rows(batch) // self._schedule.num_microbatches))
 
-    def train_step(self, batch: Any) -> tf.Tensor:
-        """Add one optimizer update to the graph; return the loss, a scalar."""
+    def train_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
+        """Add one optimizer update to the graph; return the loss of the global batch, a scalar.
+
+        Args:
+            batch: A global batch, or the local batch of this worker.
+            part: The part of the global batch that the local batch is.
+        """
         scale = self._loss_scale()
-        context = self._begin(batch, scale, training=True)
+        context = self._begin(batch, scale, part, training=True)
         context.run(segments(self._of_one_replica.in_order()))
         gradients = context.gradients()
         loss = self._finish(batch, context, add_penalties(self._model, gradients, scale))
@@ -69,29 +76,41 @@ class PipelineSteps:
                     self._model.optimizer.apply([after.get(id(variable)) for variable in variables], variables)
         return loss
 
-    def evaluate_step(self, batch: Any) -> tf.Tensor:
-        """Add the loss and metrics of a batch to the graph; return the loss, a scalar."""
+    def evaluate_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
+        """Add the loss and metrics of a batch to the graph; return the loss, a scalar.
+
+        Args:
+            batch: As for `train_step`.
+            part: As for `train_step`.
+        """
         scale = tf.ones((), keras.config.floatx())
-        context = self._begin(batch, scale, training=False)
+        context = self._begin(batch, scale, part, training=False)
         context.run(segments(self._forward_actions()))
         return self._finish(batch, context, add_penalties(self._model, {}, scale))
 
-    def predict_step(self, inputs: Any) -> Any:
-        """Add the forward pass of a batch to the graph; return the model's outputs, `[batch, ...]` each."""
+    def predict_step(self, inputs: Any, part: LocalPart | None = None) -> Any:
+        """Add the forward pass of a batch to the graph; return the model's outputs for it, `[batch, ...]` each.
+
+        Args:
+            inputs: The inputs of the model, for a global batch or for the local batch of this worker.
+            part: As for `train_step`.
+        """
         with tf.init_scope():
             programs = self.compiler.stages_of_replicas(inputs, training=False)
-        microbatches, one = self._cut((inputs,), training=False), tf.ones((), keras.config.floatx())
+        microbatches, one = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
         executions = [
             Execution(of_one, microbatches, self._staged.flat_inputs, one, first_microbatch=first)
             for of_one, first in zip(programs, self._first_microbatches, strict=True)
         ]
         for execution in executions:
             execution.run(segments(self._forward_actions()))
-        new_states = values_after([execution.variables.changes() for execution in executions])
-        assign_states(new_states, [end for execution in executions for end in execution.ends])
+        changes = added_changes([execution.variables.changes() for execution in executions])
+        assign_states(values_after(changes), [end for execution in executions for end in execution.ends])
         parts = [part for execution in executions for part in execution.outputs()]
         with tf.device(self._last_device):
             whole = [data.join_batches(list(ones)) for ones in zip(*parts, strict=True)]
+        if self._peers is not None:
+            whole = self._peers.all_gather(whole, self._last_device)
         return self._staged.packed_outputs(whole)
 
     def timed(self, batch: Any, schedule: Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
@@ -105,7 +124,7 @@ class PipelineSteps:
             The begin and end of each action of `schedule.in_order()`, in seconds of TensorFlow's clock, float64
             `[actions, 2]`; and the gradients, without which TensorFlow would prune the backward pass.
         """
-        context = self._begin(batch, self._loss_scale(), training=True, timed=True)
+        context = self._begin(batch, self._loss_scale(), None, training=True, timed=True)
         context.run([Segment(tuple(schedule.of_one_replica.in_order()))])
         sums = tf.nest.flatten(list(context.gradients().values()), expand_composites=True)
         moments = {}
@@ -115,42 +134,49 @@ class PipelineSteps:
                 moments[Action(kind, stage, first + microbatch)] = [begin, end]
         return tf.stack([tf.stack(moments[action]) for action in schedule.in_order()]), sums
 
-    def _cut(self, batch: Any, *, training: bool) -> Microbatches:
+    def _cut(self, batch: Any, part: LocalPart | None, *, training: bool) -> Microbatches:
         with tf.device("CPU:0"):
             usual_size = self._usual_sizes[training].read_value()
-        return Microbatches(batch, self._schedule.num_microbatches, usual_size)
+        count = self._schedule.num_microbatches
+        first_number = 0 if self._peers is None else self._peers.rank * count
+        return Microbatches(batch, count, usual_size, part, first_number)
 
     def _loss_scale(self) -> tf.Tensor:
         with tf.device(self._last_device):
             scale: tf.Tensor = self._model.optimizer.scale_loss(tf.ones((), keras.config.floatx()))
             return scale
 
-    def _begin(self, batch: Any, scale: tf.Tensor, *, training: bool, timed: bool = False) -> StepContext:
+    def _begin(
+        self, batch: Any, scale: tf.Tensor, part: LocalPart | None, *, training: bool, timed: bool = False
+    ) -> StepContext:
         """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
         with tf.init_scope():
             compiled, *others = self.compiler.compile_replicas(batch, training=training)
-        microbatches = self._cut(batch, training=training)
+        microbatches, peers = self._cut(batch, part, training=training), None if timed else self._peers
         divisors = tf.zeros([0], tf.float64)
         if compiled.loss.num_divisors:
             call = functools.partial(self._staged.call, training=training)
-            divisors = compiled.loss.loss.divisors(batch, microbatches.num_examples, call)
+            local = compiled.loss.loss.divisors(batch, data.num_rows(batch), call)
+            divisors = _over_workers(local, microbatches, peers)
 
         def factors(one: Microbatch) -> Sequence[tf.Tensor]:
             weights = BatchWeights(one.example_weight, one.size, one.num_examples)
             return self.compiler.decomposition.added_factors(training, weights)
 
         sums = None if timed else self._sums_in_call(batch, training)
+        sums = None if sums is None else _over_workers(sums, microbatches, peers)
 
         def begin(replica: int, one: StepPrograms, first_microbatch: int) -> ReplicaContext:
             with named(replica):
-                loss = BatchLoss(one, divisors, scale, updates_metrics=not timed, adds_metrics=replica > 0)
+                adds = replica > 0 or self._peers is not None
+                loss = BatchLoss(one, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
                 execution = Execution(
                     one.programs, microbatches, self._staged.flat_inputs, scale, factors, loss, loss.variables, sums,
                     first_microbatch=first_microbatch, timed=timed,
                 )  # fmt: skip
             return ReplicaContext(execution, loss)
 
-        return StepContext(list(map(begin, itertools.count(), [compiled, *others], self._first_microbatches)))
+        return StepContext(list(map(begin, itertools.count(), [compiled, *others], self._first_microbatches)), peers)
 
     def _sums_in_call(self, batch: Any, training: bool) -> tf.Tensor | None:
         """Return the sums and weights of the whole batch that losses computed by layers need.
@@ -168,10 +194,9 @@ class PipelineSteps:
     def _finish(self, batch: Any, context: StepContext, penalties: Sequence[tf.Tensor]) -> tf.Tensor:
         """Return the loss of the batch; assign new states and update the tracked losses."""
         with tf.device(self._last_device):
-            parts = [tf.cast(part, keras.config.floatx()) for part in [*context.losses, *penalties]]
-            loss, of_outputs = tf.add_n(parts), context.of_outputs()
-        assign_states(context.new_states(), [*context.ends, loss])
-        add_to_metrics(context.metrics_to_add(), [*context.ends, loss])
+            loss, of_outputs, new_states, metrics = context.results(penalties)
+        assign_states(new_states, [*context.ends, loss])
+        add_to_metrics(metrics, [*context.ends, loss])
         update_loss_trackers(self._model, batch, loss, context.num_examples, of_outputs)
         return loss
 
@@ -183,3 +208,12 @@ class PipelineSteps:
     def _forward_actions(self) -> list[Action]:
         stages, microbatches = range(self._schedule.num_stages), range(self._schedule.microbatches_per_replica)
         return [Action("F", stage, number) for number in microbatches for stage in stages]
+
+
+def _over_workers(sums: tf.Tensor, microbatches: Microbatches, peers: Peers | None) -> tf.Tensor:
+    """Return sums over the local batch as those over the global batch."""
+    if peers is None:
+        return sums
+    counts = tf.cast(microbatches.num_counted > 0, sums.dtype)
+    (total,) = peers.add([sums * counts])
+    return total

@@ -44,6 +44,14 @@ class Partition:
         of_every_cut = cut_values(self.graph)
         return [of_every_cut[end - 1] for end in ends]
 
+    def with_sizes(self, sizes: Sequence[int]) -> Partition:
+        """Return the same layer calls in stages of other sizes.
+
+        Args:
+            sizes: The number of layer calls of each stage.
+        """
+        return Partition(self.graph, split_graph(self.graph, sizes), self.costs)
+
     def device_bytes(self, memory: MemoryNeeds, num_devices: int) -> list[int]:
         """Return the estimate of the memory of each device.
 

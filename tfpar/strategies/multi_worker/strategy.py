@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,16 +25,15 @@ from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight, sufficient_factors
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Group
-from tfpar.strategies.multi_worker.consensus import Consensus
-from tfpar.strategies.multi_worker.failures import Failures
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 from tfpar.strategies.multi_worker.metric_sums import MetricSums
 from tfpar.strategies.multi_worker.outputs import all_gather_outputs
+from tfpar.strategies.multi_worker.worker import Worker
 
 Compression = Literal["bfloat16"]
 
 
-class MultiWorker(DataParallel):
+class MultiWorker(Worker, DataParallel):
     """Train in several processes with `tf.distribute.MultiWorkerMirroredStrategy`, equal to one device.
 
     Every worker runs the same program. The variable TF_CONFIG holds the addresses of all workers and the rank of this
@@ -128,13 +126,9 @@ class MultiWorker(DataParallel):
         """Set up the communication between the workers."""
         super().__init__(strategy, pack_bytes, batch_dependent_layers)
         self.devices = [tf.DeviceSpec.from_string(name) for name in strategy.extended.worker_devices]
-        host = self.devices[0].replace(device_type="CPU", device_index=0).to_string()
-        self._hosts = Group([host], self.num_workers)
-        self._failures = Failures(self.rank, self.addresses[self.rank])
-        self._consensus = Consensus(self._hosts, self.rank, self.addresses, self._sentence)
+        self._connect(self.devices[0], {"number of devices": str(len(self.devices))})
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
-        self.require_equal({**preflight.versions(), "number of devices": str(len(self.devices))})
         cards = tf.constant(cluster.card_numbers(self.device_names), tf.int64)
         all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
         chosen = all_reduce_choice.choose(self._all_reduce, all_cards, self.num_workers)
@@ -151,23 +145,6 @@ class MultiWorker(DataParallel):
         """Return the bytes per second of an all-reduce, as the chief measures it."""
         measured = sufficient_factors.bandwidth(self._replicas, self._num_local_replicas)
         return float(self.broadcast(str(measured).encode()))
-
-    def require_equal(self, facts: dict[str, str]) -> None:
-        """Refuse workers that differ in a property, such as a version; all workers must call this.
-
-        Raises:
-            ValueError: If a worker's text differs from the chief's; on every worker, with the first different line.
-        """
-        chiefs = json.loads(self.broadcast(json.dumps(facts).encode()))
-        rank = self._consensus.first(facts != chiefs)
-        if rank is None:
-            return
-        theirs = json.loads(self._consensus.broadcast_from(rank, json.dumps(facts).encode()))
-        raise ValueError(
-            f"All workers must be equal, and worker {rank} ({self.addresses[rank]}) differs from the chief in "
-            f"{'; '.join(preflight.differences(chiefs, theirs))}. Start all of them with the same command, the same "
-            "files and the same packages."
-        )
 
     def _reduce(self, gradient: Any, replica: int) -> Any:
         """Sum a gradient over all replicas; concatenate the rows of indexed slices, of which there are few."""
@@ -245,21 +222,9 @@ class MultiWorker(DataParallel):
         if losses is not None:
             losses.load_json(self.broadcast(losses.to_json().encode()).decode())
 
-    def raising_on_all_workers(self, what: str | None = None) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which workers check their own data; an error of one is raised on all."""
-        return self._consensus.raising_on_all_workers(what)
-
-    def reported(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which a failure of TensorFlow on one worker alone is an error on all, with its reason."""
-        return self._failures.reported(self.user_message) if self.num_workers > 1 else contextlib.nullcontext()
-
-    def _sentence(self, error: Exception) -> str:
-        is_of_tensorflow = isinstance(error, tf.errors.OpError)
-        return self._failures.sentence(error, self.user_message) if is_of_tensorflow else str(error)
-
     def _first_found(self, names: list[str]) -> list[str]:
         """Return the names of the first worker that found any."""
-        rank = self._consensus.first(bool(names))
+        rank = None if self.num_workers == 1 else self._consensus.first(bool(names))
         if rank is None:
             return names
         found: list[str] = json.loads(self._consensus.broadcast_from(rank, json.dumps(names).encode()))
@@ -337,11 +302,3 @@ class MultiWorker(DataParallel):
             )
         else:
             variable.assign(value)
-
-    def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
-        """Return the sums of numbers over all workers, which must all call this; outside of a step."""
-        return self._consensus.all_reduce_sum(values)
-
-    def broadcast(self, message: bytes | None) -> bytes:
-        """Return the chief's message on every worker; all workers must call this, outside of a step."""
-        return self._consensus.broadcast_from(0, message)

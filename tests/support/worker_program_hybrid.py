@@ -1,0 +1,85 @@
+"""The program of a worker for test_hybrid_workers_multi_process.py: pipelines on the devices of each worker."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tfpar
+from tests.properties.test_parity import Result, computing_in, train
+from tests.strategies.test_hybrid import wide
+from tests.support import multi_worker_cases as cases
+from tests.support import pipeline_cases, small, workers
+from tests.support.parity_cases import CASES
+
+
+def hybrid(num_microbatches: int = 2, schedule: str = "1f1b", **settings: Any) -> tfpar.Hybrid:
+    """Return one replica of two stages on each worker."""
+    return tfpar.Hybrid(tfpar.Pipeline(2, num_microbatches, schedule, balance="parameters", **settings))
+
+
+def train_row(row: pipeline_cases.Row) -> Result:
+    case = pipeline_cases.deepened(CASES[row.case])
+    with computing_in(row.dtype):
+        strategy = hybrid(row.num_microbatches, row.schedule, recompute=row.recompute)
+        trainer = tfpar.Trainer(case.build, strategy, seed=0)
+        return train(case, trainer.fit, trainer.model, steps_per_call=case.steps_per_call)
+
+
+def train_with_checkpoints(strategy: tfpar.Strategy, folder: Path) -> tuple[dict[str, list[float]], list[Any]]:
+    """Train to the end of epoch 3 from the folder's checkpoint; without a checkpoint, interrupt at step 13."""
+    trainer = tfpar.Trainer(small.build_model, strategy, seed=0)
+    callback = cases.Interrupt(trainer if strategy.rank == 1 else None, at_step=13)
+    checkpoints = tfpar.Checkpoints(folder, every_seconds=1000)
+    fit = {"epochs": 3, "verbose": 0, "callbacks": [callback], "checkpoints": checkpoints}
+    return trainer.fit(small.shuffled(), **fit).history, cases.state(trainer.model)
+
+
+def train_measured() -> tuple[list[int], list[np.ndarray]]:
+    """Train in stages of equal time, as measured on the chief; return the sizes of the stages and the weights."""
+    strategy = tfpar.Hybrid(tfpar.Pipeline(2, 2))
+    trainer = tfpar.Trainer(wide, strategy, seed=0)
+    trainer.fit(small.data(), verbose=0)
+    preview = trainer.preview(small.data())
+    return [row.num_layers for row in preview.rows], trainer.model.get_weights()
+
+
+def predict() -> Any:
+    trainer = tfpar.Trainer(wide, hybrid(), seed=0)
+    return trainer.predict(small.data(), verbose=0), trainer.evaluate(small.data(), verbose=0, return_dict=True)
+
+
+def differing_grids() -> None:
+    """Each worker another number of replicas."""
+    num_replicas = workers.place()[1] + 1
+    tfpar.Hybrid(tfpar.Pipeline(2 // num_replicas, 2), num_replicas)
+
+
+def sharded(strategy: tfpar.Strategy, kind: str) -> Any:
+    return cases.with_shards(kind, tfpar.Trainer(cases.sharded_model(kind), strategy, seed=0))
+
+
+def main() -> None:
+    checkpoints, *names = sys.argv[3:]
+    tfpar.use_logical_cpus(2)
+    rows = {str(row): row for row in pipeline_cases.on_replicas()}
+    strategy = hybrid()
+    workers.run_all(
+        {
+            "description": strategy.describe,
+            "checkpoints": functools.partial(train_with_checkpoints, strategy, Path(checkpoints)),
+            **{name: functools.partial(train_row, rows[name]) for name in names},
+            **{f"sharded {kind}": functools.partial(sharded, strategy, kind) for kind in cases.SHARDED},
+            "measured": train_measured,
+            "predict": predict,
+            "differing grids": differing_grids,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

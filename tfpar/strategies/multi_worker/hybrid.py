@@ -1,0 +1,189 @@
+"""Replicas of a pipeline: a grid of replicas and stages on the devices of this machine, or of every worker of a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from tfpar import cluster, data
+from tfpar.cluster import tf_config
+from tfpar.messages import keyword_arguments
+from tfpar.messages.received import excerpt
+from tfpar.pipeline.execution.peers import LocalPart
+from tfpar.strategies.base import Distributed
+from tfpar.strategies.batch_parts import split_into_parts
+from tfpar.strategies.multi_worker import all_reduce_choice, preflight
+from tfpar.strategies.multi_worker.stage_sums import StageSums
+from tfpar.strategies.multi_worker.worker import Worker
+from tfpar.strategies.pipeline import Pipeline, describe_stages
+from tfpar.strategies.staged import Staged
+
+
+class Hybrid(Worker, Staged):
+    """Train a model in stages on several replicas of a pipeline, equal to one device.
+
+                   stage 0     stage 1
+        replica 0  device 0 ─► device 1     the first half of every global batch
+        replica 1  device 2 ─► device 3     the second half
+
+    Every global batch is divided over the replicas, and each runs the schedule of the pipeline on the micro-batches of
+    its share. The gradients of a stage are summed over the replicas as soon as its last backward pass has run on each,
+    and one update follows. Each weight belongs to one device of the process, which holds its optimizer state and
+    updates it; the other replicas copy the weight at the beginning of a step.
+
+    In a job of several workers (TF_CONFIG or Slurm, as for `MultiWorker`) every worker has such a grid on its own
+    devices. The gradients of each stage are all-reduced over the workers.
+
+    Args:
+        pipeline: The pipeline of each replica; `num_microbatches` are those of one replica.
+        num_replicas: Number of replicas in each process.
+        devices: Device names, those of the first replica first; None takes as many as the grid needs.
+        all_reduce: How gradients are summed over workers: `"ring"`, on GPUs `"nccl"`, or `"auto"`.
+        form_seconds: The time limit for all workers to connect.
+        silence_seconds: The time without a heartbeat after which a worker counts as failed.
+
+    Raises:
+        TypeError: If `pipeline` is no `Pipeline`.
+        ValueError: If the grid does not fit the devices, or TF_CONFIG is malformed.
+        RuntimeError: If there are several workers, and TensorFlow has started already.
+        TimeoutError: If a worker does not connect in time; the message names its address.
+
+    Example:
+        >>> tfpar.use_logical_cpus(4)
+        >>> strategy = tfpar.Hybrid(tfpar.Pipeline(num_stages=2, num_microbatches=8), num_replicas=2)
+        >>> trainer = tfpar.Trainer(build_model, strategy)
+    """
+
+    @keyword_arguments.named
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        num_replicas: int = 1,
+        devices: Sequence[str] | None = None,
+        *,
+        all_reduce: Literal["auto", "ring", "nccl"] = "auto",
+        form_seconds: float = 300.0,
+        silence_seconds: float = 30.0,
+    ) -> None:
+        _check(pipeline, num_replicas)
+        preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
+        job = tf_config.from_environment(os.environ)
+        if job is not None and job.role == "evaluator":
+            raise ValueError(
+                "Hybrid trains with the chief and the workers, and TF_CONFIG makes this process an evaluator."
+            )
+        self.addresses = job.addresses if job is not None else ("localhost:0",)
+        self.num_workers, self.rank = len(self.addresses), 0 if job is None else job.rank
+        schedule = pipeline.schedule.replicated(num_replicas)
+        given = pipeline.devices if pipeline.names_devices and devices is None else devices
+        names = _devices(num_replicas, pipeline.schedule.num_devices, given, starts=self.num_workers == 1)
+        peers = None
+        if self.num_workers > 1:
+            # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
+            self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds)
+            own = [tf.DeviceSpec.from_string(name) for name in self._cluster.extended.worker_devices]
+            self._connect(own[0], {"grid": f"{num_replicas} x {schedule.num_stages} stages on {len(own)} devices"})
+            cards = tf.constant(cluster.card_numbers(names), tf.int64)
+            all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
+            chosen = all_reduce_choice.choose(all_reduce, all_cards, self.num_workers)
+            full_names = [device.to_string() for device in own]
+            peers = StageSums(full_names, self.rank, self.num_workers, self._hosts, chosen)
+        super().__init__(pipeline.settings, schedule, names, peers)
+
+    def describe(self) -> str:
+        """Say in one line which devices run what."""
+        size = self.schedule.num_devices
+        replicas = [self.devices[first : first + size] for first in range(0, len(self.devices), size)]
+        grid = [f"({' '.join(devices)})" if size > 1 else devices[0] for devices in replicas]
+        stages = f"{self.num_replicas} replica{'s' * (self.num_replicas > 1)} of {describe_stages(self, grid)}"
+        if self.num_workers == 1:
+            return f"Hybrid of {stages}"
+        return f"Hybrid over {self.num_workers} workers; this is worker {self.rank}, {stages}"
+
+    def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
+        """Return a dataset of `(local batch, num_counted, num_examples)`; in one process, of global batches."""
+        if self.num_workers == 1:
+            return super().distribute(dataset)
+        if isinstance(dataset, data.Sharded):
+
+            @tf.autograph.experimental.do_not_convert
+            def counted(rows: Any, num_rows: tf.Tensor) -> Any:
+                return rows, num_rows, None
+
+            local = dataset.local_batches(self.rank, self.num_workers)
+            return Distributed(local.map(counted, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
+        in_tuples = isinstance(dataset.element_spec, tuple)
+
+        @tf.autograph.experimental.do_not_convert
+        def split(*elements: Any) -> Any:
+            batch = elements if in_tuples else elements[0]
+            own = slice(self.rank, self.rank + 1)
+            (part,), num_counted, _, num_examples = split_into_parts(batch, data.num_rows(batch), self.num_workers, own)
+            return part, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64)
+
+        return Distributed(dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE))
+
+    def local_batch(self, element: Any) -> Any:
+        """Return the local batch of an element."""
+        return element if self.num_workers == 1 else element[0]
+
+    def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
+        """Return the size of the global batch, an int64 scalar."""
+        if self.num_workers == 1:
+            return super().num_examples(element, distributed)
+        _, num_counted, num_examples = element
+        return self._hosts.all_reduce(num_counted) if num_examples is None else num_examples
+
+    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
+        """Return whether any worker has examples in the upcoming element, a boolean scalar."""
+        if not distributed.uneven_end:
+            return super().has_more(upcoming, distributed)
+        return self.num_examples(upcoming.get_value(), distributed) > 0
+
+    def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
+        if self.num_workers == 1:
+            return element, None
+        batch, num_counted, _ = element
+        return batch, LocalPart(num_counted, self.num_examples(element, Distributed(tf.data.Dataset.range(0))))
+
+
+def _check(pipeline: Pipeline, num_replicas: int) -> None:
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(
+            f"pipeline must be a tfpar.Pipeline, received {excerpt(repr(pipeline))}. Write "
+            "tfpar.Hybrid(tfpar.Pipeline(num_stages=2, num_microbatches=8), num_replicas=2)."
+        )
+    if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 1:
+        raise ValueError(f"num_replicas must be a whole number of at least 1, received {num_replicas!r}.")
+    if pipeline.names_devices and num_replicas > 1:
+        raise ValueError(
+            f"The devices of all replicas are an argument of Hybrid, received devices={pipeline.devices} of the "
+            "pipeline. Leave them out there, and give devices to Hybrid."
+        )
+
+
+def _devices(num_replicas: int, per_replica: int, devices: Sequence[str] | None, *, starts: bool) -> list[str]:
+    """Return the devices of a grid: the given ones, or the first ones of this machine.
+
+    Args:
+        num_replicas: Number of replicas.
+        per_replica: Number of devices of each.
+        devices: The given ones.
+        starts: Whether TensorFlow may start: several workers must connect before.
+    """
+    existing = cluster.resolve_devices(devices) if starts else cluster.configured_devices(devices)
+    number = num_replicas * per_replica
+    if len(existing) < number or (devices is not None and len(existing) != number):
+        grids = [
+            f"{len(existing) // size} x {size}" for size in range(1, len(existing) + 1) if not len(existing) % size
+        ]
+        raise ValueError(
+            f"Hybrid needs a device for each of {num_replicas} replicas x {per_replica} devices of the pipeline, "
+            f"{number} in all, received {len(existing)}: {existing}. Grids that fit are {', '.join(grids)}; without "
+            "GPUs, tfpar.use_logical_cpus(n) makes n devices."
+        )
+    cluster.check_one_kind("Hybrid", existing[:number])
+    return existing[:number]

@@ -1,0 +1,78 @@
+"""One of the workers of a job: messages and votes between them, and their failures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar.strategies.base import Strategy
+from tfpar.strategies.multi_worker import preflight
+from tfpar.strategies.multi_worker.collectives import Group
+from tfpar.strategies.multi_worker.consensus import Consensus
+from tfpar.strategies.multi_worker.failures import Failures
+
+
+class Worker(Strategy):
+    """The base of strategies in several processes; alone, a process sends no message.
+
+    Attributes:
+        addresses: The addresses of all workers, by rank.
+    """
+
+    addresses: Sequence[str]
+
+    def _connect(self, device: tf.DeviceSpec, facts: dict[str, str]) -> None:
+        """Set up the messages between the workers, and refuse those that differ.
+
+        Args:
+            device: Any device of this worker, with its job and task.
+            facts: Properties that must be equal, in addition to the versions.
+        """
+        host = device.replace(device_type="CPU", device_index=0).to_string()
+        self._hosts = Group([host], self.num_workers)
+        self._failures = Failures(self.rank, self.addresses[self.rank])
+        self._consensus = Consensus(self._hosts, self.rank, self.addresses, self._sentence)
+        self.require_equal({**preflight.versions(), **facts})
+
+    def require_equal(self, facts: dict[str, str]) -> None:
+        """Refuse workers that differ in a property, such as a version; all workers must call this.
+
+        Raises:
+            ValueError: If a worker's text differs from the chief's; on every worker, with the first different line.
+        """
+        if self.num_workers == 1:
+            return
+        chiefs = json.loads(self.broadcast(json.dumps(facts).encode()))
+        rank = self._consensus.first(facts != chiefs)
+        if rank is None:
+            return
+        theirs = json.loads(self._consensus.broadcast_from(rank, json.dumps(facts).encode()))
+        raise ValueError(
+            f"All workers must be equal, and worker {rank} ({self.addresses[rank]}) differs from the chief in "
+            f"{'; '.join(preflight.differences(chiefs, theirs))}. Start all of them with the same command, the same "
+            "files and the same packages."
+        )
+
+    def raising_on_all_workers(self, what: str | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which workers check their own data; an error of one is raised on all."""
+        return contextlib.nullcontext() if self.num_workers == 1 else self._consensus.raising_on_all_workers(what)
+
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which a failure of TensorFlow on one worker alone is an error on all, with its reason."""
+        return contextlib.nullcontext() if self.num_workers == 1 else self._failures.reported(self.user_message)
+
+    def _sentence(self, error: Exception) -> str:
+        is_of_tensorflow = isinstance(error, tf.errors.OpError)
+        return self._failures.sentence(error, self.user_message) if is_of_tensorflow else str(error)
+
+    def all_reduce_sum(self, values: Sequence[float]) -> np.ndarray:
+        """Return the sums of numbers over all workers, which must all call this; outside of a step."""
+        return super().all_reduce_sum(values) if self.num_workers == 1 else self._consensus.all_reduce_sum(values)
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        """Return the chief's message on every worker; all workers must call this, outside of a step."""
+        return super().broadcast(message) if self.num_workers == 1 else self._consensus.broadcast_from(0, message)
