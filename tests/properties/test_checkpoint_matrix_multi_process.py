@@ -1,0 +1,69 @@
+"""A checkpoint has no layout: a run that begins under any strategy ends under any other with one device's weights."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import checkpoint_matrix as matrix
+from tests.support import small, workers
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+PAIRS = [*itertools.product(matrix.LAYOUTS, matrix.LAYOUTS)]
+
+
+class Runs:
+    """The begun runs, and the jobs that end them.
+
+    Args:
+        root: An empty folder.
+        jobs: The jobs by their layout.
+    """
+
+    def __init__(self, root: Path, jobs: dict[str, workers.Workers]) -> None:
+        self.root, self.jobs = root, jobs
+
+    def ended(self, first: str, second: str) -> list[matrix.Ended]:
+        """Return the history and the state of every process of the second layout."""
+        if second in self.jobs:
+            return self.jobs[second].results(f"from {first}")
+        strategy = matrix.IN_ONE_PROCESS[second]()
+        return [matrix.end(strategy, matrix.copied(first, second, self.root))]
+
+
+@pytest.fixture(scope="module")
+def runs(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    root = tmp_path_factory.mktemp("matrix")
+    with contextlib.ExitStack() as stack:
+        jobs = {
+            layout: stack.enter_context(
+                workers.started("worker_program_checkpoints", tmp_path_factory.mktemp("job"), 2, layout, str(root))
+            )
+            for layout in matrix.OVER_WORKERS
+        }
+        for layout, strategy in matrix.IN_ONE_PROCESS.items():
+            matrix.begin(strategy(), matrix.begun(layout, root))
+            (root / f"{layout}.ready").touch()
+        yield Runs(root, jobs)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> matrix.Ended:
+    return matrix.end(matrix.IN_ONE_PROCESS["one device"](), tmp_path_factory.mktemp("uninterrupted"))
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda layout: layout.replace(" ", "_"))
+def test_a_run_ends_with_one_devices_weights(runs: Runs, uninterrupted: matrix.Ended, first: str, second: str) -> None:
+    for result in runs.ended(first, second):
+        assert not isinstance(result, workers.Raised), result.trace
+        history, state = result
+        small.assert_same_history(history, uninterrupted[0])
+        small.assert_same_state(state, uninterrupted[1], 1e-5)
+
+
+def test_the_workers_end_without_error(runs: Runs) -> None:
+    assert [job.finish() for job in runs.jobs.values()] == [[0, 0], [0, 0]]

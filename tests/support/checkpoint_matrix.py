@@ -1,0 +1,95 @@
+"""Layouts of a run, and the run that begins under one and ends under another."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfpar
+from tests.support import multi_worker_cases as cases
+from tests.support import parity_cases
+
+EPOCHS, STEPS_PER_EPOCH, INTERRUPTED_AT = 2, 10, 13
+IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
+    "one device": lambda: tfpar.SingleDevice(),
+    "mirrored over 2": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
+    "pipeline of 2": lambda: tfpar.Pipeline(2, 3, "1f1b", balance=[1, 3]),
+    "pipeline of 4": lambda: tfpar.Pipeline(4, 2, "zero_bubble", balance=[1, 1, 1, 1]),
+    "hybrid of 2 x 2": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, "gpipe", balance=[2, 2]), 2),
+}
+OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
+    "two workers": lambda: tfpar.MultiWorker(["CPU:0"]),
+    "hybrid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[3, 1])),
+}
+LAYOUTS = (*IN_ONE_PROCESS, *OVER_WORKERS)
+Ended = tuple[dict[str, list[float]], list[np.ndarray]]
+
+
+def build() -> keras.Model:
+    """A model of four layers, with slots, a moving average, accumulated gradients, and random state."""
+    layers = [keras.layers.Dense(width, "tanh") for width in (6, 5, 4)]
+    model = keras.Sequential([keras.Input((parity_cases.NUM_FEATURES,)), *layers, keras.layers.Dense(3)])
+    optimizer = keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy", keras.metrics.SparseCategoricalCrossentropy(from_logits=True)])
+    return model
+
+
+def data() -> tf.data.Dataset:
+    """Ten batches, the last of 1 example, in another order every epoch."""
+    arrays = parity_cases.inputs(73), parity_cases.labels(73)
+    return tf.data.Dataset.from_tensor_slices(arrays).shuffle(73, seed=3, reshuffle_each_iteration=True).batch(8)
+
+
+class InterruptAt(keras.callbacks.Callback):
+    """Interrupts a trainer after some number of batches."""
+
+    single_batches = True
+
+    def __init__(self, trainer: tfpar.Trainer) -> None:
+        super().__init__()
+        self._trainer, self._seen = trainer, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._seen += 1
+        if self._seen == INTERRUPTED_AT:
+            self._trainer.interrupt()
+
+
+def begin(strategy: tfpar.Strategy, folder: Path) -> None:
+    """Train into the second epoch, and leave a checkpoint in a folder."""
+    trainer = tfpar.Trainer(build, strategy, seed=0)
+    callbacks = [InterruptAt(trainer)] if strategy.rank == strategy.num_workers - 1 else []
+    checkpoints = tfpar.Checkpoints(folder, every_seconds=1000)
+    trainer.fit(data(), epochs=EPOCHS, verbose=0, checkpoints=checkpoints, callbacks=callbacks)
+
+
+def end(strategy: tfpar.Strategy, folder: Path) -> Ended:
+    """Train to the end of the second epoch, from the checkpoint of a folder if there is one."""
+    trainer = tfpar.Trainer(build, strategy, seed=0)
+    checkpoints = tfpar.Checkpoints(folder, every_seconds=1000)
+    history = trainer.fit(data(), epochs=EPOCHS, verbose=0, checkpoints=checkpoints).history
+    return history, cases.state(trainer.model)
+
+
+def begun(layout: str, root: Path) -> Path:
+    """Return the folder of a run that a layout begins."""
+    return root / "begun" / layout.replace(" ", "_")
+
+
+def copied(layout: str, other: str, root: Path, seconds: float = 100.0) -> Path:
+    """Return a copy of the folder of a begun run, for its end under another layout; wait until the run has begun."""
+    ready, deadline = root / f"{layout}.ready", time.monotonic() + seconds
+    while not ready.exists():
+        assert time.monotonic() < deadline, f"no run began under {layout}"
+        time.sleep(0.05)
+    target = root / "ended" / f"{layout}_{other}".replace(" ", "_")
+    shutil.copytree(begun(layout, root), target)
+    return target
