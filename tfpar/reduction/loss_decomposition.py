@@ -142,6 +142,10 @@ class LossDecomposition:
         self._whole_in_call[True], self.ways[True] = self._whole_in_call[False], self.ways[False]
         return list(known)
 
+    def adds_losses(self, training: bool) -> bool:
+        """Return whether layers add losses, in training or in inference."""
+        return bool(self._added_losses[training]) or training in self._refusals
+
     def check(self, training: bool) -> None:
         """Refuse a model with an added loss that is neither a sum nor a mean over the batch.
 

@@ -151,7 +151,10 @@ class DataParallel(Strategy):
             runs.losses = LossDecomposition(model, batch)
 
     def _runs_of(self, model: keras.Model) -> ReplicaRuns:
-        return self._runs.get(model) or self._runs.setdefault(model, ReplicaRuns(self._strategy, self.num_replicas))
+        runs = self._runs.get(model)
+        if runs is None:
+            runs = ReplicaRuns(self._strategy, self.num_replicas, compiles_calls=self._merges)
+        return self._runs.setdefault(model, runs)
 
     def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
         """Find the reduction of gradients of embedding lookups, and of the value of an overridden `compute_loss`.
@@ -204,12 +207,12 @@ class DataParallel(Strategy):
                 model, batch, self._run, self._sum_gradients, self._apply, layer_metrics_counted_once
             )
         _, _, example_weight, _ = batch
-        losses = self._runs_of(model).losses
+        losses, call = self._runs_of(model).losses, self._runs_of(model).call
 
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with layer_metrics_counted_once(model, num_counted):
-                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights)
+                loss, outputs, gradients = loss_and_gradients(model, inputs, targets, weights, call)
             forward = (loss, outputs)
             if losses is not None and losses.partial_values:
                 *gradients, loss = self._sum_gradients(model, [*gradients, loss], forward, example_weight, num_counted)
@@ -268,10 +271,12 @@ class DataParallel(Strategy):
         if objective.objectives_of(model):
             return objective_steps.evaluate(model, batch, self._run, layer_metrics_counted_once)
 
+        call = self._runs_of(model).call
+
         def on_replica(part: Any, num_counted: tf.Tensor) -> tuple[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
             with layer_metrics_counted_once(model, num_counted):
-                loss, outputs = forward(model, inputs, targets, weights)
+                loss, outputs = forward(model, inputs, targets, weights, call)
             update_metrics_once(model, loss, num_counted, inputs, targets, outputs, weights)
             return (loss,)
 

@@ -16,6 +16,7 @@ from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.whole_batch import RowsOfReplicas, knowing
 from tfpar.strategies import batch_dependence
+from tfpar.strategies.compiled_calls import call_with_xla, suits
 from tfpar.strategies.multi_step import HOST
 from tfpar.strategies.replica_states import layer_metrics_counted_once, update_metrics_once
 from tfpar.strategies.single_device import forward_backward
@@ -27,6 +28,8 @@ class ReplicaRuns:
     Args:
         strategy: The `tf.distribute` strategy of the replicas.
         num_replicas: Replicas of all workers together.
+        compiles_calls: Whether XLA compiles calls of the model as a whole, with `jit_compile`. Between workers it would
+            delay the gradients of the last layers, and hide their factors.
 
     Attributes:
         losses: The reduction of the model's losses over replicas; None for one replica and for objectives.
@@ -34,8 +37,8 @@ class ReplicaRuns:
         lookup_kinds: The kinds of embedding lookups for each objective; None without lookups.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, num_replicas: int) -> None:
-        self._strategy, self._num_replicas = strategy, num_replicas
+    def __init__(self, strategy: tf.distribute.Strategy, num_replicas: int, *, compiles_calls: bool) -> None:
+        self._strategy, self._num_replicas, self._compiles_calls = strategy, num_replicas, compiles_calls
         self._generator = random_state.GeneratorOnReplicas(strategy)
         self.losses: LossDecomposition | None = None
         self.gathered: dict[bool, list[batch_dependence.Mixed]] = {}
@@ -55,6 +58,20 @@ class ReplicaRuns:
         return batch_dependence.on_whole_batch(
             [call for mode in modes or (True, False) for call in self.gathered.get(mode, ())]
         )
+
+    def call(self, model: keras.Model, inputs: Any, training: bool) -> Any:
+        """Call a model on a replica; XLA compiles the call if the model was compiled so, and if it can."""
+        call = call_with_xla if self._compiles_call(model, training) else keras_model.call_model
+        return call(model, inputs, training)
+
+    def _compiles_call(self, model: keras.Model, training: bool) -> bool:
+        if not (model.jit_compile and self._compiles_calls and self._num_replicas > 1) or self.gathered.get(training):
+            return False
+        # A function hides which rows of a gradient belong to which lookup of the weight.
+        found = (self.lookup_kinds or ()) if training else ()
+        looks_up = any(one.failure or any(len(kinds) > 1 for kinds in one.kinds) for one in found)
+        adds_losses = self.losses is not None and self.losses.adds_losses(training)
+        return suits(model) and not looks_up and not adds_losses
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -101,8 +118,8 @@ class ReplicaRuns:
             if self.losses is not None:
                 everywhere = (lambda: sums[local_replica_id()]) if num_examples is None else num_examples
                 stack.enter_context(self.losses.reduce_globally(training, sizes, example_weight, everywhere))
-            if model.jit_compile:
-                # XLA compiles clusters of operations: it cannot compile the collectives between them.
+            if model.jit_compile and not self._compiles_call(model, training):
+                # XLA compiles groups of operations: it cannot compile the collectives between them.
                 stack.enter_context(tf.xla.experimental.jit_scope())
             loss, *others = self._strategy.run(on_own_part, args=(parts,))
         return self._strategy.experimental_local_results(loss)[0], *others
@@ -144,7 +161,7 @@ class ReplicaRuns:
 
         def on_replica(parts: Sequence[Any]) -> Any:
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[local_replica_id()])
-            return then(keras_model.call_model(model, inputs, training=False))
+            return then(self.call(model, inputs, training=False))
 
         parts, num_counted, example_weight, num_examples = batch
         rows = RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -134,18 +135,22 @@ def forward_backward(model: keras.Model, inputs: Any, targets: Any, weights: Any
     return loss, outputs, after_reads(gradients, (loss, outputs), keras_model.recomputes(model))
 
 
-def loss_and_gradients(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any, list[Any]]:
+def loss_and_gradients(
+    model: keras.Model, inputs: Any, targets: Any, weights: Any, call: Callable[..., Any] = keras_model.call_model
+) -> tuple[tf.Tensor, Any, list[Any]]:
     """Do what `forward_backward` does, for a caller that reduces the gradients and then calls `after_reads`."""
     with tf.GradientTape() as tape:
-        outputs = keras_model.call_model(model, inputs, training=True)
+        outputs = call(model, inputs, training=True)
         loss = keras_model.compute_loss(model, inputs, targets, outputs, weights, training=True)
         scaled = model.optimizer.scale_loss(loss)
     return loss, outputs, tape.gradient(scaled, [variable.value for variable in model.trainable_variables])
 
 
-def forward(model: keras.Model, inputs: Any, targets: Any, weights: Any) -> tuple[tf.Tensor, Any]:
+def forward(
+    model: keras.Model, inputs: Any, targets: Any, weights: Any, call: Callable[..., Any] = keras_model.call_model
+) -> tuple[tf.Tensor, Any]:
     """Compute the loss (scalar) and the outputs (`[batch, ...]` each) without training."""
-    outputs = keras_model.call_model(model, inputs, training=False)
+    outputs = call(model, inputs, training=False)
     return keras_model.compute_loss(model, inputs, targets, outputs, weights, training=False), outputs
 
 

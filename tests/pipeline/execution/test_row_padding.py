@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tests import ROOT
 from tests.support import parity_cases, small
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -144,53 +138,3 @@ def test_a_random_layer_is_repeatable() -> None:
         trainer.fit(data(), verbose=0)
         states.append(small.state(trainer.model))
     small.assert_same_state(*states)
-
-
-COUNT = """
-import sys
-from pathlib import Path
-
-import tfpar
-
-tfpar.use_logical_cpus(2)
-
-import keras
-
-from tests.pipeline.execution import test_row_padding as cases
-
-counts, dumped = {}, Path(sys.argv[1])
-
-
-def count(name):
-    counts[name] = len(list(dumped.glob("*before_optimizations.txt"))) - sum(counts.values())
-
-
-for name, layers in cases.COUNTED.items():
-    build = cases.classifier(layers)
-    trainer = tfpar.Trainer(lambda: build(jit_compile=True), cases.pipeline(), seed=0)
-    trainer.fit(cases.data(), epochs=2, verbose=0)
-    count(f"{name}, training")
-    trainer.evaluate(cases.data(), verbose=0)
-    trainer.predict(cases.parity_cases.inputs(10), batch_size=9, verbose=0)
-    count(f"{name}, inference")
-print(cases.json.dumps(counts))
-"""
-COUNTED: dict[str, Callable[[], list[Any]]] = {
-    "independent": lambda: [keras.layers.LayerNormalization(), keras.layers.Dropout(0.5)],
-    "normalized": lambda: [keras.layers.BatchNormalization()],
-}
-
-
-@pytest.mark.slow_start
-def test_xla_compiles_a_pass_once_for_all_sizes_of_micro_batches(tmp_path: Path) -> None:
-    environment = {"XLA_FLAGS": f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COUNT, str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    counts = json.loads(done.stdout.splitlines()[-1])
-    # Two stages: forward and backward; forward alone.
-    assert counts["independent, training"] == 4
-    assert counts["independent, inference"] == 2
-    # The statistics of 3, 2 and 1 examples.
-    assert 4 < counts["normalized, training"] <= 12
-    assert counts["normalized, inference"] == 2
