@@ -122,7 +122,7 @@ def result(**changes: object) -> Outcome:
         {
             "seconds": {"GPU:0": 1.0, "GPU:1": changes.get("seconds", 1.0), "GPU:2": 1.0},
             "copies": [copy, {**copy, "source": "host", "num_wrong": changes.get("num_wrong", 0)}],
-            "all_reduce": {"algorithm": "nccl", "sizes": sizes},
+            "all_reduce": {"algorithm": changes.get("algorithm", "nccl"), "sizes": sizes},
         }
     )
 
@@ -142,6 +142,19 @@ def test_gpus_are_named_as_they_are_here(changes: dict[str, object], status: str
     assert found[name].status == status
     assert figure in found[name].figure
     assert [check.name for check in found.values() if check.status not in ("ok", status)] == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "way_out"),
+    [
+        ("nccl", "Try NCCL_P2P_DISABLE=1, and Mirrored(all_reduce='hierarchical_copy')."),
+        ("reduction_to_one_device", "Leave GPU:1 out of the strategy's devices, and have it examined."),
+    ],
+)
+def test_the_way_out_of_a_wrong_sum_suits_its_algorithm(algorithm: str, way_out: str) -> None:
+    names = {f"GPU:{number}": f"GPU:{number}" for number in range(3)}
+    (check,) = [one for one in together.judged(result(wrong=["GPU:1"], algorithm=algorithm), names) if one.way_out]
+    assert (check.name, check.way_out) == ("all-reduce", way_out)
 
 
 def test_a_process_of_devices_together_that_hangs_says_where() -> None:

@@ -112,7 +112,9 @@ def _all_reduces(result: Mapping[str, Any] | None, names: Mapping[str, str]) -> 
     wrong = sorted({names[device] for one in result["sizes"] for device in one["wrong"]})
     algorithm = _ALGORITHMS.get(result["algorithm"], result["algorithm"])
     if wrong:
-        way_out = "Try NCCL_P2P_DISABLE=1, and Mirrored(all_reduce='hierarchical_copy')."
+        way_out = f"Leave {', '.join(wrong)} out of the strategy's devices, and have it examined."
+        if result["algorithm"] == "nccl":
+            way_out = "Try NCCL_P2P_DISABLE=1, and Mirrored(all_reduce='hierarchical_copy')."
         return [Check("all-reduce", "WRONG", f"wrong sums by {algorithm} on {', '.join(wrong)}", "", way_out, result)]
     times = ", ".join(f"{_size(one['num_bytes'])} in {1e3 * one['seconds']:.2f} ms" for one in result["sizes"])
     return [Check("all-reduce", "ok", f"{algorithm}: {times}", values=result)]
