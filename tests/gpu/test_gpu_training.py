@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,10 @@ import tensorflow as tf
 import tfpar
 from tests.support import gpu_machine, parity_cases, small
 from tfpar import cluster
+from tfpar.loops.model_function import model_of
+from tfpar.loops.preparation import Preparation
+from tfpar.placement.reading import read_placement
+from tfpar.strategies.batches_ahead import BatchesAhead, StepBatch
 from tfpar.strategies.mirrored import AllReduce
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +72,31 @@ def test_no_batch_is_lost_or_trained_twice(gpus: list[str], strategy: str, kind:
     found = trainer.fit(DATA[kind](), epochs=2, verbose=0, steps_per_call=steps_per_call, **steps).history
     small.assert_same_history(found, wanted)
     small.assert_same_state(small.state(trainer.model), small.state(expected), 1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["single device", "mirrored"])
+def test_each_batch_enters_its_devices_while_the_step_before_runs(gpus: list[str], strategy: str) -> None:
+    made = SPLITTING[strategy](gpus)
+    model = model_of(small.build_model, made, 0)
+    epoch_iterator, loop = Preparation(model, made).prepare_loop(small.data(), None, "train")
+    traced = tf.function(lambda *given: loop.run(*given, tf.constant(2), False), autograph=False)
+    function = traced.get_concrete_function(epoch_iterator.iterator, epoch_iterator.upcoming)
+    on_gpus = gpus[0].startswith("GPU")
+    reading = read_placement(function, None if on_gpus else {name: f"GPU:{i}" for i, name in enumerate(gpus)})
+    ahead = {one.target for one in reading.entering if re.search(r"/while/body/while/Assign[^/]+$", one.consumer)}
+    assert ahead == ({"GPU:1"} if strategy == "single device" else {"GPU:0", "GPU:1"})
+    assert not [one for one in reading.entering if one.dtype == "float32"], "the inputs enter as a bundle"
+
+
+def test_the_tensors_of_the_next_batch_are_in_the_memory_of_their_devices(gpus: list[str]) -> None:
+    element = np.arange(6, dtype="float32"), np.arange(6, dtype="int64"), np.arange(6, dtype="int32")
+    ahead = BatchesAhead(lambda element: StepBatch(element, [gpus[0], gpus[1], gpus[1]]))
+    ahead.fill(tf.experimental.Optional.from_value(tuple(map(tf.constant, element))))
+    with tf.device("CPU:0"):
+        found = ahead.receive(tuple(map(tf.constant, element)))
+    assert [one.device.rpartition("device:")[2] for one in found] == [gpus[0], gpus[1], "CPU:0"]
+    for one, given in zip(found, element, strict=True):
+        np.testing.assert_array_equal(one, given)
 
 
 @each_strategy

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import tensorflow as tf
 
 from tfpar.loops.epoch_iterator import EpochIterator
-from tfpar.strategies.multi_step import HOST, SECONDS_PER_CALL, CallResult, StepsPerCall, compile_loop
+from tfpar.strategies.batches_ahead import HOST, StepBatch
+from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, CompiledLoop, StepsPerCall, compile_loop
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -77,6 +77,7 @@ class Adder:
             lambda: {"total": self.total.read_value()},
             lambda batch: tf.constant(3, tf.int64),
             lambda upcoming: upcoming.has_value(),
+            lambda element: StepBatch(element, [device or HOST]),
             device=device,
             run_eagerly=run_eagerly,
         )
@@ -91,9 +92,9 @@ class Adder:
         return result
 
 
-@pytest.fixture(params=[False, True], ids=["compiled", "eager"])
+@pytest.fixture(params=["compiled", "compiled for another device", "eager"])
 def adder(request: pytest.FixtureRequest) -> Adder:
-    return Adder(request.param)
+    return Adder(request.param == "eager", "CPU:1" if request.param == "compiled for another device" else None)
 
 
 def epoch_iterator(*values: float, **arguments: Any) -> EpochIterator:
@@ -144,10 +145,10 @@ def test_a_finite_call_says_so(adder: Adder) -> None:
 # --- the devices of the loop
 
 
-def traced(run: Callable[..., CallResult], stops: bool) -> tuple[Any, dict[str, Any]]:
+def traced(compiled: CompiledLoop, stops: bool) -> tuple[Any, dict[str, Any]]:
     """Return the operation of the loop, and all functions of its graph by name."""
     batches = epoch_iterator(1, 2)
-    outer = tf.function(lambda iterator, upcoming: run(iterator, upcoming, 2, stops), autograph=False)
+    outer = tf.function(lambda *given: compiled.run(*given, tf.constant(2), stops), autograph=False)
     graph = outer.get_concrete_function(batches.iterator, batches.upcoming).graph.as_graph_def()
     functions = {function.signature.name: function for function in graph.library.function}
     loops = [node for function in functions.values() for node in function.node_def if node.op.endswith("While")]
@@ -183,17 +184,34 @@ def test_the_condition_needs_a_loss_only_where_the_loop_has_to_stop(stops: bool)
     assert ("StatefulPartitionedCall" in needed) == stops
 
 
+def test_the_next_step_begins_after_the_updates_of_a_step() -> None:
+    """TensorFlow orders them by every value of the loop, and so the host waits for the device of the step."""
+    loop, functions = traced(Adder(device="CPU:1").run, False)
+    body = functions[loop.attr["body"].func.name]
+    nodes = {node.name: node for node in body.node_def}
+    returned = {body.ret[one.name].split(":")[0] for one in body.signature.output_arg} & set(nodes)
+    assert len(returned) >= 6, "all but captured tensors"
+    for name in returned:
+        before = [nodes[one[1:]] for one in nodes[name].input if one.startswith("^")]
+        updates = {one[1:] for group in before for one in group.input}
+        assert "StatefulPartitionedCall" in {nodes[one].op for one in updates}
+
+
 @pytest.mark.parametrize("device", [None, "CPU:1"])
 def test_the_loop_and_its_batches_are_on_the_host_and_the_step_is_on_its_device(device: str | None) -> None:
     loop, functions = traced(Adder(device=device).run, False)
     assert loop.device == HOST
     body = functions[loop.attr["body"].func.name].node_def
-    devices = {node.op: node.device for node in body}
+    devices = {node.op: node.device for node in reversed(body)}
     assert devices.pop("StatefulPartitionedCall") == ("" if device is None else f"/device:{device}")
     # TensorFlow places the operation that fetches a batch with its iterator.
     carriers = {op: place for op, place in devices.items() if op in ("OptionalGetValue", "OptionalHasValue")}
     assert len(carriers) == 2
     assert set(carriers.values()) == {HOST}
+    # The upcoming batch is the exception.
+    ahead = [node for node in functions[loop.attr["body"].func.name].node_def if node.device == f"/device:{device}"]
+    of_batch = [node.op for node in ahead if node.op != "StatefulPartitionedCall"]
+    assert of_batch == ([] if device is None else ["ReadVariableOp", "OptionalGetValue", "AssignVariableOp"])
 
 
 def test_each_value_of_the_loop_stays_on_the_host() -> None:

@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import parity_cases, small
 from tfpar import data
-from tfpar.strategies.multi_step import HOST
+from tfpar.strategies.batches_ahead import HOST
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 

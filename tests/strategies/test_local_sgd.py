@@ -16,7 +16,7 @@ from tests.properties.test_parity import computing_in
 from tests.support import multi_worker_cases as cases
 from tests.support import parity_cases
 from tests.support.multi_worker_cases import assert_same
-from tfpar.strategies.multi_step import HOST
+from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")

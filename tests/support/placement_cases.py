@@ -91,7 +91,7 @@ def _compiled(model: keras.Model) -> keras.Model:
     return model
 
 
-def _data(model: str) -> tf.data.Dataset:
+def data(model: str) -> tf.data.Dataset:
     tokens = np.ones((8, 6), "int32")
     targets = np.ones((8, 6) if model == "transformer" else (8,), "int64")
     return tf.data.Dataset.from_tensor_slices(
@@ -111,9 +111,9 @@ def read(strategy: tfpar.Strategy, model: str) -> Case:
     """Trace and read the loop of train steps of a model under a strategy that was made for it."""
     with tf.device("CPU:1"):  # what requests no device is on the first GPU, outside of the step as well
         built = model_of(MODELS[model], strategy, 0)
-        epoch_iterator, run_steps = Preparation(built, strategy).prepare_loop(_data(model), None, "train")
+        epoch_iterator, run_steps = Preparation(built, strategy).prepare_loop(data(model), None, "train")
     iterator, upcoming = epoch_iterator.iterator, epoch_iterator.upcoming
-    loop = tf.function(lambda *arguments: run_steps(*arguments, 2), autograph=False)
+    loop = tf.function(lambda *arguments: run_steps.run(*arguments, tf.constant(2), False), autograph=False)
     reading = read_placement(loop.get_concrete_function(iterator, upcoming), GPUS)
     homes = {layer.name: layer.variables[0].value.device for layer in built.layers if layer.variables}
     return Case(reading, {name: GPUS.get(home[-5:], "CPU:0") for name, home in homes.items()})

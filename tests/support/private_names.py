@@ -344,9 +344,9 @@ ROWS = [
     ),
     _tensorflow(
         "tensorflow.python.eager.context",
-        "Context context FunctionCallOptions",
+        "Context context anonymous_name FunctionCallOptions",
         "eager/context",
-        "options of the calling thread",
+        "options of the calling thread, and variables that TensorFlow names",
     ),
     _tensorflow(
         "TensorFlow's context",

@@ -39,7 +39,7 @@ def place(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
         batch = first_batch(dataset)
         batches = tf.data.Dataset.from_tensors(batch)
         epoch_iterator, run_steps = Preparation(trainer.model, strategy).prepare_loop(batches, None, "train")
-        loop = tf.function(lambda *arguments: run_steps(*arguments, 2), autograph=False)
+        loop = tf.function(lambda *arguments: run_steps.run(*arguments, tf.constant(2), False), autograph=False)
         with tf.device(None):
             traced = loop.get_concrete_function(epoch_iterator.iterator, epoch_iterator.upcoming)
         on_gpus = devices[0].startswith("GPU")

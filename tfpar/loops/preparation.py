@@ -15,10 +15,11 @@ from tfpar.loops.callback_list import callback_list
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate
 from tfpar.loops.held_errors import HeldCallbacks
-from tfpar.loops.step_calls import RunSteps, StepCalls, limited_steps
+from tfpar.loops.step_calls import StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.reduction import objective
 from tfpar.strategies import Distributed, Strategy, model_checks
+from tfpar.strategies.multi_step import CompiledLoop
 
 
 class Preparation:
@@ -40,7 +41,7 @@ class Preparation:
         kind: str,
         unused: tuple[Any, EpochIterator] | None = None,
         restarts: bool = False,
-    ) -> tuple[EpochIterator, RunSteps]:
+    ) -> tuple[EpochIterator, CompiledLoop]:
         """Distribute a dataset, build the model from its first batch, and compile the loop.
 
         Args:
@@ -141,7 +142,7 @@ class Preparation:
 
     def caller(
         self,
-        run_steps: RunSteps,
+        run_steps: CompiledLoop,
         epoch_iterator: EpochIterator,
         callbacks: HeldCallbacks,
         steps_per_call: int | None = None,

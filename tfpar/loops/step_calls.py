@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -17,9 +16,7 @@ from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.strategies import Strategy
-from tfpar.strategies.multi_step import CallResult, StepsPerCall
-
-RunSteps = Callable[..., CallResult]
+from tfpar.strategies.multi_step import CompiledLoop, StepsPerCall
 
 
 class NonfiniteStep(NamedTuple):
@@ -52,7 +49,7 @@ class StepCalls:
         ValueError: If `steps_per_call` is below 1.
     """
 
-    run_steps: RunSteps
+    run_steps: CompiledLoop
     model: keras.Model
     strategy: Strategy
     epoch_iterator: EpochIterator

@@ -48,7 +48,7 @@ class StepFunctions:
             self._given[kind] = given
         return self._compiled[kind]
 
-    def loop(self, kind: str, distributed: Distributed) -> Callable[..., multi_step.CallResult]:
+    def loop(self, kind: str, distributed: Distributed) -> multi_step.CompiledLoop:
         """Return the inner loop over train steps, or over evaluate steps.
 
         Args:
@@ -63,12 +63,13 @@ class StepFunctions:
                 strategy.end_call(model)
             return strategy.metric_results(model)
 
-        def compile_loop() -> Callable[..., multi_step.CallResult]:
+        def compile_loop() -> multi_step.CompiledLoop:
             return multi_step.compile_loop(
                 lambda batch: step(model, batch),
                 logs,
-                lambda batch: strategy.num_examples(batch, distributed),
+                lambda element: strategy.num_examples(element, distributed),
                 lambda upcoming: strategy.has_more(upcoming, distributed),
+                lambda element: strategy.step_batch(model, element),
                 device=strategy.step_device,
                 jit_compile=self._whole_step_in_xla,
                 run_eagerly=model.run_eagerly,
@@ -76,9 +77,7 @@ class StepFunctions:
 
         # One function for elements of any size, but not of any rank: it would forget the number of axes.
         elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
-        compiled: Callable[..., multi_step.CallResult] = self.once(
-            f"{kind} {distributed.uneven_end} {elements}", compile_loop
-        )
+        compiled: multi_step.CompiledLoop = self.once(f"{kind} {distributed.uneven_end} {elements}", compile_loop)
         return compiled
 
     def predict(self, spec: Any) -> Callable[[Any], Any]:

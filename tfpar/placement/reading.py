@@ -18,6 +18,7 @@ _MOVING = (
     "Identity",
     "IdentityN",
     "Merge",
+    "OptionalFromValue",
     "Reshape",
     "Slice",
     "Split",
@@ -25,8 +26,9 @@ _MOVING = (
     "StridedSlice",
     "Switch",
 )
-# Operations that create a bundle of tensors in the step, and those that return the bundles of their inputs.
-_BUNDLES = ("OptionalFromValue", "EmptyTensorList")
+# Operations that create a bundle of tensors in the step, or read one that an earlier step has copied to a device, and
+# those that return the bundles of their inputs.
+_BUNDLES = ("EmptyTensorList", "OptionalFromValue", "ReadVariableOp")
 _CARRYING = (
     "Identity",
     "Merge",
@@ -63,6 +65,7 @@ class Reading:
         detours: Tensors that pass a GPU which no one asked for, on their way to another one.
         entries: How many parts of each tensor of a batch are copied to each GPU, by its number and the device; one is
             the tensor itself.
+        entering: The copies of those parts, each once.
         moves: All copies between two GPUs.
     """
 
@@ -71,6 +74,7 @@ class Reading:
     waits: tuple[Transfer, ...]
     detours: tuple[Transfer, ...]
     entries: Mapping[tuple[int, str], int]
+    entering: tuple[Transfer, ...]
     moves: tuple[Transfer, ...]
 
 
@@ -114,7 +118,7 @@ def _read(graph: PlacedGraph) -> Reading:
         tuple(placed[index] for index in sorted(_on_host(graph))),
         tuple(graph.transfer(copy) for copy in reversed(first_readers.values())),
         tuple(graph.transfer(copy) for copy in _detours(graph)),
-        _entries(graph),
+        *_entries(graph),
         tuple(graph.transfer(copy) for copy in graph.copies if HOST not in (copy.origin, copy.target)),
     )
 
@@ -175,7 +179,7 @@ def _bundles(graph: PlacedGraph) -> set[Output]:
     return found
 
 
-def _entries(graph: PlacedGraph) -> dict[tuple[int, str], int]:
+def _entries(graph: PlacedGraph) -> tuple[dict[tuple[int, str], int], tuple[Transfer, ...]]:
     parts: dict[Output, frozenset[int]] = {}  # the tensors of the batch of which a tensor of the host is a part
     counts: collections.Counter[tuple[int, str]] = collections.Counter()
     bundles = _bundles(graph)
@@ -190,6 +194,6 @@ def _entries(graph: PlacedGraph) -> dict[tuple[int, str], int]:
             own = frozenset([number]) if of_data else of_inputs
             if own and graph.origin(Output(index, number)) == HOST:
                 parts[Output(index, number)] = own
-    entered = {(copy.output, copy.target) for copy in graph.copies if copy.output in parts}
+    entered = {(copy.output, copy.target): copy for copy in reversed(graph.copies) if copy.output in parts}
     counts.update((part, device) for output, device in entered for part in parts[output])
-    return dict(sorted(counts.items()))
+    return dict(sorted(counts.items())), tuple(graph.transfer(copy) for copy in reversed(entered.values()))

@@ -16,6 +16,7 @@ from tfpar import data
 from tfpar._compat import keras_variables, tf_distribute
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import metric_logs
+from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.model_checks import check_variables
 from tfpar.strategies.multi_step import SECONDS_PER_CALL
 from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
@@ -38,8 +39,8 @@ class Strategy(abc.ABC):
     """Decide where a model is built and how one step runs.
 
     A strategy supplies the scope of the model, the distribution of datasets, and the train, evaluate and predict steps.
-    The trainer supplies the loops around them. The steps are traced in a `tf.function`, with an element of the dataset
-    of `distribute` as their argument.
+    The trainer supplies the loops around them. The steps are traced in a `tf.function`, with the `step_batch` of an
+    element of the dataset of `distribute` as their argument.
 
     Example:
         >>> strategy: tfpar.Strategy = tfpar.Mirrored(["CPU:0", "CPU:1"])
@@ -230,13 +231,22 @@ class Strategy(abc.ABC):
         """Return the context for calls of the compiled loop of train or evaluate steps."""
         return contextlib.nullcontext()
 
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the batch of a train or evaluate step, with the devices that read it; traced ahead of the step.
+
+        Args:
+            model: A model after `prepare`.
+            element: An element of the distributed dataset.
+        """
+        return StepBatch(element, [HOST] * len(tf.nest.flatten(element)))
+
     @abc.abstractmethod
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Do one optimizer update on one element of the distributed dataset; return the loss, a scalar."""
+        """Do one optimizer update on a batch of `step_batch`; return the loss, a scalar."""
 
     @abc.abstractmethod
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Update the model's metrics from one element of the distributed dataset; return the loss, a scalar."""
+        """Update the model's metrics from a batch of `step_batch`; return the loss, a scalar."""
 
     @abc.abstractmethod
     def predict_step(self, model: keras.Model, batch: Any) -> Any:

@@ -31,6 +31,7 @@ from tfpar.reduction.update_order import after_reads
 from tfpar.strategies import batch_dependence, objective_steps
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.batch_parts import split_into_parts
+from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.gradient_sums import sum_gradients
 from tfpar.strategies.lookup_trials import find_lookup_kinds, may_look_up
 from tfpar.strategies.replica_runs import ReplicaRuns
@@ -199,6 +200,16 @@ class DataParallel(Strategy):
     def _first_found(self, names: list[str]) -> list[str]:
         """Return the names of the first worker that found any."""
         return names
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the element, each per-replica batch for the device of its replica."""
+        parts, *others = element
+        devices = [
+            device
+            for part, device in zip(parts, self._strategy.extended.worker_devices, strict=True)
+            for _ in tf.nest.flatten(part)
+        ]
+        return StepBatch(element, [*devices, *(HOST for _ in tf.nest.flatten(others))])
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one update, or one for each objective, on the parts of a global batch; return the global loss."""

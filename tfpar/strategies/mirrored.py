@@ -12,8 +12,8 @@ from tfpar import cluster, data
 from tfpar._compat import tf_distribute
 from tfpar.messages import keyword_arguments
 from tfpar.strategies.batch_dependence import BatchDependentLayers, check_choice
+from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.data_parallel import DataParallel
-from tfpar.strategies.multi_step import HOST
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar._compat import tf_custom_gradient
+from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 
 SECONDS_PER_CALL = 0.1
-HOST = "/device:CPU:0"
 
 
 class CallResult(NamedTuple):
@@ -42,43 +42,89 @@ class CallResult(NamedTuple):
     logs: dict[str, tf.Tensor]
 
 
+class CompiledLoop:
+    """A compiled loop of steps, with the upcoming batch on the devices of the step.
+
+    Args:
+        run: Runs the steps, for the iterator, the upcoming element (an optional), the largest number of steps, and
+            whether to stop after a step with a loss that is not finite.
+        fill: Copies the tensors of the upcoming element to devices; None to leave them on the host.
+    """
+
+    def __init__(self, run: Callable[..., CallResult], fill: Callable[[tf.experimental.Optional], None] | None) -> None:
+        self.run, self._fill = run, fill
+        self._upcoming: tf.experimental.Optional = None
+
+    def __call__(
+        self, iterator: Any, upcoming: tf.experimental.Optional, num_steps: int, stop_at_nonfinite: bool = False
+    ) -> CallResult:
+        """Run steps.
+
+        The last call has copied the element that it returned. Any other one, such as the first of an epoch, is copied
+        before the steps.
+
+        Args:
+            iterator: The iterator over elements.
+            upcoming: The next element.
+            num_steps: The largest number of steps.
+            stop_at_nonfinite: Whether to stop after a step with a loss that is not finite. There is a compilation for
+                each choice.
+        """
+        if self._fill is not None and upcoming is not self._upcoming and upcoming.has_value():
+            self._fill(upcoming)
+        self._upcoming = None  # for good if the steps raise an error
+        # What requests no device, such as the upcoming element that the loop returns, stays on the device of the call.
+        with contextlib.nullcontext() if self._fill is None else tf.device(HOST):
+            result = self.run(iterator, upcoming, tf.constant(num_steps), stop_at_nonfinite)
+        self._upcoming = result.upcoming
+        return result
+
+
 def compile_loop(
     step: Callable[[Any], tf.Tensor],
     logs: Callable[[], dict[str, tf.Tensor]],
     num_examples: Callable[[Any], tf.Tensor],
     has_more: Callable[[tf.experimental.Optional], tf.Tensor],
+    step_batch: Callable[[Any], StepBatch],
     *,
     device: str | None = None,
     jit_compile: bool = False,
     run_eagerly: bool = False,
-) -> Callable[..., CallResult]:
+) -> CompiledLoop:
     """Compile a loop of steps over an iterator.
 
-    The next batch is an optional value in the loop state, so the end of the data is a plain loop condition: the loop
-    raises no exception, no step runs under a conditional, and the caller receives the next batch, if any.
+    The next element is an optional value in the loop state, so the end of the data is a plain loop condition: the loop
+    raises no exception, no step runs under a conditional, and the caller receives the next element, if any. Its tensors
+    are copied to the devices of the step while the step before runs there.
 
     The loop runs on the host, and its steps on their devices: TensorFlow would place the state of the loop on the first
-    GPU, and copy every batch there and back; with explicit devices, only the upcoming batch at the end of a call is.
+    GPU, and copy every batch there and back.
     The condition needs no value of a device, so that the host fetches no loss between two steps, except in a loop that
-    has to stop at a loss that is not finite. It still waits for the end of a step on a GPU: TensorFlow 2.21 orders the
-    operations on the host after those with side effects on devices.
+    has to stop at a loss that is not finite.
+
+    The host still launches a step when the one before has ended on a GPU. Only the values of the loop order the updates
+    of a step before the reads of the next one: TensorFlow 2.21 gives each value that the body of a loop returns a
+    control dependency on all operations with side effects in it (`auto_control_deps.py`, `__exit__`). From a GPU to
+    the host that is a message of no bytes, which arrives after all operations that the GPU was given (`gpu_util.cc`).
 
     Args:
-        step: Takes one batch and returns the loss, a scalar.
+        step: Takes the batch of a step and returns the loss, a scalar.
         logs: Returns the metrics; called once, after the last step.
-        num_examples: Returns the number of examples of a batch.
-        has_more: Returns whether there is an upcoming batch.
+        num_examples: Returns the number of examples of an element.
+        has_more: Returns whether there is an upcoming element.
+        step_batch: Returns the batch of a step for an element, with the devices that read it.
         device: The device of the call of the step, for which XLA compiles it; None for TensorFlow's default.
         jit_compile: Compile the step with XLA.
-        run_eagerly: Run Python step by step, for debugging.
+        run_eagerly: Run Python step by step, for debugging; then no batch is copied ahead.
 
     Returns:
-        A function of the iterator, the upcoming batch (an optional), the largest number of steps to run, and whether
-        to stop after a step with a loss that is not finite (False if left out), with a compilation for each choice.
+        The loop.
     """
 
     def on(device: str | None) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if run_eagerly else tf.device(device)
+
+    ahead = BatchesAhead(step_batch)
 
     def loop(iterator: tf.data.Iterator, upcoming: Any, num_steps: tf.Tensor, stops: bool) -> CallResult:
         def more(left: Any, *others: Any) -> tf.Tensor:
@@ -86,10 +132,13 @@ def compile_loop(
 
         def one(left: Any, done: Any, num_finite: Any, examples: Any, waited: Any, upcoming: Any) -> tuple[Any, ...]:
             # The next batch is fetched while the step runs; only the time after the step counts as waiting for data.
-            batch = _here(upcoming).get_value()
+            element = _here(upcoming).get_value()
+            batch = step_batch(element).batch if run_eagerly else ahead.receive(element)
             with on(device):
                 loss = step(batch)
             following = _here(iterator.get_next_as_optional())
+            if not run_eagerly:
+                ahead.refill(following)
             with tf.control_dependencies([loss]):
                 step_ended = tf.timestamp()
             with tf.control_dependencies([following.has_value()]):
@@ -99,7 +148,7 @@ def compile_loop(
             done += 1
             continues = has_more(following) & (num_finite == done) if stops else has_more(following)
             left = tf.where(continues, num_steps - done, 0)
-            return left, done, num_finite, examples + num_examples(batch), waited, following
+            return left, done, num_finite, examples + num_examples(element), waited, following
 
         with on(HOST):
             # TensorFlow keeps each value of the loop on the device of its first one.
@@ -110,17 +159,17 @@ def compile_loop(
         _, done, num_finite, examples, waited, upcoming = state
         return CallResult(upcoming, done, num_finite, examples, waited, logs())
 
+    def fill(upcoming: Any) -> None:
+        with tf.device(HOST):
+            ahead.fill(_here(upcoming))
+
     tf_custom_gradient.release_with_graphs()
+    if run_eagerly:
+        return CompiledLoop(loop, None)
     # As a separate function, the step ends with the last of its updates.
-    if not run_eagerly:
-        step = tf.function(alone(step), autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
-    run = loop if run_eagerly else tf.function(alone(loop), autograph=False, reduce_retracing=True)
-
-    def call(iterator: Any, upcoming: Any, num_steps: int, stop_at_nonfinite: bool = False) -> CallResult:
-        result: CallResult = run(iterator, upcoming, tf.constant(num_steps), stop_at_nonfinite)
-        return result
-
-    return call
+    step = tf.function(alone(step), autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
+    run, first = (tf.function(alone(one), autograph=False, reduce_retracing=True) for one in (loop, fill))
+    return CompiledLoop(run, first)
 
 
 def _here(upcoming: Any) -> Any:

@@ -16,8 +16,8 @@ from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.whole_batch import RowsOfReplicas, knowing
 from tfpar.strategies import batch_dependence
+from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.compiled_calls import call_with_xla, suits
-from tfpar.strategies.multi_step import HOST
 from tfpar.strategies.replica_states import layer_metrics_counted_once, update_metrics_once
 from tfpar.strategies.single_device import forward_backward
 
@@ -93,7 +93,9 @@ class ReplicaRuns:
             The tuple of the function; its loss is that of the first local replica.
         """
         parts, num_counted, example_weight, num_examples = batch
-        sizes = [data.num_rows(part) for part in parts]
+        sizes = [
+            _size(part, device) for part, device in zip(parts, self._strategy.extended.worker_devices, strict=True)
+        ]
         sums: dict[int, tf.Tensor] = {}
         fractions: dict[int, tf.Tensor] = {}
 
@@ -175,6 +177,17 @@ def _of_replica(counts: tf.Tensor, replica: int) -> tf.Tensor:
     """Return a local replica's count in the memory of the host, which launches operations by it."""
     with tf.device(HOST):
         return counts[replica]
+
+
+def _size(part: Any, device: str) -> tf.Tensor:
+    """Return the number of examples of a per-replica batch on a device, on the host; a shape is there already."""
+    first = next(leaf for leaf in tf.nest.flatten(part) if leaf is not None)
+    if not isinstance(first, tf.Tensor):
+        return data.num_rows(part)
+    with tf.device(device):
+        shape = tf.shape(first, out_type=tf.int64)
+    with tf.device(HOST):
+        return shape[0]
 
 
 def _where(condition: tf.Tensor, gradient: Any) -> Any:

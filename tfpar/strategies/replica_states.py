@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model, tf_distribute
 from tfpar.reduction import metric_logs
-from tfpar.strategies.multi_step import HOST
+from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.single_device import update_metrics
 
 

@@ -15,6 +15,7 @@ from tfpar.messages import keyword_arguments
 from tfpar.reduction import metric_logs, objective
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.update_order import after_reads
+from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.single_replica import SingleReplica
 
 
@@ -66,6 +67,10 @@ class SingleDevice(SingleReplica):
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Accept every model: one device is the reference for other strategies."""
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the batch, all of it for the device."""
+        return StepBatch(element, self.device_names * len(tf.nest.flatten(element)))
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch, or one for each objective; return the loss, a scalar."""

@@ -10,6 +10,7 @@ memory is free once the bundle is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -65,3 +66,19 @@ def specs_of(tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> list[tf.TensorSpec
     """Return the specs of the bundle of some tensors."""
     apart = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors if tensor.dtype == tf.int32]
     return [*([tf.TensorSpec([], tf.variant)] if len(apart) < len(tensors) else []), *apart]
+
+
+def is_copied(tensor: Any) -> bool:
+    """Return whether a tensor of a batch is copied to the memory of the device that reads it.
+
+    Integers of 32 bits stay on the host, where most of TensorFlow's operations on them run, and so do texts, and sparse
+    and ragged tensors, whose operations have few kernels for GPUs.
+
+    Args:
+        tensor: A tensor of any kind, or None.
+
+    Example:
+        >>> [is_copied(one) for one in (tf.constant(1.0), tf.constant(1), tf.constant("one"))]
+        [True, False, False]
+    """
+    return isinstance(tensor, tf.Tensor) and tensor.dtype not in (tf.int32, tf.string, tf.resource, tf.variant)

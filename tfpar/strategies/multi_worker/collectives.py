@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfpar.strategies.multi_step import HOST
+from tfpar.strategies.batches_ahead import HOST
 
 AllReduce = Literal["auto", "ring", "nccl"]
 

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfpar.reduction.replicas import local_replica_id
-from tfpar.strategies.multi_step import HOST
+from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.multi_worker.collectives import Group
 
 

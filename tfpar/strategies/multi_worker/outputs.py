@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.strategies.multi_step import HOST
+from tfpar.strategies.batches_ahead import HOST
 
 
 def all_gather_outputs(outputs: Any, example_weight: tf.Tensor, num_examples: tf.Tensor, num_replicas: int) -> Any:

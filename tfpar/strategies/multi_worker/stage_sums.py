@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfpar.reduction.gradients import sum_in_packs
-from tfpar.strategies.multi_step import HOST
+from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, Group
 
 

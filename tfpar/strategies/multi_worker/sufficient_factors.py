@@ -30,7 +30,7 @@ import tensorflow as tf
 
 from tfpar.reduction.gradient_order import use_early
 from tfpar.reduction.gradients import as_vector
-from tfpar.strategies.multi_step import HOST
+from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.multi_worker.collectives import Group, pad_rows
 
 # In the time that a byte takes over the loopback, the fastest network between CPUs, a core does over 100 operations.

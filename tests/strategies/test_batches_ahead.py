@@ -1,0 +1,162 @@
+"""The upcoming batch is on the devices that read it before its step begins, and every step reads its own batch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.support import placement_cases
+from tfpar.loops.epoch_iterator import EpochIterator
+from tfpar.loops.model_function import model_of
+from tfpar.loops.preparation import Preparation
+from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
+from tfpar.strategies.multi_step import CompiledLoop, compile_loop
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+STRATEGIES = {name: placement_cases.STRATEGIES[name] for name in ("single_device", "mirrored", "pipeline")}
+DEVICES = ["CPU:1", "CPU:2"]
+
+
+class Recorder:
+    """Records the batch of each step, whose two tensors are on two devices."""
+
+    def __init__(self) -> None:
+        self.seen = tf.Variable(tf.zeros([0, 2]), shape=[None, 2])
+        self.loop = self.compiled()
+
+    def compiled(self) -> CompiledLoop:
+        return compile_loop(
+            self._step,
+            dict,
+            lambda element: tf.constant(1, tf.int64),
+            lambda upcoming: upcoming.has_value(),
+            lambda element: StepBatch((element, -element), DEVICES),
+        )
+
+    def _step(self, batch: Any) -> tf.Tensor:
+        self.seen.assign(tf.concat([self.seen, [tf.stack(batch)]], 0))
+        with tf.control_dependencies([tf.debugging.assert_less(batch[0], 100.0)]):
+            return tf.identity(batch[0])
+
+    def call(self, batches: EpochIterator, num_steps: int) -> None:
+        result = self.loop(batches.iterator, batches.upcoming, num_steps)
+        batches.advance(result.upcoming, int(result.num_steps))
+
+    def batches(self) -> list[float]:
+        seen = self.seen.numpy()
+        np.testing.assert_array_equal(seen[:, 0], -seen[:, 1])
+        return list(seen[:, 0])
+
+
+def batches(*values: float) -> EpochIterator:
+    return EpochIterator(tf.data.Dataset.from_tensor_slices([float(value) for value in values]))
+
+
+def test_every_step_reads_its_own_batch_over_calls_and_passes() -> None:
+    recorder, taken = Recorder(), batches(1, 2, 3, 4, 5)
+    for _ in range(2):
+        taken.begin_epoch()
+        for num_steps in (1, 2, 10):
+            recorder.call(taken, num_steps)
+        taken.end_epoch(5)
+    assert recorder.batches() == [1, 2, 3, 4, 5] * 2
+
+
+def test_iterators_may_take_turns_in_one_loop() -> None:
+    """As where a callback evaluates in the middle of an evaluation."""
+    recorder, one, other = Recorder(), batches(1, 2, 3), batches(4, 5, 6)
+    for turn in (one, other, one, other):
+        recorder.call(turn, 1)
+    recorder.call(one, 1)
+    assert recorder.batches() == [1, 4, 2, 5, 3]
+
+
+def test_a_call_after_an_error_reads_its_own_batch() -> None:
+    recorder, taken = Recorder(), batches(1, 2, 1000, 3)
+    recorder.call(taken, 1)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        recorder.call(taken, 3)
+    recorder.call(taken, 1)
+    assert recorder.batches()[-1] == 2, "the upcoming batch is still the second one"
+
+
+def test_the_copy_of_a_batch_waits_for_no_step() -> None:
+    taken = batches(1, 2)
+    loop = Recorder().loop
+    outer = tf.function(lambda *given: loop.run(*given, tf.constant(2), False), autograph=False)
+    library = outer.get_concrete_function(taken.iterator, taken.upcoming).graph.as_graph_def().library.function
+    (body,) = [one for one in library if any(node.op == "IteratorGetNextAsOptional" for node in one.node_def)]
+    nodes = {node.name: node for node in body.node_def}
+    copies = [name for name, node in nodes.items() if node.op == "AssignVariableOp"]
+    assert [nodes[name].device[-5:] for name in copies] == DEVICES
+    assert {nodes[name].op for name in _needed(nodes, copies)}.isdisjoint({"StatefulPartitionedCall", "Timestamp"})
+    (step,) = [name for name, node in nodes.items() if node.op == "StatefulPartitionedCall"]
+    assert not _needed(nodes, [step]) & set(copies), "nor the step for the copy"
+
+
+def _needed(nodes: dict[str, Any], names: list[str]) -> set[str]:
+    found, left = set[str](), list(names)
+    while left:
+        new = {text.removeprefix("^").split(":")[0] for text in nodes[left.pop()].input} & set(nodes)
+        left += new - found
+        found |= new
+    return found
+
+
+def test_the_memory_of_the_last_batch_is_free_after_it() -> None:
+    ahead = BatchesAhead(lambda element: StepBatch(element, ["CPU:1"]))
+    element = tf.experimental.Optional.from_value(tf.zeros([2]))
+    with tf.device(HOST):
+        ahead.fill(element)
+        assert ahead.receive(tf.zeros([2])).device.endswith("CPU:1")
+        ahead.refill(tf.experimental.Optional.empty(element.element_spec))
+        with pytest.raises(tf.errors.InvalidArgumentError, match="does not have a value"):
+            ahead.receive(tf.zeros([2]))
+
+
+def test_the_memory_of_a_loop_is_free_with_it() -> None:
+    ahead = BatchesAhead(lambda element: StepBatch(element, ["CPU:1"]))
+    ahead.fill(tf.experimental.Optional.from_value(tf.zeros([2])))
+    (place,) = ahead._places.values()
+    handle = weakref.ref(place._handle)  # the last reference to it frees the variable
+    assert handle() is not None
+    del ahead, place
+    gc.collect()
+    assert handle() is None
+
+
+def test_integers_of_32_bits_texts_and_ragged_tensors_stay_on_the_host() -> None:
+    batch = (
+        tf.constant([1.0]),
+        tf.constant([1]),
+        tf.constant(["a"]),
+        tf.ragged.constant([[1]]),
+        None,
+        tf.constant([2], tf.int64),
+    )
+    ahead = BatchesAhead(lambda element: StepBatch(element, ["CPU:1"] * 6))
+    ahead.fill(tf.experimental.Optional.from_value(batch))
+    received = ahead.receive(batch)
+    assert [one is given for one, given in zip(received, batch, strict=True)] == [False, True, True, True, True, False]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_tensor_is_for_the_devices_that_take_it(strategy: str) -> None:
+    made = STRATEGIES[strategy]()
+    built = model_of(placement_cases.MODELS["cnn"], made, 0)
+    epoch_iterator, _ = Preparation(built, made).prepare_loop(placement_cases.data("cnn"), None, "train")
+    batch, devices = made.step_batch(built, epoch_iterator.peek())
+    leaves = tf.nest.flatten(batch)
+    short = [device[-5:] for device in devices]
+    assert len(leaves) == len(devices)
+    if strategy == "single_device":
+        assert short == ["CPU:1", "CPU:1"]
+    elif strategy == "mirrored":
+        assert short == ["CPU:1", "CPU:1", "CPU:2", "CPU:2", "CPU:0", "CPU:0", "CPU:0"]
+    else:  # cut into micro-batches within the step
+        assert set(short) == {"CPU:0"}
