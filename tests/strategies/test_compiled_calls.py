@@ -131,3 +131,47 @@ def test_replicas_compiled_by_xla_train_as_one_device(name: str) -> None:
     small.assert_same_history({k: [v] for k, v in evaluated.items()}, {k: [v] for k, v in wanted.items()})
     inputs = dataset().map(lambda x, *others: x)
     small.assert_same_state(*([one.predict(inputs, verbose=0)] for one in (trainer, model)), tolerance=1e-5)
+
+
+def test_states_are_those_of_the_replicas_without_xla() -> None:
+    """Each replica normalizes its own examples."""
+    build = classifier(lambda: [keras.layers.BatchNormalization()])
+    states = []
+    for jit_compile in (True, False):
+        strategy = tfpar.Mirrored(["CPU:0", "CPU:1"])
+        trainer = tfpar.Trainer(lambda jit=jit_compile: build(jit_compile=jit), strategy, seed=0)
+        trainer.fit(data(), epochs=2, steps_per_call=1, verbose=0)
+        states.append(small.state(trainer.model))
+    small.assert_same_state(*states, 1e-5)
+
+
+class Draws(keras.layers.Layer):
+    """Writes one random number for each step and replica into its gradient."""
+
+    def build(self, shape: Any) -> None:
+        self.seeds = keras.random.SeedGenerator(3)
+        self.sums = self.add_weight(shape=(1,), initializer="zeros")
+
+    def call(self, features: Any) -> Any:
+        drawn = keras.random.uniform(keras.ops.shape(features), seed=self.seeds)
+        return features + drawn * self.sums
+
+
+def test_random_numbers_differ_between_replicas_and_steps_and_are_repeatable() -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((1,)), Draws()])
+        model.compile(keras.optimizers.SGD(1.0), lambda y, outputs: keras.ops.sum(outputs * y, -1), jit_compile=True)
+        return model
+
+    def drawn(signs: list[float]) -> list[float]:
+        """The changes of the weight by each step: the mean of the signed numbers of both replicas."""
+        trainer, found = tfpar.Trainer(build, tfpar.Mirrored(["CPU:0", "CPU:1"]), seed=0), [0.0]
+        for _ in range(3):
+            trainer.fit(np.zeros((2, 1), "float32"), np.array(signs, "float32")[:, None], batch_size=2, verbose=0)
+            found.append(trainer.model.layers[0].sums.numpy().item())
+        return [float(one) for one in np.diff(found)]
+
+    differences = drawn([1.0, -1.0])  # zero where both replicas draw the same number
+    assert min(map(abs, differences)) > 1e-4
+    assert len({round(one, 5) for one in differences}) == 3
+    assert differences == drawn([1.0, -1.0])

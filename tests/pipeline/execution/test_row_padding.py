@@ -86,8 +86,9 @@ def classifier(layers: Callable[[], list[Any]] = list) -> Callable[..., keras.Mo
     return build
 
 
-def pipeline(**settings: Any) -> tfpar.Strategy:
-    return tfpar.Pipeline(**{"num_stages": 2, "num_microbatches": 4, "balance": "parameters", **settings})
+def pipeline(num_replicas: int = 1, **settings: Any) -> tfpar.Strategy:
+    one = tfpar.Pipeline(**{"num_stages": 2, "num_microbatches": 4, "balance": "parameters", **settings})
+    return one if num_replicas == 1 else tfpar.Hybrid(one, num_replicas)
 
 
 def with_losses() -> list[Any]:
@@ -97,6 +98,7 @@ def with_losses() -> list[Any]:
 CASES: dict[str, tuple[Callable[..., keras.Model], Callable[[], tf.data.Dataset], dict[str, Any]]] = {
     "sample weights": (classifier(), data, {}),
     "recomputed": (classifier(), data, {"recompute": True, "schedule": "zero_bubble"}),
+    "replicas of stages": (classifier(), data, {"num_replicas": 2}),
     "one micro-batch": (classifier(), data, {"num_microbatches": 1}),
     "masks and lookups": (words(lambda: keras.optimizers.Adam(0.1)), word_data, {}),
     "an optimizer that sees the listed rows": (words(lambda: AddsPerRow(0.1)), word_data, {}),

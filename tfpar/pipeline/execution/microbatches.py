@@ -85,7 +85,7 @@ class Microbatches:
         with tf.device("CPU:0"):
             self._num_rows = data.num_rows(batch)
             self.num_counted, self.num_examples = part or (self._num_rows, self._num_rows)
-            largest = -(-self.num_counted // count)
+            largest = -(-tf.maximum(self.num_counted, 1) // count)
             self._padded_size = largest if usual_size is None else tf.maximum(largest, usual_size)
 
     def __getitem__(self, number: int | tf.Tensor) -> Microbatch:
