@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -38,6 +39,10 @@ def found(layer: Any, *shape: int, batch: int = 4, after: Any = None) -> BatchDe
     return find_batch_dependence(trace(model), [np.random.default_rng(0).normal(size=(batch, *(shape or (6,))))])
 
 
+def attention(**settings: Any) -> Callable[[Any], Any]:
+    return lambda inputs: layers.MultiHeadAttention(2, 2, **settings)(inputs, inputs)
+
+
 def minus_mean(layer: Custom, inputs: Any, training: Any) -> Any:
     return inputs - ops.mean(inputs, axis=0)
 
@@ -66,11 +71,12 @@ def swapped_in_training(layer: Custom, inputs: Any, training: Any) -> Any:
         (lambda: Custom(lambda layer, inputs, training: keras.random.dropout(inputs, 0.3) + inputs[::-1]), ()),
         (lambda: layers.UnitNormalization(axis=0, name="tested"), ()),
         (lambda: layers.Softmax(axis=0, name="tested"), ()),
+        (lambda: attention(attention_axes=-4, name="tested"), (3, 5, 6)),
         (lambda: layers.MixUp(name="tested"), (4, 4, 3)),
     ],
     ids=[
         *("mean", "mean in training", "size of the batch", "products", "scalar", "draws and swaps", "global draw"),
-        *("unit normalization", "softmax", "mix-up"),
+        *("unit normalization", "softmax", "attention over examples", "mix-up"),
     ],
 )
 def test_only_the_batch_dependent_layer_is_named(make: Any, shape: tuple[int, ...]) -> None:
@@ -85,7 +91,7 @@ def test_only_the_batch_dependent_layer_is_named(make: Any, shape: tuple[int, ..
         (lambda: layers.LSTM(3), (3, 6)),
         (lambda: layers.GroupNormalization(2), ()),
         (lambda: layers.RandomFlip(), (4, 4, 3)),
-        (lambda: layers.MultiHeadAttention(2, 2, dropout=0.3), (3, 6)),
+        (lambda: attention(dropout=0.3), (3, 6)),
         (lambda: Custom(normalized, inner=layers.Dropout(0.5)), ()),
         (lambda: Custom(lambda layer, inputs, training: keras.random.normal(ops.shape(inputs)) + inputs), ()),
         (lambda: Custom(lambda layer, inputs, training: tf.random.normal(tf.shape(inputs)) + inputs), ()),
@@ -109,9 +115,17 @@ def test_only_the_batch_dependent_layer_is_named(make: Any, shape: tuple[int, ..
     ],
 )
 def test_a_batch_independent_layer_is_not_named(make: Any, shape: tuple[int, ...]) -> None:
-    layer = make()
-    attends = isinstance(layer, layers.MultiHeadAttention)
-    assert found((lambda inputs: layer(inputs, inputs)) if attends else layer, *shape) == BatchDependence()
+    assert found(make(), *shape) == BatchDependence()
+
+
+@pytest.mark.parametrize(
+    "layer", [layers.MultiHeadAttention(2, 2), layers.GroupQueryAttention(3, 2, 1)], ids=["multi-head", "grouped"]
+)
+def test_attention_is_recognized_without_a_trial(layer: layers.Layer) -> None:
+    entry = keras.Input((3, 6))
+    graph = trace(keras.Model(entry, layer(layers.Dense(6)(entry), entry)))
+    with mock.patch.object(layer, "call", side_effect=AssertionError("the layer runs")):
+        assert find_batch_dependence(graph, [np.ones((4, 3, 6))]) == BatchDependence()
 
 
 def reversed_where(condition: Callable[[], Any]) -> Callable[[], layers.Layer]:

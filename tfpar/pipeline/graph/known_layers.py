@@ -25,6 +25,7 @@ _BATCH_INDEPENDENT = {
     *(layers.UpSampling1D, layers.UpSampling2D, layers.UpSampling3D),
     *(layers.ZeroPadding1D, layers.ZeroPadding2D, layers.ZeroPadding3D),
     *(layers.Cropping1D, layers.Cropping2D, layers.Cropping3D),
+    *(layers.Attention, layers.AdditiveAttention, layers.GroupQueryAttention),
     *(layers.Add, layers.Subtract, layers.Multiply, layers.Average, layers.Maximum, layers.Minimum),
 }
 # Layers that are batch-independent if their axis is not that of the examples.
@@ -46,6 +47,8 @@ def is_batch_independent(call: Call, training: bool) -> bool:
     rank = len(call.inputs[0].shape) if call.inputs else 0
     if kind in _BATCH_INDEPENDENT_BY_AXIS and rank:
         return all(axis % rank for axis in keras.tree.flatten(call.operation.axis))
+    if kind is layers.MultiHeadAttention:
+        return 0 not in (call.operation.attention_axes or ())  # once the layer is built, none of them is negative
     return kind in _BATCH_INDEPENDENT
 
 
