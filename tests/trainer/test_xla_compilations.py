@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import pytest
+import tensorflow as tf
 
 import tfpar
 from tests import ROOT
@@ -27,6 +28,20 @@ def independent() -> list[Any]:
     return [keras.layers.LayerNormalization(), keras.layers.Dropout(0.5)]
 
 
+class LooksUp(keras.layers.Layer):
+    """Looks up rows by computed numbers, whose kind a trial finds."""
+
+    def build(self, shape: Any) -> None:
+        self.rows = self.add_weight(shape=(4, 8))
+
+    def call(self, features: Any) -> Any:
+        return features + tf.gather(self.rows, tf.argmax(features, -1) % 4)
+
+
+def looks_up() -> list[Any]:
+    return [LooksUp()]
+
+
 def normalized() -> list[Any]:
     return [keras.layers.BatchNormalization()]
 
@@ -35,6 +50,7 @@ CASES: dict[str, tuple[Callable[[], tfpar.Strategy], Callable[[], list[Any]]]] =
     "one device": (lambda: tfpar.SingleDevice(), independent),
     "replicas": (lambda: tfpar.Mirrored(TWO), independent),
     "stages": (lambda: tfpar.Pipeline(2, 4, balance="parameters"), independent),
+    "stages with a trial of lookups": (lambda: tfpar.Pipeline(2, 4, balance="parameters"), looks_up),
     "stages with statistics": (lambda: tfpar.Pipeline(2, 4, balance="parameters"), normalized),
 }
 PROGRAM = """
@@ -86,6 +102,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int
         ("one device", 2, 4),  # sizes; evaluation and prediction
         ("replicas", 8, 8),  # passes, replicas and sizes; evaluation and prediction
         ("stages", 4, 2),  # passes and stages, of one size; evaluation and prediction have the same
+        ("stages with a trial of lookups", 4, 2),
     ],
 )
 def test_xla_compiles_a_few_functions(

@@ -47,11 +47,11 @@ def infer_lookup_kinds(
     users: list[StageProgram | LossProgram] = [*programs.stages, loss]
     if not any(None in kinds for user in users for kinds in user.kinds):
         return programs, loss
-    seen = []
+    seen, trials = [], programs._replace(stages=[program.without_xla() for program in programs.stages])
     for pair in pairs_of_parts(batch):
         both = data.join_batches(pair)
         whole, *parts = (
-            _row_numbers(programs, loss, flat, Microbatches(both, count)[number])
+            _row_numbers(trials, loss, flat, Microbatches(both, count)[number])
             for count, number in ((1, 0), (2, 0), (2, 1))
         )
         seen.append((whole, parts))

@@ -223,10 +223,17 @@ class StageProgram:
     def on(self, device: str) -> StageProgram:
         """Return the same functions for another device, without another trace of the layers."""
         subgraphs = [dataclasses.replace(one, device=device) for one in self.subgraphs]
-        functions = StageFunctions(
-            self.trace, subgraphs, self.input_specs, len(self.parameters), device, pads=self.pads
-        )
-        return dataclasses.replace(self, device=device, subgraphs=subgraphs, functions=functions)
+        return self._of(subgraphs, device, pads=self.pads)
+
+    def without_xla(self) -> StageProgram:
+        """Return the same functions, not compiled by XLA, for trials with other numbers of examples than in steps."""
+        subgraphs = [dataclasses.replace(one, jit_compile=False) for one in self.subgraphs]
+        return self._of(subgraphs, self.device, pads=False)
+
+    def _of(self, subgraphs: Sequence[Subgraph], device: str, *, pads: bool) -> StageProgram:
+        num_parameters = len(self.parameters)
+        functions = StageFunctions(self.trace, subgraphs, self.input_specs, num_parameters, device, pads=pads)
+        return dataclasses.replace(self, device=device, subgraphs=subgraphs, functions=functions, pads=pads)
 
     @property
     def _totals(self) -> list[tf.Tensor]:
