@@ -74,7 +74,7 @@ def test_no_batch_is_lost_or_trained_twice(gpus: list[str], strategy: str, kind:
     small.assert_same_state(small.state(trainer.model), small.state(expected), 1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["single device", "mirrored"])
+@each_strategy
 def test_each_batch_enters_its_devices_while_the_step_before_runs(gpus: list[str], strategy: str) -> None:
     made = SPLITTING[strategy](gpus)
     model = model_of(small.build_model, made, 0)

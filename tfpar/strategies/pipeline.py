@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
+
+import keras
 
 from tfpar import cluster
 from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
+from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.staged import Settings, Staged
 
 
@@ -79,6 +83,10 @@ class Pipeline(Staged):
     def describe(self) -> str:
         """Say in one line which devices run what."""
         return f"Pipeline of {describe_stages(self, self.devices)}"
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the batch, each tensor for the devices of the stages that take it."""
+        return StepBatch(*self._steps[model].staged(element))
 
 
 def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:

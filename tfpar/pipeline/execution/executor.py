@@ -54,7 +54,6 @@ class Execution:
     Args:
         programs: The compiled stages.
         microbatches: The micro-batches of the batch.
-        inputs: Returns the inputs of the graph for those of a micro-batch.
         scale: The gradient of one unit of loss, a scalar in Keras' float type.
         factors: Returns for a micro-batch the weight of each added loss in the loss of the batch, in the order of the
             stages; None for a prediction.
@@ -70,7 +69,6 @@ class Execution:
         self,
         programs: Programs,
         microbatches: Microbatches,
-        inputs: Callable[[Any], dict[Value, Any]],
         scale: tf.Tensor,
         factors: Callable[[Microbatch], Sequence[tf.Tensor]] | None = None,
         loss: Loss | None = None,
@@ -80,7 +78,7 @@ class Execution:
         first_microbatch: int = 0,
         timed: bool = False,
     ) -> None:
-        self._programs, self.microbatches, self._inputs, self._scale = programs, microbatches, inputs, scale
+        self._programs, self.microbatches, self._scale = programs, microbatches, scale
         self._timed, self._added_factors, self._loss = timed, factors, loss
         self._first_microbatch = first_microbatch
         self.devices = [program.device for program in programs.stages]
@@ -96,7 +94,7 @@ class Execution:
             for stage, program in enumerate(programs.stages)
         ]
         self._offset: tf.Tensor | None = None
-        self._cut: dict[int, tuple[Microbatch, dict[Value, Any]]] = {}
+        self._cut: dict[int, Microbatch] = {}
         self.moments: list[Moment] = []
 
     def run(self, segments: Iterable[Segment]) -> None:
@@ -136,7 +134,9 @@ class Execution:
 
     def microbatch(self, number: int) -> Microbatch:
         """Return a micro-batch; in a loop `number` is its index in the first iteration."""
-        return self._part(number)[0]
+        if number not in self._cut:
+            self._cut[number] = self.microbatches[self._index(number)]
+        return self._cut[number]
 
     def number(self, number: int) -> tf.Tensor:
         """Return the index in the global batch of a micro-batch, an int64 scalar."""
@@ -190,14 +190,6 @@ class Execution:
             with tf.device(device), tf.control_dependencies(self._before(device)):
                 self.live[Key("end", device)] = [tf.constant(True)]
 
-    def _part(self, number: int) -> tuple[Microbatch, dict[Value, Any]]:
-        if number not in self._cut:
-            one = self.microbatches[self._index(number)]
-            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(one.batch)
-            with tf.device("CPU:0"):
-                self._cut[number] = one, self._inputs(inputs)
-        return self._cut[number]
-
     def _find_last_uses(self) -> dict[tuple[Value, str], int]:
         """Return the last stage of each device that takes a value; the loss takes the outputs after the last stage."""
         uses = {}
@@ -210,10 +202,9 @@ class Execution:
     def value(self, value: Value, number: int, device: str) -> MaskedTensor:
         """Return a value of a micro-batch on a device; it was sent there once, as soon as it was computed."""
         if value not in self._producers:
+            given = self.microbatch(number).values[value, device]
             with tf.device(device):
-                return MaskedTensor(
-                    tf.nest.map_structure(tf.identity, self._part(number)[1][value], expand_composites=True)
-                )
+                return MaskedTensor(tf.nest.map_structure(tf.identity, given, expand_composites=True))
         return MaskedTensor(*self.live[Key("value", (value, device), number)])
 
     def _upstream(self, stage: int, number: int) -> list[Any]:

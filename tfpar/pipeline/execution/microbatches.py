@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfpar import data
+from tfpar.pipeline.execution.bundles import is_copied
 from tfpar.pipeline.execution.peers import LocalPart
 from tfpar.pipeline.execution.row_padding import Rows
+from tfpar.pipeline.graph.ir import Value
+
+HOST = "CPU:0"
+
+
+class StagedBatch(NamedTuple):
+    """A batch, and the inputs of the stages; all on the host, or all that devices take on those devices.
+
+    Args:
+        batch: `(inputs, targets, sample_weight)` as far as given, the inputs as the model is called with them.
+        values: The inputs of the graph, for each pair of a value and a device that `PipelineSteps` lists.
+    """
+
+    batch: Any
+    values: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Microbatch:
         size: The number of examples, an int64 scalar, at least 1.
         num_examples: The number of examples of the global batch, an int64 scalar.
         padded_size: The number of examples to which a stage that XLA compiles may pad it, an int64 scalar.
+        values: The inputs of the graph for the examples, by value and device.
     """
 
     batch: Any
@@ -33,6 +51,7 @@ class Microbatch:
     size: tf.Tensor
     num_examples: tf.Tensor
     padded_size: tf.Tensor
+    values: Mapping[tuple[Value, str], Any]
 
     @property
     def rows(self) -> Rows:
@@ -57,7 +76,8 @@ class Microbatches:
 
         7 examples, 3 micro-batches:  0 1 2 | 3 4 | 5 6          2 examples, 3 micro-batches:  0 | 1 | (1)
 
-    They are cut in the memory of the host, so that no device receives examples that its stage does not take.
+    They are cut in the memory of the host, so that no device receives examples that its stage does not take; or, where
+    all examples are on the devices that take them, there.
 
     Args:
         batch: A structure of tensors or None, `[batch, ...]` each, at least one example.
@@ -66,6 +86,9 @@ class Microbatches:
             the largest micro-batch of this batch.
         part: The part of the global batch that `batch` is on this worker; None where it is all of it.
         first_number: The number of micro-batches of the global batch on workers of lower ranks.
+        values: The inputs of the graph, by value and device.
+        last_device: The device that holds the targets and weights, if the devices hold their tensors; None if the host
+            holds all of them.
 
     Example:
         >>> microbatches = Microbatches(tf.zeros([7, 2]), 3)
@@ -80,8 +103,11 @@ class Microbatches:
         usual_size: tf.Tensor | None = None,
         part: LocalPart | None = None,
         first_number: int = 0,
+        values: Mapping[tuple[Value, str], Any] | None = None,
+        last_device: str | None = None,
     ) -> None:
         self._batch, self.count, self.first_number = batch, count, first_number
+        self._values, self._last_device = values or {}, last_device
         with tf.device("CPU:0"):
             self._num_rows = data.num_rows(batch)
             self.num_counted, self.num_examples = part or (self._num_rows, self._num_rows)
@@ -93,6 +119,34 @@ class Microbatches:
         with tf.device("CPU:0"):
             begin, end = (-(-(number + more) * self.num_counted // self.count) for more in (0, 1))
             first = tf.minimum(begin, self._num_rows - 1)
-            last = tf.maximum(end, first + 1)
-            part = data.take_rows(self._batch, first, last)
-            return Microbatch(part, end - begin, last - first, self.num_examples, self._padded_size)
+            cut = _Cut(first, tf.maximum(end, first + 1))
+            num_counted, size = end - begin, cut.end - first
+        on_devices = self._last_device is not None
+        values = {key: cut.rows(value, key[1] if on_devices else HOST) for key, value in self._values.items()}
+        if self._last_device is None:
+            batch = cut.rows(self._batch, HOST)
+        else:
+            inputs, *others = self._batch
+            batch = cut.rows(inputs, HOST), *(cut.rows(one, self._last_device) for one in others)
+        return Microbatch(batch, num_counted, size, self.num_examples, self._padded_size, values)
+
+
+class _Cut(NamedTuple):
+    """The bounds of a micro-batch, int64 scalars of the host."""
+
+    begin: tf.Tensor
+    end: tf.Tensor
+
+    def rows(self, structure: Any, device: str) -> Any:
+        """Return the rows of all tensors of a structure, cut on a device that holds them."""
+        return tf.nest.map_structure(lambda leaf: self._rows(leaf, device), structure)
+
+    def _rows(self, leaf: Any, device: str) -> Any:
+        if device == HOST or not is_copied(leaf):
+            with tf.device(HOST):
+                return data.take_rows(leaf, *self)
+        with tf.device(HOST):  # else the bounds are computed on the device, and the host waits for them
+            bounds = [tf.stack([bound]) for bound in self]
+            stride = tf.ones([1], tf.int64)
+        with tf.device(device):
+            return tf.strided_slice(leaf, *bounds, stride)

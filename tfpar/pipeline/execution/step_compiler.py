@@ -49,7 +49,7 @@ class StepCompiler:
         self.staged = stages.staged
         self.compilation = keras_model.compilation(self.staged.model)
         self.examples = Examples()
-        self._stages, self._num_microbatches, self._other_devices = stages, num_microbatches, other_devices
+        self._stages, self._num_microbatches, self.other_devices = stages, num_microbatches, other_devices
         self._agree = agree
         self._adds_losses, self._allow_batch_dependence = adds_losses, allow_batch_dependence or num_microbatches == 1
         self._decomposition: LossDecomposition | None = None
@@ -119,7 +119,7 @@ class StepCompiler:
     def stages_of_replicas(self, inputs: Any, *, training: bool) -> list[Programs]:
         """Return the compiled stages of each replica; the arguments are those of `stages`."""
         first = self.stages(inputs, training=training)
-        return [first, *map(first.on, self._other_devices)]
+        return [first, *map(first.on, self.other_devices)]
 
     def compile(self, batch: Any, *, training: bool) -> StepPrograms:
         """Return the compiled stages, loss and metrics of the first replica; the arguments as `compile_replicas`."""
@@ -161,7 +161,7 @@ class StepCompiler:
         check_own_loss(self.staged.model, programs)
         metrics = self._compile_metrics(programs, specs, device, in_place=self._agree is None)
         compiled = [StepPrograms(programs, loss, metrics)]
-        for devices in self._other_devices:
+        for devices in self.other_devices:
             other, last = programs.on(devices), devices[-1]
             same = self._compile_loss(other, specs, last, training=training)
             metrics = self._compile_metrics(other, specs, last, in_place=False)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_optimizer
 from tfpar.pipeline.execution.executor import Execution
-from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches
+from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, StagedBatch
 from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.regularization import add_penalties
 from tfpar.pipeline.execution.replicas import ReplicaContext, StepContext, named
@@ -21,6 +21,7 @@ from tfpar.pipeline.execution.stage_chain import BatchLoss, StepPrograms
 from tfpar.pipeline.execution.state_changes import added_changes, values_after
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.step_results import add_to_metrics, assign_states, update_loss_trackers
+from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.segments import Segment, segments
@@ -55,18 +56,39 @@ class PipelineSteps:
         self.compiler.examples.keep(batch)
         self._usual_sizes[training].assign(-(-data.num_rows(batch) // self._schedule.num_microbatches))
 
+    @functools.cached_property
+    def _takers(self) -> list[tuple[Value, str]]:
+        """The inputs of the graph, each with the devices that take it."""
+        graph, found = self._staged.graph, list[tuple[Value, str]]()
+        for devices in (self._staged.devices, *self.compiler.other_devices):
+            stages = zip(self._staged.stages, devices, strict=True)
+            found += [(value, device) for stage, device in stages for value in stage.inputs]
+            found += [(value, devices[-1]) for value in keras.tree.flatten(graph.outputs)]
+        return list(dict.fromkeys(pair for pair in found if pair[0] in graph.inputs))
+
+    def staged(self, batch: Any) -> tuple[StagedBatch, list[str]]:
+        """Return a batch with the inputs of the stages, on the host, and the device that takes each flat tensor."""
+        inputs, *others = batch if isinstance(batch, tuple) else (batch,)
+        with tf.device(HOST):
+            values = self._staged.flat_inputs(inputs)
+        devices = [HOST for _ in tf.nest.flatten(inputs)]
+        devices += [self._last_device for _ in tf.nest.flatten(others)]
+        devices += [device for _, device in self._takers]
+        return StagedBatch((inputs, *others), [values[value] for value, _ in self._takers]), devices
+
     def train_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
         """Add one optimizer update to the graph; return the loss of the global batch, a scalar.
 
         Args:
-            batch: A global batch, or the local batch of this worker.
+            batch: A global batch, or the local batch of this worker; or what `staged` returns, with its tensors on
+                their devices.
             part: The part of the global batch that the local batch is.
         """
         scale = self._loss_scale()
         context = self._begin(batch, scale, part, training=True)
         context.run(segments(self._of_one_replica.in_order()))
         gradients = context.gradients()
-        loss = self._finish(batch, context, add_penalties(self._model, gradients, scale))
+        loss = self._finish(_plain(batch), context, add_penalties(self._model, gradients, scale))
         # Updates come after all operations that read weights.
         with tf.control_dependencies([tf.group(*context.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
@@ -86,7 +108,7 @@ class PipelineSteps:
         scale = tf.ones((), keras.config.floatx())
         context = self._begin(batch, scale, part, training=False)
         context.run(segments(self._forward_actions()))
-        return self._finish(batch, context, add_penalties(self._model, {}, scale))
+        return self._finish(_plain(batch), context, add_penalties(self._model, {}, scale))
 
     def predict_step(self, inputs: Any, part: LocalPart | None = None) -> Any:
         """Add the forward pass of a batch to the graph; return the model's outputs for it, `[batch, ...]` each.
@@ -99,7 +121,7 @@ class PipelineSteps:
             programs = self.compiler.stages_of_replicas(inputs, training=False)
         microbatches, one = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
         executions = [
-            Execution(of_one, microbatches, self._staged.flat_inputs, one, first_microbatch=first)
+            Execution(of_one, microbatches, one, first_microbatch=first)
             for of_one, first in zip(programs, self._first_microbatches, strict=True)
         ]
         for execution in executions:
@@ -139,7 +161,10 @@ class PipelineSteps:
             usual_size = self._usual_sizes[training].read_value()
         count = self._schedule.num_microbatches
         first_number = 0 if self._peers is None else self._peers.rank * count
-        return Microbatches(batch, count, usual_size, part, first_number)
+        last_device = self._last_device if isinstance(batch, StagedBatch) else None
+        staged = batch if isinstance(batch, StagedBatch) else self.staged(batch)[0]
+        values = dict(zip(self._takers, staged.values, strict=True))
+        return Microbatches(staged.batch, count, usual_size, part, first_number, values, last_device)
 
     def _loss_scale(self) -> tf.Tensor:
         with tf.device(self._last_device):
@@ -150,9 +175,10 @@ class PipelineSteps:
         self, batch: Any, scale: tf.Tensor, part: LocalPart | None, *, training: bool, timed: bool = False
     ) -> StepContext:
         """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
+        microbatches, peers = self._cut(batch, part, training=training), None if timed else self._peers
+        batch = _plain(batch)
         with tf.init_scope():
             compiled, *others = self.compiler.compile_replicas(batch, training=training)
-        microbatches, peers = self._cut(batch, part, training=training), None if timed else self._peers
         divisors = tf.zeros([0], tf.float64)
         if compiled.loss.num_divisors:
             call = functools.partial(self._staged.call, training=training)
@@ -171,7 +197,7 @@ class PipelineSteps:
                 adds = replica > 0 or self._peers is not None
                 loss = BatchLoss(one, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
                 execution = Execution(
-                    one.programs, microbatches, self._staged.flat_inputs, scale, factors, loss, loss.variables, sums,
+                    one.programs, microbatches, scale, factors, loss, loss.variables, sums,
                     first_microbatch=first_microbatch, timed=timed,
                 )  # fmt: skip
             return ReplicaContext(execution, loss)
@@ -208,6 +234,10 @@ class PipelineSteps:
     def _forward_actions(self) -> list[Action]:
         stages, microbatches = range(self._schedule.num_stages), range(self._schedule.microbatches_per_replica)
         return [Action("F", stage, number) for number in microbatches for stage in stages]
+
+
+def _plain(batch: Any) -> Any:
+    return batch.batch if isinstance(batch, StagedBatch) else batch
 
 
 def _over_workers(sums: tf.Tensor, microbatches: Microbatches, peers: Peers | None) -> tf.Tensor:
