@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpar._compat import random_state, tf_function
 from tfpar.pipeline.execution.loss_trace import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
 from tfpar.pipeline.execution.microbatches import Microbatch
-from tfpar.pipeline.execution.model_loss import ModelLoss
+from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
 from tfpar.pipeline.execution.row_gradients import Kinds, known_kinds
 from tfpar.pipeline.execution.stage_values import MaskedTensor
 
@@ -118,7 +118,7 @@ class LossProgram:
         """
         tensors, masks = [one.tensor for one in outputs], [one.mask for one in outputs]
         arguments = LossArguments(
-            microbatch.batch,
+            taken_after_stages(self.loss.model, microbatch.batch),
             tensors,
             masks,
             metric_states=list(states),
@@ -150,7 +150,7 @@ def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Seque
     Args:
         loss: The loss of the model.
         outputs: The structure of the model's outputs, with a `ValueSpec` for each tensor.
-        batch: The spec of a batch of any size, `(inputs, targets, sample_weight)` as far as given.
+        batch: The spec of what `taken_after_stages` returns of a batch of any size.
         metric_states: Variables of metrics that `compute_loss` itself may update.
     """
     variables = LossVariables(tuple(metric_states))

@@ -42,7 +42,7 @@ class LossArguments(NamedTuple):
     """The arguments of the compiled loss: tensors, or their specs.
 
     Args:
-        batch: The examples, `(inputs, targets, sample_weight)` as far as given.
+        batch: The examples, `(inputs, targets, sample_weight)` as `taken_after_stages` returns them.
         outputs: The flat outputs of the model.
         masks: The Keras mask of each output; None for none.
         metric_states: The values of the metrics' variables.
@@ -119,7 +119,7 @@ def trace_loss(loss: ModelLoss, outputs: Any, batch: Any, variables: LossVariabl
     Args:
         loss: The loss of the model.
         outputs: The structure of the model's outputs, with a `ValueSpec` for each tensor.
-        batch: The spec of a batch of any size, `(inputs, targets, sample_weight)` as far as given.
+        batch: The spec of what `taken_after_stages` returns of a batch of any size.
         variables: The variables whose values are arguments.
 
     Returns:

@@ -14,6 +14,21 @@ from tfpar._compat import keras_losses, keras_model
 from tfpar.reduction.loss_decomposition import LossDecomposition
 
 
+def taken_after_stages(model: keras.Model, batch: Any) -> Any:
+    """Return what the loss and the metrics take of a batch, which is sent to the last stage's device.
+
+    Args:
+        model: A compiled model.
+        batch: `(inputs, targets, sample_weight)` as far as given, tensors or specs.
+
+    Returns:
+        The batch without inputs, unless the model overrides `compute_loss` or `compute_metrics`.
+    """
+    if any(keras_model.overridden(model, method) for method in ("compute_loss", "compute_metrics")):
+        return batch
+    return (None, *batch[1:]) if isinstance(batch, tuple) else (None,)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelLoss:
     """The loss that Keras computes for a model, without added losses and penalties, which are computed elsewhere.

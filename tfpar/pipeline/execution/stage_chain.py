@@ -14,6 +14,7 @@ from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.loss_program import LossPart, LossProgram
 from tfpar.pipeline.execution.microbatches import Microbatch
+from tfpar.pipeline.execution.model_loss import taken_after_stages
 from tfpar.pipeline.execution.row_gradients import RowSums
 from tfpar.pipeline.execution.stage_values import MaskedTensor
 from tfpar.pipeline.execution.step_results import MetricsUpdate
@@ -152,7 +153,8 @@ class BatchLoss:
         tensors, masks = [value.tensor for value in outputs], [value.mask for value in outputs]
         with tf.control_dependencies(None):
             before = live.get(_METRICS) or metrics.initial()
-            given = before, one.num_counted, one.part, one.batch, tensors, masks
+            batch = taken_after_stages(self._program.loss.model, one.batch)
+            given = before, one.num_counted, one.part, batch, tensors, masks
             live[_METRICS] = list(tf_function.unordered_call(metrics.function, *given))
 
     def _updated(self, live: LiveTensors) -> list[tf.Tensor]:

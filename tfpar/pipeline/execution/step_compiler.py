@@ -13,7 +13,7 @@ from tfpar._compat import keras_metrics, keras_model
 from tfpar.pipeline.execution.compiled_stages import Programs, StagesOfModel
 from tfpar.pipeline.execution.lookup_trials import infer_lookup_kinds, kinds_of, with_kinds
 from tfpar.pipeline.execution.loss_program import LossProgram, compile_loss
-from tfpar.pipeline.execution.model_loss import ModelLoss
+from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
 from tfpar.pipeline.execution.stage_chain import StepPrograms
 from tfpar.pipeline.execution.step_results import MetricsUpdate, compile_metrics_update
 from tfpar.pipeline.graph.trial_batch import Examples
@@ -147,6 +147,7 @@ class StepCompiler:
 
     def _compile(self, batch: Any, specs: Any, *, training: bool) -> list[StepPrograms]:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
+        specs = taken_after_stages(self.staged.model, specs)
         programs, device = self.stages(inputs, training=training), self.staged.devices[-1]
         loss = self._compile_loss(programs, specs, device, training=training)
         if training:

@@ -87,7 +87,7 @@ def compile_metrics_update(
     Args:
         staged: A compiled model in stages.
         outputs: The specs of its flat outputs.
-        batch: The spec of a batch of any size, `(inputs, targets, sample_weight)` as far as given.
+        batch: The spec of what `taken_after_stages` returns of a batch of any size.
         device: The device of the outputs.
         in_place: Whether it assigns the variables of the metrics; else it computes sums from zero.
 
