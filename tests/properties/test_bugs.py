@@ -76,3 +76,19 @@ def test_a_mask_that_is_the_same_for_all_batches_crosses_a_cut() -> None:
         for strategy in (tfpar.SingleDevice(), tfpar.Pipeline(2, 2, balance=[2, 2]))
     ]
     np.testing.assert_allclose(*histories, rtol=1e-5)
+
+
+def test_outputs_with_several_rows_for_each_example_are_predicted_whole() -> None:
+    """A pipeline took as many rows of an output as there were examples, and dropped the others."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((4, 3))
+        rows = keras.ops.reshape(keras.layers.Dense(5)(inputs), (-1, 5))
+        model = keras.Model(inputs, keras.layers.Dense(2)(rows))
+        model.compile("sgd", "mse")
+        return model
+
+    examples = np.random.default_rng(0).normal(size=(11, 4, 3)).astype("float32")
+    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 3, balance="parameters"), seed=0)
+    expected = trainer.model.predict(examples, batch_size=6, verbose=0)
+    np.testing.assert_allclose(trainer.predict(examples, batch_size=6, verbose=0), expected, rtol=1e-5, atol=1e-6)

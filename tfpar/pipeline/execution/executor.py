@@ -279,11 +279,18 @@ class Execution:
                 self.live.save(_loss_gradients(number), list(part.gradients), device)
             ends = [part.value]
         else:
-            counted = self.microbatch(number).num_counted
-            rows = [data.take_rows(one.tensor, 0, counted) for one in outputs]
+            rows = [self._counted_rows(number, one.tensor) for one in outputs]
             self.live.enqueue(Key("outputs", "model"), rows, device)
         self.variables.end_forward(number)
         return ends
+
+    def _counted_rows(self, number: int, output: Any) -> Any:
+        """Return the rows of an output, any number for each example; none of a repeated example."""
+        with tf.device(self.devices[-1]):
+            num_rows = data.num_rows(output)
+        with tf.device("CPU:0"):
+            last = tf.where(self.microbatch(number).num_counted > 0, num_rows, 0)
+        return data.take_rows(output, 0, last)
 
     def add(self, role: str, owner: int | str, value: tf.Tensor) -> None:
         """Add to a sum over the micro-batches."""
