@@ -2,9 +2,9 @@
 
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.factory import from_settings
+from tfpar.strategies.lost_workers import WorkerLostError, lost_worker
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker import MultiWorker
-from tfpar.strategies.multi_worker.failures import WorkerLostError, lost_worker
 from tfpar.strategies.multi_worker.hybrid import Hybrid
 from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.resolve import resolve, strategy_of

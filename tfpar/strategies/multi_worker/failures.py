@@ -8,7 +8,6 @@ worker 1   step ─── step ─── fails ─ report to TensorFlow's coordi
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 
@@ -16,28 +15,11 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_distribute
-from tfpar.cluster import reachability, tf_config
 from tfpar.messages.received import MAX_SENTENCE, excerpt
+from tfpar.strategies.lost_workers import OF_LOST_WORKER, WorkerLostError, lost_worker
 from tfpar.strategies.multi_worker.consensus import is_raised_on_all_workers
 
-# Errors that TensorFlow raises on the other workers after the loss of one.
-OF_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
-                  tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError)  # fmt: skip
 _REPORTED = re.compile(r"Worker \d+ \(\S*\) failed: .*?(?=\\n|\n|$)")
-
-
-class WorkerLostError(ConnectionError):
-    """Another worker of the job failed, or can no longer be reached.
-
-    The methods of `tfpar.Trainer`, and `tfpar.fit`, `tfpar.evaluate` and `tfpar.predict`, raise it on the other workers
-    instead of TensorFlow's errors of the network. The workers cannot communicate any more: end the process.
-
-    Example:
-        >>> try:
-        ...     trainer.fit(dataset, checkpoints=tfpar.Checkpoints("checkpoints"))
-        ... except tfpar.WorkerLostError as error:
-        ...     raise SystemExit(f"{error}")
-    """
 
 
 class Failures:
@@ -86,37 +68,3 @@ class Failures:
                 code = tf.errors.INVALID_ARGUMENT if user_message(error) else tf.errors.ABORTED
                 tf_distribute.report_failure(code, self.sentence(error, user_message))
             raise
-
-
-def lost_worker(error: tf.errors.OpError) -> WorkerLostError | None:
-    """Return the error to raise for one after the loss of another worker; None for any other error.
-
-    Args:
-        error: The error of a TensorFlow operation.
-    """
-    job = tf_config.from_environment(os.environ)
-    if job is None or job.num_workers == 1 or not isinstance(error, OF_LOST_WORKER):
-        return None
-    _, _, unhealthy = error.message.partition("unhealthy")
-    silent = [job.addresses[int(rank)] for rank in re.findall(r"/task:(\d+)", unhealthy)]
-    if missing := reachability.unreachable(job, 2.0):
-        reason = "no heartbeat" if silent or isinstance(error, tf.errors.DeadlineExceededError) else reason_of(error)
-        who = f"{', '.join(missing)} no longer respond{'s' * (len(missing) == 1)} ({reason})"
-    elif silent:
-        who = f"no heartbeat of {', '.join(dict.fromkeys(silent))}"
-    elif isinstance(error, tf.errors.InternalError):  # such as one of XLA on this worker alone
-        return None
-    else:
-        chief = "it is the chief if the other workers print the same"
-        who = f"it responds, but makes no progress; {chief} ({reason_of(error)})"
-    return WorkerLostError(
-        f"A worker of the job is lost: {who}. Start all workers again with the "
-        "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so "
-        "automatically."
-    )
-
-
-def reason_of(error: tf.errors.OpError) -> str:
-    """Return the part of TensorFlow's message with the cause."""
-    found = re.search(r"aborted by: (.+)", error.message) or re.search(r"\S.*", error.message)
-    return found[found.re.groups][:160] if found else type(error).__name__

@@ -17,7 +17,7 @@ from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, reachability, rendezvous, tf_config
 from tfpar.config.sections import A_WEEK_SECONDS
 from tfpar.files.code_listing import code_listing
-from tfpar.strategies.multi_worker.failures import reason_of
+from tfpar.strategies.lost_workers import reason_of
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
 STARTED = (

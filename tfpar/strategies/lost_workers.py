@@ -1,0 +1,86 @@
+"""The error for the loss of another worker, with its address and the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfpar import data
+from tfpar.cluster import reachability, tf_config
+
+# Errors that TensorFlow raises on the other workers after the loss of one.
+OF_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
+                  tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError)  # fmt: skip
+
+
+class WorkerLostError(ConnectionError):
+    """Another worker of the job failed, or can no longer be reached.
+
+    The methods of `tfpar.Trainer`, and `tfpar.fit`, `tfpar.evaluate` and `tfpar.predict`, raise it on the other workers
+    instead of TensorFlow's errors of the network. The workers cannot communicate any more: end the process.
+
+    Example:
+        >>> try:
+        ...     trainer.fit(dataset, checkpoints=tfpar.Checkpoints("checkpoints"))
+        ... except tfpar.WorkerLostError as error:
+        ...     raise SystemExit(f"{error}")
+    """
+
+
+@contextlib.contextmanager
+def naming_lost_workers(user_message: data.UserMessage) -> Iterator[None]:
+    """Raise `WorkerLostError` for TensorFlow's errors after the loss of another worker inside this context.
+
+    Args:
+        user_message: Returns a sentence about an error of the data, None for other errors.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if user_message(error) is None and (lost := lost_worker(error)):
+            raise lost from None  # TensorFlow's traceback says nothing more; it stays in __context__
+        raise
+    except RuntimeError as error:
+        # TensorFlow 2.21 (TFE_ContextGetGraphDebugInfo) fails so while it explains an error of a lost worker.
+        unavailable = tf.errors.UnavailableError(None, None, "connection lost")
+        if "null not valid" in str(error) and (lost := lost_worker(unavailable)):
+            raise lost from error
+        raise
+
+
+def lost_worker(error: tf.errors.OpError) -> WorkerLostError | None:
+    """Return the error to raise for one after the loss of another worker; None for any other error.
+
+    Args:
+        error: The error of a TensorFlow operation.
+    """
+    job = tf_config.from_environment(os.environ)
+    if job is None or job.num_workers == 1 or not isinstance(error, OF_LOST_WORKER):
+        return None
+    _, _, unhealthy = error.message.partition("unhealthy")
+    silent = [job.addresses[int(rank)] for rank in re.findall(r"/task:(\d+)", unhealthy)]
+    if missing := reachability.unreachable(job, 2.0):
+        reason = "no heartbeat" if silent or isinstance(error, tf.errors.DeadlineExceededError) else reason_of(error)
+        who = f"{', '.join(missing)} no longer respond{'s' * (len(missing) == 1)} ({reason})"
+    elif silent:
+        who = f"no heartbeat of {', '.join(dict.fromkeys(silent))}"
+    elif isinstance(error, tf.errors.InternalError):  # such as one of XLA on this worker alone
+        return None
+    else:
+        chief = "it is the chief if the other workers print the same"
+        who = f"it responds, but makes no progress; {chief} ({reason_of(error)})"
+    return WorkerLostError(
+        f"A worker of the job is lost: {who}. Start all workers again with the "
+        "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so "
+        "automatically."
+    )
+
+
+def reason_of(error: tf.errors.OpError) -> str:
+    """Return the part of TensorFlow's message with the cause."""
+    found = re.search(r"aborted by: (.+)", error.message) or re.search(r"\S.*", error.message)
+    return found[found.re.groups][:160] if found else type(error).__name__
