@@ -81,11 +81,12 @@ class Workers:
                 start_new_session=True,
             )
 
-    def results(self, name: str) -> list[Any]:
+    def results(self, name: str, num_workers: int | None = None) -> list[Any]:
         """Wait for the results of a function on all workers.
 
         Args:
             name: The name of the function in the program.
+            num_workers: The number of workers that run the function, those of the lowest ranks; None for all.
 
         Returns:
             The results by rank; a `Raised` where the function raised.
@@ -93,7 +94,7 @@ class Workers:
         Raises:
             pytest.fail.Exception: If a worker ended without a result or took too long, with the end of its output.
         """
-        paths = [_result(self.folder, rank, name) for rank in range(len(self._processes))]
+        paths = [_result(self.folder, rank, name) for rank in range(num_workers or len(self._processes))]
         # The functions run in the order of the program, not of the tests: the time limit starts at the last result.
         while missing := [rank for rank, path in enumerate(paths) if not path.exists()]:
             ended = [rank for rank in missing if self._processes[rank].poll() is not None]
@@ -103,6 +104,10 @@ class Workers:
                 pytest.fail(f"workers {missing} gave no result of {name!r} in time:\n{self._report()}", False)
             time.sleep(0.02)
         return [pickle.loads(path.read_bytes()) for path in paths]
+
+    def pid(self, rank: int) -> int:
+        """Return the process id of a worker."""
+        return self._processes[rank].pid
 
     def finish(self) -> list[int]:
         """Wait for the end of all workers; return their exit codes."""

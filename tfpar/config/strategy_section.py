@@ -147,6 +147,10 @@ class Pipeline(Section):
     allow_batch_dependent_layers: bool = Field(
         False, description="Accept layers that mix the examples of a batch; they mix those of a micro-batch."
     )
+    across_workers: bool = Field(
+        False, description="In a job of several workers: the stages of one pipeline on the devices of all workers."
+    )
+    form_seconds: _FormSeconds = 300.0
 
 
 class Hybrid(Pipeline):
@@ -164,7 +168,6 @@ class Hybrid(Pipeline):
     all_reduce: Literal["auto", "ring", "nccl"] = Field(
         "auto", description="How gradients are summed over workers; nccl needs GPUs."
     )
-    form_seconds: _FormSeconds = 300.0
     silence_seconds: _SilenceSeconds = 30.0
 
     # The arguments of the strategy itself; the others are those of its pipeline.

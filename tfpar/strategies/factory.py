@@ -43,7 +43,8 @@ def from_settings(settings: config.Strategy) -> Strategy:
     num_workers = 1 if job is None else job.num_workers
     if isinstance(settings, config.Auto):
         settings = _automatic(settings, num_workers)
-    if num_workers > 1 and not isinstance(settings, config.MultiWorker | config.Hybrid):
+    across = isinstance(settings, config.Pipeline) and settings.across_workers
+    if num_workers > 1 and not (isinstance(settings, config.MultiWorker | config.Hybrid) or across):
         raise ValueError(
             f'The environment describes a job of {num_workers} workers, and strategy.kind = "{settings.kind}" would '
             'train a separate model in each. Set "multi_worker", "hybrid" or "auto", or start one process without '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,9 @@ from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
+from tfpar.strategies import remote_devices
 from tfpar.strategies.batches_ahead import StepBatch
+from tfpar.strategies.lost_workers import naming_lost_workers
 from tfpar.strategies.staged import Settings, Staged
 
 
@@ -43,6 +46,10 @@ class Pipeline(Staged):
         allow_batch_dependent_layers: Also train layers that mix the examples of a batch, although micro-batches change
             their outputs.
 
+        across_workers: In a job of several workers (TF_CONFIG or Slurm), divide the stages over all of them: the first
+            process runs the steps, and the others lend their devices until it ends.
+        form_seconds: With `across_workers`, the time limit for all workers to connect.
+
     Raises:
         ValueError: If the schedule does not fit, or a device does not exist.
 
@@ -63,6 +70,8 @@ class Pipeline(Staged):
         *,
         memory_limit_bytes: int | None = None,
         allow_batch_dependent_layers: bool = False,
+        across_workers: bool = False,
+        form_seconds: float = 300.0,
     ) -> None:
         numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches}
         if memory_limit_bytes is not None:
@@ -72,17 +81,31 @@ class Pipeline(Staged):
                 raise ValueError(f"{name} must be a whole number of at least 1, received {value!r}.")
         check_balance(balance, num_stages)
         job = tf_config.from_environment(os.environ)
+        settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers)
+        self.names_devices, self.across_workers = devices is not None, across_workers
+        if across_workers:
+            order = schedules.make(schedule, num_stages, num_microbatches)
+            found = _devices_of_job(order, job, devices, form_seconds)
+            super().__init__(settings, order, found)
+            return
         # The workers of a job connect before TensorFlow starts, in Hybrid, which takes this pipeline.
         resolve = cluster.configured_devices if job and job.num_workers > 1 else cluster.resolve_devices
         chosen = None if devices is None else resolve(devices)
         order = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
-        self.names_devices = chosen is not None
-        settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers)
         super().__init__(settings, order, _devices(order, resolve(None)) if chosen is None else chosen)
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
-        return f"Pipeline of {describe_stages(self, self.devices)}"
+        return f"Pipeline of {describe_stages(self, self.device_names)}"
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices of the pipeline; those of other workers with their rank."""
+        return list(map(remote_devices.label, self.devices))
+
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the loss of a worker with stages is an error that names it."""
+        return naming_lost_workers(self.user_message) if self.across_workers else contextlib.nullcontext()
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the batch, each tensor for the devices of the stages that take it."""
@@ -98,6 +121,42 @@ def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:
         + ", recomputing"
         * strategy.settings.recompute
     )
+
+
+def _devices_of_job(
+    schedule: schedules.Schedule,
+    job: tf_config.Job | None,
+    devices: Sequence[str] | None,
+    form_seconds: float,
+) -> list[str]:
+    """Return the devices of a pipeline over the workers of a job, as many of each worker, in the order of their ranks.
+
+    In other processes than the chief it does not return.
+    """
+    if devices is not None:
+        raise ValueError(
+            f"A pipeline across workers takes devices of each in turn, received devices={list(devices)}. Leave them "
+            "out, and restrict each worker with CUDA_VISIBLE_DEVICES."
+        )
+    if job is None or job.num_workers == 1:
+        raise ValueError(
+            "across_workers=True is for a job of several workers, and TF_CONFIG describes none. Start the script with "
+            "python -m tfpar.launch --num_workers 2, or leave it out."
+        )
+    number = schedule.num_devices
+    if number % job.num_workers:
+        raise ValueError(
+            f"Each of {job.num_workers} workers must run the same number of stages, received a pipeline on {number} "
+            f"device{'s' * (number > 1)}. Set num_stages to a multiple of {job.num_workers}."
+        )
+    each, of_workers = number // job.num_workers, remote_devices.connect(job, form_seconds)
+    for rank, found in enumerate(of_workers):
+        if len(found) < each:
+            raise ValueError(
+                f"A pipeline on {number} devices needs {each} of each worker, and worker {rank} "
+                f"({job.addresses[rank]}) has {len(found)}. Use fewer stages, or more workers."
+            )
+    return [device for found in of_workers for device in found[:each]]
 
 
 def _devices(schedule: schedules.Schedule, existing: list[str]) -> list[str]:

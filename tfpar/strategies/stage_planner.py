@@ -162,7 +162,8 @@ class StagePlanner:
         schedule = self.schedule_of(model)
         first = replica * schedule.microbatches_per_replica
         places = (schedule.device_of(stage, first) for stage in range(schedule.num_stages))
-        return [f"/device:{self._devices[place]}" for place in places]
+        names = (self._devices[place] for place in places)
+        return [name if name.startswith("/") else f"/device:{name}" for name in names]
 
     def _trace_and_cut(self, model: keras.Model, batch: Any, training: bool) -> bool:
         given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)

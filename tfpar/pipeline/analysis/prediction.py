@@ -84,7 +84,7 @@ def predict_step_time(
     rows = [
         StageRow(
             stage=index,
-            device=" ".join(of_one[index].removeprefix("/device:") for of_one in devices),
+            device=" ".join(_label(of_one[index]) for of_one in devices),
             first_layer=stage.calls[0].name,
             last_layer=stage.calls[-1].name,
             num_layers=len(stage.calls),
@@ -99,3 +99,10 @@ def predict_step_time(
         for index, (stage, costs) in enumerate(zip(partition.stages, partition.stage_costs, strict=True))
     ]
     return Prediction(tuple(rows), durations, simulate(schedule, durations))
+
+
+def _label(device: str) -> str:
+    """Return a short name of a device, that of another worker after its rank, such as "1/GPU:0"."""
+    name = device.rpartition("device:")[2]
+    _, is_of_worker, task = device.partition("/task:")
+    return f"{task.partition('/')[0]}/{name}" if is_of_worker else name

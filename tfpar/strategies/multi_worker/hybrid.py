@@ -158,6 +158,11 @@ def _check(pipeline: Pipeline, num_replicas: int) -> None:
         )
     if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 1:
         raise ValueError(f"num_replicas must be a whole number of at least 1, received {num_replicas!r}.")
+    if pipeline.across_workers:
+        raise ValueError(
+            "Hybrid has a whole pipeline on the devices of each worker, received one with across_workers=True. Leave "
+            "that out, or train with the pipeline alone."
+        )
     if pipeline.names_devices and num_replicas > 1:
         raise ValueError(
             f"The devices of all replicas are an argument of Hybrid, received devices={pipeline.devices} of the "

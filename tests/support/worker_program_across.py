@@ -1,0 +1,69 @@
+"""The program of a worker for test_pipeline_across_workers_multi_process.py: one pipeline over all workers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+
+import tfpar
+from tests.properties.test_parity import Result, computing_in, train
+from tests.strategies.test_hybrid import wide
+from tests.support import checkpoint_matrix as matrix
+from tests.support import pipeline_cases, small, workers
+from tests.support.parity_cases import CASES
+
+
+def train_row(strategy: tfpar.Strategy, dtype: str, name: str) -> Result:
+    case = pipeline_cases.deepened(CASES[name])
+    with computing_in(dtype):
+        trainer = tfpar.Trainer(case.build, strategy, seed=0)
+        return train(case, trainer.fit, trainer.model, steps_per_call=case.steps_per_call)
+
+
+def homes(strategy: tfpar.Strategy) -> Any:
+    """Return the devices of the weights and of the optimizer's moments, by stage."""
+    trainer = tfpar.Trainer(wide, strategy, seed=0)
+    predicted = trainer.predict(small.data(), verbose=0)
+    trainer.fit(small.data(), verbose=0)
+    variables = zip(trainer.model.trainable_variables, trainer.model.optimizer._momentums, strict=True)
+    devices = [(one.value.device, other.value.device) for one, other in variables]
+    return predicted, devices, str(trainer.preview(small.data()))
+
+
+class NotesEnds(keras.callbacks.Callback):
+    """Writes a file after the first epoch."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._file.touch()
+
+
+def killed(strategy: tfpar.Strategy, file: Path) -> None:
+    """Train until the other worker is killed."""
+    trainer = tfpar.Trainer(wide, strategy, seed=0)
+    trainer.fit(small.data(), epochs=10_000, verbose=0, callbacks=[NotesEnds(file)])
+
+
+def main() -> None:
+    root, *rows = sys.argv[3:]
+    strategy = tfpar.Pipeline(2, 3, balance="parameters", across_workers=True)
+    functions = {row: functools.partial(train_row, strategy, *row.split(" ", 1)) for row in rows if row != "killed"}
+    functions |= {
+        "description": strategy.describe,
+        "homes": functools.partial(homes, strategy),
+        "begin": functools.partial(matrix.begin, strategy, Path(root)),
+    }
+    if "killed" in rows:
+        functions = {"killed": functools.partial(killed, strategy, Path(root) / "trains")}
+    workers.run_all(functions)
+
+
+if __name__ == "__main__":
+    main()
