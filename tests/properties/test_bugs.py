@@ -92,3 +92,34 @@ def test_outputs_with_several_rows_for_each_example_are_predicted_whole() -> Non
     trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 3, balance="parameters"), seed=0)
     expected = trainer.model.predict(examples, batch_size=6, verbose=0)
     np.testing.assert_allclose(trainer.predict(examples, batch_size=6, verbose=0), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_gradient_with_side_effects_runs_in_the_backward_pass(schedule: str) -> None:
+    """It was counted to the forward pass, which has no gradients: "KeyError: <Reference wrapping ...Placeholder:0>"."""
+    import tensorflow as tf
+
+    calls: list[int] = []
+
+    @tf.custom_gradient
+    def noted(values: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            same = tf.numpy_function(lambda one: calls.append(len(one)) or one, [upstream], upstream.dtype)
+            same.set_shape(upstream.shape)
+            return same
+
+        return tf.identity(values), gradient
+
+    class Noted(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return noted(inputs)
+
+    def build() -> keras.Model:
+        return linear(keras.Input((3,)), keras.layers.Dense(4), Noted(), keras.layers.Dense(2))
+
+    histories = [
+        tfpar.Trainer(build, strategy, seed=0).fit(*rows(8), batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        for strategy in (tfpar.SingleDevice(), tfpar.Pipeline(2, 2, schedule, balance="parameters"))
+    ]
+    np.testing.assert_allclose(histories[0]["loss"], histories[1]["loss"], rtol=1e-5)
+    assert calls == [8, 8, 4, 4, 4, 4]

@@ -332,6 +332,7 @@ def _extract(trace: StageTrace, device: str, options: StageOptions) -> list[Subg
         trace.inputs,
         results,
         device,
+        late=tensors_of(backward.output_gradients),
         sums=sums,
         recompute=options.recompute,
         jit_compile=options.jit_compile,

@@ -87,6 +87,7 @@ def extract_subgraphs(
     results: Sequence[Sequence[tf.Tensor]],
     device: str,
     *,
+    late: Sequence[tf.Tensor] = (),
     sums: Sequence[tf.Tensor] = (),
     recompute: bool = False,
     jit_compile: bool = False,
@@ -98,6 +99,7 @@ def extract_subgraphs(
         inputs: Its tensors that every subgraph may use.
         results: The tensors that each subgraph must compute.
         device: The device of all subgraphs.
+        late: Those of `inputs` that the first subgraph does not have: the gradients of its outputs.
         sums: Tensors of the graph that a subgraph computes as early as possible.
         recompute: Whether later subgraphs recompute tensors of the first, instead of using saved tensors.
         jit_compile: Compile the subgraphs with XLA.
@@ -106,10 +108,10 @@ def extract_subgraphs(
         One subgraph for each item of `results`. Its inputs are inputs of the graph and outputs of earlier subgraphs.
     """
     known = {tensor.op for tensor in (*inputs, *graph.inputs)}
-    stateful = [op for op in graph.control_outputs if op not in known]
+    stateful = _by_subgraph([op for op in graph.control_outputs if op not in known], late)
     ops_of: list[set[tf.Operation]] = []
     for number, wanted in enumerate(results):
-        ops = _needed(wanted, [] if number else stateful, stop=known)
+        ops = _needed(wanted, stateful.get(number, ()), stop=known)
         ops_of.append(ops)
         # A random operation with TensorFlow's own state would draw other numbers when it is recomputed.
         known = known | ({op for op in ops if op.op_def.is_stateful} if recompute and number == 0 else ops)
@@ -125,6 +127,14 @@ def extract_subgraphs(
         turns = _turns(graph, ops, sums)
         subgraphs.append(_subgraph(graph, whole, ops, outer, outputs, recomputed, turns, device, jit_compile))
     return subgraphs
+
+
+def _by_subgraph(ops: Iterable[tf.Operation], late: Sequence[tf.Tensor]) -> dict[int, list[tf.Operation]]:
+    """Return the operations with side effects of the first subgraph, and of the second, which read late tensors."""
+    late_ops, found = {tensor.op for tensor in late}, dict[int, list[tf.Operation]]({0: [], 1: []})
+    for op in ops:
+        found[int(not late_ops.isdisjoint(_needed((), [op], stop=set())))].append(op)
+    return found
 
 
 def _turns(graph: Any, ops: set[tf.Operation], sums: Sequence[tf.Tensor]) -> dict[str, str]:
