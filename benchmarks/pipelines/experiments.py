@@ -10,6 +10,7 @@ from benchmarks.pipelines.figures import quotient, ratio, saved, saved_share
 from benchmarks.pipelines.setting import Setting
 from benchmarks.pipelines.speed import PIPELINE_MLP, PIPELINE_TRANSFORMER, TRANSFORMER
 from benchmarks.pipelines.worker import measure
+from benchmarks.pipelines.workers import HYBRID, PIPELINE_WORKERS
 
 NUMBERS_OF_MICROBATCHES = (8, 16, 32, 64)
 
@@ -139,4 +140,6 @@ PIPELINE_EXPERIMENTS = (
     PIPELINE_MEMORY,
     PIPELINE_PREDICTION,
     PIPELINE_FIRST_STEP,
+    PIPELINE_WORKERS,
+    HYBRID,
 )

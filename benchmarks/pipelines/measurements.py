@@ -31,15 +31,23 @@ def _model_of(setting: Setting) -> Any:
         return build_model()
     if setting.trainer == "one_device":
         return tfpar.Trainer(build_model, tfpar.SingleDevice(), seed=0)
-    strategy = tfpar.Pipeline(
+    return tfpar.Trainer(build_model, _strategy_of(setting), seed=0)
+
+
+def _strategy_of(setting: Setting) -> tfpar.Strategy:
+    if setting.trainer == "multi_worker":
+        return tfpar.MultiWorker()
+    across = setting.trainer == "pipeline" and setting.num_workers > 1
+    pipeline = tfpar.Pipeline(
         num_stages=setting.num_stages,
-        num_microbatches=setting.num_microbatches,
+        num_microbatches=setting.num_microbatches // (setting.num_workers if setting.trainer == "hybrid" else 1),
         schedule=setting.schedule,
         balance=setting.balance,
-        devices=[f"CPU:{number}" for number in range(setting.num_devices)],
+        devices=None if across else [f"CPU:{number}" for number in range(setting.num_devices)],
         recompute=setting.recompute,
+        across_workers=across,
     )
-    return tfpar.Trainer(build_model, strategy, seed=0)
+    return tfpar.Hybrid(pipeline) if setting.trainer == "hybrid" else pipeline
 
 
 def _prediction_of(trainer: Any, dataset: Any) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 Workload = Literal["mlp", "transformer", "wide", "resnet50"]
-TrainerName = Literal["pipeline", "one_device", "keras", "torch"]
+TrainerName = Literal["pipeline", "one_device", "keras", "torch", "hybrid", "multi_worker"]
 Quantity = Literal["laps", "prediction", "memory", "first_step"]
 
 
@@ -16,13 +16,15 @@ class Setting:
 
     Args:
         workload: Model and data, see `benchmarks.pipelines.examples`.
-        trainer: `tfpar.Pipeline`, `tfpar.SingleDevice` (the whole batch at once), Keras' `fit`, or
-            `torch.distributed.pipelining` in one process a stage.
-        num_microbatches: Micro-batches of a step; of a trainer without any they only make the batch.
+        trainer: `tfpar.Pipeline`, `tfpar.SingleDevice` (the whole batch at once), Keras' `fit`,
+            `torch.distributed.pipelining` in one process a stage, or over several workers `tfpar.Hybrid` or
+            `tfpar.MultiWorker`.
+        num_microbatches: Micro-batches of a step, of all replicas; of a trainer without any they only make the batch.
         microbatch_size: Rows of a micro-batch.
         schedule: Name of the schedule.
         num_stages: Stages.
-        num_devices: Logical CPUs, of one core and one thread each.
+        num_devices: Logical CPUs of each worker, of one core and one thread each.
+        num_workers: Workers of tfpar, of one core each; the stages of `tfpar.Pipeline` are divided over several.
         recompute: Whether stages keep only their inputs.
         balance: What `tfpar.Pipeline` balances the stages by.
         quantity: "laps" is the time of a step, "prediction" also that of the simulator, "memory" the
@@ -39,6 +41,7 @@ class Setting:
     schedule: str = "1f1b"
     num_stages: int = 2
     num_devices: int = 2
+    num_workers: int = 1
     recompute: bool = False
     balance: str = "time"
     quantity: Quantity = "laps"

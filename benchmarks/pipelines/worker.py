@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
+from collections.abc import Sequence
 
 from benchmarks import peers, process
 from benchmarks.harness import Output
@@ -20,7 +22,7 @@ def measure(setting: Setting) -> Output:
         WorkerError: If a process fails.
     """
     if setting.trainer != "torch":
-        return process.ask_workers("benchmarks.pipelines.worker", setting, 1)[0]
+        return process.ask_workers("benchmarks.pipelines.worker", setting, setting.num_workers)[0]
     peers.install("torch")
     stages = process.ask_workers("benchmarks.pipelines.torch_peer", setting, setting.num_stages)
     return {
@@ -30,29 +32,36 @@ def measure(setting: Setting) -> Output:
     }
 
 
-def run_here(setting: Setting) -> Output:
+def run_here(setting: Setting, rank: int = 0, addresses: Sequence[str] = ()) -> Output:
     """Set up this process and measure the quantity of the setting.
 
     Args:
         setting: What to measure; the process must not have started TensorFlow yet.
+        rank: Which worker this is.
+        addresses: The addresses of all workers; empty for one.
 
     Raises:
         ValueError: If the machine has too few cores.
+        SystemExit: In a worker that has lent its devices, at the end.
     """
-    _start_tensorflow(setting)
+    if addresses:
+        job = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(job)
+    _start_tensorflow(setting, rank)
     from benchmarks.pipelines.measurements import MEASUREMENTS
 
     return MEASUREMENTS[setting.quantity](setting)
 
 
-def _start_tensorflow(setting: Setting) -> None:
-    """Give each device one core and one thread; the first step gets all of them, as in use."""
+def _start_tensorflow(setting: Setting, rank: int) -> None:
+    """Give each device, or each of several workers, one core and one thread; the first step gets all, as in use."""
     pinned = setting.quantity != "first_step"
     available = sorted(os.sched_getaffinity(0))
-    if pinned and setting.num_devices > len(available):
-        raise ValueError(f"This setting needs {setting.num_devices} cores, and the process may use {len(available)}.")
+    needed = setting.num_workers if setting.num_workers > 1 else setting.num_devices
+    if pinned and needed > len(available):
+        raise ValueError(f"This setting needs {needed} cores, and the process may use {len(available)}.")
     if pinned:
-        os.sched_setaffinity(0, available[: setting.num_devices])
+        os.sched_setaffinity(0, available[rank : rank + 1] if setting.num_workers > 1 else available[:needed])
     import tensorflow as tf
 
     import tfpar
@@ -66,5 +75,9 @@ def _start_tensorflow(setting: Setting) -> None:
 
 
 if __name__ == "__main__":
-    process.reply(run_here(Setting(**process.request()["setting"])))
+    received = process.request()
+    try:
+        process.reply(run_here(Setting(**received["setting"]), received["rank"], received["addresses"]))
+    except SystemExit:  # its devices were another worker's
+        process.reply({})
     os._exit(0)  # as benchmarks.worker

@@ -27,7 +27,8 @@ from tests import ROOT
 
 NAMES = (
     "host_bound, cnn, mirrored, multi_worker, communication_bound, slow_network, checkpoint_cost, "
-    "pipeline_mlp, pipeline_transformer, pipeline_memory, pipeline_prediction, pipeline_first_step, all_reduce, "
+    "pipeline_mlp, pipeline_transformer, pipeline_memory, pipeline_prediction, pipeline_first_step, pipeline_workers, "
+    "hybrid, all_reduce, "
     "restart, parity_table, gpu"
 )
 MACHINE = {"cores": 2, "load_of_the_last_minute": 0.5}

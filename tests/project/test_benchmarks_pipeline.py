@@ -15,6 +15,7 @@ from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS, PIPELINE_MEMO
 from benchmarks.pipelines.figures import efficiency, quotient, ratio, saved, saved_share, spread
 from benchmarks.pipelines.setting import Setting
 from benchmarks.pipelines.speed import PIPELINE_MLP, PIPELINE_TRANSFORMER
+from benchmarks.pipelines.workers import HYBRID, PIPELINE_WORKERS
 from benchmarks.process import WorkerError
 
 OURS = Setting("mlp", "pipeline", num_microbatches=8, microbatch_size=64)
@@ -161,6 +162,16 @@ def test_a_quantity_is_measured_with_its_figures(setting: Setting) -> None:
     assert set(output) == set(expected)
     # A step of four rows may need no page that was not there.
     assert all(value > 0 for figure, value in output.items() if figure != "peak_bytes")
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("name", ["tfpar, mlp", "tfpar.Hybrid, 2 workers x 2 stages", "tfpar.MultiWorker, 2 workers"])
+def test_two_workers_are_measured_as_one(name: str) -> None:
+    settings = {**PIPELINE_WORKERS.settings, **HYBRID.settings}
+    small = replace(settings[name], workload="mlp", num_microbatches=2, microbatch_size=2, num_laps=1, steps_per_lap=1)
+    output = worker.measure(small)
+    assert set(output) == set(FIGURES["laps"])
+    assert output["num_parameters"] == 8 * (512 * 512 + 512)
 
 
 @pytest.mark.parametrize(
