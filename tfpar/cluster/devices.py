@@ -130,7 +130,8 @@ def check_one_kind(strategy: str, devices: Sequence[str]) -> None:
 def configured_devices(devices: Sequence[str] | None) -> list[str]:
     """Return the short names of the given devices, as `resolve_devices` does, without starting TensorFlow.
 
-    A cluster must be formed before TensorFlow starts, and listing its logical devices starts it.
+    A cluster must be formed before TensorFlow starts, and listing its logical devices starts it. In a Slurm job step of
+    several tasks, the GPUs of the other tasks on this node are no longer visible afterwards.
 
     Args:
         devices: Names such as `"GPU:0"` or `"/device:CPU:1"`; None for all GPUs, or else all logical CPUs.
@@ -140,6 +141,10 @@ def configured_devices(devices: Sequence[str] | None) -> list[str]:
     """
     import tensorflow as tf
 
+    from tfpar._compat import tf_distribute
+
+    if devices is None and not tf_distribute.has_started():
+        gpu_cards.take_share_of_slurm_task()
     cpu = tf.config.list_physical_devices("CPU")[0]
     num_cpus = len(tf.config.get_logical_device_configuration(cpu) or [None])
     num_gpus = len(gpu_cards.cards_of_gpus())

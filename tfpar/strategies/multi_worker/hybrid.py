@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,6 +16,7 @@ from tfpar.pipeline.execution.peers import LocalPart
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight
+from tfpar.strategies.multi_worker.collectives import AllReduce
 from tfpar.strategies.multi_worker.stage_sums import StageSums
 from tfpar.strategies.multi_worker.worker import Worker
 from tfpar.strategies.pipeline import Pipeline, describe_stages
@@ -64,7 +65,7 @@ class Hybrid(Worker, Staged):
         num_replicas: int = 1,
         devices: Sequence[str] | None = None,
         *,
-        all_reduce: Literal["auto", "ring", "nccl"] = "auto",
+        all_reduce: AllReduce = "auto",
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
@@ -73,7 +74,8 @@ class Hybrid(Worker, Staged):
         job = tf_config.from_environment(os.environ)
         if job is not None and job.role == "evaluator":
             raise ValueError(
-                "Hybrid trains with the chief and the workers, and TF_CONFIG makes this process an evaluator."
+                "Hybrid trains with the chief and the workers, and TF_CONFIG makes this process an evaluator. Train "
+                "nothing here: python -m tfpar.train evaluates the chief's checkpoints in such a process."
             )
         self.addresses = job.addresses if job is not None else ("localhost:0",)
         self.num_workers, self.rank = len(self.addresses), 0 if job is None else job.rank
@@ -84,14 +86,18 @@ class Hybrid(Worker, Staged):
         if self.num_workers > 1:
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
             self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds)
-            own = [tf.DeviceSpec.from_string(name) for name in self._cluster.extended.worker_devices]
-            self._connect(own[0], {"grid": f"{num_replicas} x {schedule.num_stages} stages on {len(own)} devices"})
-            cards = tf.constant(cluster.card_numbers(names), tf.int64)
-            all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
-            chosen = all_reduce_choice.choose(all_reduce, all_cards, self.num_workers)
-            full_names = [device.to_string() for device in own]
-            peers = StageSums(full_names, self.rank, self.num_workers, self._hosts, chosen)
+            peers = self._meet(names, f"{num_replicas} x {schedule.num_stages} stages", all_reduce)
         super().__init__(pipeline.settings, schedule, names, peers)
+
+    def _meet(self, names: Sequence[str], grid: str, all_reduce: AllReduce) -> StageSums:
+        """Set up the communication between the workers, and refuse those with another grid."""
+        own = [tf.DeviceSpec.from_string(name) for name in self._cluster.extended.worker_devices]
+        self._connect(own[0], {"grid": f"{grid} on {len(own)} devices"})
+        cards = tf.constant(cluster.card_numbers(names), tf.int64)
+        all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
+        chosen = all_reduce_choice.choose(all_reduce, all_cards, self.num_workers)
+        full_names = [device.to_string() for device in own]
+        return StageSums(full_names, self.rank, self.num_workers, self._hosts, chosen)
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
@@ -132,8 +138,9 @@ class Hybrid(Worker, Staged):
 
     def num_examples(self, element: Any, distributed: Distributed) -> tf.Tensor:
         """Return the size of the global batch, an int64 scalar."""
-        if self.num_workers == 1:
-            return super().num_examples(element, distributed)
+        return super().num_examples(element, distributed) if self.num_workers == 1 else self._size_of(element)
+
+    def _size_of(self, element: Any) -> tf.Tensor:
         _, num_counted, num_examples = element
         return self._hosts.all_reduce(num_counted) if num_examples is None else num_examples
 
@@ -141,13 +148,13 @@ class Hybrid(Worker, Staged):
         """Return whether any worker has examples in the upcoming element, a boolean scalar."""
         if not distributed.uneven_end:
             return super().has_more(upcoming, distributed)
-        return self.num_examples(upcoming.get_value(), distributed) > 0
+        return self._size_of(upcoming.get_value()) > 0
 
     def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
         if self.num_workers == 1:
             return element, None
         batch, num_counted, _ = element
-        return batch, LocalPart(num_counted, self.num_examples(element, Distributed(tf.data.Dataset.range(0))))
+        return batch, LocalPart(num_counted, self._size_of(element))
 
 
 def _check(pipeline: Pipeline, num_replicas: int) -> None:

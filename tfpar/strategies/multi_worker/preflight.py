@@ -84,8 +84,6 @@ def form_cluster(
         RuntimeError: If TensorFlow has started already.
         TimeoutError: If a worker does not appear in time, or is lost while TensorFlow starts.
     """
-    if devices is None and not tf_distribute.has_started():
-        cluster.take_share_of_slurm_task()
     names = cluster.configured_devices(devices)
     cluster.check_one_kind("MultiWorker", names)
     alone = job is None or job.num_workers == 1
