@@ -10,6 +10,7 @@ import pytest
 import tfpar
 from tfpar import cluster
 from tfpar.strategies.multi_worker import strategy as multi_worker
+from tfpar.strategies.multi_worker import worker
 from tfpar.strategies.multi_worker.all_reduce_choice import choose
 
 # Two replicas a worker. Numbers are physical GPUs of any machine, 0 is a CPU.
@@ -69,6 +70,7 @@ def test_gradients_travel_by_the_all_reduce_of_the_workers_gpus(
 
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.setattr(multi_worker, "Group", Group)
+    monkeypatch.setattr(worker, "Group", Group)
     monkeypatch.setattr(cluster, "card_numbers", lambda names: cards)
     tfpar.MultiWorker(["CPU:0", "CPU:1"])
     assert made == [(1, "ring"), (2, expected)], "messages between hosts go by a ring"

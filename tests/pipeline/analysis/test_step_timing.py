@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import keras
@@ -11,13 +10,12 @@ import tensorflow as tf
 
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis import step_timing
-from tfpar.pipeline.schedule import Action
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 
-def one_second_each(actions: Sequence[Action]) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    starts = tf.range(len(actions), dtype=tf.float64)
+def one_second_each(schedule: schedules.Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    starts = tf.range(len(schedule.in_order()), dtype=tf.float64)
     return tf.stack([starts, starts + 1.0], axis=1), []
 
 
