@@ -1,4 +1,4 @@
-"""The graph of a step hardly grows with the number of micro-batches."""
+"""The graph of a step hardly grows with the number of micro-batches, and no action waits for a whole loop."""
 
 import keras
 import numpy as np
@@ -22,8 +22,8 @@ def model_with_states() -> keras.Model:
     return model
 
 
-def num_operations(schedule: str, num_microbatches: int, step: str) -> int:
-    """The number of operations in the graph of a step, those of all functions included."""
+def graph_of(schedule: str, num_microbatches: int, step: str) -> tf.Graph:
+    """The graph of a step."""
     num_stages, devices = (4, ["CPU:0", "CPU:1"]) if schedule == "interleaved" else (2, None)
     strategy = tfpar.Pipeline(num_stages, num_microbatches, schedule, balance="parameters", devices=devices)
     trainer = tfpar.Trainer(model_with_states, strategy, seed=0)
@@ -34,7 +34,12 @@ def num_operations(schedule: str, num_microbatches: int, step: str) -> int:
         "train": lambda: strategy.train_step(trainer.model, batch),
         "evaluate": lambda: strategy.evaluate_step(trainer.model, batch),
     }[step]
-    graph = tf.function(run, autograph=False).get_concrete_function().graph.as_graph_def()
+    return tf.function(run, autograph=False).get_concrete_function().graph
+
+
+def num_operations(schedule: str, num_microbatches: int, step: str) -> int:
+    """The number of operations in the graph of a step, those of all functions included."""
+    graph = graph_of(schedule, num_microbatches, step).as_graph_def()
     return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
 
 
@@ -45,3 +50,20 @@ def num_operations(schedule: str, num_microbatches: int, step: str) -> int:
 def test_a_micro_batch_adds_to_the_graph_only_its_rows_of_the_embedding(schedule: str, step: str) -> None:
     few, many = (num_operations(schedule, count, step) for count in (8, 32))
     assert many - few <= (3 * (32 - 8) if step == "train" else 0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved"])
+def test_an_action_after_a_loop_waits_for_its_own_device_alone(schedule: str) -> None:
+    # A control dependency on one result of a loop is one on all of them: the actions after the loop waited for the last
+    # backward pass of every device.
+    operations = graph_of(schedule, 8, "train").get_operations()
+    assert any(operation.type.endswith("While") for operation in operations)
+    waiting = [
+        operation.name
+        for operation in operations
+        if any(before.type.endswith("While") for before in operation.control_inputs)
+        and all(
+            given.dtype != tf.resource for given in operation.inputs
+        )  # updates of metrics are in TensorFlow's order
+    ]
+    assert waiting == []

@@ -115,6 +115,9 @@ class Execution:
 
         self._join_ends()
         self.live.repeat(segment.repeats, segment.shift, act, num_parallel=2 * len(self.devices) + 2)
+        for device in dict.fromkeys(self.devices):
+            with tf.device(device):  # a control dependency on a result of the loop would be one on the whole loop
+                self.live[Key("end", device)] = [tf.identity(end) for end in self._before(device)]
         self._offset, self._cut = None, {}
 
     def _run_each(self, actions: Iterable[Action]) -> None:
