@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfpar.pipeline.analysis.step_timing import run_seconds
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.stage_program import StageProgram
-from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.reduction.gradient_addition import sum_of
-
-_RUNS = 5
 
 
 def measure_reductions(replicas: Sequence[Programs]) -> tuple[float, ...]:
@@ -51,11 +48,4 @@ def _seconds(replicas: Sequence[StageProgram]) -> float:
                     copies.append(tf.identity(total))
         return copies
 
-    run = tf.function(reduce, autograph=False)
-    seconds: list[float] = []
-    for _ in range(_RUNS):
-        start = time.perf_counter()
-        run()
-        wait_for_gpus()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
+    return statistics.median(run_seconds(reduce))

@@ -6,6 +6,7 @@ import collections
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -154,14 +155,27 @@ def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Varia
         with tf.device(device), keras_optimizer.one_device_optimizer():
             copy.apply([gradient], [weight])
 
-    run = tf.function(update, autograph=False)
+    return min(run_seconds(update)) * sum(sizes) / max(sizes)
+
+
+def run_seconds(body: Callable[[], Any]) -> list[float]:
+    """Return the seconds of several runs of a function, compiled, without the first run.
+
+    Args:
+        body: The function.
+
+    Example:
+        >>> len(run_seconds(lambda: tf.zeros([])))
+        4
+    """
+    run = tf.function(body, autograph=False)
     seconds: list[float] = []
     for _ in range(_RUNS):
         start = time.perf_counter()
         run()
         wait_for_gpus()
         seconds.append(time.perf_counter() - start)
-    return min(seconds[1:]) * sum(sizes) / max(sizes)
+    return seconds[1:]
 
 
 def measure_step(schedule: Schedule, timed: Timed) -> Timeline:
