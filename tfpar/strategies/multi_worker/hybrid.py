@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfpar import cluster, data
-from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
 from tfpar.pipeline.execution.peers import LocalPart
@@ -71,14 +69,7 @@ class Hybrid(Worker, Staged):
     ) -> None:
         _check(pipeline, num_replicas)
         preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
-        job = tf_config.from_environment(os.environ)
-        if job is not None and job.role == "evaluator":
-            raise ValueError(
-                "Hybrid trains with the chief and the workers, and TF_CONFIG makes this process an evaluator. Train "
-                "nothing here: python -m tfpar.train evaluates the chief's checkpoints in such a process."
-            )
-        self.addresses = job.addresses if job is not None else ("localhost:0",)
-        self.num_workers, self.rank = len(self.addresses), 0 if job is None else job.rank
+        job = self._take_place()
         schedule = pipeline.schedule.replicated(num_replicas)
         given = pipeline.devices if pipeline.names_devices and devices is None else devices
         names = _devices(num_replicas, pipeline.schedule.num_devices, given, starts=self.num_workers == 1)

@@ -91,15 +91,7 @@ class MultiWorker(Worker, DataParallel):
         batch_dependence.check_choice(batch_dependent_layers)
         preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
         preflight.check_sync(sync, every, average_optimizer, compression)
-        job = tf_config.from_environment(os.environ)
-        if job is not None and job.role == "evaluator":
-            raise ValueError(
-                "MultiWorker trains with the chief and the workers, and TF_CONFIG makes this process an evaluator. "
-                "Train nothing here: python -m tfpar.train evaluates the chief's checkpoints in such a process."
-            )
-        self.addresses = job.addresses if job is not None else ("localhost:0",)
-        self.num_workers = len(self.addresses)
-        self.rank = 0 if job is None else job.rank
+        job = self._take_place()
         strategy = preflight.form_cluster(job, devices, form_seconds, silence_seconds)
         self._all_reduce, self._compression = all_reduce, compression
         self._averaging = LocalSGD(every, average_optimizer) if sync == "average" else None

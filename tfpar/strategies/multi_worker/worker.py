@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from tfpar.cluster import tf_config
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.multi_worker import preflight
 from tfpar.strategies.multi_worker.collectives import Group
@@ -24,6 +26,23 @@ class Worker(Strategy):
     """
 
     addresses: Sequence[str]
+
+    def _take_place(self) -> tf_config.Job | None:
+        """Take this process's place among the workers from TF_CONFIG or Slurm; return the job, None for one worker.
+
+        Raises:
+            ValueError: If this process is an evaluator.
+        """
+        job = tf_config.from_environment(os.environ)
+        if job is not None and job.role == "evaluator":
+            raise ValueError(
+                f"{type(self).__name__} trains with the chief and the workers, and TF_CONFIG makes this process an "
+                "evaluator. Train nothing here: python -m tfpar.train evaluates the chief's checkpoints in such a "
+                "process."
+            )
+        self.addresses = job.addresses if job is not None else ("localhost:0",)
+        self.num_workers, self.rank = len(self.addresses), 0 if job is None else job.rank
+        return job
 
     def _connect(self, device: tf.DeviceSpec, facts: dict[str, str]) -> None:
         """Set up the messages between the workers, and refuse those that differ.
