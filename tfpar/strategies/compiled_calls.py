@@ -20,7 +20,7 @@ from tfpar.reduction import objective
 
 
 def suits(model: keras.Model) -> bool:
-    """Return whether the call of a model leaves nothing behind but its outputs and new values of its variables.
+    """Return whether a call of a model has no effects but its outputs and new values of its variables.
 
     An overridden `compute_loss` may read tensors that `call` has stored in the model.
 

@@ -144,5 +144,5 @@ class StepContext:
 
     def _losses(self) -> list[tf.Tensor]:
         """Return the losses added by layers and the loss of the outputs, scalars."""
-        added = [loss for replica in self.replicas for loss in replica.execution.losses]
-        return [*added, *(replica.loss.value(replica.execution.live) for replica in self.replicas)]
+        of_layers = [loss for replica in self.replicas for loss in replica.execution.losses]
+        return [*of_layers, *(replica.loss.value(replica.execution.live) for replica in self.replicas)]
