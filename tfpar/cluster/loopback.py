@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
+
+from tfpar.cluster.tf_config import split_address
 
 _INTERFACE = b"lo\0"
 _POLL_SECONDS = 0.001
@@ -66,6 +69,26 @@ def confined(port: int) -> Iterator[Confined]:
             _bind_all(port)
         except OSError as error:
             found.problem = error
+
+
+@contextlib.contextmanager
+def server_confined(address: str) -> Iterator[None]:
+    """Restrict TensorFlow's server, which starts inside this context, to the loopback; warn where that fails.
+
+    By default the server listens on all addresses and runs operations for every client, as the user of this process.
+
+    Args:
+        address: The `host:port` of the server.
+    """
+    with confined(split_address(address)[1]) as found:
+        yield
+    if found.problem is not None:
+        print(
+            f"warning: TensorFlow's server at {address} can be reached from other machines, as it could not be bound "
+            f"to the loopback ({found.problem.strerror}), and any program that connects can act as you. Use a "
+            "firewall, or python -m tfpar.launch --network private.",
+            file=sys.stderr,
+        )
 
 
 def _bind_all(port: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import tensorflow as tf
@@ -103,13 +103,9 @@ def _wait_for_servers(job: tf_config.Job, seconds: float) -> None:
         time.sleep(0.1)
 
 
-@contextlib.contextmanager
-def _confined(job: tf_config.Job) -> Iterator[None]:
+def _confined(job: tf_config.Job) -> contextlib.AbstractContextManager[None]:
     """Restrict the server of this process to the loopback where all workers are on this machine."""
-    with contextlib.ExitStack() as stack:
-        if job.is_on_loopback:
-            stack.enter_context(loopback.confined(tf_config.split_address(job.addresses[job.rank])[1]))
-        yield
+    return loopback.server_confined(job.addresses[job.rank]) if job.is_on_loopback else contextlib.nullcontext()
 
 
 def _devices_of_workers(num_workers: int) -> list[list[str]]:

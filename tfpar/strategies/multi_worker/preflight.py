@@ -116,21 +116,9 @@ def form_cluster(
 def _begin_confined(
     begin: Callable[[], tf.distribute.MultiWorkerMirroredStrategy], job: tf_config.Job
 ) -> tf.distribute.MultiWorkerMirroredStrategy:
-    """Form the cluster of a job on this machine with TensorFlow's server on the loopback only.
-
-    By default the server listens on all addresses and runs operations for every client, as the user of this process.
-    """
-    address = job.addresses[job.rank]
-    with tf_server.starting_without_lock(), loopback.confined(tf_config.split_address(address)[1]) as found:
-        strategy = begin()
-    if found.problem is not None:
-        print(
-            f"warning: TensorFlow's server at {address} can be reached from other machines, as it could not be bound "
-            f"to the loopback ({found.problem.strerror}), and any program that connects can act as you. Use a "
-            "firewall, or python -m tfpar.launch --network private.",
-            file=sys.stderr,
-        )
-    return strategy
+    """Form the cluster of a job on this machine with TensorFlow's server on the loopback only."""
+    with tf_server.starting_without_lock(), loopback.server_confined(job.addresses[job.rank]):
+        return begin()
 
 
 def differences(chiefs: dict[str, str], theirs: dict[str, str]) -> list[str]:
