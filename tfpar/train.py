@@ -13,6 +13,7 @@ from absl import flags
 
 from tfpar import config
 from tfpar.cluster import tf_config
+from tfpar.cluster.other_worker_error import OtherWorkerError
 from tfpar.commands import command_line, standard_streams, start_up
 from tfpar.commands.number_flags import Integer, check_within
 from tfpar.config import bundled_configurations
@@ -80,7 +81,8 @@ def main(argv: list[str]) -> int:
         argv: The command line without the flags that absl has parsed.
 
     Returns:
-        The exit code: 0 when trained, 1 on an error (2 for a worker if a restart would fail too), 130 when interrupted
+        The exit code: 0 when trained, 1 on an error (2 for a worker if a restart would fail too, 3 if
+        another worker failed), 130 when interrupted
         and 141 when the reader of the output is gone, both with a checkpoint to resume from.
     """
     directory: RunDirectory | None = None
@@ -120,6 +122,8 @@ def main(argv: list[str]) -> int:
             raise
         for line in sentence.splitlines():
             print(f"error: {line}", file=sys.stderr)
+        if isinstance(error, OtherWorkerError):
+            return command_line.OTHER_FAILED
         is_repeatable = isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError)
         if is_repeatable and directory is not None:
             directory.undo_claim()

@@ -187,6 +187,18 @@ def test_restarts_at_most_as_often_as_said(tmp_path: Path) -> None:
     assert "The job failed: worker 0 failed with exit code 5." in last_words(err)
 
 
+def test_the_worker_with_the_cause_is_named_also_if_it_ends_last(tmp_path: Path) -> None:
+    script = """
+if rank == 1:
+    sys.exit(3)
+time.sleep(0.5)
+sys.exit(1)
+"""
+    code, _, err = run(tmp_path, script)
+    assert code == 1
+    assert "The job failed: worker 0 failed with exit code 1." in last_words(err)
+
+
 @pytest.mark.parametrize("words", [("--config", "missing"), ("--set", "training.epoch=3"), ("--nothing",)])
 def test_a_configuration_error_is_not_repeated(tmp_path: Path, words: tuple[str, ...]) -> None:
     completed = subprocess.run(

@@ -29,6 +29,7 @@ COMMANDS = {
 _MOST_COLUMNS = 100
 FAILED = 1
 REPEATABLE = 2  # of a worker whose next start would fail in the same way; argparse, too, ends with it
+OTHER_FAILED = 3  # of a worker that ends because another one failed
 _LONGEST_NAME = 60  # of a flag
 
 

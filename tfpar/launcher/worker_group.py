@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tfpar.cluster import job_secret
+from tfpar.commands.command_line import OTHER_FAILED
 from tfpar.commands.start_up import INTERRUPTED  # also the exit code of a worker that stopped with a checkpoint
 from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.hosts import HostPlan
@@ -191,6 +192,8 @@ class WorkerGroup:
             self._record_first_failure(failed[0])
         elif failed[0].code == -signal.SIGKILL and not self._has_killed:
             self.failed = failed[0]  # the others failed before the kernel had freed its memory
+        elif self.failed.code == OTHER_FAILED and not self._has_killed:
+            self.failed = failed[0]  # the cause: all raise at the same time, and end in any order
 
     def _record_first_failure(self, failed: Worker) -> None:
         """Record the first failure and stop the other workers."""
@@ -199,6 +202,8 @@ class WorkerGroup:
         if failed.code == INTERRUPTED:
             # The others save the same checkpoint and exit; another signal would interrupt the saving.
             self._stop([], self._grace_seconds)
+        elif failed.code == OTHER_FAILED:
+            self._stop([], min(SECONDS_AFTER_FAILURE, self._grace_seconds))  # a signal would hide the cause
         else:
             self._stop(self._running(), min(SECONDS_AFTER_FAILURE, self._grace_seconds))
 
@@ -231,6 +236,8 @@ def _consequence_order(worker: Worker) -> int:
     """
     if worker.code == -signal.SIGKILL:
         return 0
+    if worker.code == OTHER_FAILED:
+        return 3
     return 1 if worker.code < 0 and worker.code != -signal.SIGABRT else 2
 
 

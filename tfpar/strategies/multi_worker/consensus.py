@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tfpar.cluster.other_worker_error import OtherWorkerError
 from tfpar.strategies.multi_worker.collectives import Group
 
 PIECE_BYTES = 16 << 20  # of a message, in one all-reduce
@@ -84,7 +85,7 @@ class Consensus:
 
         Raises:
             ValueError: With the message of the first worker that raised; a worker that raised raises its own error.
-            ConnectionError: The same, after an error of the operating system that may not come again.
+            OtherWorkerError: The same, after an error of the operating system that may not come again.
         """
         own: Exception | None = None
         try:
@@ -98,7 +99,7 @@ class Consensus:
             return
         sent = None if own is None else json.dumps([_may_pass(own), self._message(own, what)]).encode()
         may_pass, sentence = json.loads(self.broadcast_from(rank, sent))
-        raised = own or (ConnectionError if may_pass else ValueError)(sentence)
+        raised = own or (OtherWorkerError if may_pass else ValueError)(sentence)
         setattr(raised, _ON_ALL_WORKERS, True)
         raise raised
 
