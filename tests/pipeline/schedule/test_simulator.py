@@ -241,6 +241,7 @@ def test_without_sizes_no_memory_is_predicted() -> None:
             r"transfer_seconds must have one entry for each of 1 cuts, received 2",
         ),
         ("1f1b", {"update_seconds": (1.0,)}, r"update_seconds must have one entry for each of 2 stages, received 1"),
+        ("1f1b", {"all_reduce_seconds": (1.0,)}, r"all_reduce_seconds must have .* 2 stages, received 1"),
         ("1f1b", {"fixed_bytes": (1, 2, 3)}, r"fixed_bytes must have one entry for each of 2 stages, received 3"),
         ("1f1b", {"microbatch_scale": (1.0,)}, r"microbatch_scale must have .* 4 micro-batches, received 1"),
         ("1f1b", {"forward_seconds": (1.0, -1.0)}, r"must be finite and not negative, received \(1\.0, -1\.0\)"),
@@ -277,6 +278,11 @@ def test_replicas_run_at_the_same_time_and_sum_gradients_once_each_has_its_own()
     assert simulate(one.replicated(3), summed).step_seconds == alone.step_seconds + 0.25
     late = dataclasses.replace(durations, reduction_seconds=(0.25, 4.0))
     assert simulate(one.replicated(3), late).step_seconds == alone.step_seconds + 2.0
+    # Over workers, one stage at a time: from 13 for 6 seconds, then stage 0.
+    over_workers = dataclasses.replace(durations, all_reduce_seconds=(1.0, 6.0))
+    assert simulate(one, over_workers).step_seconds == 13 + 6 + 1 + 0.5
+    both = dataclasses.replace(over_workers, reduction_seconds=(0.0, 1.0))
+    assert simulate(one.replicated(3), both).step_seconds == 14 + 6 + 1 + 0.5
 
 
 def test_a_replica_with_smaller_micro_batches_ends_earlier() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from tfpar.pipeline.schedule import Action, Kind, Schedule
@@ -29,6 +29,8 @@ class Durations:
         update_seconds: Duration of the optimizer's update, which starts after the last action of the step.
         reduction_seconds: Duration of the sum of the gradients over replicas, which starts after the last action of the
             stage on all replicas.
+        all_reduce_seconds: Duration of the all-reduce of the gradients over workers, which starts after the sum over
+            replicas. The workers' link carries one stage at a time.
         activation_bytes: Saved tensors of a micro-batch, from the start of its F to the end of its W, or of its B in
             schedules without W.
         backward_temporary_bytes: Temporary memory of B: recomputed activations.
@@ -53,6 +55,7 @@ class Durations:
     transfer_seconds: tuple[float, ...]
     update_seconds: tuple[float, ...] = ()
     reduction_seconds: tuple[float, ...] = ()
+    all_reduce_seconds: tuple[float, ...] = ()
     activation_bytes: tuple[int, ...] = ()
     backward_temporary_bytes: tuple[int, ...] = ()
     weight_gradient_temporary_bytes: tuple[int, ...] = ()
@@ -144,7 +147,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     return Timeline(
         len(schedule.actions),
         tuple(sorted(spans.values(), key=lambda span: (span.begin_seconds, span.device))),
-        max(*free_seconds, *_reduction_ends(schedule, durations, spans)) + update_seconds,
+        max(*free_seconds, *_gradient_ends(schedule, durations, last_ends(schedule, spans.values()))) + update_seconds,
         tuple(
             peak_bytes(schedule, durations, range(device, schedule.num_stages, schedule.num_devices), replica)
             for replica in range(schedule.num_replicas)
@@ -153,17 +156,53 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     )
 
 
-def _reduction_ends(schedule: Schedule, durations: Durations, spans: Mapping[Action, Span]) -> list[float]:
-    """Return when the gradients of each stage are summed over replicas; the sums of a device run one after another."""
-    last = collections.defaultdict[int, float](float)
-    for (_, stage, _), _, _, end_seconds in spans.values():
+def last_ends(schedule: Schedule, spans: Iterable[Span]) -> list[float]:
+    """Return the end of the last action of each stage on any replica, in seconds.
+
+    Args:
+        schedule: The schedule.
+        spans: The start and end of its actions.
+
+    Example:
+        >>> from tfpar.pipeline import schedule
+        >>> gpipe = schedule.make("gpipe", num_stages=2, num_microbatches=1)
+        >>> last_ends(gpipe, simulate(gpipe, Durations((1.0, 1.0), (2.0, 2.0), (), (), (0.0,))).spans)
+        [6.0, 4.0]
+    """
+    last = [0.0] * schedule.num_stages
+    for (_, stage, _), _, _, end_seconds in spans:
         last[stage] = max(last[stage], end_seconds)
-    ends = [0.0] * schedule.num_devices
-    for stage in sorted(last, key=last.__getitem__):
-        seconds = durations.reduction_seconds[stage] if durations.reduction_seconds else 0.0
-        device = schedule.device_of(stage)
-        ends[device] = max(ends[device], last[stage]) + seconds
+    return last
+
+
+def one_after_another(
+    ready_seconds: Sequence[float], seconds: Sequence[float], resources: Sequence[Hashable]
+) -> list[float]:
+    """Return the end of each of some tasks; those of one resource run one after another, in the order of readiness.
+
+    Args:
+        ready_seconds: The earliest start of each task.
+        seconds: The duration of each.
+        resources: The device or link of each.
+
+    Example:
+        >>> one_after_another([1.0, 0.0, 0.0], [2.0, 3.0, 1.0], ["link", "link", "other"])
+        [5.0, 3.0, 1.0]
+    """
+    free = collections.defaultdict[Hashable, float](float)
+    ends = [0.0] * len(ready_seconds)
+    for task in sorted(range(len(ready_seconds)), key=ready_seconds.__getitem__):
+        ends[task] = max(free[resources[task]], ready_seconds[task]) + seconds[task]
+        free[resources[task]] = ends[task]
     return ends
+
+
+def _gradient_ends(schedule: Schedule, durations: Durations, last: Sequence[float]) -> list[float]:
+    """Return when the gradients of each stage are summed over replicas and workers."""
+    none = (0.0,) * schedule.num_stages
+    devices = [schedule.device_of(stage) for stage in range(schedule.num_stages)]
+    summed = one_after_another(last, durations.reduction_seconds or none, devices)
+    return one_after_another(summed, durations.all_reduce_seconds or none, ["link"] * len(summed))
 
 
 def _seconds_of(schedule: Schedule, durations: Durations) -> dict[Kind, Sequence[float]]:
@@ -229,7 +268,7 @@ def _check(schedule: Schedule, durations: Durations) -> None:
     _check_entries(durations, required, schedule.num_stages, "stages")
     _check_entries(durations, ("transfer_seconds",), schedule.num_stages - 1, "cuts")
     sizes = [field.name for field in dataclasses.fields(durations) if field.name.endswith("_bytes")]
-    optional = ("update_seconds", "reduction_seconds", *sizes)
+    optional = ("update_seconds", "reduction_seconds", "all_reduce_seconds", *sizes)
     _check_entries(durations, [name for name in optional if getattr(durations, name)], schedule.num_stages, "stages")
     if durations.microbatch_scale:
         _check_entries(durations, ("microbatch_scale",), schedule.num_microbatches, "micro-batches")

@@ -1,0 +1,188 @@
+"""The step of any layout on any number of hosts, computed from the parts of a model and the links. Pure Python.
+
+    host 0   stage 0 ─► stage 1   stage 0 ─► stage 1      a cut inside a host: the link inside
+                │          │         │          │
+                └──────────┼─ sum ───┘          │         first over the replicas of a host,
+                           └───────── sum ──────┘
+                │          │
+    host 1   stage 0 ─► stage 1   …                       then over the hosts, whose link carries one stage at a time
+
+One device is one stage and one replica, data parallelism has one stage, a pipeline has one replica. Replicas with equal
+micro-batches and equal places on their hosts take the same time, and are simulated once.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tfpar.pipeline.schedule import Schedule
+from tfpar.pipeline.schedule.links import Algorithm, Link, all_reduce_seconds
+from tfpar.pipeline.schedule.simulator import Durations, last_ends, one_after_another, simulate
+
+Place = tuple[bool, ...]  # for each cut, whether it lies between two hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Hosts with equal numbers of devices, which hold the devices of the first replica first.
+
+    Args:
+        devices_per_host: Number of devices of a host.
+        inside: The link between two devices of a host.
+        between: The link of a host to the others.
+        all_reduce: How gradients are summed over hosts; see `links.all_reduce_seconds`.
+        all_reduce_inside: How those of the replicas of one host are summed before.
+
+    Raises:
+        ValueError: If a host has no device.
+
+    Example:
+        >>> network = Network(8, inside=Link(1e-5, 1e11), between=Link(1e-4, 1e9))
+        >>> network.host_of(7), network.host_of(8)
+        (0, 1)
+    """
+
+    devices_per_host: int
+    inside: Link
+    between: Link
+    all_reduce: Algorithm = "ring"
+    all_reduce_inside: Algorithm = "owners"
+
+    def __post_init__(self) -> None:
+        if self.devices_per_host < 1:
+            raise ValueError(f"A host has at least 1 device, received devices_per_host={self.devices_per_host}.")
+
+    def host_of(self, device: int) -> int:
+        """Return the host of a device."""
+        return device // self.devices_per_host
+
+
+class LayoutStep(NamedTuple):
+    """The predicted step of a layout, and what its devices wait for. The parts add up to the step.
+
+    Attributes:
+        step_seconds: Duration of the step.
+        compute_seconds: Duration of the actions of a device, the mean over all devices.
+        bubble_seconds: The time without an action that the order of the actions costs, and uneven stages.
+        transfer_seconds: What transfers add to it.
+        all_reduce_seconds: From the last action to the end of the last sum of gradients.
+        update_seconds: Duration of the optimizer's update.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    bubble_seconds: float
+    transfer_seconds: float
+    all_reduce_seconds: float
+    update_seconds: float
+
+
+def simulate_layout(
+    schedule: Schedule,
+    durations: Durations,
+    cut_bytes: Sequence[float],
+    gradient_bytes: Sequence[float],
+    network: Network,
+) -> LayoutStep:
+    """Compute the step of a schedule on the devices of a network.
+
+    Transfers do not delay each other, and communication does not slow down the actions.
+
+    Args:
+        schedule: The order of the actions, for one replica or several.
+        durations: The durations of the actions and of the update of each stage. The durations of transfers and sums are
+            not read: they follow from the bytes and the links.
+        cut_bytes: Bytes of a full micro-batch across each cut, `num_stages - 1` entries.
+        gradient_bytes: Bytes of the gradients of each stage, `num_stages` entries; all zeros for no sums.
+        network: The hosts and links.
+
+    Raises:
+        ValueError: If an argument does not have the entries that the schedule needs, or the schedule deadlocks.
+
+    Example:
+        >>> from tfpar.pipeline import schedule
+        >>> hosts = Network(2, inside=Link(0.0, 1e9), between=Link(0.0, 1e8))
+        >>> two_hosts = schedule.make("1f1b", num_stages=2, num_microbatches=4).replicated(2)
+        >>> step = simulate_layout(two_hosts, Durations((1.0, 1.0), (2.0, 2.0), (), (), ()), [0], [1e8, 1e8], hosts)
+        >>> step.step_seconds, step.bubble_seconds, step.all_reduce_seconds
+        (16.0, 3.0, 1.0)
+    """
+    _check(schedule, cut_bytes, gradient_bytes)
+    one = schedule.of_one_replica
+    last, apart, busy_seconds = [0.0] * schedule.num_stages, 0.0, 0.0
+    for (scale, crosses), num_replicas in _kinds_of_replicas(schedule, durations, network).items():
+        links = [network.between if is_between else network.inside for is_between in crosses]
+        transfer_seconds = tuple(link.seconds(size) for link, size in zip(links, cut_bytes, strict=True))
+        alone = dataclasses.replace(
+            durations, microbatch_scale=scale, update_seconds=(), reduction_seconds=(), all_reduce_seconds=()
+        )
+        spans = simulate(one, dataclasses.replace(alone, transfer_seconds=transfer_seconds)).spans
+        without = simulate(one, dataclasses.replace(alone, transfer_seconds=(0.0,) * len(links)))
+        last = list(map(max, last, last_ends(one, spans)))
+        apart = max(apart, without.step_seconds)
+        busy_seconds += num_replicas * sum(span.end_seconds - span.begin_seconds for span in spans)
+    compute_seconds, end_seconds = busy_seconds / len(schedule.actions), max(last)
+    summed_seconds = max(end_seconds, *_sum_ends(schedule, last, gradient_bytes, network))
+    updates = durations.update_seconds or (0.0,) * schedule.num_stages
+    update_seconds = max(sum(updates[device :: one.num_devices]) for device in range(one.num_devices))
+    return LayoutStep(
+        step_seconds=summed_seconds + update_seconds,
+        compute_seconds=compute_seconds,
+        bubble_seconds=apart - compute_seconds,
+        transfer_seconds=end_seconds - apart,
+        all_reduce_seconds=summed_seconds - end_seconds,
+        update_seconds=update_seconds,
+    )
+
+
+def _kinds_of_replicas(
+    schedule: Schedule, durations: Durations, network: Network
+) -> collections.Counter[tuple[tuple[float, ...], Place]]:
+    """Return the sizes of the micro-batches and the place of each replica, with the number of equal replicas."""
+    count, scale = schedule.microbatches_per_replica, durations.microbatch_scale
+    if scale and len(scale) != schedule.num_microbatches:
+        raise ValueError(
+            f"Durations.microbatch_scale must have one entry for each of {schedule.num_microbatches} micro-batches, "
+            f"received {len(scale)}: {scale}."
+        )
+    return collections.Counter(
+        (scale[first : first + count], _place(schedule, first, network))
+        for first in range(0, schedule.num_microbatches, count)
+    )
+
+
+def _place(schedule: Schedule, microbatch: int, network: Network) -> Place:
+    hosts = [network.host_of(schedule.device_of(stage, microbatch)) for stage in range(schedule.num_stages)]
+    return tuple(one != other for one, other in itertools.pairwise(hosts))
+
+
+def _sum_ends(
+    schedule: Schedule, last: Sequence[float], gradient_bytes: Sequence[float], network: Network
+) -> list[float]:
+    """Return when the gradients of each stage are summed, first over the replicas of each host, then over the hosts."""
+    inside, between, devices, hosts = list[float](), list[float](), list[int](), list[int]()
+    for stage, num_bytes in enumerate(gradient_bytes):
+        devices.append(schedule.device_of(stage))
+        hosts.append(network.host_of(devices[-1]))
+        members = range(devices[-1], len(schedule.actions), schedule.num_devices)
+        per_host = collections.Counter(map(network.host_of, members))
+        most = max(per_host.values())
+        inside.append(all_reduce_seconds(network.all_reduce_inside, num_bytes, most, network.inside))
+        between.append(all_reduce_seconds(network.all_reduce, num_bytes, len(per_host), network.between))
+    return one_after_another(one_after_another(last, inside, devices), between, hosts)
+
+
+def _check(schedule: Schedule, cut_bytes: Sequence[float], gradient_bytes: Sequence[float]) -> None:
+    for name, entries, number in (
+        ("cut_bytes", cut_bytes, schedule.num_stages - 1),
+        ("gradient_bytes", gradient_bytes, schedule.num_stages),
+    ):
+        if len(entries) != number or any(size < 0 for size in entries):
+            raise ValueError(
+                f"{name} must have {number} entries of at least 0 for {schedule.num_stages} stages, received "
+                f"{list(entries)}."
+            )
