@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis import step_timing
+from tfpar.pipeline.schedule.simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -26,6 +27,31 @@ def test_an_action_without_operations_is_subtracted_on_each_device(monkeypatch: 
         schedules.make("gpipe", num_stages=2, num_microbatches=2), one_second_each, ["CPU:0", "CPU:1"]
     )
     assert durations.forward_seconds == durations.backward_seconds == (0.75, 0.0)
+
+
+def test_a_device_that_begins_before_the_clock_of_the_sender_is_read_waits_for_no_transfer() -> None:
+    def early(schedule: schedules.Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        times, gradients = one_second_each(schedule)
+        return times + tf.constant([0.0, 0.25], tf.float64), gradients
+
+    one = schedules.make("gpipe", num_stages=2, num_microbatches=1)
+    durations = step_timing.measure_durations(one, early)
+    assert durations.transfer_seconds == (0.0,)
+    assert simulate(one, durations).step_seconds == 5.0
+
+
+def test_durations_are_those_of_a_full_micro_batch() -> None:
+    """Two replicas of 8 micro-batches: the measured ones are the first three of each."""
+    scale = [1.0] * 8 + [0.5] * 8
+
+    def timed(schedule: schedules.Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        actions = schedule.in_order()
+        times = [[number, number + (1.0 if action.microbatch < 3 else 0.5)] for number, action in enumerate(actions)]
+        return tf.constant(times, tf.float64), []
+
+    grid = schedules.make("gpipe", num_stages=1, num_microbatches=8).replicated(2)
+    assert step_timing.measure_durations(grid, timed, scale=scale).forward_seconds == (1.0,)
+    assert step_timing.measure_durations(grid, timed).forward_seconds == (0.75,)
 
 
 def test_an_action_without_operations_takes_little_time() -> None:

@@ -25,7 +25,9 @@ _MICROBATCHES_PER_DEVICE = 3
 ActionTimes = dict[Action, list[float]]  # start and end of each action, in seconds
 
 
-def measure_durations(schedule: Schedule, timed: Timed, devices: Sequence[str] = ()) -> Durations:
+def measure_durations(
+    schedule: Schedule, timed: Timed, devices: Sequence[str] = (), scale: Sequence[float] = ()
+) -> Durations:
     """Measure the durations of actions and transfers in a step with few micro-batches.
 
     The devices run at the same time as in training, so that the durations include their contention: logical CPUs share
@@ -39,9 +41,10 @@ def measure_durations(schedule: Schedule, timed: Timed, devices: Sequence[str] =
             order of `Schedule.in_order`, float64 `[actions, 2]`, and the gradients, so that TensorFlow does not prune
             them.
         devices: The device of each stage; empty to subtract nothing.
+        scale: The size of each micro-batch of the schedule, relative to a full one; empty if all are full.
 
     Returns:
-        The durations, without bytes and updates.
+        The durations for a full micro-batch, without bytes and updates.
 
     Example:
         >>> def timed(schedule):  # one second for each action, one action at a time
@@ -55,11 +58,12 @@ def measure_durations(schedule: Schedule, timed: Timed, devices: Sequence[str] =
     num_microbatches = min(_MICROBATCHES_PER_DEVICE * num_devices, schedule.microbatches_per_replica)
     short = schedules.make(schedule.name, num_stages, num_microbatches, num_devices).replicated(schedule.num_replicas)
     runs = _measure_runs(short, timed)
+    sizes = _scale_of(short, schedule, scale)
 
     seconds: dict[tuple[str, int], list[float]] = collections.defaultdict(list)
     for times in runs:
-        for (kind, stage, _), (begin, end) in times.items():
-            seconds[kind, stage].append(end - begin)
+        for (kind, stage, microbatch), (begin, end) in times.items():
+            seconds[kind, stage].append((end - begin) / sizes[microbatch])
 
     empty = {device: empty_action_seconds(device) for device in set(devices)}
     overhead_seconds = [empty[device] for device in devices] or [0.0] * num_stages
@@ -76,6 +80,13 @@ def measure_durations(schedule: Schedule, timed: Timed, devices: Sequence[str] =
         weight_gradient_seconds=median_seconds("W"),
         transfer_seconds=tuple(_transfer_seconds(short, runs, cut) for cut in range(num_stages - 1)),
     )
+
+
+def _scale_of(short: Schedule, schedule: Schedule, scale: Sequence[float]) -> list[float]:
+    """Return the size of each micro-batch of the short schedule, which has the first ones of each replica."""
+    count, others = short.microbatches_per_replica, schedule.microbatches_per_replica - short.microbatches_per_replica
+    numbers = [number + short.replica_of(number) * others for number in range(count * short.num_replicas)]
+    return [scale[number] for number in numbers] if scale else [1.0] * len(numbers)
 
 
 def empty_action_seconds(device: str) -> float:
@@ -104,7 +115,10 @@ def empty_action_seconds(device: str) -> float:
 
 
 def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int) -> float:
-    """Return the median delay between F before a cut and F after it, if the later device is idle in between."""
+    """Return the median delay between F before a cut and F after it, if the later device is idle in between.
+
+    It is at least 0: the later device may begin before the earlier one has read the clock at its end.
+    """
     orders = schedule.actions[schedule.device_of(cut + 1) :: schedule.num_devices]
     pairs = [pair for order in orders for pair in zip((None, *order), order, strict=False)]
     seconds = []
@@ -114,7 +128,7 @@ def _transfer_seconds(schedule: Schedule, runs: Sequence[ActionTimes], cut: int)
                 sent = times[Action("F", cut, action.microbatch)][1]
                 if previous is None or times[previous][1] < sent:
                     seconds.append(times[action][0] - sent)
-    return statistics.median(seconds or [0.0])
+    return max(0.0, statistics.median(seconds or [0.0]))
 
 
 def measure_updates(optimizer: keras.Optimizer, programs: Programs, num_replicas: int = 1) -> tuple[float, ...]:

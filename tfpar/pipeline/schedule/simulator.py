@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
@@ -62,6 +63,23 @@ class Durations:
     until_weight_gradient_bytes: tuple[int, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
     microbatch_scale: tuple[float, ...] = ()
+
+
+def microbatch_scale(num_examples: int, num_microbatches: int) -> tuple[float, ...]:
+    """Return the size of each micro-batch of a batch, relative to the largest; see `Durations.microbatch_scale`.
+
+    Args:
+        num_examples: Number of examples of the batch, at least 1.
+        num_microbatches: Number of micro-batches, whose sizes differ by at most one. With fewer examples than
+            micro-batches, each has one.
+
+    Example:
+        >>> microbatch_scale(7, 4)
+        (1.0, 1.0, 1.0, 0.5)
+    """
+    ends = [-(-number * num_examples // num_microbatches) for number in range(num_microbatches + 1)]
+    sizes = [max(1, end - begin) for begin, end in itertools.pairwise(ends)]
+    return tuple(size / max(sizes) for size in sizes)
 
 
 class Span(NamedTuple):
