@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,10 +92,24 @@ def test_one_process_finishes_a_run_of_two_workers(job: workers.Workers) -> None
 
 
 def test_all_workers_have_the_stages_that_the_chief_measured(job: workers.Workers) -> None:
-    (sizes, weights), *others = job.results("measured")
-    for other_sizes, other_weights in others:
+    (sizes, weights, *_), *others = job.results("measured")
+    for other_sizes, other_weights, *_ in others:
         assert other_sizes == sizes
         assert all(np.array_equal(one, other) for one, other in zip(other_weights, weights, strict=True))
+
+
+def test_the_predicted_step_includes_the_measured_all_reduce_over_the_workers(job: workers.Workers) -> None:
+    for _, _, table, seconds in job.results("measured"):
+        assert len(seconds) == 2
+        assert all(0 < one < 1 for one in seconds)
+        text = " ".join(table.split())
+        assert re.search(r"the optimizer and the all-reduce over 2 workers \([\d.]+ ms\) included$", text), table
+
+
+def test_the_rows_of_lookups_which_are_not_measured_are_named(job: workers.Workers) -> None:
+    for table in job.results("lookups"):
+        assert not isinstance(table, workers.Raised), table.trace
+        assert "included; the exchange of looked-up rows over workers not measured" in " ".join(table.split())
 
 
 def test_every_worker_has_all_predictions_and_the_logs_of_all_examples(job: workers.Workers) -> None:

@@ -39,13 +39,26 @@ def train_with_checkpoints(strategy: tfpar.Strategy, folder: Path) -> tuple[dict
     return trainer.fit(small.shuffled(), **fit).history, cases.state(trainer.model)
 
 
-def train_measured() -> tuple[list[int], list[np.ndarray]]:
-    """Train in stages of equal time, as measured on the chief; return the sizes of the stages and the weights."""
+def train_measured() -> tuple[list[int], list[np.ndarray], str, tuple[float, ...]]:
+    """Train in stages of equal time, as measured on the chief.
+
+    Returns:
+        The sizes of the stages, the weights, the table of the stages, the predicted seconds of their all-reduces.
+    """
     strategy = tfpar.Hybrid(tfpar.Pipeline(2, 2))
     trainer = tfpar.Trainer(wide, strategy, seed=0)
     trainer.fit(small.data(), verbose=0)
     preview = trainer.preview(small.data())
-    return [row.num_layers for row in preview.rows], trainer.model.get_weights()
+    assert preview.durations is not None
+    sizes = [row.num_layers for row in preview.rows]
+    return sizes, trainer.model.get_weights(), str(preview), preview.durations.all_reduce_seconds
+
+
+def preview_of_lookups() -> str:
+    """Return the table of the stages of a model with an embedding."""
+    case = pipeline_cases.deepened(CASES["embedding, sparse gradients"])
+    trainer = tfpar.Trainer(case.build, hybrid(), seed=0)
+    return str(trainer.preview(case.data()))
 
 
 def predict() -> Any:
@@ -75,6 +88,7 @@ def main() -> None:
             **{name: functools.partial(train_row, rows[name]) for name in names},
             **{f"sharded {kind}": functools.partial(sharded, strategy, kind) for kind in cases.SHARDED},
             "measured": train_measured,
+            "lookups": preview_of_lookups,
             "predict": predict,
             "differing grids": differing_grids,
         }

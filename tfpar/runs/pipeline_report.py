@@ -33,7 +33,7 @@ def measured_stages(trainer: RunTrainer, batch: Any) -> Preview:
 def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path, tensorboard: Path | None) -> None:
     """Measure when each action of a step really runs; the chief draws it below the plan, and prints where.
 
-    Neither has the optimizer in it, which comes when all actions have ended.
+    Neither includes what follows the actions: the sums of gradients over replicas and workers, and the optimizer.
 
     Args:
         trainer: Its `build` has been called, and its strategy has a schedule.
@@ -44,7 +44,8 @@ def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path,
     """
     assert preview.schedule is not None, "the strategy has a schedule"
     assert preview.durations is not None, "the strategy has a schedule"
-    planned = simulate(preview.schedule, dataclasses.replace(preview.durations, update_seconds=()))
+    actions = dataclasses.replace(preview.durations, update_seconds=(), reduction_seconds=(), all_reduce_seconds=())
+    planned = simulate(preview.schedule, actions)
     measured = trainer.strategy.trace(trainer.model, batch)
     if not trainer.strategy.is_chief:
         return
@@ -52,6 +53,6 @@ def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path,
     if tensorboard is not None:
         with tf.summary.create_file_writer(str(tensorboard / "pipeline")).as_default():
             tf.summary.image("schedule, as planned and as run", tf.io.decode_png(png, channels=4)[tf.newaxis], step=0)
-    print(line("planned", f"{describe_step(planned)}: as predicted, without the optimizer"))
-    print(line("run", f"{describe_step(measured)}: a step whose actions were timed, without the optimizer"))
+    print(line("planned", f"{describe_step(planned)}: as predicted, the actions alone"))
+    print(line("run", f"{describe_step(measured)}: a step whose actions were timed, these alone"))
     print(line("picture", f"{picture}: planned above, run below"), end="\n\n", flush=True)

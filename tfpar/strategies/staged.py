@@ -128,7 +128,7 @@ class Staged(SingleReplica):
         return self._planner.schedule_of(model)
 
     def predict_step_time(self, model: keras.Model, batch: Any) -> Prediction:
-        """Measure the stages on a batch and predict a step; no weight changes.
+        """Measure the stages on a batch and predict a step; no weight changes. All workers must call it.
 
         Args:
             model: A model that `Trainer.build` or a call of `fit` has prepared.
@@ -153,12 +153,15 @@ class Staged(SingleReplica):
                 self._planner.memory_of(model),
                 batch,
                 self._planner.microbatch_size(inputs),
+                self._peers,
             )
 
     def preview(self, model: keras.Model, batch: Any) -> Preview:
         """Return the measured stages, the predicted step and the picture of its schedule."""
         prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
-        table = stages_table(prediction.rows, prediction.planned, schedule)
+        table = stages_table(
+            prediction.rows, prediction.planned, schedule, prediction.included, prediction.not_measured
+        )
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:

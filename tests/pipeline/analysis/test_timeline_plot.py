@@ -180,6 +180,14 @@ def test_the_table_has_all_columns_of_each_stage() -> None:
     assert " ".join(caption) == "predicted  step 150 ms, bubble 20.0 %: from the times above, the optimizer included"
 
 
+def test_the_caption_names_what_is_included_and_what_was_not_measured() -> None:
+    schedule = make("1f1b", 1, 1)
+    table = stages_table([row()], timeline(schedule), schedule, ("the optimizer", "the sums"), ("the rows",))
+    assert " ".join(table.split()).endswith(
+        "from the times above, the optimizer and the sums included; the rows not measured"
+    )
+
+
 def test_unknown_cells_are_empty() -> None:
     unknown = row(forward_seconds=None, backward_seconds=None, memory_bytes=None, cut_bytes=None, num_layers=1)
     *_, numbers, layer = printed([unknown], None, make("1f1b", 1, 1))

@@ -6,14 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from tfpar import data
+from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.analysis import step_timing
-from tfpar.pipeline.analysis.reduction_timing import measure_reductions
+from tfpar.pipeline.analysis.reduction_timing import measure_all_reduces, measure_reductions
 from tfpar.pipeline.analysis.stage_table import StageRow
+from tfpar.pipeline.execution.peers import Peers
 from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import MemoryNeeds, Partition
 from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.pipeline.schedule import Schedule
-from tfpar.pipeline.schedule.simulator import Durations, Timeline, peak_bytes, simulate
+from tfpar.pipeline.schedule.simulator import Durations, Timeline, microbatch_scale, peak_bytes, simulate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,9 @@ class Prediction:
     Args:
         rows: The layers, times and memory of each stage.
         durations: The durations of the actions, measured in a short step, and their bytes.
-        planned: The simulated step, including the optimizer's update.
+        planned: The simulated step, including the optimizer's update and the sums of the gradients.
+        included: What the step includes besides the actions, in words.
+        not_measured: What it does not include, in words.
 
     Example:
         >>> from tfpar.pipeline import schedule
@@ -36,6 +41,8 @@ class Prediction:
     rows: tuple[StageRow, ...]
     durations: Durations
     planned: Timeline
+    included: tuple[str, ...] = ("the optimizer",)
+    not_measured: tuple[str, ...] = ()
 
 
 def predict_step_time(
@@ -46,8 +53,11 @@ def predict_step_time(
     memory: MemoryNeeds,
     batch: Any,
     microbatch_size: int,
+    peers: Peers | None = None,
 ) -> Prediction:
     """Predict a step: measure the actions of a model on a batch, and simulate the schedule.
+
+    In a job of several workers all must call it. Each predicts its own step, as if the others ended theirs no later.
 
     Args:
         partition: The stages of the model.
@@ -55,8 +65,9 @@ def predict_step_time(
         schedule: The order of the actions.
         devices: The device of each stage, for each replica.
         memory: The estimate of the memory of weights and optimizer state.
-        batch: A global batch.
+        batch: A global batch, or the local batch of this worker.
         microbatch_size: Number of examples of a micro-batch.
+        peers: The other workers of a job; None for none.
 
     Returns:
         The prediction. The weights of the model do not change.
@@ -67,18 +78,25 @@ def predict_step_time(
         >>> len(prediction.rows), prediction.planned.num_devices
         (2, 2)
     """
-    replicas = [one.programs for one in steps.compiler.compile_replicas(batch, training=True)]
+    compiled = steps.compiler.compile_replicas(batch, training=True)
+    replicas = [one.programs for one in compiled]
     programs, of_first = replicas[0], devices[0]
+    # Padded micro-batches all take the time of the largest.
+    is_padded = any(program.pads for program in programs.stages)
+    scale = () if is_padded else microbatch_scale(int(data.num_rows(batch)), schedule.num_microbatches)
     saved = [program.saved_bytes(microbatch_size) for program in programs.stages]
+    sums = measure_all_reduces(compiled[0], peers)
     durations = dataclasses.replace(
-        step_timing.measure_durations(schedule, lambda one: steps.timed(batch, one), of_first),
+        step_timing.measure_durations(schedule, lambda one: steps.timed(batch, one), of_first, scale),
         update_seconds=step_timing.measure_updates(steps.compiler.staged.model.optimizer, programs, len(replicas)),
         reduction_seconds=measure_reductions(replicas),
+        all_reduce_seconds=sums.seconds,
         activation_bytes=tuple(one.activations for one in saved),
         backward_temporary_bytes=tuple(one.input_gradient_temporaries for one in saved),
         weight_gradient_temporary_bytes=tuple(one.weight_gradient_temporaries for one in saved),
         until_weight_gradient_bytes=tuple(one.until_weight_gradient for one in saved),
         fixed_bytes=tuple(memory.fixed_bytes(costs) for costs in partition.stage_costs),
+        microbatch_scale=scale,
     )
     cut_values = partition.cut_values
     rows = [
@@ -98,7 +116,12 @@ def predict_step_time(
         )
         for index, (stage, costs) in enumerate(zip(partition.stages, partition.stage_costs, strict=True))
     ]
-    return Prediction(tuple(rows), durations, simulate(schedule, durations))
+    planned = simulate(schedule, durations)
+    if peers is None:
+        return Prediction(tuple(rows), durations, planned)
+    all_reduce = f"the all-reduce over {peers.num_workers} workers ({three_digits(1e3 * sum(sums.seconds))} ms)"
+    not_measured = ("the exchange of looked-up rows over workers",) * sums.has_rows
+    return Prediction(tuple(rows), durations, planned, ("the optimizer", all_reduce), not_measured)
 
 
 def _label(device: str) -> str:

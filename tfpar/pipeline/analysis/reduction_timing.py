@@ -1,16 +1,27 @@
-"""Measurement of the sums of gradients over the replicas of a pipeline."""
+"""Measurement of the sums of gradients over the replicas of a pipeline, and over the workers of a job."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import keras
 import tensorflow as tf
 
 from tfpar.pipeline.analysis.step_timing import run_seconds
 from tfpar.pipeline.execution.compiled_stages import Programs
+from tfpar.pipeline.execution.peers import Peers
+from tfpar.pipeline.execution.stage_chain import StepPrograms
 from tfpar.pipeline.execution.stage_program import StageProgram
+from tfpar.pipeline.schedule.links import Link, fit_link
 from tfpar.reduction.gradient_addition import sum_of
+
+# Messages whose durations a link is fitted to: the smallest is latency, the largest several packs at once. Together
+# they take a fraction of a second on a network of 1 Gbit/s.
+_MESSAGE_BYTES = (16 << 10, 256 << 10, 1 << 20, 8 << 20)
+_GRADIENTS_PER_MESSAGE = 4
 
 
 def measure_reductions(replicas: Sequence[Programs]) -> tuple[float, ...]:
@@ -49,3 +60,67 @@ def _seconds(replicas: Sequence[StageProgram]) -> float:
         return copies
 
     return statistics.median(run_seconds(reduce))
+
+
+class WorkerSums(NamedTuple):
+    """The sums of the gradients over the workers of a job.
+
+    Args:
+        seconds: Duration of the all-reduce of the dense gradients of each stage; empty for one worker.
+        has_rows: Whether there are rows of lookups besides, which are gathered and not measured.
+    """
+
+    seconds: tuple[float, ...] = ()
+    has_rows: bool = False
+
+
+def measure_all_reduces(programs: StepPrograms, peers: Peers | None) -> WorkerSums:
+    """Measure all-reduces of a few sizes, and compute that of the gradients of each stage from them.
+
+    All workers must call it.
+
+    Args:
+        programs: The compiled stages and the loss.
+        peers: The other workers; None for none.
+
+    Example:
+        >>> measure_all_reduces(programs, None)
+        WorkerSums(seconds=(), has_rows=False)
+    """
+    if peers is None:
+        return WorkerSums()
+    found = [_gradients_of(program) for program in programs.programs.stages]
+    of_loss = sum(map(_num_bytes, programs.loss.parameters))  # summed with those of the last stage
+    sizes = [size + of_loss * (stage == len(found) - 1) for stage, (size, _) in enumerate(found)]
+    link = measure_link(peers, programs.programs.stages[-1].device)
+    return WorkerSums(tuple(link.seconds(size) if size else 0.0 for size in sizes), any(rows for _, rows in found))
+
+
+def measure_link(peers: Peers, device: str) -> Link:
+    """Return latency and bandwidth of an all-reduce of gradients over all workers, which must all call it.
+
+    Args:
+        peers: The workers.
+        device: A device of this worker, the same on all.
+    """
+    return fit_link(_MESSAGE_BYTES, [_all_reduce_seconds(peers, device, size) for size in _MESSAGE_BYTES])
+
+
+def _all_reduce_seconds(peers: Peers, device: str, num_bytes: int) -> float:
+    with tf.device(device):
+        number = num_bytes // _GRADIENTS_PER_MESSAGE // tf.float32.size
+        weights = [keras.Variable(tf.zeros([number]), dtype="float32") for _ in range(_GRADIENTS_PER_MESSAGE)]
+        gradients = [tf.zeros([number]) for _ in weights]
+    return statistics.median(run_seconds(lambda: peers.add_gradients(gradients, weights)))
+
+
+def _gradients_of(program: StageProgram) -> tuple[int, bool]:
+    """Return the bytes of the dense gradients of a stage, and whether it has rows of lookups."""
+    gradients = program.trace.backward.weight_gradients
+    pairs = list(zip(program.parameters, gradients, strict=True))
+    dense = [parameter for parameter, gradient in pairs if not isinstance(gradient, tuple | type(None))]
+    return sum(map(_num_bytes, dense)), any(isinstance(gradient, tuple) for gradient in gradients)
+
+
+def _num_bytes(parameter: keras.Variable) -> int:
+    return int(math.prod(parameter.shape)) * int(tf.as_dtype(parameter.dtype).size)

@@ -45,13 +45,21 @@ class StageRow:
     cut_bytes: int | None
 
 
-def stages_table(rows: Sequence[StageRow], planned: Timeline | None, schedule: Schedule) -> str:
+def stages_table(
+    rows: Sequence[StageRow],
+    planned: Timeline | None,
+    schedule: Schedule,
+    included: Sequence[str] = ("the optimizer",),
+    not_measured: Sequence[str] = (),
+) -> str:
     """Format the stages of a pipeline as a table, with the layers of each stage on a separate line.
 
     Args:
         rows: One row for each stage.
         planned: The simulated step; None if the times are unknown.
         schedule: The schedule of the pipeline.
+        included: What the step includes besides the actions, in words; at least one item.
+        not_measured: What it does not include, in words.
 
     Returns:
         The lines of the table.
@@ -90,7 +98,9 @@ def stages_table(rows: Sequence[StageRow], planned: Timeline | None, schedule: S
         one_line = " ".join([row.first_layer, *last])
         lines += [f"{indent}{name}" for name in ([one_line] if len(one_line) < 70 else [row.first_layer, *last])]
     if planned is not None:
-        lines += ["", line("predicted", f"{describe_step(planned)}: from the times above, the optimizer included")]
+        text = f"{describe_step(planned)}: from the times above, {' and '.join(included)} included"
+        missing = f"; {' and '.join(not_measured)} not measured" if not_measured else ""
+        lines += ["", line("predicted", text + missing)]
     return "\n".join(lines)
 
 
