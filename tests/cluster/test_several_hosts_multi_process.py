@@ -26,7 +26,12 @@ SCRIPT = f"""
 import os, sys
 from pathlib import Path
 import keras, numpy as np, tfpar
-strategy = tfpar.MultiWorker(silence_seconds={SILENCE_SECONDS}) if "TF_CONFIG" in os.environ else tfpar.SingleDevice()
+if "--across" in sys.argv:
+    strategy = tfpar.Pipeline(2, 2, across_workers=True, silence_seconds={SILENCE_SECONDS})
+elif "TF_CONFIG" in os.environ:
+    strategy = tfpar.MultiWorker(silence_seconds={SILENCE_SECONDS})
+else:
+    strategy = tfpar.SingleDevice()
 rng = np.random.default_rng(0)
 inputs = rng.normal(size=(64, 8)).astype("float32")
 labels = (inputs.sum(1) > 0).astype("int32")
@@ -80,10 +85,10 @@ class Job:
             variables = {"TF_CONFIG": tf_config.to_tf_config(addresses, rank)}
             self.processes.append(hosts.start(host, arguments, self.folders[rank], variables, folder / f"{rank}.out"))
 
-    def wait_for_training(self) -> None:
-        """Wait until all workers train in the last `fit`."""
+    def wait_for_training(self, num_workers: int | None = None) -> None:
+        """Wait until the workers, or those of the lowest ranks, train in the last `fit`."""
         deadline_seconds = time.monotonic() + TIMEOUT_SECONDS
-        while not all((folder / "trains").exists() for folder in self.folders):
+        while not all((folder / "trains").exists() for folder in self.folders[:num_workers]):
             ended = [one for one in self.processes if one.poll() is not None]
             assert not ended, [one.text for one in self.finish()]
             assert time.monotonic() < deadline_seconds, "the workers do not train"
@@ -158,13 +163,35 @@ def test_every_script_gets_one_error_that_names_the_silent_host(cut: Cut, machin
         assert f"{named} no longer respond{'s' * (rank < 2)} (no heartbeat)." in sentence
 
 
-def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
+def test_all_workers_of_a_pipeline_end_when_a_link_goes_down(
     machines: list[hosts.Host], script: Path, tmp_path: Path
+) -> None:
+    job = Job(machines[:2], tmp_path, str(script), "--on", "--across")
+    with hosts.ended_in_the_end(job.processes):
+        job.wait_for_training(1)
+        machines[1].set_link("down")
+        began = time.monotonic()
+        try:
+            chief, other = job.finish()
+        finally:
+            machines[1].set_link("up")
+    assert time.monotonic() - began < SILENCE_SECONDS + 15
+    [sentence] = chief.said("lost")
+    assert f"{machines[1].address}:{PORT} no longer responds (no heartbeat)." in sentence
+    assert f"The chief, {machines[0].address}:{PORT}, is lost (no heartbeat)." in other.text
+    assert (chief.code, other.code) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["MultiWorker(form_seconds=3)", "Pipeline(2, 2, across_workers=True, form_seconds=3)"]
+)
+def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
+    machines: list[hosts.Host], strategy: str, tmp_path: Path
 ) -> None:
     machines[1].set_link("down")
     try:
         short = tmp_path / "short.py"
-        short.write_text("import tfpar\ntfpar.MultiWorker(form_seconds=3)\n")
+        short.write_text(f"import tfpar\ntfpar.{strategy}\n")
         job = Job(machines[:2], tmp_path, str(short))
         with hosts.ended_in_the_end(job.processes):
             ended = job.finish()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +21,10 @@ from tests.properties.test_parity import computing_in, differences
 from tests.strategies.test_hybrid import wide
 from tests.support import checkpoint_matrix as matrix
 from tests.support import pipeline_cases, small, workers
+from tests.support.worker_program_across import SILENCE_SECONDS
+from tfpar.cluster import rendezvous, tf_config
+from tfpar.cluster.tf_config import Job
+from tfpar.launcher.worker_group import free_addresses
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 ROWS = (
@@ -74,22 +82,79 @@ def test_one_device_finishes_its_run(job: workers.Workers, root: Path, tmp_path:
     small.assert_same_state(state, expected[1], 1e-5)
 
 
+def test_a_signal_to_the_other_worker_stops_the_first(job: workers.Workers, root: Path) -> None:
+    wait_for_training(root)
+    os.kill(job.pid(1), signal.SIGTERM)
+    assert job.results("stopped", num_workers=1) == [True]
+
+
 def test_the_other_worker_ends_with_the_first(job: workers.Workers) -> None:
     assert job.finish() == [0, 0]
     assert "worker 1 lends CPU:0 to the pipeline of" in (job.folder / "1.out").read_text()
 
 
-def test_a_killed_worker_is_named_and_the_first_one_ends(tmp_path_factory: pytest.TempPathFactory) -> None:
-    root, folder = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("killed")
-    with workers.started("worker_program_across", folder, 2, str(root), "killed") as job:
-        deadline = time.monotonic() + 100
-        while not (root / "trains").exists():
-            assert time.monotonic() < deadline, "training did not begin"
-            time.sleep(0.1)
-        os.kill(job.pid(1), signal.SIGKILL)
-        (raised,) = job.results("killed", num_workers=1)
+def wait_for_training(root: Path) -> None:
+    deadline = time.monotonic() + 100
+    while not (root / "trains").exists():
+        assert time.monotonic() < deadline, "training did not begin"
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
+    """Start two workers that train until one is lost."""
+    root, folder = tmp_path_factory.mktemp("root"), tmp_path_factory.mktemp("lost")
+    with workers.started("worker_program_across", folder, 2, str(root), "lost") as job:
+        wait_for_training(root)
+        yield job
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "connection closed"), (signal.SIGSTOP, "no heartbeat")],
+    ids=["killed", "suspended"],
+)
+def test_a_lost_worker_is_named_and_all_end(
+    tmp_path_factory: pytest.TempPathFactory, number: signal.Signals, reason: str
+) -> None:
+    with training(tmp_path_factory) as job:
+        os.kill(job.pid(1), number)
+        began = time.monotonic()
+        (raised,) = job.results("lost", num_workers=1)
+        assert time.monotonic() - began < SILENCE_SECONDS + 10
+        os.kill(job.pid(1), signal.SIGCONT)
+        assert job.finish() == [0, -number if number == signal.SIGKILL else 1]
     assert raised.kind == "WorkerLostError"
-    assert re.match(r"A worker of the job is lost: (localhost|127\.0\.0\.1):\d+ no longer responds", raised.message)
+    named = rf"A worker of the job is lost: (localhost|127\.0\.0\.1):\d+ no longer responds \({reason}\)"
+    assert re.match(named, raised.message)
+
+
+def test_a_worker_ends_when_the_first_one_hangs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with training(tmp_path_factory) as job:
+        os.kill(job.pid(0), signal.SIGSTOP)
+        began = time.monotonic()
+        assert job.end_of(1) == 1
+        assert time.monotonic() - began < SILENCE_SECONDS + 10
+        os.kill(job.pid(0), signal.SIGCONT)
+        (raised,) = job.results("lost", num_workers=1)
+    assert raised.kind == "WorkerLostError"
+    assert re.search(r"The chief, \S+, is lost \(no heartbeat\)", (job.folder / "1.out").read_text())
+
+
+def test_a_worker_whose_server_cannot_be_reached_is_named() -> None:
+    addresses = free_addresses(2)
+    script = "import tfpar; tfpar.Pipeline(2, 2, across_workers=True, form_seconds=5)"
+    environment = {**os.environ, "TF_CONFIG": tf_config.to_tf_config(addresses, 0)}
+    kept: dict[int, socket.socket] = {}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE, text=True) as chief:
+        rendezvous.connect_workers(Job(tuple(addresses), 1, "worker"), 60, kept.__setitem__)
+        _, error = chief.communicate()
+    sentence = (
+        "TimeoutError: All 2 workers were connected, and TensorFlow did not answer within 5 s at "
+        f"{addresses[1]} (Connection refused). Let the machines of the job connect to each other"
+    )
+    assert chief.returncode == 1
+    assert sentence in error
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from tests.support import checkpoint_matrix as matrix
 from tests.support import pipeline_cases, small, workers
 from tests.support.parity_cases import CASES
 
+SILENCE_SECONDS = 2.0  # where a worker is lost
+
 
 def train_row(strategy: tfpar.Strategy, dtype: str, name: str) -> Result:
     case = pipeline_cases.deepened(CASES[name])
@@ -45,23 +47,33 @@ class NotesEnds(keras.callbacks.Callback):
         self._file.touch()
 
 
-def killed(strategy: tfpar.Strategy, file: Path) -> None:
-    """Train until the other worker is killed."""
+def lost(strategy: tfpar.Strategy, file: Path) -> None:
+    """Train until the other worker is lost."""
     trainer = tfpar.Trainer(wide, strategy, seed=0)
     trainer.fit(small.data(), epochs=10_000, verbose=0, callbacks=[NotesEnds(file)])
 
 
+def stopped(strategy: tfpar.Strategy, file: Path) -> bool:
+    """Train until a worker gets SIGTERM; return whether training was interrupted."""
+    trainer = tfpar.Trainer(wide, strategy, seed=0)
+    with tfpar.interruptible(trainer):
+        trainer.fit(small.data(), epochs=10_000, verbose=0, callbacks=[NotesEnds(file)])
+    return trainer.interrupted
+
+
 def main() -> None:
     root, *rows = sys.argv[3:]
-    strategy = tfpar.Pipeline(2, 3, balance="parameters", across_workers=True)
-    functions = {row: functools.partial(train_row, strategy, *row.split(" ", 1)) for row in rows if row != "killed"}
+    silence_seconds = SILENCE_SECONDS if "lost" in rows else 30.0
+    strategy = tfpar.Pipeline(2, 3, balance="parameters", across_workers=True, silence_seconds=silence_seconds)
+    functions = {row: functools.partial(train_row, strategy, *row.split(" ", 1)) for row in rows if row != "lost"}
     functions |= {
         "description": strategy.describe,
         "homes": functools.partial(homes, strategy),
         "begin": functools.partial(matrix.begin, strategy, Path(root)),
+        "stopped": functools.partial(stopped, strategy, Path(root) / "trains"),
     }
-    if "killed" in rows:
-        functions = {"killed": functools.partial(killed, strategy, Path(root) / "trains")}
+    if "lost" in rows:
+        functions = {"lost": functools.partial(lost, strategy, Path(root) / "trains")}
     workers.run_all(functions)
 
 

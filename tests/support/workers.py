@@ -109,6 +109,10 @@ class Workers:
         """Return the process id of a worker."""
         return self._processes[rank].pid
 
+    def end_of(self, rank: int) -> int:
+        """Wait for the end of a worker; return its exit code."""
+        return self._processes[rank].wait(FUNCTION_SECONDS)
+
     def finish(self) -> list[int]:
         """Wait for the end of all workers; return their exit codes."""
         deadline_seconds = time.monotonic() + FUNCTION_SECONDS

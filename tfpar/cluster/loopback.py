@@ -8,12 +8,12 @@ through other interfaces, as if the port were closed.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 
+from tfpar.cluster.open_sockets import local_port, tcp_sockets
 from tfpar.cluster.tf_config import split_address
 
 _INTERFACE = b"lo\0"
@@ -93,23 +93,6 @@ def server_confined(address: str) -> Iterator[None]:
 
 def _bind_all(port: int) -> None:
     """Bind all sockets of this process with a local port to the loopback; raise OSError if one cannot be bound."""
-    for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
-        with contextlib.suppress(FileNotFoundError):
-            if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
-                continue
-        try:
-            copy = socket.socket(fileno=os.dup(descriptor))
-        except OSError:  # closed since the listing
-            continue
-        with copy:
-            if _local_port(copy) == port and not copy.getsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, 16).strip(b"\0"):
-                copy.setsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, _INTERFACE)
-
-
-def _local_port(one: socket.socket) -> int | None:
-    if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
-        return None
-    try:
-        return int(one.getsockname()[1])
-    except OSError:
-        return None
+    for one in tcp_sockets():
+        if local_port(one) == port and not one.getsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, 16).strip(b"\0"):
+            one.setsockopt(socket.SOL_SOCKET, _SO_BINDTODEVICE, _INTERFACE)

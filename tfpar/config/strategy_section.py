@@ -151,6 +151,7 @@ class Pipeline(Section):
         False, description="In a job of several workers: the stages of one pipeline on the devices of all workers."
     )
     form_seconds: _FormSeconds = 300.0
+    silence_seconds: _SilenceSeconds = 30.0
 
 
 class Hybrid(Pipeline):
@@ -168,7 +169,6 @@ class Hybrid(Pipeline):
     all_reduce: Literal["auto", "ring", "nccl"] = Field(
         "auto", description="How gradients are summed over workers; nccl needs GPUs."
     )
-    silence_seconds: _SilenceSeconds = 30.0
 
     # The arguments of the strategy itself; the others are those of its pipeline.
     OF_GRID: ClassVar[tuple[str, ...]] = ("num_replicas", "devices", "all_reduce", "form_seconds", "silence_seconds")

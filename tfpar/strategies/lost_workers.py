@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
 from tfpar import data
 from tfpar.cluster import reachability, tf_config
+from tfpar.config.sections import A_WEEK_SECONDS
 
 # Errors that TensorFlow raises on the other workers after the loss of one.
 OF_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
@@ -31,23 +32,40 @@ class WorkerLostError(ConnectionError):
     """
 
 
+def check_seconds(form_seconds: float, silence_seconds: float) -> None:
+    """Refuse time limits of a job that are out of range.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+    if not (0 < form_seconds <= A_WEEK_SECONDS and 1 <= silence_seconds <= A_WEEK_SECONDS):
+        raise ValueError(
+            f"form_seconds must be above 0 and silence_seconds at least 1, both at most {A_WEEK_SECONDS} (a week), "
+            f"received {form_seconds} and {silence_seconds}."
+        )
+
+
 @contextlib.contextmanager
-def naming_lost_workers(user_message: data.UserMessage) -> Iterator[None]:
+def naming_lost_workers(
+    user_message: data.UserMessage, known: Callable[[], WorkerLostError | None] = lambda: None
+) -> Iterator[None]:
     """Raise `WorkerLostError` for TensorFlow's errors after the loss of another worker inside this context.
 
     Args:
         user_message: Returns a sentence about an error of the data, None for other errors.
+        known: Returns the error of a loss that was noticed otherwise, None for none.
     """
     try:
         yield
     except tf.errors.OpError as error:
-        if user_message(error) is None and (lost := lost_worker(error)):
+        is_of_others = isinstance(error, OF_LOST_WORKER) and user_message(error) is None
+        if is_of_others and (lost := known() or lost_worker(error)):
             raise lost from None  # TensorFlow's traceback says nothing more; it stays in __context__
         raise
     except RuntimeError as error:
         # TensorFlow 2.21 (TFE_ContextGetGraphDebugInfo) fails so while it explains an error of a lost worker.
         unavailable = tf.errors.UnavailableError(None, None, "connection lost")
-        if "null not valid" in str(error) and (lost := lost_worker(unavailable)):
+        if "null not valid" in str(error) and (lost := known() or lost_worker(unavailable)):
             raise lost from error
         raise
 
@@ -73,6 +91,15 @@ def lost_worker(error: tf.errors.OpError) -> WorkerLostError | None:
     else:
         chief = "it is the chief if the other workers print the same"
         who = f"it responds, but makes no progress; {chief} ({reason_of(error)})"
+    return error_of(who)
+
+
+def error_of(who: str) -> WorkerLostError:
+    """Return the error for lost workers.
+
+    Args:
+        who: Their addresses and the reason, as a clause.
+    """
     return WorkerLostError(
         f"A worker of the job is lost: {who}. Start all workers again with the "
         "same command, which resumes from the last checkpoint; python -m tfpar.launch --max_restarts does so "

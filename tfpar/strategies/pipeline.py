@@ -16,8 +16,9 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
 from tfpar.strategies import remote_devices
 from tfpar.strategies.batches_ahead import StepBatch
-from tfpar.strategies.lost_workers import naming_lost_workers
+from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.staged import Settings, Staged
+from tfpar.strategies.worker_watch import WorkerWatch
 
 
 class Pipeline(Staged):
@@ -49,6 +50,7 @@ class Pipeline(Staged):
         across_workers: In a job of several workers (TF_CONFIG or Slurm), divide the stages over all of them: the first
             process runs the steps, and the others lend their devices until it ends.
         form_seconds: With `across_workers`, the time limit for all workers to connect.
+        silence_seconds: With `across_workers`, the time without a heartbeat after which a worker counts as failed.
 
     Raises:
         ValueError: If the schedule does not fit, or a device does not exist.
@@ -72,6 +74,7 @@ class Pipeline(Staged):
         allow_batch_dependent_layers: bool = False,
         across_workers: bool = False,
         form_seconds: float = 300.0,
+        silence_seconds: float = 30.0,
     ) -> None:
         numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches}
         if memory_limit_bytes is not None:
@@ -83,9 +86,11 @@ class Pipeline(Staged):
         job = tf_config.from_environment(os.environ)
         settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers)
         self.names_devices, self.across_workers = devices is not None, across_workers
+        self._watch: WorkerWatch | None = None
         if across_workers:
             order = schedules.make(schedule, num_stages, num_microbatches)
-            found = _devices_of_job(order, job, devices, form_seconds)
+            check_seconds(form_seconds, silence_seconds)
+            found, self._watch = _devices_of_job(order, job, devices, form_seconds, silence_seconds)
             super().__init__(settings, order, found)
             return
         # The workers of a job connect before TensorFlow starts, in Hybrid, which takes this pipeline.
@@ -105,7 +110,7 @@ class Pipeline(Staged):
 
     def reported(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the loss of a worker with stages is an error that names it."""
-        return naming_lost_workers(self.user_message) if self.across_workers else contextlib.nullcontext()
+        return contextlib.nullcontext() if self._watch is None else self._watch.reported(self.user_message)
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the batch, each tensor for the devices of the stages that take it."""
@@ -128,8 +133,11 @@ def _devices_of_job(
     job: tf_config.Job | None,
     devices: Sequence[str] | None,
     form_seconds: float,
-) -> list[str]:
+    silence_seconds: float,
+) -> tuple[list[str], WorkerWatch]:
     """Return the devices of a pipeline over the workers of a job, as many of each worker, in the order of their ranks.
+
+    With them comes the watch over the workers.
 
     In other processes than the chief it does not return.
     """
@@ -149,14 +157,15 @@ def _devices_of_job(
             f"Each of {job.num_workers} workers must run the same number of stages, received a pipeline on {number} "
             f"device{'s' * (number > 1)}. Set num_stages to a multiple of {job.num_workers}."
         )
-    each, of_workers = number // job.num_workers, remote_devices.connect(job, form_seconds)
+    each = number // job.num_workers
+    of_workers, watch = remote_devices.connect(job, form_seconds, silence_seconds)
     for rank, found in enumerate(of_workers):
         if len(found) < each:
             raise ValueError(
                 f"A pipeline on {number} devices needs {each} of each worker, and worker {rank} "
                 f"({job.addresses[rank]}) has {len(found)}. Use fewer stages, or more workers."
             )
-    return [device for found in of_workers for device in found[:each]]
+    return [device for found in of_workers for device in found[:each]], watch
 
 
 def _devices(schedule: schedules.Schedule, existing: list[str]) -> list[str]:

@@ -1,56 +1,78 @@
 """Devices of other processes: each runs TensorFlow's server, and the first process runs the steps on all of them.
 
 worker 0   the script, all steps ──┬── its own devices
-worker 1   a server, no script     └── its devices           until worker 0 has ended
+worker 1   a server, no script     └── its devices           until worker 0 has ended, or is lost
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import tensorflow as tf
 
 from tfpar import cluster
 from tfpar._compat import tf_distribute
-from tfpar.cluster import loopback, reachability, rendezvous, tf_config
+from tfpar.cluster import heartbeats, loopback, reachability, rendezvous, tf_config
+from tfpar.strategies.worker_watch import WorkerWatch, leave_in_time
 
 _JOB = "worker"
 _POLL_SECONDS = 1.0
-_SILENCE_SECONDS = 30.0  # of the chief's host
+_AFTER_CHIEF_SECONDS = 1.0  # the launcher then names the chief as the first that failed
 _STARTED = (
     "Pipeline(across_workers=True) must come before TensorFlow's first operation, and TensorFlow runs already. Create "
     "it right after the imports, before datasets and models."
 )
 
 
-def connect(job: tf_config.Job, form_seconds: float) -> list[list[str]]:
-    """Connect the processes of a job; return on the chief the devices of each, by rank.
+class RemoteDevices(NamedTuple):
+    """The devices of the workers of a job.
+
+    Args:
+        of_workers: The full names of the devices of each worker, by rank.
+        watch: Notices the loss of a worker.
+    """
+
+    of_workers: list[list[str]]
+    watch: WorkerWatch
+
+
+def connect(job: tf_config.Job, form_seconds: float, silence_seconds: float) -> RemoteDevices:
+    """Connect the processes of a job; return on the chief the devices of each.
 
     The other processes lend their devices in this call, and end with the chief.
 
     Args:
         job: The job and the rank of this process in it.
         form_seconds: Seconds to wait for all workers.
+        silence_seconds: The time without a heartbeat after which a worker counts as failed.
 
     Raises:
         RuntimeError: If TensorFlow has started already.
         TimeoutError: If a worker does not appear in time.
-        SystemExit: On the other processes, when the chief has ended.
+        WorkerLostError: If a worker is lost while TensorFlow starts.
+        SystemExit: On the other processes, when the chief has ended or is lost.
     """
     if tf_distribute.has_started():
         raise RuntimeError(_STARTED)
     names = cluster.configured_devices(None)
-    rendezvous.connect_workers(job, form_seconds)
+    connections: dict[int, socket.socket] = {}
+    rendezvous.connect_workers(job, form_seconds, connections.__setitem__)
     spec = tf.train.ClusterSpec({_JOB: list(job.addresses)})
     if job.rank > 0:
-        _lend(job, spec, names, form_seconds)
-    _wait_for_servers(job, form_seconds)
-    with _confined(job):
+        _lend(job, spec, names, heartbeats.Pings(connections[0], silence_seconds))
+    watch = WorkerWatch(job, connections, silence_seconds)
+    with watch.guarding(), _confined(job):
+        _wait_for_servers(job, form_seconds, watch)
         tf.config.experimental_connect_to_cluster(spec, job_name=_JOB, task_index=0, protocol="grpc")
-    return _devices_of_workers(job.num_workers)
+    return RemoteDevices(_devices_of_workers(job.num_workers), watch)
 
 
 def label(device: str) -> str:
@@ -68,7 +90,14 @@ def label(device: str) -> str:
     return f"{worker}{spec.device_type}:{spec.device_index}"
 
 
-def _lend(job: tf_config.Job, spec: tf.train.ClusterSpec, names: Sequence[str], form_seconds: float) -> NoReturn:
+def _lend(job: tf_config.Job, spec: tf.train.ClusterSpec, names: Sequence[str], pings: heartbeats.Pings) -> NoReturn:
+    """Lend the devices of this process to the chief until its end.
+
+    Raises:
+        SystemExit: At the end, with a code that lets the launcher start the job again if the chief was lost.
+    """
+    pings.start()
+    _forward_signals(pings)
     options = tf.compat.v1.ConfigProto(
         device_count={"CPU": max(1, sum(name.startswith("CPU") for name in names))},
         intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
@@ -79,28 +108,44 @@ def _lend(job: tf_config.Job, spec: tf.train.ClusterSpec, names: Sequence[str], 
         server = tf.distribute.Server(spec, job_name=_JOB, task_index=job.rank, protocol="grpc", config=options)
     chief = job.addresses[0]
     print(f"worker {job.rank} lends {', '.join(names)} to the pipeline of {chief}", flush=True)
-    began = last_seen = time.monotonic()
-    was_seen = False
-    while True:
-        problem = reachability.problems([chief], _POLL_SECONDS).get(chief)
-        now = time.monotonic()
-        if problem is None:
-            was_seen, last_seen = True, now
-        elif was_seen and (problem == "Connection refused" or now - last_seen > _SILENCE_SECONDS):
-            del server
-            raise SystemExit(0)
-        elif not was_seen and now - began > form_seconds:
-            raise TimeoutError(f"The chief, {chief}, did not start TensorFlow within {form_seconds:g} s: {problem}.")
-        time.sleep(_POLL_SECONDS)
+    while pings.is_alive():
+        pings.join(_POLL_SECONDS)  # a signal interrupts it
+    del server
+    # The server of TensorFlow 2.21 cannot be stopped: operations that wait for the chief must not hold this process.
+    leave_in_time()
+    if pings.loss is None:
+        raise SystemExit(0)
+    print(f"error: The chief, {chief}, is lost ({pings.loss}). This worker ends.", file=sys.stderr, flush=True)
+    time.sleep(_AFTER_CHIEF_SECONDS)
+    raise SystemExit(1)
 
 
-def _wait_for_servers(job: tf_config.Job, seconds: float) -> None:
+def _forward_signals(pings: heartbeats.Pings) -> None:
+    """Let the chief stop the job, with a checkpoint, when this process gets Ctrl-C or SIGTERM."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        if not pings.is_alive():
+            os._exit(128 + number)
+        pings.ask_to_stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+def _wait_for_servers(job: tf_config.Job, seconds: float, watch: WorkerWatch) -> None:
     deadline = time.monotonic() + seconds
     while problems := reachability.problems(job.peers, _POLL_SECONDS):
         if time.monotonic() > deadline:
             named = ", ".join(f"{address} ({problem})" for address, problem in problems.items())
-            raise TimeoutError(f"All {job.num_workers} workers were connected, and {named} did not start TensorFlow.")
-        time.sleep(0.1)
+            raise TimeoutError(
+                f"All {job.num_workers} workers were connected, and TensorFlow did not answer within {seconds:g} s at "
+                f"{named}. Let the machines of the job connect to each other at these ports, and look at the output of "
+                "that worker."
+            )
+        if error := watch.error(0.1):
+            raise error
 
 
 def _confined(job: tf_config.Job) -> contextlib.AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import time
 
 from tfpar.cluster import job_secret
 from tfpar.cluster.rendezvous import messages
+from tfpar.cluster.rendezvous.messages import Keep
 from tfpar.cluster.tf_config import Job, split_address
 
 _HELLO_SECONDS = 5.0  # from the connection to the worker's line
@@ -53,8 +54,12 @@ class Rendezvous:
         self._accepts_from_seconds = 0.0
         self._selector = selectors.PollSelector()
 
-    def run(self, seconds: float) -> tuple[list[str], str]:
-        """Wait for all workers, answer those that are connected, and close every connection.
+    def run(self, seconds: float, keep: Keep | None = None) -> tuple[list[str], str]:
+        """Wait for all workers, answer those that are connected, and close every connection that is not kept.
+
+        Args:
+            seconds: The time limit.
+            keep: Takes the connections to the workers, if none is missing.
 
         Returns:
             The addresses of the missing workers, and a remark for the error.
@@ -74,6 +79,9 @@ class Rendezvous:
                 assert worker.challenges is not None
                 with contextlib.suppress(OSError):
                     worker.socket.send(messages.answer(missing, worker.challenges, self._secret))
+            while keep is not None and not missing and self._workers:
+                rank, worker = self._workers.popitem()
+                keep(rank, worker.socket)
             return missing, self._remark()
         finally:
             for connection in [*self._strangers, *self._workers.values()]:
@@ -167,13 +175,14 @@ class Rendezvous:
         )
 
 
-def gather(job: Job, seconds: float, secret: bytes) -> tuple[list[str], str]:
+def gather(job: Job, seconds: float, secret: bytes, keep: Keep | None = None) -> tuple[list[str], str]:
     """Wait as the chief for all workers, and send the missing addresses to those that are connected.
 
     Args:
         job: The job.
         seconds: The time limit.
         secret: The job secret.
+        keep: Takes the non-blocking connections to all workers; None closes them.
 
     Returns:
         The addresses of the missing workers, and a remark for the error.
@@ -183,7 +192,7 @@ def gather(job: Job, seconds: float, secret: bytes) -> tuple[list[str], str]:
     """
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(one) for one in listening(job)]
-        return Rendezvous(job, secret, listeners).run(seconds)
+        return Rendezvous(job, secret, listeners).run(seconds, keep)
 
 
 def listening(job: Job, rank: int = 0) -> list[socket.socket]:

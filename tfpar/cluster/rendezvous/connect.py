@@ -7,16 +7,19 @@ import sys
 
 from tfpar.cluster import job_secret, reachability, tf_config
 from tfpar.cluster.rendezvous import chief, worker
+from tfpar.cluster.rendezvous.messages import Keep
 
 _MOST_ASKED, _ASK_SECONDS = 16, 2.0
 
 
-def connect_workers(job: tf_config.Job, seconds: float) -> None:
+def connect_workers(job: tf_config.Job, seconds: float, keep: Keep | None = None) -> None:
     """Wait until all workers of a job are connected; every worker must call it.
 
     Args:
         job: The job and the rank of this process in it.
         seconds: The time limit.
+        keep: Takes the open connections for heartbeats: the chief those to all workers, each worker that to the chief.
+            None closes them.
 
     Raises:
         TimeoutError: If workers are missing; on every worker, with their addresses.
@@ -36,7 +39,7 @@ def connect_workers(job: tf_config.Job, seconds: float) -> None:
             file=sys.stderr,
         )
     tf_config.check_port_free(job)
-    missing, remark = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret)
+    missing, remark = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret, keep)
     if missing:
         raise TimeoutError(
             f"All {job.num_workers} workers must connect within {seconds:g} s, and {_named(job, missing)} did not. "

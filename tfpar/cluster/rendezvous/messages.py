@@ -11,11 +11,15 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import socket
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tfpar.cluster import job_secret
 from tfpar.cluster.tf_config import Job
 
+# Takes the rank of another worker, and the open connection to it.
+Keep = Callable[[int, socket.socket], None]
 LONGEST_GREETING_BYTES = 256  # of the first line of each side
 LONGEST_ANSWER_BYTES = 1 << 20
 REFUSED = b"refused\n"

@@ -15,13 +15,14 @@ _GREETING_SECONDS = 5.0  # a chief sends its greeting at once
 _ANSWER_SECONDS = 5.0  # the chief's answer may arrive this long after the worker's time limit
 
 
-def report(job: Job, seconds: float, secret: bytes) -> tuple[list[str], str]:
+def report(job: Job, seconds: float, secret: bytes, keep: messages.Keep | None = None) -> tuple[list[str], str]:
     """Connect to the chief, and wait for its answer.
 
     Args:
         job: The job and the rank of this process in it.
         seconds: The time limit.
         secret: The job secret.
+        keep: Takes the connection to the chief, if no worker is missing; None closes it.
 
     Returns:
         The missing addresses in the chief's answer, or the chief's own without an answer; and a remark for the error.
@@ -49,6 +50,8 @@ def report(job: Job, seconds: float, secret: bytes) -> tuple[list[str], str]:
                     raise ValueError(_refusal(job))
                 missing = messages.read_answer(line, challenges, job, secret)
                 if missing is not None:
+                    if keep is not None and not missing:
+                        keep(0, connection.dup())
                     return missing, ""
                 if line:
                     remark = f" The program at the chief's address does not have this job's {job_secret.VARIABLE}."

@@ -15,9 +15,8 @@ import tensorflow as tf
 from tfpar import cluster
 from tfpar._compat import tf_distribute, tf_server
 from tfpar.cluster import loopback, reachability, rendezvous, tf_config
-from tfpar.config.sections import A_WEEK_SECONDS
 from tfpar.files.code_listing import code_listing
-from tfpar.strategies.lost_workers import reason_of
+from tfpar.strategies.lost_workers import check_seconds, reason_of
 
 SLOW_START_SECONDS = 60.0  # from the rendezvous to the start of TensorFlow in the last worker
 STARTED = (
@@ -42,11 +41,7 @@ def check_options(
         raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
     if compression not in (None, "bfloat16"):
         raise ValueError(f"compression must be None or 'bfloat16', received {compression!r}.")
-    if not (0 < form_seconds <= A_WEEK_SECONDS and 1 <= silence_seconds <= A_WEEK_SECONDS):
-        raise ValueError(
-            f"form_seconds must be above 0 and silence_seconds at least 1, both at most {A_WEEK_SECONDS} (a week), "
-            f"received {form_seconds} and {silence_seconds}."
-        )
+    check_seconds(form_seconds, silence_seconds)
 
 
 def check_sync(sync: str, every: int, average_optimizer: bool, compression: str | None) -> None:
