@@ -17,14 +17,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.harness import Experiment, Output
+from benchmarks.harness import Experiment, Finding, Output
+from benchmarks.pipelines.figures import saved
 from benchmarks.process import ROOT, WorkerError
 
 CHECKPOINT_SECONDS = 1.0
+LONGER_SECONDS = 2.0  # at most, of a pipeline across workers, than of MultiWorker
 
 
 class Step(NamedTuple):
-    """A line of a worker's record: steps of the run that are done, and when."""
+    """A line of the chief's record: steps of the run that are done, and when."""
 
     pid: int
     step: int
@@ -36,10 +38,12 @@ class Restart:
     """One kill.
 
     Args:
+        strategy: Of the workers, one of `benchmarks.restart_worker.STRATEGIES`.
         num_workers: Workers of the job; the one of rank 1 is killed.
         timeout_seconds: From the start of the job to the first step after the kill.
     """
 
+    strategy: str = "multi_worker"
     num_workers: int = 2
     timeout_seconds: float = 180.0
 
@@ -57,6 +61,7 @@ def measure(setting: Restart) -> Output:
         folder = Path(name)
         command = [sys.executable, "-m", "tfpar.launch", "--num_workers", str(setting.num_workers)]
         command += ["--max_restarts", "1", "--grace_seconds", "5", "--", "-m", "benchmarks.restart_worker", name]
+        command += [setting.strategy]
         errors = folder / "errors"
         with errors.open("wb") as file:
             launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=file)
@@ -74,24 +79,23 @@ def _kill_and_wait(folder: Path, launcher: subprocess.Popen[bytes], timeout_seco
     # Some steps after a checkpoint, as in the middle of a run.
     _wait(lambda: any((folder / "checkpoints").glob("*.npz")), launcher, deadline)
     time.sleep(1.5 * CHECKPOINT_SECONDS)
-    victim = record(folder, 1)[-1].pid
-    os.kill(victim, signal.SIGKILL)
+    chief = record(folder)[-1].pid
+    os.kill(int((folder / "pid-1").read_text()), signal.SIGKILL)
     killed = time.time()
-    _wait(lambda: record(folder, 1)[-1].pid != victim, launcher, deadline)
-    steps = record(folder, 1)
-    last = max(step.step for step in steps if step.pid == victim)
-    first = next(step for step in steps if step.pid != victim)
+    _wait(lambda: record(folder)[-1].pid != chief, launcher, deadline)
+    steps = record(folder)
+    last = max(step.step for step in steps if step.pid == chief)
+    first = next(step for step in steps if step.pid != chief)
     return {"restart_seconds": first.seconds - killed, "steps_again": max(0, last - first.step + 1)}
 
 
-def record(folder: Path, rank: int) -> list[Step]:
-    """Return the lines that a worker has written, whole ones only.
+def record(folder: Path) -> list[Step]:
+    """Return the lines that the chief has written, whole ones only.
 
     Args:
         folder: Of the run.
-        rank: Which worker.
     """
-    path = folder / f"steps-{rank}"
+    path = folder / "steps"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = [line.split() for line in text.rpartition("\n")[0].splitlines()]
     return [Step(int(pid), int(step), float(seconds)) for pid, step, seconds in lines]
@@ -127,10 +131,22 @@ def as_lines(steps: Sequence[Step]) -> str:
     return "".join(f"{step.pid} {step.step} {step.seconds!r}\n" for step in steps)
 
 
-RESTART = Experiment(
-    name="restart",
-    summary="Two workers of the CNN, kill -9 of worker 1: seconds to the next trained step under tfpar.launch",
-    figure="restart_seconds",
-    settings={"tfpar.launch, 2 workers": Restart()},
-    measure=measure,
-)
+def _experiment() -> Experiment:
+    """Compare the strategies of several processes with each other."""
+    settings = {
+        "tfpar.MultiWorker, 2 workers": Restart(),
+        "tfpar.Hybrid, 2 workers x 2 stages": Restart("hybrid"),
+        "tfpar.Pipeline, 2 stages across 2 workers": Restart("pipeline"),
+    }
+    base, *others = settings
+    findings = [
+        Finding(
+            f"{one} - {base}", saved(base, one, "restart_seconds"), at_most=LONGER_SECONDS if "across" in one else None
+        )
+        for one in others
+    ]
+    summary = "Two workers of the CNN, kill -9 of worker 1: seconds to the next trained step under tfpar.launch"
+    return Experiment("restart", summary, "restart_seconds", settings, measure, tuple(findings))
+
+
+RESTART = _experiment()
