@@ -345,6 +345,16 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
             'strategy.num_logical_cpus = 2 splits the CPU, and strategy.devices = ["GPU:0"] names GPUs: leave one',
         ),
         (
+            [
+                "strategy.kind=pipeline",
+                "strategy.num_stages=2",
+                "strategy.num_microbatches=2",
+                "strategy.across_workers=true",
+                'strategy.devices=["GPU:0", "GPU:1"]',
+            ],
+            'strategy.devices = ["GPU:0", "GPU:1"] does not fit strategy.across_workers = true: with true, name each',
+        ),
+        (
             ["strategy.kind=single_device", 'strategy.devices=["GPU:0", "GPU:1"]'],
             'strategy.devices = ["GPU:0", "GPU:1"] is a setting of strategy.kind = "auto", "mirrored", "multi_wo',
         ),

@@ -5,6 +5,7 @@ from tfpar.cluster.devices import (
     configured_devices,
     native_messages_to,
     resolve_devices,
+    short_name,
     use_logical_cpus,
 )
 from tfpar.cluster.gpu_cards import card_numbers, take_share_of_slurm_task
@@ -17,6 +18,7 @@ __all__ = [
     "free_bytes",
     "native_messages_to",
     "resolve_devices",
+    "short_name",
     "take_share_of_slurm_task",
     "use_logical_cpus",
 ]

@@ -107,6 +107,21 @@ def _hint(name: str, existing: Sequence[str]) -> str:
     return f"{'' if existing_gpus else 'Without GPUs, '}tfpar.use_logical_cpus(n) makes n CPU devices."
 
 
+def short_name(device: str) -> str:
+    """Return the short name of a device; that of another process begins with the process's rank.
+
+    Args:
+        device: A full or a partial name.
+
+    Example:
+        >>> short_name("/job:worker/replica:0/task:1/device:GPU:0"), short_name("/device:GPU:0")
+        ('1/GPU:0', 'GPU:0')
+    """
+    name = device.rpartition("device:")[2]
+    _, is_of_worker, task = device.partition("/task:")
+    return f"{task.partition('/')[0]}/{name}" if is_of_worker else name
+
+
 def check_one_kind(strategy: str, devices: Sequence[str]) -> None:
     """Refuse GPUs and CPUs together as the devices of replicas.
 

@@ -15,6 +15,9 @@ from tfpar.config.sections import A_WEEK_SECONDS, CHANGES_NO_WEIGHT, Count, OrNo
 _DeviceCount = Annotated[int, Field(ge=1, le=4096)]
 _MicrobatchCount = Annotated[int, Field(ge=1, le=65536)]
 _Device = Annotated[str, Field(pattern=r"^(CPU|GPU):(0|[1-9][0-9]{0,3})$", examples=["GPU:0"])]
+_DeviceOfWorker = Annotated[
+    str, Field(pattern=r"^((0|[1-9][0-9]{0,3})/)?(CPU|GPU):(0|[1-9][0-9]{0,3})$", examples=["GPU:0", "1/GPU:0"])
+]
 _LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
 _LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
 
@@ -22,6 +25,13 @@ _LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
 _Devices = Annotated[
     OrNone[Annotated[tuple[_Device, ...], Field(min_length=1, strict=False)]],
     Field(description='Only these devices, such as ["GPU:0", "GPU:1"]; none: all GPUs, or else all logical CPUs.'),
+]
+_DevicesOfWorkers = Annotated[
+    OrNone[Annotated[tuple[_DeviceOfWorker, ...], Field(min_length=1, strict=False)]],
+    Field(
+        description='Only these devices, such as ["GPU:0", "GPU:1"], or with across_workers ["0/GPU:0", "1/GPU:0"]; '
+        "none: as many as the stages need."
+    ),
 ]
 _NumLogicalCPUs = Annotated[
     _DeviceCount, Field(description="Without GPUs: number of devices into which the CPU of each worker is split.")
@@ -140,7 +150,7 @@ class Pipeline(Section):
         description="The measure to minimize for the slowest stage; or the number of layers of each stage, such as "
         "[3, 2]; or the names of the first layers of the later stages.",
     )
-    devices: _Devices = None
+    devices: _DevicesOfWorkers = None
     num_logical_cpus: _NumLogicalCPUs = 1
     recompute: bool = Field(False, description="Recompute activations in the backward pass instead of saving them.")
     memory_limit_bytes: OrNone[Count] = Field(None, description="Memory of a device for weights and saved tensors.")
@@ -148,14 +158,14 @@ class Pipeline(Section):
         False, description="Accept layers that mix the examples of a batch; they mix those of a micro-batch."
     )
     across_workers: bool = Field(
-        False, description="In a job of several workers: the stages of one pipeline on the devices of all workers."
+        False, description="In a job of several workers: one pipeline, or grid, on the devices of all workers."
     )
     form_seconds: _FormSeconds = 300.0
     silence_seconds: _SilenceSeconds = 30.0
 
 
 class Hybrid(Pipeline):
-    """Replicas of a pipeline on the devices of this machine, or of each worker of a job.
+    """Replicas of a pipeline on the devices of this machine, of each worker of a job, or of all workers together.
 
     >>> Hybrid(num_replicas=2, num_stages=2, num_microbatches=8).num_replicas
     2
@@ -163,7 +173,7 @@ class Hybrid(Pipeline):
 
     kind: Literal["hybrid"] = Field("hybrid", description="How the model is trained.")  # type: ignore[assignment]
     num_replicas: _DeviceCount = Field(
-        1, description="Number of replicas of the pipeline in each process, each on devices of its own."
+        1, description="Number of replicas of the pipeline in each process; with across_workers, in all together."
     )
     num_microbatches: _MicrobatchCount = Field(description="Number of micro-batches of the share of each replica.")
     all_reduce: Literal["auto", "ring", "nccl"] = Field(
@@ -209,15 +219,26 @@ def num_microbatches(strategy: Strategy) -> int:
 
 
 def problems(strategy: Strategy) -> Iterator[str]:
-    """Yield a sentence if `num_logical_cpus`, which no constructor takes, has no effect.
+    """Yield a sentence for each setting that has no effect or no meaning with another.
 
     >>> list(problems(Mirrored(num_logical_cpus=2)))
     []
     """
+    if isinstance(strategy, Pipeline):
+        yield from _problems_of_names(strategy)
     if isinstance(strategy, Auto | SingleDevice) or strategy.num_logical_cpus == 1:
         return
-    if any(device.startswith("GPU") for device in strategy.devices or ()):
+    if any("GPU" in device for device in strategy.devices or ()):
         yield (
             f"strategy.num_logical_cpus = {strategy.num_logical_cpus} splits the CPU, and strategy.devices = "
             f"{toml.show(strategy.devices)} names GPUs: leave one of them out."
+        )
+
+
+def _problems_of_names(strategy: Pipeline) -> Iterator[str]:
+    across, devices = strategy.across_workers, strategy.devices or ()
+    if any(("/" in device) != across for device in devices):
+        yield (
+            f"strategy.devices = {toml.show(devices)} does not fit strategy.across_workers = {toml.show(across)}: with "
+            'true, name each device after the rank of its worker, such as "1/GPU:0".'
         )

@@ -54,7 +54,9 @@ def from_settings(settings: config.Strategy) -> Strategy:
     arguments = {name: getattr(settings, name) for name in names}
     if isinstance(settings, config.Hybrid):
         of_grid = {name: arguments.pop(name) for name in config.Hybrid.OF_GRID}
-        return Hybrid(Pipeline(**arguments), **of_grid)
+        # A pipeline over all workers connects them, before the grid.
+        seconds = {name: of_grid[name] for name in ("form_seconds", "silence_seconds")}
+        return Hybrid(Pipeline(**arguments, **seconds), **of_grid)
     return _CLASSES[settings.kind](**arguments)
 
 

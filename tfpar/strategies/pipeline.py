@@ -14,7 +14,7 @@ from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
-from tfpar.strategies import remote_devices
+from tfpar.strategies import grid_devices, remote_devices
 from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.staged import Settings, Staged
@@ -39,7 +39,8 @@ class Pipeline(Staged):
         schedule: "gpipe", "1f1b", "interleaved" (several stages a device) or "zero_bubble".
         balance: The measure to minimize for the slowest stage: "time" (measured), "flops", "parameters" or
             "memory"; or the number of layers of each stage; or the names of the layers to cut before.
-        devices: Device names such as `["GPU:0", "GPU:1"]`; None takes as many as the schedule needs.
+        devices: Device names such as `["GPU:0", "GPU:1"]`, with `across_workers` after the rank of their worker, such
+            as `"1/GPU:0"`; None takes as many as the schedule needs.
         recompute: Save only the inputs of a stage, and repeat its forward pass in the backward pass: less memory for
             about a third more time.
         memory_limit_bytes: The limit for weights, gradients, optimizer state and activations on each device. With
@@ -85,23 +86,48 @@ class Pipeline(Staged):
         check_balance(balance, num_stages)
         job = tf_config.from_environment(os.environ)
         settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers)
-        self.names_devices, self.across_workers = devices is not None, across_workers
-        self._watch: WorkerWatch | None = None
+        self.given_devices: list[str] | None = None
+        self.lent: grid_devices.LentDevices | None = None
+        self.watch: WorkerWatch | None = None
+        self._misfit: ValueError | None = None
         if across_workers:
-            order = schedules.make(schedule, num_stages, num_microbatches)
+            self.given_devices = None if devices is None else grid_devices.listed(devices)
+            number = None if devices is None else len(devices)
+            order = schedules.make(schedule, num_stages, num_microbatches, number)
             check_seconds(form_seconds, silence_seconds)
-            found, self._watch = _devices_of_job(order, job, devices, form_seconds, silence_seconds)
-            super().__init__(settings, order, found)
+            self.lent, self.watch = _lent_devices(job, form_seconds, silence_seconds)
+            super().__init__(settings, order, self._devices_across(order.num_devices, devices))
             return
         # The workers of a job connect before TensorFlow starts, in Hybrid, which takes this pipeline.
         resolve = cluster.configured_devices if job and job.num_workers > 1 else cluster.resolve_devices
-        chosen = None if devices is None else resolve(devices)
+        self.given_devices = chosen = None if devices is None else resolve(devices)
         order = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
         super().__init__(settings, order, _devices(order, resolve(None)) if chosen is None else chosen)
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
         return f"Pipeline of {describe_stages(self, self.device_names)}"
+
+    def _devices_across(self, number: int, devices: Sequence[str] | None) -> list[str]:
+        assert self.lent is not None
+        try:
+            (found,) = grid_devices.across_workers(1, number, self.lent, devices)
+        except ValueError as error:
+            if devices is not None:
+                raise
+            self._misfit = error  # replicas of it may fit
+            found = [device for of_one in self.lent.of_workers for device in of_one][:number]
+        return found
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model is created.
+
+        Raises:
+            ValueError: If the workers cannot share the stages.
+        """
+        if self._misfit is not None:
+            raise self._misfit
+        return super().scope()
 
     @property
     def device_names(self) -> list[str]:
@@ -110,7 +136,7 @@ class Pipeline(Staged):
 
     def reported(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the loss of a worker with stages is an error that names it."""
-        return contextlib.nullcontext() if self._watch is None else self._watch.reported(self.user_message)
+        return contextlib.nullcontext() if self.watch is None else self.watch.reported(self.user_message)
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the batch, each tensor for the devices of the stages that take it."""
@@ -128,44 +154,20 @@ def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:
     )
 
 
-def _devices_of_job(
-    schedule: schedules.Schedule,
-    job: tf_config.Job | None,
-    devices: Sequence[str] | None,
-    form_seconds: float,
-    silence_seconds: float,
-) -> tuple[list[str], WorkerWatch]:
-    """Return the devices of a pipeline over the workers of a job, as many of each worker, in the order of their ranks.
-
-    With them comes the watch over the workers.
+def _lent_devices(
+    job: tf_config.Job | None, form_seconds: float, silence_seconds: float
+) -> tuple[grid_devices.LentDevices, WorkerWatch]:
+    """Return the devices of all workers of a job, and the watch over the workers.
 
     In other processes than the chief it does not return.
     """
-    if devices is not None:
-        raise ValueError(
-            f"A pipeline across workers takes devices of each in turn, received devices={list(devices)}. Leave them "
-            "out, and restrict each worker with CUDA_VISIBLE_DEVICES."
-        )
     if job is None or job.num_workers == 1:
         raise ValueError(
             "across_workers=True is for a job of several workers, and TF_CONFIG describes none. Start the script with "
             "python -m tfpar.launch --num_workers 2, or leave it out."
         )
-    number = schedule.num_devices
-    if number % job.num_workers:
-        raise ValueError(
-            f"Each of {job.num_workers} workers must run the same number of stages, received a pipeline on {number} "
-            f"device{'s' * (number > 1)}. Set num_stages to a multiple of {job.num_workers}."
-        )
-    each = number // job.num_workers
-    of_workers, watch = remote_devices.connect(job, form_seconds, silence_seconds)
-    for rank, found in enumerate(of_workers):
-        if len(found) < each:
-            raise ValueError(
-                f"A pipeline on {number} devices needs {each} of each worker, and worker {rank} "
-                f"({job.addresses[rank]}) has {len(found)}. Use fewer stages, or more workers."
-            )
-    return [device for found in of_workers for device in found[:each]], watch
+    connected = remote_devices.connect(job, form_seconds, silence_seconds)
+    return grid_devices.LentDevices(job.addresses, connected.of_workers), connected.watch
 
 
 def _devices(schedule: schedules.Schedule, existing: list[str]) -> list[str]:

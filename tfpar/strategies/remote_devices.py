@@ -26,6 +26,8 @@ from tfpar.strategies.worker_watch import WorkerWatch, leave_in_time
 _JOB = "worker"
 _POLL_SECONDS = 1.0
 _AFTER_CHIEF_SECONDS = 1.0  # the launcher then names the chief as the first that failed
+# The devices of the workers of a connected job, by their addresses: a process connects once.
+_CONNECTED: dict[tuple[str, ...], RemoteDevices] = {}
 _STARTED = (
     "Pipeline(across_workers=True) must come before TensorFlow's first operation, and TensorFlow runs already. Create "
     "it right after the imports, before datasets and models."
@@ -47,7 +49,8 @@ class RemoteDevices(NamedTuple):
 def connect(job: tf_config.Job, form_seconds: float, silence_seconds: float) -> RemoteDevices:
     """Connect the processes of a job; return on the chief the devices of each.
 
-    The other processes lend their devices in this call, and end with the chief.
+    A later call in the chief returns the same devices. The other processes lend theirs in this call, and end with the
+    chief.
 
     Args:
         job: The job and the rank of this process in it.
@@ -60,6 +63,8 @@ def connect(job: tf_config.Job, form_seconds: float, silence_seconds: float) -> 
         WorkerLostError: If a worker is lost while TensorFlow starts.
         SystemExit: On the other processes, when the chief has ended or is lost.
     """
+    if tuple(job.addresses) in _CONNECTED:
+        return _CONNECTED[tuple(job.addresses)]
     if tf_distribute.has_started():
         raise RuntimeError(_STARTED)
     names = cluster.configured_devices(None)
@@ -72,7 +77,9 @@ def connect(job: tf_config.Job, form_seconds: float, silence_seconds: float) -> 
     with watch.guarding(), _confined(job):
         _wait_for_servers(job, form_seconds, watch)
         tf.config.experimental_connect_to_cluster(spec, job_name=_JOB, task_index=0, protocol="grpc")
-    return RemoteDevices(_devices_of_workers(job.num_workers), watch)
+    found = RemoteDevices(_devices_of_workers(job.num_workers), watch)
+    _CONNECTED[tuple(job.addresses)] = found
+    return found
 
 
 def label(device: str) -> str:

@@ -32,6 +32,7 @@ from tfpar.pipeline.graph.batch_dependence import check_batch_independence, chec
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
 from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
 from tfpar.pipeline.partition.placement import place_weights
+from tfpar.pipeline.partition.traffic import Grid, by_traffic
 
 
 class StagePlanner:
@@ -46,6 +47,7 @@ class StagePlanner:
         allow_batch_dependence: Whether batch-dependent layers are allowed.
         raising: Returns a context that raises an error of one worker of a job on all.
         agree: Returns the chief's value of a JSON structure in a job of several workers; None in one process.
+        other_orders: Other orders of the same devices, on several machines; each model has the one of least traffic.
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class StagePlanner:
         allow_batch_dependence: bool,
         raising: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         agree: Callable[[Any], Any] | None = None,
+        other_orders: Sequence[Sequence[str]] = (),
     ) -> None:
         self._schedule, self._devices = schedule, devices
+        self._orders = [devices, *other_orders]
+        self._grids: PerModel[list[Grid]] = PerModel()
         self._raising, self._agree = raising, agree
         self._balance, self._recompute = balance, recompute
         self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
@@ -152,18 +157,15 @@ class StagePlanner:
 
     def stage_devices(self, model: keras.Model) -> list[str]:
         """Return the device of each stage of the first replica."""
-        return self._stage_devices(model, 0)
+        return self._grids[model][0].devices[0]
 
     def other_stage_devices(self, model: keras.Model) -> list[list[str]]:
         """Return the device of each stage of each further replica."""
-        return [self._stage_devices(model, replica) for replica in range(1, self._schedule.num_replicas)]
+        return self._grids[model][0].devices[1:]
 
-    def _stage_devices(self, model: keras.Model, replica: int) -> list[str]:
-        schedule = self.schedule_of(model)
-        first = replica * schedule.microbatches_per_replica
-        places = (schedule.device_of(stage, first) for stage in range(schedule.num_stages))
-        names = (self._devices[place] for place in places)
-        return [name if name.startswith("/") else f"/device:{name}" for name in names]
+    def grids_of(self, model: keras.Model) -> list[Grid]:
+        """Return the grid of a model, and then those of more traffic between machines."""
+        return self._grids[model]
 
     def _trace_and_cut(self, model: keras.Model, batch: Any, training: bool) -> bool:
         given, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -218,6 +220,8 @@ class StagePlanner:
                 partition = cut(memory)
         if self._agree is not None:  # measured times, and free memory, differ between workers
             partition = partition.with_sizes(self._agree([len(stage.calls) for stage in partition.stages]))
+        grids = [_stage_devices(schedule, order) for order in self._orders]
+        self._grids[model] = by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
         place_weights(model, partition.stages, self.stage_devices(model), self.other_stage_devices(model))
         self._partitions[model] = partition
         self._num_moves[model] = keras_variables.num_moves(model.variables)
@@ -264,3 +268,10 @@ class StagePlanner:
                 stacklevel=2,
             )
         return fitted
+
+
+def _stage_devices(schedule: schedules.Schedule, devices: Sequence[str]) -> list[list[str]]:
+    """Return the device of each stage, for each replica."""
+    names = [name if name.startswith("/") else f"/device:{name}" for name in devices]
+    firsts = range(0, schedule.num_microbatches, schedule.microbatches_per_replica)
+    return [[names[schedule.device_of(stage, first)] for stage in range(schedule.num_stages)] for first in firsts]

@@ -21,6 +21,7 @@ from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.steps import PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance
+from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import objective
 from tfpar.strategies.preview import Preview
@@ -45,13 +46,19 @@ class Staged(SingleReplica):
         schedule: The order of the actions of all replicas of this process.
         devices: Those of the schedule, the devices of the first replica first.
         peers: The other workers of a job; None for none.
+        other_orders: Other orders of the same devices, on several machines.
     """
 
     compiles_with_xla = False
     has_schedule = True
 
     def __init__(
-        self, settings: Settings, schedule: schedules.Schedule, devices: Sequence[str], peers: Peers | None = None
+        self,
+        settings: Settings,
+        schedule: schedules.Schedule,
+        devices: Sequence[str],
+        peers: Peers | None = None,
+        other_orders: Sequence[Sequence[str]] = (),
     ) -> None:
         self.settings, self.schedule, self.devices, self._peers = settings, schedule, list(devices), peers
         self.num_replicas = schedule.num_replicas
@@ -64,6 +71,7 @@ class Staged(SingleReplica):
             settings.allow_batch_dependent_layers,
             self.raising_on_all_workers,
             None if peers is None else self._agree,
+            other_orders,
         )
         self._adds_losses: PerModel[bool] = PerModel()
         self._steps: PerModel[PipelineSteps] = PerModel()
@@ -159,8 +167,14 @@ class Staged(SingleReplica):
     def preview(self, model: keras.Model, batch: Any) -> Preview:
         """Return the measured stages, the predicted step and the picture of its schedule."""
         prediction, schedule = self.predict_step_time(model, batch), self.schedule_of(model)
+        between_workers = describe_traffic(self._planner.grids_of(model))
         table = stages_table(
-            prediction.rows, prediction.planned, schedule, prediction.included, prediction.not_measured
+            prediction.rows,
+            prediction.planned,
+            schedule,
+            prediction.included,
+            prediction.not_measured,
+            between_workers,
         )
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from tfpar import data
+from tfpar import cluster, data
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.analysis import step_timing
 from tfpar.pipeline.analysis.reduction_timing import measure_all_reduces, measure_reductions
@@ -102,7 +102,7 @@ def predict_step_time(
     rows = [
         StageRow(
             stage=index,
-            device=" ".join(_label(of_one[index]) for of_one in devices),
+            device=" ".join(cluster.short_name(of_one[index]) for of_one in devices),
             first_layer=stage.calls[0].name,
             last_layer=stage.calls[-1].name,
             num_layers=len(stage.calls),
@@ -122,10 +122,3 @@ def predict_step_time(
     all_reduce = f"the all-reduce over {peers.num_workers} workers ({three_digits(1e3 * sum(sums.seconds))} ms)"
     not_measured = ("the exchange of looked-up rows over workers",) * sums.has_rows
     return Prediction(tuple(rows), durations, planned, ("the optimizer", all_reduce), not_measured)
-
-
-def _label(device: str) -> str:
-    """Return a short name of a device, that of another worker after its rank, such as "1/GPU:0"."""
-    name = device.rpartition("device:")[2]
-    _, is_of_worker, task = device.partition("/task:")
-    return f"{task.partition('/')[0]}/{name}" if is_of_worker else name

@@ -10,6 +10,7 @@ from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.schedule.simulator import Timeline
 
 _GAP = "  "
+_DEVICE_COLUMNS = 17  # of a table of 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ def stages_table(
     schedule: Schedule,
     included: Sequence[str] = ("the optimizer",),
     not_measured: Sequence[str] = (),
+    between_workers: str | None = None,
 ) -> str:
     """Format the stages of a pipeline as a table, with the layers of each stage on a separate line.
 
@@ -60,6 +62,7 @@ def stages_table(
         schedule: The schedule of the pipeline.
         included: What the step includes besides the actions, in words; at least one item.
         not_measured: What it does not include, in words.
+        between_workers: What workers send one another in a step, in words; None for one worker.
 
     Returns:
         The lines of the table.
@@ -74,7 +77,8 @@ def stages_table(
             0  GPU:0       12       1,000
                first ... last
     """
-    device_columns = max(len(name) for name in ("device", *(row.device for row in rows)))
+    names = [_shortened(row.device) for row in rows]
+    device_columns = max(map(len, ["device", *names]))
     columns = (5, device_columns, 6, 10, 7, 8, 6, 7)
     lines = [
         describe_schedule(schedule),
@@ -82,10 +86,10 @@ def stages_table(
         _cells(columns, ("stage", "device", "layers", "parameters", "ms", "ms", "MB", "MB")),
     ]
     indent = " " * (columns[0] + len(_GAP))
-    for row in rows:
+    for row, name in zip(rows, names, strict=True):
         cells = (
             str(row.stage),
-            row.device,
+            name,
             f"{row.num_layers:,}",
             f"{row.num_parameters:,}",
             "" if row.forward_seconds is None else three_digits(1e3 * row.forward_seconds),
@@ -94,14 +98,24 @@ def stages_table(
             "" if row.cut_bytes is None else three_digits(row.cut_bytes / 1e6),
         )
         lines.append(_cells(columns, cells))
+        if name != row.device:
+            lines.append(line("", row.device, len(indent)))
         last = [] if row.num_layers == 1 else [f"... {row.last_layer}"]
         one_line = " ".join([row.first_layer, *last])
         lines += [f"{indent}{name}" for name in ([one_line] if len(one_line) < 70 else [row.first_layer, *last])]
+    if between_workers is not None:
+        lines += ["", line("network", between_workers)]
     if planned is not None:
         text = f"{describe_step(planned)}: from the times above, {' and '.join(included)} included"
         missing = f"; {' and '.join(not_measured)} not measured" if not_measured else ""
-        lines += ["", line("predicted", text + missing)]
+        lines += [*[""] * (between_workers is None), line("predicted", text + missing)]
     return "\n".join(lines)
+
+
+def _shortened(devices: str) -> str:
+    """Return the devices of the replicas in a few columns; the table lists all of many below."""
+    first, _, others = devices.partition(" ")
+    return devices if len(devices) <= _DEVICE_COLUMNS else f"{first}, {1 + others.count(' ')} more"
 
 
 def _cells(columns: Sequence[int], cells: Sequence[str]) -> str:

@@ -42,19 +42,25 @@ def place_weights(
         >>> layers[1].kernel.value.device[-5:]
         'CPU:1'
     """
-    owners = _owners(model, stages, 1 + len(others))
+    owner_of_each = owners(model, stages, 1 + len(others))
     all_devices = [devices, *others]
     moved = []
     for variable in model.variables:
-        replica, stage = owners[id(variable)]
+        replica, stage = owner_of_each[id(variable)]
         moved.append(keras_weight_placement.place(variable, all_devices[replica][stage]))
     optimizer = keras_variables.optimizer_of(model)
     if any(moved) and optimizer is not None and optimizer.built:
         keras_optimizer.move_optimizer(optimizer, model.trainable_variables)
 
 
-def _owners(model: keras.Model, stages: Sequence[Stage], num_replicas: int) -> dict[int, tuple[int, int]]:
-    """Return the replica and the stage of each variable by the variable's `id`."""
+def owners(model: keras.Model, stages: Sequence[Stage], num_replicas: int) -> dict[int, tuple[int, int]]:
+    """Return the replica and the stage of each variable by the variable's `id`.
+
+    Args:
+        model: A model with built layers.
+        stages: The stages of the model.
+        num_replicas: Number of replicas.
+    """
     stage_of = owner_of(stages, model.variables)
     found = {id(variable): (0, stage_of[id(variable)]) for variable in model.variables}
     num_bytes: dict[int, list[int]] = {stage: [0] * num_replicas for stage in stage_of.values()}

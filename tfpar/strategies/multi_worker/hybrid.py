@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from tfpar import cluster, data
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
 from tfpar.pipeline.execution.peers import LocalPart
+from tfpar.strategies import grid_devices, remote_devices
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight
@@ -36,13 +38,19 @@ class Hybrid(Worker, Staged):
     In a job of several workers (TF_CONFIG or Slurm, as for `MultiWorker`) every worker has such a grid on its own
     devices. The gradients of each stage are all-reduced over the workers.
 
+    Of a pipeline with `across_workers=True`, one grid is on the devices of all workers, as many of each: the first
+    process runs the steps. Each worker has the stages of a replica, or the replicas of a stage, whichever lets fewer
+    bytes cross between workers; `preview` says which.
+
     Args:
         pipeline: The pipeline of each replica; `num_microbatches` are those of one replica.
-        num_replicas: Number of replicas in each process.
-        devices: Device names, those of the first replica first; None takes as many as the grid needs.
+        num_replicas: Number of replicas in each process; with `across_workers`, in all processes together.
+        devices: Device names, those of the first replica first, with `across_workers` after the rank of their worker,
+            such as `"1/GPU:0"`; None takes as many as the grid needs.
         all_reduce: How gradients are summed over workers: `"ring"`, on GPUs `"nccl"`, or `"auto"`.
         form_seconds: The time limit for all workers to connect.
-        silence_seconds: The time without a heartbeat after which a worker counts as failed.
+        silence_seconds: The time without a heartbeat after which a worker counts as failed. A pipeline with
+            `across_workers` has both time limits of its own.
 
     Raises:
         TypeError: If `pipeline` is no `Pipeline`.
@@ -69,16 +77,32 @@ class Hybrid(Worker, Staged):
     ) -> None:
         _check(pipeline, num_replicas)
         preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
-        job = self._take_place()
         schedule = pipeline.schedule.replicated(num_replicas)
-        given = pipeline.devices if pipeline.names_devices and devices is None else devices
-        names = _devices(num_replicas, pipeline.schedule.num_devices, given, starts=self.num_workers == 1)
+        given = pipeline.given_devices if devices is None else devices
+        self._lent, self._watch = pipeline.lent, pipeline.watch
+        if self._lent is not None:
+            self._check_all_reduce(all_reduce)
+            orders = grid_devices.across_workers(num_replicas, pipeline.schedule.num_devices, self._lent, given)
+            self.addresses = self._lent.addresses[:1]
+            super().__init__(pipeline.settings, schedule, orders[0], other_orders=orders[1:])
+            return
+        job = self._take_place()
+        starts = self.num_workers == 1
+        names = grid_devices.on_this_machine(num_replicas, pipeline.schedule.num_devices, given, starts=starts)
         peers = None
         if self.num_workers > 1:
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
             self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds)
             peers = self._meet(names, f"{num_replicas} x {schedule.num_stages} stages", all_reduce)
         super().__init__(pipeline.settings, schedule, names, peers)
+
+    @staticmethod
+    def _check_all_reduce(all_reduce: AllReduce) -> None:
+        if all_reduce != "auto":
+            raise ValueError(
+                f"all_reduce is for workers with whole pipelines, received {all_reduce!r} with across_workers=True: "
+                "the gradients of a weight are added on its device. Leave it out."
+            )
 
     def _meet(self, names: Sequence[str], grid: str, all_reduce: AllReduce) -> StageSums:
         """Set up the communication between the workers, and refuse those with another grid."""
@@ -92,13 +116,35 @@ class Hybrid(Worker, Staged):
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
+        if self._lent is not None:
+            return f"Hybrid of {self._stages(self._lent_devices())}"
         size = self.schedule.num_devices
         replicas = [self.devices[first : first + size] for first in range(0, len(self.devices), size)]
         grid = [f"({' '.join(devices)})" if size > 1 else devices[0] for devices in replicas]
-        stages = f"{self.num_replicas} replica{'s' * (self.num_replicas > 1)} of {describe_stages(self, grid)}"
+        stages = self._stages(grid)
         if self.num_workers == 1:
             return f"Hybrid of {stages}"
         return f"Hybrid over {self.num_workers} workers; this is worker {self.rank}, {stages}"
+
+    def _stages(self, devices: Sequence[str]) -> str:
+        return f"{self.num_replicas} replica{'s' * (self.num_replicas > 1)} of {describe_stages(self, devices)}"
+
+    def _lent_devices(self) -> list[str]:
+        """Return the devices of each worker: their order in the grid depends on the model."""
+        of_workers: dict[str, list[str]] = {}
+        for name in sorted(map(remote_devices.label, self.devices)):
+            worker, _, device = name.rpartition(" ")
+            of_workers.setdefault(worker, []).append(device)
+        return [f"{worker} {' '.join(devices)}" for worker, devices in of_workers.items()]
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices of this process, or of all workers with their rank."""
+        return list(map(remote_devices.label, self.devices)) if self._lent is not None else super().device_names
+
+    def reported(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the loss of a worker is an error that names it."""
+        return super().reported() if self._watch is None else self._watch.reported(self.user_message)
 
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
         """Return a dataset of `(local batch, num_counted, num_examples)`; in one process, of global batches."""
@@ -156,37 +202,8 @@ def _check(pipeline: Pipeline, num_replicas: int) -> None:
         )
     if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 1:
         raise ValueError(f"num_replicas must be a whole number of at least 1, received {num_replicas!r}.")
-    if pipeline.across_workers:
-        raise ValueError(
-            "Hybrid has a whole pipeline on the devices of each worker, received one with across_workers=True. Leave "
-            "that out, or train with the pipeline alone."
-        )
-    if pipeline.names_devices and num_replicas > 1:
+    if pipeline.given_devices is not None and num_replicas > 1:
         raise ValueError(
             f"The devices of all replicas are an argument of Hybrid, received devices={pipeline.devices} of the "
             "pipeline. Leave them out there, and give devices to Hybrid."
         )
-
-
-def _devices(num_replicas: int, per_replica: int, devices: Sequence[str] | None, *, starts: bool) -> list[str]:
-    """Return the devices of a grid: the given ones, or the first ones of this machine.
-
-    Args:
-        num_replicas: Number of replicas.
-        per_replica: Number of devices of each.
-        devices: The given ones.
-        starts: Whether TensorFlow may start: several workers must connect before.
-    """
-    existing = cluster.resolve_devices(devices) if starts else cluster.configured_devices(devices)
-    number = num_replicas * per_replica
-    if len(existing) < number or (devices is not None and len(existing) != number):
-        grids = [
-            f"{len(existing) // size} x {size}" for size in range(1, len(existing) + 1) if not len(existing) % size
-        ]
-        raise ValueError(
-            f"Hybrid needs a device for each of {num_replicas} replicas x {per_replica} devices of the pipeline, "
-            f"{number} in all, received {len(existing)}: {existing}. Grids that fit are {', '.join(grids)}; without "
-            "GPUs, tfpar.use_logical_cpus(n) makes n devices."
-        )
-    cluster.check_one_kind("Hybrid", existing[:number])
-    return existing[:number]

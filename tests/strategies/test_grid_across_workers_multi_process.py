@@ -1,0 +1,114 @@
+"""Replicas of a pipeline, with devices of several processes, give the results of one device."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tfpar
+from tests.properties.test_parity import computing_in, differences
+from tests.strategies.test_hybrid import wide
+from tests.support import checkpoint_matrix as matrix
+from tests.support import multi_worker_cases as cases
+from tests.support import pipeline_cases, small, workers
+from tests.support.pipeline_cases import Row
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+ROWS = pipeline_cases.on_replicas()
+# Tensors whose sums, shapes or copies pass from one process to another.
+IN_CI = (
+    "last batch of 1",
+    "masked sequence",
+    "accumulation 4, ragged end, clipped",
+    "AUC, precision, recall",
+    "embedding, sparse gradients",
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "row" in metafunc.fixturenames:
+        metafunc.parametrize("row", rows_of(metafunc.config), ids=lambda row: str(row).replace(" ", "_"))
+
+
+def rows_of(config: pytest.Config) -> list[Row]:
+    return [row for row in ROWS if config.getoption("whole_tables") or row.case in IN_CI]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def job(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[workers.Workers]:
+    matrix.begin(tfpar.SingleDevice(), root / "begun_on_one_device")
+    names = [str(row) for row in rows_of(request.config)]
+    with workers.started("worker_program_grid", tmp_path_factory.mktemp("grid"), 2, str(root), *names) as started:
+        yield started
+
+
+def result_of(job: workers.Workers, name: str) -> Any:
+    (result,) = job.results(name, num_workers=1)
+    assert not isinstance(result, workers.Raised), result.trace
+    return result
+
+
+def test_the_grid_names_the_devices_of_each_worker(job: workers.Workers) -> None:
+    devices = "worker 0 CPU:0 CPU:1, worker 1 CPU:0 CPU:1"
+    assert result_of(job, "description") == f"Hybrid of 2 replicas of 2 stages on {devices}, 2 micro-batches, 1f1b"
+
+
+def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row) -> None:
+    with computing_in(row.dtype):
+        expected = pipeline_cases.expected(row.case, row.dtype)
+    assert not list(differences(result_of(job, str(row)), expected, row.dtype))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("few weights", [{"0/CPU:0", "1/CPU:0"}, {"0/CPU:1", "1/CPU:1"}]),
+        ("many weights", [{"0/CPU:0", "0/CPU:1"}, {"1/CPU:0", "1/CPU:1"}]),
+        ("named devices", [{"1/CPU:1", "1/CPU:0"}, {"0/CPU:1", "0/CPU:0"}]),
+    ],
+)
+def test_weights_and_optimizer_state_are_on_the_devices_of_their_stage_in_the_order_of_less_traffic(
+    job: workers.Workers, name: str, stages: list[set[str]]
+) -> None:
+    homes, table = result_of(job, name)
+    assert all(len(of_one) == 1 for of_one in homes)
+    assert set().union(*homes[:2]) <= stages[0]
+    assert set().union(*homes[-2:]) <= stages[1]
+    for stage, devices in enumerate(stages):
+        (listed,) = re.findall(rf"^ +{stage}  (\S+ \S+)", table, re.MULTILINE)
+        assert set(listed.split()) == devices
+    assert "MB a step between workers" in table
+    assert ("MB with the devices in another order" in " ".join(table.split())) == (name != "named devices")
+
+
+def test_predictions_and_logs_are_those_of_one_device(job: workers.Workers) -> None:
+    trainer = tfpar.Trainer(wide, tfpar.SingleDevice(), seed=0)
+    predicted, evaluated = result_of(job, "predict")
+    np.testing.assert_allclose(predicted, trainer.predict(small.data(), verbose=0), rtol=1e-5, atol=1e-6)
+    cases.assert_same(evaluated, trainer.evaluate(small.data(), verbose=0, return_dict=True), 1e-5)
+
+
+def test_one_device_finishes_its_run_and_it_that_of_one_device(
+    job: workers.Workers, root: Path, tmp_path: Path
+) -> None:
+    result_of(job, "begin")
+    expected = matrix.end(tfpar.SingleDevice(), tmp_path)
+    for history, state in (matrix.end(tfpar.SingleDevice(), root / "begun_on_grid"), result_of(job, "end")):
+        small.assert_same_history(history, expected[0])
+        small.assert_same_state(state, expected[1], 1e-5)
+
+
+def test_the_other_worker_ends_with_the_first(job: workers.Workers) -> None:
+    assert job.finish() == [0, 0]
