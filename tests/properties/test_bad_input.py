@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests.support import command
 from tests.support.command import Outcome, contents, settings
-from tfpar import config
+from tfpar import config, strategies
 from tfpar.runs.epoch_table import EpochTable
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -238,6 +238,15 @@ def test_a_file_in_the_place_of_the_tensorboard_folder_is_refused(call: command.
 def test_a_batch_smaller_than_the_devices_found_is_refused(call: command.InProcess, digits: list[str]) -> None:
     outcome = call(*digits, *settings("strategy.kind=mirrored", "training.global_batch_size=2"))
     assert_one_sentence(outcome, "global_batch_size", "2", "4")
+
+
+def test_a_batch_smaller_than_the_micro_batches_of_all_workers_is_refused(
+    call: command.InProcess, digits: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strategies.Pipeline, "batch_parts", (8, "micro-batch"))  # as over two workers
+    grid = settings("strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=4")
+    outcome = call(*digits, *grid, *settings("training.global_batch_size=6"))
+    assert_one_sentence(outcome, "global_batch_size = 6 is less than the number of micro-batches of all", "at least 8")
 
 
 def test_a_device_that_does_not_exist_is_refused_with_those_that_do(call: command.InProcess) -> None:

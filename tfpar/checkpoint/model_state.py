@@ -15,6 +15,7 @@ import keras
 import numpy as np
 
 from tfpar.checkpoint import file_format, host_copies
+from tfpar.checkpoint.model_differences import differences
 from tfpar.reduction import objective
 
 PACK_BYTES = 4 << 20
@@ -117,10 +118,9 @@ def assign_arrays(
     saved = {name: array.shape for name, array in arrays.items()}
     wanted = {name: tuple(variable.shape) for name, variable in variables.items()}
     if saved != wanted:
-        name = next(name for name in [*wanted, *saved] if saved.get(name) != wanted.get(name))
         raise ValueError(
-            f"{origin} is of another model: {name!r} has shape {saved.get(name, 'none')} there and "
-            f"{wanted.get(name, 'none')} in this model. Resume with the model that wrote it, or use another directory."
+            f"{origin} is of another model: {differences(saved, wanted)}. Resume with the model that wrote it, or use "
+            "another directory."
         )
     converted = {name: _convert(name, arrays[name], variable, origin) for name, variable in variables.items()}
     for name, variable in variables.items():

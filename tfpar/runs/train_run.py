@@ -104,12 +104,17 @@ def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.
 
 
 def _check_batch_size(run: config.Run, strategy: strategies.Strategy) -> None:
-    batch = run.training.global_batch_size
-    if batch < strategy.num_replicas and settings_read.BATCH in settings_read.read_keys(trainer_reads(run)):
-        raise ValueError(
-            f"training.global_batch_size = {batch} is less than the number of replicas, {strategy.num_replicas}: "
-            f"set it to at least {strategy.num_replicas}, or name fewer devices in strategy.devices."
-        )
+    batch, (number, part) = run.training.global_batch_size, strategy.batch_parts
+    if batch >= number or settings_read.BATCH not in settings_read.read_keys(trainer_reads(run)):
+        return
+    if part == "replica":
+        parts, way_out = "replicas", "name fewer devices in strategy.devices"
+    else:
+        parts, way_out = f"micro-batches of all {strategy.num_workers} workers", "use fewer micro-batches"
+    raise ValueError(
+        f"training.global_batch_size = {batch} is less than the number of {parts}, {number}: set it to at least "
+        f"{number}, or {way_out}."
+    )
 
 
 def _check_model(run: config.Run, trainer: RunTrainer) -> None:
