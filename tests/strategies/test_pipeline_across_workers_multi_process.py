@@ -73,6 +73,11 @@ def test_weights_and_optimizer_state_are_on_the_worker_of_their_stage(job: worke
     assert re.search(r"1 +1/CPU:0", table)
 
 
+def test_weights_that_the_model_function_sets_are_on_the_worker_of_their_stage(job: workers.Workers) -> None:
+    (homes,) = job.results("homes of set weights", num_workers=1)
+    assert [re.search(r"/task:(\d)/", home)[1] for home in homes] == ["0"] * 4 + ["1"] * 4  # type: ignore[index]
+
+
 def test_one_device_finishes_its_run(job: workers.Workers, root: Path, tmp_path: Path) -> None:
     (raised,) = job.results("begin", num_workers=1)
     assert raised is None, raised.trace

@@ -351,9 +351,9 @@ ROWS = [
     _tensorflow(
         "TensorFlow's context",
         "_context_handle _seed _rng _internal_operation_seed coordination_service configure_coordination_service "
-        "report_error_to_cluster function_call_options",
+        "report_error_to_cluster function_call_options host_address_space",
         "eager/context",
-        "whether TensorFlow has started; its time limits, failures, random state and options",
+        "whether TensorFlow has started; its time limits, failures, random state, options and place in a job",
     ),
     _tensorflow(
         "TensorFlow's context",

@@ -36,6 +36,19 @@ def homes(strategy: tfpar.Strategy) -> Any:
     return predicted, devices, str(trainer.preview(small.data()))
 
 
+def homes_of_set_weights(strategy: tfpar.Strategy) -> list[str]:
+    """Return the devices of weights that the model function sets, which allocates them before the stages are known."""
+
+    def build() -> keras.Model:
+        model = wide()
+        model.set_weights(model.get_weights())
+        return model
+
+    trainer = tfpar.Trainer(build, strategy, seed=0)
+    trainer.fit(small.data(), verbose=0)
+    return [variable.value.device for variable in trainer.model.trainable_variables]
+
+
 class NotesEnds(keras.callbacks.Callback):
     """Writes a file after the first epoch."""
 
@@ -69,6 +82,7 @@ def main() -> None:
     functions |= {
         "description": strategy.describe,
         "homes": functools.partial(homes, strategy),
+        "homes of set weights": functools.partial(homes_of_set_weights, strategy),
         "begin": functools.partial(matrix.begin, strategy, Path(root)),
         "stopped": functools.partial(stopped, strategy, Path(root) / "trains"),
     }

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfpar._compat import versions
+from tfpar._compat import tf_distribute, versions
 
 
 def state(model: keras.Model) -> list[Any]:
@@ -106,14 +106,15 @@ def is_allocated(variable: Any) -> bool:
 
 
 def is_on(variable: Any, device: str) -> bool:
-    """Return whether the memory of a variable is on a device of this process, such as `"GPU:1"`."""
-    return is_allocated(variable) and short_name(variable._value.device) == short_name(device)
+    """Return whether the memory of a variable is on a device: `"GPU:1"` of this process, or one by its full name."""
+    return is_allocated(variable) and _full_name(variable._value.device) == _full_name(device)
 
 
-def short_name(device: str) -> tuple[str, int]:
-    """Return type and number of a device of this process, named in full or in short."""
+def _full_name(device: str) -> str:
+    """Return the full name of a device that is named in full, or in short as one of this process."""
     spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
-    return spec.device_type, spec.device_index
+    own = tf.DeviceSpec.from_string(tf_distribute.own_task())
+    return str(own.make_merged_spec(spec).to_string())
 
 
 def belongs_to(model: keras.Model) -> tf.distribute.Strategy | None:

@@ -169,6 +169,14 @@ def local_memory(variable: keras.Variable) -> tf.Variable | None:
     return memory if isinstance(memory, tf.Variable) else None
 
 
+def own_task() -> str:
+    """Return the address of this process among the devices of its job (TensorFlow 2.21 has it in its private context).
+
+    Such as `"/job:worker/replica:0/task:0"`.
+    """
+    return str(context.context().host_address_space())
+
+
 def worker_index(strategy: tf.distribute.Strategy) -> int:
     """Return the rank of this worker among those of its strategy, from 0 (TensorFlow 2.21)."""
     is_of_cluster = isinstance(strategy.extended, CollectiveAllReduceExtended)
