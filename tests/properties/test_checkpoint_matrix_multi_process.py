@@ -30,7 +30,8 @@ class Runs:
     def ended(self, first: str, second: str) -> list[matrix.Ended]:
         """Return the history and the state of every process of the second layout."""
         if second in self.jobs:
-            return self.jobs[second].results(f"from {first}")
+            num_workers = 1 if second == matrix.DRIVEN_BY_THE_FIRST else None
+            return self.jobs[second].results(f"from {first}", num_workers)
         strategy = matrix.IN_ONE_PROCESS[second]()
         return [matrix.end(strategy, matrix.copied(first, second, self.root))]
 
@@ -66,4 +67,4 @@ def test_a_run_ends_with_one_devices_weights(runs: Runs, uninterrupted: matrix.E
 
 
 def test_the_workers_end_without_error(runs: Runs) -> None:
-    assert [job.finish() for job in runs.jobs.values()] == [[0, 0], [0, 0]]
+    assert [job.finish() for job in runs.jobs.values()] == [[0, 0]] * len(matrix.OVER_WORKERS)

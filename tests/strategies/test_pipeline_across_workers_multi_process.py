@@ -19,7 +19,6 @@ import pytest
 import tfpar
 from tests.properties.test_parity import computing_in, differences
 from tests.strategies.test_hybrid import wide
-from tests.support import checkpoint_matrix as matrix
 from tests.support import pipeline_cases, small, workers
 from tests.support.worker_program_across import SILENCE_SECONDS
 from tfpar.cluster import rendezvous, tf_config
@@ -37,15 +36,10 @@ ROWS = (
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[workers.Workers]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
     rows = [f"{dtype} {case}" for dtype, case in ROWS]
     folder = tmp_path_factory.mktemp("across")
-    with workers.started("worker_program_across", folder, 2, str(root), *rows) as started:
+    with workers.started("worker_program_across", folder, 2, str(folder), *rows) as started:
         yield started
 
 
@@ -78,17 +72,8 @@ def test_weights_that_the_model_function_sets_are_on_the_worker_of_their_stage(j
     assert [re.search(r"/task:(\d)/", home)[1] for home in homes] == ["0"] * 4 + ["1"] * 4  # type: ignore[index]
 
 
-def test_one_device_finishes_its_run(job: workers.Workers, root: Path, tmp_path: Path) -> None:
-    (raised,) = job.results("begin", num_workers=1)
-    assert raised is None, raised.trace
-    history, state = matrix.end(tfpar.SingleDevice(), root)
-    expected = matrix.end(tfpar.SingleDevice(), tmp_path)
-    small.assert_same_history(history, expected[0])
-    small.assert_same_state(state, expected[1], 1e-5)
-
-
-def test_a_signal_to_the_other_worker_stops_the_first(job: workers.Workers, root: Path) -> None:
-    wait_for_training(root)
+def test_a_signal_to_the_other_worker_stops_the_first(job: workers.Workers) -> None:
+    wait_for_training(job.folder)
     os.kill(job.pid(1), signal.SIGTERM)
     assert job.results("stopped", num_workers=1) == [True]
 

@@ -27,7 +27,9 @@ IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
 OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
     "two workers": lambda: tfpar.MultiWorker(["CPU:0"]),
     "hybrid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[3, 1])),
+    "pipeline over two workers": lambda: tfpar.Pipeline(2, 3, balance=[1, 3], across_workers=True),
 }
+DRIVEN_BY_THE_FIRST = "pipeline over two workers"  # the other process runs no function
 LAYOUTS = (*IN_ONE_PROCESS, *OVER_WORKERS)
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
 

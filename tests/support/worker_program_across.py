@@ -12,7 +12,6 @@ import keras
 import tfpar
 from tests.properties.test_parity import Result, computing_in, train
 from tests.strategies.test_hybrid import wide
-from tests.support import checkpoint_matrix as matrix
 from tests.support import pipeline_cases, small, workers
 from tests.support.parity_cases import CASES
 
@@ -83,7 +82,6 @@ def main() -> None:
         "description": strategy.describe,
         "homes": functools.partial(homes, strategy),
         "homes of set weights": functools.partial(homes_of_set_weights, strategy),
-        "begin": functools.partial(matrix.begin, strategy, Path(root)),
         "stopped": functools.partial(stopped, strategy, Path(root) / "trains"),
     }
     if "lost" in rows:

@@ -177,6 +177,11 @@ def own_task() -> str:
     return str(context.context().host_address_space())
 
 
+def host_of(device: str) -> str:
+    """Return the CPU of the process that a device, by its full name, belongs to."""
+    return str(tf.DeviceSpec.from_string(device).replace(device_type="CPU", device_index=0).to_string())
+
+
 def worker_index(strategy: tf.distribute.Strategy) -> int:
     """Return the rank of this worker among those of its strategy, from 0 (TensorFlow 2.21)."""
     is_of_cluster = isinstance(strategy.extended, CollectiveAllReduceExtended)

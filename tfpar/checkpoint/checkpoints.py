@@ -1,10 +1,11 @@
-"""Checkpoints: everything that a run needs to resume, in one file that is either complete or absent.
+"""Checkpoints: everything that a run needs to resume, in a file that is either complete or absent.
 
     checkpoints/step-00000240.npz     weights, optimizer, metrics and random state by name;
     checkpoints/step-00000480.npz     position, and the state of callbacks, as JSON
 
-A checkpoint has no layout: a run can resume under another strategy or another number of workers. Instead of a damaged
-file the previous one is used; a file of another run is refused.
+In a pipeline across workers each other process writes the arrays that it holds to a part file, which the file names
+(`part_files`). A checkpoint has no layout: a run can resume under another strategy or another number of workers. In
+place of a damaged file the previous one is used; a file of another run is refused.
 
     training  ── snapshot ── steps ── steps ── steps ── snapshot ──      the state is copied from the model,
                     └── a thread: write, flush, rename ──────────┘       and no step waits for the disk
@@ -18,17 +19,18 @@ import functools
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tfpar.checkpoint import file_format, metadata, model_state
+from tfpar.checkpoint import file_format, held_copies, holders, metadata, model_state, part_files
 from tfpar.checkpoint.background_writer import Background
+from tfpar.checkpoint.folder import Folder
 from tfpar.checkpoint.metadata import Checkpoint, Position
 from tfpar.messages import keyword_arguments
 from tfpar.reduction import objective
@@ -45,11 +47,15 @@ class Snapshot:
 
     Args:
         step: Updates of the optimizer.
-        arrays: All arrays by their names in the file.
+        arrays: The arrays of this process by their names in the file.
+        state: The JSON of the file.
+        copies: The arrays of other processes, in their memory.
     """
 
     step: int
     arrays: dict[str, np.ndarray]
+    state: dict[str, Any]
+    copies: Sequence[held_copies.Copies]
 
 
 class Checkpoints:
@@ -86,15 +92,18 @@ class Checkpoints:
                 f"keep must be at least 1 and every_seconds at least 0, received keep={keep} and "
                 f"every_seconds={every_seconds}."
             )
-        self.directory = Path(directory)
+        self._folder = Folder(Path(directory), run)
         self._every_seconds = every_seconds
         self._keep = keep
         self._asynchronous = asynchronous
-        self._run = run
         self._is_made = False
         self._background = Background("tfpar checkpoint")
         self._saved_at = time.monotonic()
-        self._damaged: set[Path] = set()
+
+    @property
+    def directory(self) -> Path:
+        """The folder."""
+        return self._folder.path
 
     def __enter__(self) -> Checkpoints:
         """Return the object itself."""
@@ -104,7 +113,7 @@ class Checkpoints:
         """Wait for the last write, and raise its error, or print it if the context ends with another error."""
         try:
             self.wait()
-        except OSError as not_written:
+        except (OSError, tf.errors.OpError) as not_written:  # the latter of a worker that is lost
             if error is None:
                 raise
             print(f"warning: the last checkpoint is not written: {not_written}.", file=sys.stderr)
@@ -143,7 +152,8 @@ class Checkpoints:
         if snapshot is None:
             return None
         path = self._path(snapshot.step)
-        write_file = functools.partial(file_format.write, path, snapshot.arrays.items(), self._keep)
+        arrays = part_files.with_parts(path, snapshot.arrays, snapshot.state, snapshot.copies)
+        write_file = functools.partial(file_format.write, path, arrays, self._keep)
         if self._asynchronous:
             self._background.start(write_file)
         else:
@@ -164,14 +174,18 @@ class Checkpoints:
         Returns:
             The copy; None if a weight is not finite.
         """
-        arrays, finite = model_state.read_at_once(model)
+        variables = model_state.state_variables(model)
+        copies, finite = held_copies.copy(model, variables)
+        if not finite:
+            return None
+        arrays, finite = model_state.read_at_once(model, without=holders.hosts_of(variables))
         if not finite:
             return None
         names = model_state.names(model)
         named = {names[id(variable)]: values for variable, values in parts if id(variable) in names}
         arrays |= {name: model_state.storable(values.sum(axis=0, dtype=values.dtype)) for name, values in named.items()}
         step = int(model.optimizer.iterations.numpy())
-        return Snapshot(step, metadata.pack(arrays, named, step, position, callbacks, self._identity()))
+        return Snapshot(step, *metadata.pack(arrays, named, step, position, callbacks, self._folder.identity()), copies)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk.
@@ -187,9 +201,9 @@ class Checkpoints:
         Args:
             directory: The folder; created if absent.
         """
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, tf.errors.OpError):
             self.wait()
-        self.directory, self._is_made = directory, False
+        self._folder.path, self._is_made = directory, False
 
     def restore(
         self,
@@ -197,7 +211,7 @@ class Checkpoints:
         assign: model_state.Assign = keras.Variable.assign,
         assign_parts: model_state.Assign | None = None,
     ) -> tuple[Position, dict[str, Any]] | None:
-        """Restore the newest readable checkpoint.
+        """Restore the newest readable checkpoint; variables of other processes are read there.
 
         Args:
             model: The model, with its optimizer and metrics.
@@ -208,11 +222,16 @@ class Checkpoints:
             The position and the state of the callbacks; None if there is no checkpoint.
 
         Raises:
-            ValueError: If the checkpoint is of another model or another run, or every checkpoint is damaged.
+            ValueError: If the checkpoint is of another model or another run, every checkpoint is damaged, or a process
+                that holds variables does not see the folder.
             OSError: If the folder cannot be written, which would fail at the first checkpoint.
         """
         self._check_writable()
-        found = self._newest()
+        if file_format.paths(self.directory):
+            _build_optimizers(model)
+        hosts = holders.hosts_of(model_state.state_variables(model))
+        holders.check_folder(self.directory, sorted(set(hosts.values())))
+        found = self._newest(hosts)
         return None if found is None else self._assign(model, found[1], assign, assign_parts)
 
     def read(self) -> bytes | None:
@@ -226,7 +245,9 @@ class Checkpoints:
             OSError: If the folder cannot be written.
         """
         self._check_writable()
-        while (found := self._newest()) is not None:
+        while (found := self._newest({})) is not None:
+            if found[1].has_part_files:
+                return metadata.to_bytes(found[1])
             with contextlib.suppress(FileNotFoundError):  # removed since by the training process
                 return found[0].read_bytes()
         return None
@@ -252,15 +273,18 @@ class Checkpoints:
         Raises:
             ValueError: If the checkpoint is of another model, or damaged.
         """
+        _build_optimizers(model)
         return self._assign(model, metadata.unpack(blob), assign, assign_parts)
 
     def position(self) -> Position | None:
         """Return the position of the newest readable checkpoint; None if there is no checkpoint.
 
+        Of part files the sizes are compared, and the checksums only in `restore`.
+
         Raises:
             ValueError: If every checkpoint is damaged.
         """
-        found = self._newest()
+        found = self._newest(None)
         return None if found is None else found[1].position
 
     def _make(self) -> None:
@@ -274,61 +298,15 @@ class Checkpoints:
         with tempfile.TemporaryFile(dir=self.directory):
             pass
 
-    def _identity(self) -> str:
-        """Return the identity of the run: the given one, that of the files in the folder, or a new one."""
-        if self._run is None:
-            found = (file_format.run_of(path) for path in reversed(file_format.paths(self.directory)))
-            self._run = next((run for run in found if run is not None), uuid.uuid4().hex)
-        return self._run
-
-    def _newest(self) -> tuple[Path, Checkpoint] | None:
-        """Read the newest checkpoint that is not damaged."""
+    def _newest(self, hosts: Mapping[str, str] | None) -> tuple[Path, Checkpoint] | None:
         self.wait()
-        paths = file_format.paths(self.directory)
-        for path in reversed(paths):
-            try:
-                found = metadata.unpack(path)
-                if found.step not in (None, file_format.step_of(path)):
-                    raise file_format.DamagedError(f"it is of step {found.step}")
-            except FileNotFoundError:  # removed since by the training process: there is a newer one
-                return self._newest()
-            except file_format.DamagedError as error:
-                self._warn_once(path, error)
-            else:
-                self._refuse_others(paths)
-                return path, found
-        if paths:
-            raise ValueError(
-                f"Every checkpoint in {self.directory} is damaged, the newest is {paths[-1].name}. "
-                "Restore the files, or delete the folder to start from the beginning."
-            )
-        return None
-
-    def _refuse_others(self, paths: Sequence[Path]) -> None:
-        """Refuse a folder with checkpoints of another run: they would be resumed, or removed as the oldest."""
-        runs = {path: file_format.run_of(path) for path in paths}
-        others = [path for path, run in runs.items() if run not in (None, self._identity())]
-        if others:
-            raise ValueError(
-                f"{others[-1]} is a checkpoint of another run. Move it away to resume this run from its own, or resume "
-                "that run where it was trained."
-            )
-
-    def _warn_once(self, path: Path, error: Exception) -> None:
-        if path not in self._damaged:
-            self._damaged.add(path)
-            print(f"warning: {path} is damaged ({error}); using the checkpoint before it.", file=sys.stderr)
+        return self._folder.newest(hosts)
 
     def _assign(
         self, model: keras.Model, found: Checkpoint, assign: model_state.Assign, assign_parts: model_state.Assign | None
     ) -> tuple[Position, dict[str, Any]]:
         # Older files do not contain their step.
         origin = f"The newest file in {self.directory}" if found.step is None else str(self._path(found.step))
-        if model.built:  # a model that was only evaluated has an optimizer without variables
-            for optimizer, weights in objective.updates_of(model):
-                if optimizer is not None and not optimizer.built:
-                    with model.distribute_strategy.scope():
-                        optimizer.build(weights)
         model_state.assign_arrays(model_state.state_variables(model), found.arrays, origin, assign)
         if assign_parts is not None:
             model_state.assign_parts(model, found.parts, assign_parts)
@@ -336,3 +314,12 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}.npz"
+
+
+def _build_optimizers(model: keras.Model) -> None:
+    """Create the variables of optimizers: a model that was only evaluated has one without."""
+    if model.built:
+        for optimizer, weights in objective.updates_of(model):
+            if optimizer is not None and not optimizer.built:
+                with model.distribute_strategy.scope():
+                    optimizer.build(weights)

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from tfpar.checkpoint import part_files
 from tfpar.checkpoint.callback_state import extract_arrays, insert_arrays
-from tfpar.checkpoint.file_format import STATE, DamagedError, decode
+from tfpar.checkpoint.file_format import PART_FILES, STATE, DamagedError, Predicate, Stored, decode_partly, encode
 
 _REPLICAS = "replicas/"
 _LARGEST = 2**63 - 1  # of TensorFlow's integers
@@ -41,20 +42,24 @@ class Checkpoint:
     """A checkpoint that was read and validated.
 
     Args:
-        arrays: State variables by name.
+        arrays: State variables by name, as `np.ndarray`, or as `HeldArray` in the process that needs them.
         parts: Metric variables of each replica, `[replicas, ...]`, by name.
         step: Updates of the optimizer; None in files of older versions.
         position: The position of the run.
         callbacks: JSON values and arrays, as `callback_state.remembered` returns them.
         run: The identity of the run that wrote it; "" in files of older versions.
+        stored: The places of state variables that stay in a file until their holders read them, by name.
+        has_part_files: Whether a part of it is in other files.
     """
 
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, Any]
     parts: dict[str, np.ndarray]
     step: int | None
     position: Position
     callbacks: dict[str, Any]
     run: str
+    stored: dict[str, Stored] = dataclasses.field(default_factory=dict)
+    has_part_files: bool = False
 
 
 def pack(
@@ -64,8 +69,8 @@ def pack(
     position: Position,
     callbacks: dict[str, Any],
     run: str,
-) -> dict[str, np.ndarray]:
-    """Return all arrays of a checkpoint's file; arrays of callbacks are copied.
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays and the JSON of a checkpoint's file; arrays of callbacks are copied.
 
     Args:
         arrays: State variables by name, already copied.
@@ -85,20 +90,39 @@ def pack(
         "num_arrays": len(arrays) + len(of_replicas) + len(extracted),
     }
     copies = {name: array.copy() for name, array in extracted.items()}
-    return {**arrays, **of_replicas, **copies, STATE: np.array(json.dumps(state))}
+    return {**arrays, **of_replicas, **copies}, state
 
 
-def unpack(source: Path | bytes) -> Checkpoint:
+def to_bytes(checkpoint: Checkpoint) -> bytes:
+    """Return a checkpoint as the bytes of one file.
+
+    Args:
+        checkpoint: One whose arrays are all in this process.
+    """
+    arrays, state = pack(
+        checkpoint.arrays,
+        checkpoint.parts,
+        int(checkpoint.step or 0),
+        checkpoint.position,
+        checkpoint.callbacks,
+        checkpoint.run,
+    )
+    return encode([*arrays.items(), (STATE, np.array(json.dumps(state)))])
+
+
+def unpack(source: Path | bytes, stays: Predicate = lambda name: False) -> Checkpoint:
     """Read and validate a checkpoint.
 
     Args:
         source: A file, or its bytes.
+        stays: Whether a state variable may stay in its file, by its name; it is then in `stored`.
 
     Raises:
         DamagedError: If it is damaged or no checkpoint.
         OSError: If the file cannot be opened.
     """
-    arrays = decode(source)
+    groups = ("weights/", "optimizer/", "metrics/")
+    arrays, stored = decode_partly(source, lambda name: name.startswith(groups) and stays(name))
     try:
         state = json.loads(str(arrays.pop(STATE)))
     except KeyError:
@@ -108,10 +132,15 @@ def unpack(source: Path | bytes) -> Checkpoint:
     if not isinstance(state, dict):
         raise DamagedError(f"its {STATE} is not an object")
     # One flipped bit in the zip's directory can hide members. Older files have no number.
-    if len(arrays) != state.get("num_arrays", len(arrays)):
-        raise DamagedError(f"it has {len(arrays)} arrays, and was written with another number")
-    for name, array in arrays.items():
-        if name.startswith("weights/") and array.dtype.kind in "fc" and not np.isfinite(array).all():
+    num_arrays = len(arrays) + len(stored)
+    if num_arrays != state.get("num_arrays", num_arrays):
+        raise DamagedError(f"it has {num_arrays} arrays, and was written with another number")
+    if state.get(PART_FILES):
+        _add_parts(source, state, stays, arrays, stored)
+    finite = {name: array.dtype.kind not in "fc" or bool(np.isfinite(array).all()) for name, array in arrays.items()}
+    finite |= {name: place.is_finite for name, place in stored.items()}
+    for name, is_finite in finite.items():
+        if name.startswith("weights/") and not is_finite:
             raise DamagedError(f"{name[:60]} is not finite")  # never written by a run
     step, run = state.get("step"), state.get("run", "")
     if step is not None and not _is_number(step):
@@ -126,7 +155,25 @@ def unpack(source: Path | bytes) -> Checkpoint:
         _position(state.get("position")),
         _callbacks(state.get("callbacks"), arrays),
         run,
+        stored,
+        bool(state.get(PART_FILES)),
     )
+
+
+def _add_parts(
+    source: Path | bytes,
+    state: dict[str, Any],
+    stays: Predicate,
+    arrays: dict[str, np.ndarray],
+    stored: dict[str, Stored],
+) -> None:
+    if isinstance(source, bytes):
+        raise DamagedError("its parts are in other files")
+    of_parts, stored_in_parts = part_files.unpack(source, state, stays)
+    if twice := {*of_parts, *stored_in_parts} & {*arrays, *stored}:
+        raise DamagedError(f"it has two arrays {min(twice)[:40]!r}")
+    arrays.update(of_parts)
+    stored.update(stored_in_parts)
 
 
 def _is_number(value: Any) -> bool:

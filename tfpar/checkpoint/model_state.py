@@ -8,18 +8,21 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfpar.checkpoint import file_format, host_copies
+from tfpar.checkpoint.held_arrays import HeldArray
 from tfpar.checkpoint.model_differences import differences
 from tfpar.reduction import objective
 
 PACK_BYTES = 4 << 20
 Assign = Callable[[keras.Variable, Any], Any]
+Array = np.ndarray | HeldArray
 
 
 def state_variables(model: keras.Model) -> dict[str, Any]:
@@ -72,12 +75,16 @@ def read_arrays(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
         yield name, _array(variable)
 
 
-def read_at_once(model: keras.Model) -> tuple[dict[str, np.ndarray], bool]:
-    """Return copies of all variables by name, and whether all weights are finite.
+def read_at_once(model: keras.Model, without: Collection[str] = ()) -> tuple[dict[str, np.ndarray], bool]:
+    """Return copies of all variables by name, and whether all weights among them are finite.
 
     Values on GPUs are copied together, and checked there.
+
+    Args:
+        model: A built and compiled model.
+        without: Names of variables that are not copied.
     """
-    variables = state_variables(model)
+    variables = {name: variable for name, variable in state_variables(model).items() if name not in without}
     copies, finite = host_copies.copy_to_host(model, variables)
     arrays: dict[str, np.ndarray] = {}
     for name, variable in variables.items():
@@ -102,13 +109,14 @@ def storable(array: np.ndarray) -> np.ndarray:
 
 
 def assign_arrays(
-    variables: dict[str, Any], arrays: dict[str, np.ndarray], origin: str, assign: Assign = keras.Variable.assign
+    variables: dict[str, Any], arrays: Mapping[str, Array], origin: str, assign: Assign = keras.Variable.assign
 ) -> None:
     """Set state variables of a model.
 
     Args:
         variables: State variables by name, as `state_variables` returns them.
-        arrays: The array of each of these variables by name, and no other.
+        arrays: The array of each of these variables by name, and no other; those of variables of another process in
+            that process.
         origin: The origin of the arrays for the message; it begins a sentence.
         assign: Sets a variable; that of a strategy sets a metric variable on one replica, as replicas are summed.
 
@@ -124,7 +132,12 @@ def assign_arrays(
         )
     converted = {name: _convert(name, arrays[name], variable, origin) for name, variable in variables.items()}
     for name, variable in variables.items():
-        assign(variable, converted[name])
+        array = converted[name]
+        if isinstance(array, HeldArray):
+            with tf.device(array.host):
+                assign(variable, array.tensor)
+        else:
+            assign(variable, array)
 
 
 def assign_parts(model: keras.Model, parts: dict[str, np.ndarray], assign: Assign) -> None:
@@ -150,7 +163,7 @@ def _holds(variable: Any, array: np.ndarray) -> bool:
     return array.ndim > 0 and bool(np.can_cast(array.dtype, _kind(variable), "same_kind"))
 
 
-def _convert(name: str, array: np.ndarray, variable: Any, origin: str) -> np.ndarray:
+def _convert(name: str, array: Array, variable: Any, origin: str) -> Array:
     """Return an array in the type of its variable, or refuse one with numbers beyond the range of that type."""
     kind = _kind(variable)
     if not np.can_cast(array.dtype, kind, "same_kind"):
@@ -158,9 +171,17 @@ def _convert(name: str, array: np.ndarray, variable: Any, origin: str) -> np.nda
             f"{origin} is of another model: {name!r} is {array.dtype} there and {variable.dtype} in this model. Resume "
             "with the model that wrote it, or use another directory."
         )
-    with np.errstate(over="ignore"):
-        converted: np.ndarray = array.astype(kind, copy=False)
-    if array.dtype != kind and not np.array_equal(np.isfinite(converted), np.isfinite(array)):
+    if array.dtype == kind:
+        return array
+    converted: Array
+    if isinstance(array, HeldArray):
+        converted = array.astype(kind)
+        fits = converted.is_as_finite_as(array)
+    else:
+        with np.errstate(over="ignore"):
+            converted = array.astype(kind)
+        fits = bool(np.array_equal(np.isfinite(converted), np.isfinite(array)))
+    if not fits:
         raise ValueError(
             f"{origin} holds numbers in {name!r} that {variable.dtype} cannot hold. Resume with the precision that it "
             "was written with, or use another directory."

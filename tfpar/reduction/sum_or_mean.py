@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses_in_call, random_state, typical_draws
+from tfpar._compat import keras_losses_in_call, random_state, tf_distribute, typical_draws
 from tfpar.reduction.losses_in_call import PartTrial
 from tfpar.reduction.whole_batch import Trial
 
@@ -27,14 +28,35 @@ def parts_of(batch: Any) -> tuple[Any, Any, Any]:
 
 @contextlib.contextmanager
 def restored(model: keras.Model) -> Iterator[None]:
-    """Restore the model's weights and states at the end of this context."""
-    before = [(variable, variable.numpy()) for variable in model.variables]
+    """Restore the model's weights and states at the end of this context.
+
+    Their values are copied in the process that holds them, which has room for them.
+    """
+    before = [(variable, _copy(variable)) for variable in model.variables]
     try:
         yield
     finally:
         for variable, value in before:
-            if not np.array_equal(variable.numpy(), value, equal_nan=True):
+            if not _equal(_copy(variable), value):
                 variable.assign(value)
+
+
+def _copy(variable: keras.Variable) -> tf.Tensor:
+    """Return the value of a variable in the memory of its host; on a CPU it is copied only when it changes."""
+    memory = tf_distribute.local_memory(variable)
+    if memory is None:
+        return tf.convert_to_tensor(variable.numpy())
+    with tf.device(tf_distribute.host_of(memory.device)):
+        return tf.identity(memory.read_value())
+
+
+def _equal(value: tf.Tensor, other: tf.Tensor) -> bool:
+    """Return whether two values are the same, NaN included."""
+    with tf.device(value.device):
+        equal = tf.equal(value, other)
+        if value.dtype.is_floating:
+            equal |= tf.math.is_nan(value) & tf.math.is_nan(other)
+        return bool(tf.reduce_all(equal))
 
 
 @contextlib.contextmanager

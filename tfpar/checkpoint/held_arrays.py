@@ -1,0 +1,112 @@
+"""Arrays of checkpoints, read by the process that needs them into its own memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfpar.checkpoint import checksums
+from tfpar.checkpoint.file_format import DamagedError, Stored
+
+_UNREADABLE = (tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError, tf.errors.DataLossError)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldArray:
+    """An array of a checkpoint in the memory of the process that needs it.
+
+    Args:
+        host: The CPU of the process.
+        tensor: The array.
+    """
+
+    host: str
+    tensor: tf.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the array."""
+        found: np.dtype[Any] = np.dtype(self.tensor.dtype.as_numpy_dtype)
+        return found
+
+    def astype(self, dtype: np.dtype[Any]) -> HeldArray:
+        """Return the array in another type."""
+        with tf.device(self.host):
+            return HeldArray(self.host, tf.cast(self.tensor, dtype))
+
+    def is_as_finite_as(self, other: HeldArray) -> bool:
+        """Return whether the same elements are finite in another array."""
+        with tf.device(self.host):
+            finite = [
+                tf.math.is_finite(one.tensor) if one.tensor.dtype.is_floating else tf.ones(one.shape, tf.bool)
+                for one in (self, other)
+            ]
+            return bool(tf.reduce_all(finite[0] == finite[1]))
+
+
+@tf.function(
+    input_signature=[tf.TensorSpec([], tf.string), *[tf.TensorSpec([], tf.int64)] * 3], autograph=False
+)  # fmt: skip
+def _read(path: tf.Tensor, offset: tf.Tensor, num_bytes: tf.Tensor, rest: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    records = tf.data.FixedLengthRecordDataset(path, num_bytes, header_bytes=offset, footer_bytes=rest)
+    content = tf.io.decode_raw(records.get_single_element(), tf.uint8)
+    return content, checksums.of_bytes(content)
+
+
+def read(places: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, HeldArray]:
+    """Read arrays of files, each in the process that needs it, all processes at the same time.
+
+    Args:
+        places: The places of the arrays by name, weights with the prefix `weights/`.
+        hosts: The CPU of the process that needs it, by name.
+
+    Raises:
+        DamagedError: If bytes are missing or changed, or a weight is not finite.
+        FileNotFoundError: If there is no such file.
+    """
+    arrays: dict[str, HeldArray] = {}
+    checks: dict[str, list[tf.Tensor]] = {}
+    for name, place in places.items():
+        with _damage_of(name, place), tf.device(hosts[name]):
+            rest = place.path.stat().st_size - place.offset - place.num_bytes
+            where = [tf.constant(number, tf.int64) for number in (place.offset, place.num_bytes, rest)]
+            content, checked = _read(tf.constant(str(place.path.absolute())), *where)
+            arrays[name] = HeldArray(hosts[name], _typed(content, place))
+            is_weight = name.startswith("weights/") and place.dtype.kind == "f"
+            finite = tf.reduce_all(tf.math.is_finite(arrays[name].tensor)) if is_weight else tf.constant(True)
+            checks[name] = [checked, finite]
+    for name, (checked, finite) in checks.items():
+        with _damage_of(name, places[name]):
+            if places[name].checksum not in ("", *checksums.texts(checked)):
+                raise DamagedError(f"{name[:60]} in {places[name].path.name} is changed, or of another checkpoint")
+            if not bool(finite):
+                raise DamagedError(f"{name[:60]} is not finite")
+    return arrays
+
+
+def _typed(content: tf.Tensor, place: Stored) -> tf.Tensor:
+    if place.dtype == np.dtype(bool):
+        return tf.reshape(tf.cast(content, tf.bool), place.shape)
+    size = place.dtype.itemsize
+    numbers = tf.bitcast(content if size == 1 else tf.reshape(content, [-1, size]), tf.as_dtype(place.dtype))
+    return tf.reshape(numbers, place.shape)
+
+
+@contextlib.contextmanager
+def _damage_of(name: str, place: Stored) -> Iterator[None]:
+    try:
+        yield
+    except tf.errors.NotFoundError as error:
+        raise FileNotFoundError(2, "No such file", str(place.path)) from error
+    except _UNREADABLE as error:
+        raise DamagedError(f"{name[:60]} cannot be read from {place.path.name}") from error
