@@ -125,6 +125,9 @@ def test_the_link_of_a_host_carries_one_stage_at_a_time() -> None:
     network = Network(2, FREE, Link(0.0, 25.0))
     step = simulate_layout(a_grid(2, 2), durations(2), [0], [25, 100], network)
     assert step.step_seconds == 13 + 4 + 1
+    # Two messages of 4 seconds each, for both stages at the same time.
+    late = dataclasses.replace(network, between=Link(4.0, 25.0))
+    assert simulate_layout(a_grid(2, 2), durations(2), [0], [25, 100], late).step_seconds == 13 + 4 + 1 + 8
     # With a host for each device, both stages have a link of their own.
     apart = simulate_layout(
         a_grid(2, 2), durations(2), [0], [25, 100], dataclasses.replace(network, devices_per_host=1)
@@ -151,7 +154,7 @@ def test_equal_replicas_need_not_be_simulated_one_by_one(name: str) -> None:
         ragged = (*ragged[:-1], 0.25)  # but for the last
         given = Durations(*seconds[:4], (), update_seconds=seconds[4], microbatch_scale=ragged)
         cut_bytes, gradient_bytes = [draw.random() for _ in range(stages - 1)], [draw.random() for _ in range(stages)]
-        network = Network(per_host, Link(0.01, 10.0), Link(0.1, 1.0))
+        network = Network(per_host, Link(0.01, 10.0), Link(0.0, 1.0))
         most, hosts = min(replicas, per_host // devices), -(-replicas * devices // per_host)
         whole = dataclasses.replace(
             given,

@@ -5,7 +5,8 @@
                 └──────────┼─ sum ───┘          │         first over the replicas of a host,
                            └───────── sum ──────┘
                 │          │
-    host 1   stage 0 ─► stage 1   …                       then over the hosts, whose link carries one stage at a time
+    host 1   stage 0 ─► stage 1   …                       then over the hosts, whose link carries one stage at a time;
+                                                          the latencies of several stages overlap
 
 One device is one stage and one replica, data parallelism has one stage, a pipeline has one replica. Replicas with equal
 micro-batches and equal places on their hosts take the same time, and are simulated once.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -164,16 +166,20 @@ def _sum_ends(
     schedule: Schedule, last: Sequence[float], gradient_bytes: Sequence[float], network: Network
 ) -> list[float]:
     """Return when the gradients of each stage are summed, first over the replicas of each host, then over the hosts."""
-    inside, between, devices, hosts = list[float](), list[float](), list[int](), list[int]()
-    for stage, num_bytes in enumerate(gradient_bytes):
-        devices.append(schedule.device_of(stage))
-        hosts.append(network.host_of(devices[-1]))
-        members = range(devices[-1], len(schedule.actions), schedule.num_devices)
+    inside, between, latencies = list[float](), list[float](), list[float]()
+    devices = [schedule.device_of(stage) for stage in range(schedule.num_stages)]
+    hosts = list(map(network.host_of, devices))
+    bytes_only = dataclasses.replace(network.between, latency_seconds=0.0)
+    latency_only = dataclasses.replace(network.between, bytes_per_second=math.inf)
+    for device, num_bytes in zip(devices, gradient_bytes, strict=True):
+        members = range(device, len(schedule.actions), schedule.num_devices)
         per_host = collections.Counter(map(network.host_of, members))
-        most = max(per_host.values())
+        most, count = max(per_host.values()), len(per_host)
         inside.append(all_reduce_seconds(network.all_reduce_inside, num_bytes, most, network.inside))
-        between.append(all_reduce_seconds(network.all_reduce, num_bytes, len(per_host), network.between))
-    return one_after_another(one_after_another(last, inside, devices), between, hosts)
+        between.append(all_reduce_seconds(network.all_reduce, num_bytes, count, bytes_only))
+        latencies.append(all_reduce_seconds(network.all_reduce, num_bytes, count, latency_only))
+    sent = one_after_another(one_after_another(last, inside, devices), between, hosts)
+    return [end + latency for end, latency in zip(sent, latencies, strict=True)]
 
 
 def _check(schedule: Schedule, cut_bytes: Sequence[float], gradient_bytes: Sequence[float]) -> None:
