@@ -24,10 +24,12 @@ from benchmarks.harness import Experiment, run_rounds
 from benchmarks.machine import describe_machine
 from benchmarks.parity_table import PARITY_TABLE
 from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
+from benchmarks.pipelines.sleeping import HYBRID_SLEEPING, WORKERS_SLEEPING
 from benchmarks.process import WorkerError
 from benchmarks.report import machine_table, print_result
 from benchmarks.restart import RESTART
 from benchmarks.results import ResultFile
+from benchmarks.scaling import layouts, parts
 
 ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each setting has its turn.", 1)
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; replaced if it exists.")
@@ -36,10 +38,21 @@ SIZES = flags.DEFINE_list("sizes", list(all_reduce.SIZES), "all_reduce: sizes in
 ALGORITHM = flags.DEFINE_multi_enum(
     "algorithm", list(all_reduce.ALGORITHMS), list(all_reduce.ALGORITHMS), "all_reduce: which; may be repeated."
 )
+PARTS = flags.DEFINE_string("parts", str(parts.FILE), "scaling: the JSON file that scaling_parts has written.")
 
 ALL = {
     experiment.name: experiment
-    for experiment in (*EXPERIMENTS, *PIPELINE_EXPERIMENTS, all_reduce.ALL_REDUCE, RESTART, PARITY_TABLE)
+    for experiment in (
+        *EXPERIMENTS,
+        *PIPELINE_EXPERIMENTS,
+        HYBRID_SLEEPING,
+        WORKERS_SLEEPING,
+        parts.SCALING_PARTS,
+        layouts.SCALING,
+        all_reduce.ALL_REDUCE,
+        RESTART,
+        PARITY_TABLE,
+    )
 }
 
 
@@ -69,6 +82,8 @@ def _experiments(name: str) -> list[Experiment]:
         return gpu_experiments.experiments(gpu_experiments.devices_here())
     if name == all_reduce.NAME:
         return [all_reduce.experiment(ALGORITHM.value, [all_reduce.size_bytes(text) for text in SIZES.value])]
+    if name == layouts.NAME:
+        return [layouts.experiment(Path(PARTS.value))]
     return [ALL[name]]
 
 

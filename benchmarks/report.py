@@ -11,6 +11,7 @@ import rich.table
 from benchmarks import all_reduce, parity_table
 from benchmarks.gpus import experiments as gpu_experiments
 from benchmarks.harness import Finding, Result, is_number, shown
+from benchmarks.scaling import layouts
 
 
 def machine_table(machine: Mapping[str, Any]) -> rich.table.Table:
@@ -30,6 +31,8 @@ def print_result(result: Result, console: rich.console.Console) -> None:
     """
     if result.experiment.name == parity_table.NAME:
         print(parity_table.as_markdown(result))  # not through rich, which would break the lines
+    elif result.experiment.name == layouts.NAME:
+        print(*layouts.as_markdown(result), sep="\n\n")
     elif result.experiment.name == all_reduce.NAME:
         console.print(all_reduce.table_of(result))
     else:

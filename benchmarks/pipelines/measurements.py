@@ -156,9 +156,35 @@ def _memory(setting: Setting) -> Output:
     return output
 
 
+def _parts(setting: Setting) -> Output:
+    """Measure the actions and the update of a stage, all stages on one device; the median of the equal stages."""
+    build_model = BUILD_MODEL[setting.workload]
+    layers = [layer for layer in build_model().layers if not isinstance(layer, keras.layers.InputLayer)]
+    per_stage, rest = divmod(len(layers), setting.num_stages)
+    assert not rest, "each stage has the layers of one block"
+    pipeline = tfpar.Pipeline(
+        setting.num_stages,
+        setting.num_microbatches,
+        setting.schedule,
+        balance=[per_stage] * setting.num_stages,
+        devices=["CPU:0"],
+    )
+    trainer = tfpar.Trainer(build_model, pipeline, seed=0)
+    found = _prediction_of(trainer, _batches(setting, setting.batch_size))
+    durations, inner = found.durations, found.rows[0]
+    return {
+        "forward_seconds": statistics.median(durations.forward_seconds),
+        "backward_seconds": statistics.median(durations.backward_seconds),
+        "update_seconds": statistics.median(durations.update_seconds),
+        "cut_bytes": inner.cut_bytes,
+        "gradient_bytes": inner.num_parameters * tf.float32.size,
+    }
+
+
 MEASUREMENTS: dict[str, Callable[[Setting], Output]] = {
     "laps": _laps,
     "prediction": _prediction,
     "memory": _memory,
     "first_step": _first_step,
+    "parts": _parts,
 }

@@ -7,7 +7,7 @@ from typing import Literal
 
 Workload = Literal["mlp", "transformer", "wide", "resnet50"]
 TrainerName = Literal["pipeline", "one_device", "keras", "torch", "hybrid", "multi_worker"]
-Quantity = Literal["laps", "prediction", "memory", "first_step"]
+Quantity = Literal["laps", "prediction", "memory", "first_step", "parts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Setting:
         balance: What `tfpar.Pipeline` balances the stages by.
         quantity: "laps" is the time of a step, "prediction" also that of the simulator, "memory" the
             most bytes of a step, "first_step" the seconds until the first step is done, with all cores and
-            TensorFlow's own choice of threads.
+            TensorFlow's own choice of threads, "parts" the seconds and bytes of one stage of several equal ones.
         num_laps: Timed groups of steps; the group before them compiles and is not timed.
         steps_per_lap: Steps of a group.
     """

@@ -24,6 +24,7 @@ FIGURES = {
     "prediction": ("step_seconds", "processor_seconds", "num_parameters", "predicted_seconds"),
     "memory": ("peak_bytes", "predicted_bytes"),
     "first_step": ("first_step_seconds", "processor_seconds", "model_seconds", "second_step_seconds"),
+    "parts": ("forward_seconds", "backward_seconds", "update_seconds", "cut_bytes", "gradient_bytes"),
 }
 
 
@@ -150,7 +151,12 @@ SMALL = Setting("mlp", "one_device", num_microbatches=2, microbatch_size=2, num_
 
 @pytest.mark.parametrize(
     "setting",
-    [SMALL, replace(SMALL, quantity="memory"), replace(SMALL, trainer="keras", quantity="first_step")],
+    [
+        SMALL,
+        replace(SMALL, quantity="memory"),
+        replace(SMALL, trainer="keras", quantity="first_step"),
+        replace(SMALL, trainer="pipeline", quantity="parts", schedule="interleaved", num_stages=8),
+    ],
     ids=lambda setting: setting.quantity,
 )
 @pytest.mark.usefixtures("logical_cpus")

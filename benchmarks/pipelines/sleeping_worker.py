@@ -1,0 +1,121 @@
+"""A process of one turn of `hybrid_sleeping`: a grid of logical CPUs whose layers sleep instead of computing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import process
+from benchmarks.harness import Output
+from benchmarks.pipelines.sleeping import BACKWARD_PER_FORWARD, Sleeping
+
+# Each device occupies a thread while it sleeps, and TensorFlow needs others to start the next action.
+_THREADS_PER_DEVICE = 4
+
+
+def run_here(setting: Sleeping, rank: int = 0, addresses: Sequence[str] = ()) -> Output:
+    """Return the median step of a grid, and the step that tfpar predicts from measured actions.
+
+    Args:
+        setting: The grid; TensorFlow must not have started yet.
+        rank: Which worker this is.
+        addresses: The addresses of all workers; empty for one.
+    """
+    if addresses:
+        job = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(job)
+    import tensorflow as tf
+
+    import tfpar
+
+    tf.config.set_visible_devices([], "GPU")
+    num_devices = setting.num_devices // setting.num_workers
+    tf.config.threading.set_inter_op_parallelism_threads(_THREADS_PER_DEVICE * num_devices)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tfpar.use_logical_cpus(num_devices)
+    return measure_grid(setting)
+
+
+def measure_grid(setting: Sleeping) -> Output:
+    """Return the figures of a grid on the logical CPUs of this process."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import tfpar
+
+    num_stages = len(setting.forward_seconds)
+    pipeline = tfpar.Pipeline(
+        num_stages,
+        setting.num_microbatches,
+        setting.schedule,
+        balance=[2] * num_stages,
+        devices=[f"CPU:{number}" for number in range(setting.num_devices)] if setting.num_replicas == 1 else None,
+    )
+    num_replicas = setting.num_replicas // setting.num_workers
+    strategy = pipeline if setting.num_replicas == 1 else tfpar.Hybrid(pipeline, num_replicas)
+    trainer = tfpar.Trainer(lambda: _model(setting), strategy, seed=0)
+    rows = np.ones((setting.num_examples, setting.width), "float32")
+    data = tf.data.Dataset.from_tensor_slices((rows, rows)).batch(setting.num_examples).cache().repeat()
+    printed = trainer.preview(data).planned
+    moments: list[float] = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: moments.append(time.perf_counter()))
+    trainer.fit(data, epochs=2 + setting.num_steps, steps_per_epoch=1, callbacks=[note], verbose=0)
+    steps = [end - begin for begin, end in itertools.pairwise(moments[1:])]
+    assert printed is not None, "the strategy has a schedule"
+    return {"step_seconds": statistics.median(steps), "printed_seconds": printed.step_seconds}
+
+
+def _model(setting: Sleeping) -> Any:
+    """Return a layer with a weight and one that sleeps for each stage; the weight's gradient needs the sleep's."""
+    import keras
+
+    model = keras.Sequential([keras.Input((setting.width,))])
+    for forward_seconds in setting.forward_seconds:
+        model.add(keras.layers.Dense(setting.width))
+        model.add(sleeping_layer(forward_seconds / setting.rows))
+    model.compile(keras.optimizers.SGD(1e-3), "mse")
+    return model
+
+
+def sleeping_layer(seconds_per_row: float) -> Any:
+    """Return a layer that returns its inputs after a sleep, and their gradients after a longer one.
+
+    Args:
+        seconds_per_row: The sleep of the forward pass.
+    """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    def sleep(tensor: tf.Tensor, seconds: float) -> tf.Tensor:
+        def body(rows: np.ndarray) -> np.ndarray:
+            time.sleep(seconds * len(rows))
+            return rows
+
+        # As a stateful operation, it would run after those of all other devices.
+        slept = tf.numpy_function(body, [tensor], tensor.dtype, stateful=False)
+        slept.set_shape(tensor.shape)
+        return slept
+
+    @tf.custom_gradient
+    def pass_on(tensor: tf.Tensor) -> Any:
+        return sleep(tensor, seconds_per_row), lambda gradient: sleep(gradient, BACKWARD_PER_FORWARD * seconds_per_row)
+
+    class Sleep(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, inputs: tf.Tensor) -> tf.Tensor:
+            return pass_on(inputs)
+
+    return Sleep()
+
+
+if __name__ == "__main__":
+    received = process.request()
+    given = received["setting"] | {"forward_seconds": tuple(received["setting"]["forward_seconds"])}
+    process.reply(run_here(Sleeping(**given), received["rank"], received["addresses"]))
+    os._exit(0)  # as benchmarks.worker
