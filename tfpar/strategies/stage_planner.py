@@ -26,13 +26,17 @@ from tfpar.messages import user_warnings
 from tfpar.messages.number_format import figure
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.analysis.link_timing import measure_transfers
 from tfpar.pipeline.execution.compiled_stages import StagesOfModel
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_synchronized
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
 from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
 from tfpar.pipeline.partition.placement import place_weights
+from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
+from tfpar.pipeline.schedule.simulator import Durations
+from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
 
 
 class StagePlanner:
@@ -119,6 +123,7 @@ class StagePlanner:
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             size = self.microbatch_size(inputs)
             self._cut(model, before.graph, self._balance, update_trainable_bytes(before.graph, before.costs), size)
+            self._hide_transfers(model, size)
         if model not in self._stages:
             self._stages[model] = StagesOfModel(
                 model,
@@ -178,6 +183,7 @@ class StagePlanner:
             self._check_batch_dependence(model, graph, batch, training)
             costs = self._measure(graph, self._balance, model_graph.standardize(model, given), size)
         self._cut(model, graph, self._balance, costs, size, warns=True)
+        self._hide_transfers(model, size)
         # A layer adds its loss in the symbolic run; the trace of a subclassed model contains the call of add_loss.
         adds = added or any(isinstance(call.operation, keras_tracing.AddedLoss) for call in graph.calls)
         return bool(adds) or any(layer.activity_regularizer for layer in keras_model.all_layers(model))
@@ -226,6 +232,26 @@ class StagePlanner:
         self._partitions[model] = partition
         self._num_moves[model] = keras_variables.num_moves(model.variables)
         self._stages.pop(model)
+
+    def _hide_transfers(self, model: keras.Model, size: int) -> None:
+        """Let the schedule of a model hide the transfers between processes, if the memory suffices for it."""
+        partition, schedule, devices = self._partitions[model], self._schedules[model], self.stage_devices(model)
+        if schedule.name != "1f1b" or self._balance == "memory":
+            return
+        cut_bytes = [size * sum(map(bytes_per_example, values)) for values in partition.cut_values]
+        transfer_seconds = measure_transfers(devices, cut_bytes)
+        if not any(transfer_seconds):
+            return
+        untimed = 10 * max(transfer_seconds)  # of the stages of another balance, no layer was timed
+        forward, backward = (
+            tuple(sum(getattr(cost, name) for cost in costs) or untimed for costs in partition.stage_costs)
+            for name in ("forward_seconds", "backward_seconds")
+        )
+        durations = Durations(forward, backward, (), (), transfer_seconds)
+        self._schedules[model] = hiding_transfers(schedule, durations)
+        memory, limit_bytes = self.memory_of(model), self._memory_limit_bytes or self._free_bytes
+        if limit_bytes is not None and max(partition.device_bytes(memory, schedule.num_devices)) > limit_bytes:
+            self._schedules[model] = schedule
 
     @functools.cached_property
     def _free_bytes(self) -> int | None:

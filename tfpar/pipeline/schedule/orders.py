@@ -39,7 +39,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Orders:
     )
 
 
-def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Orders:
+def one_forward_one_backward(num_stages: int, num_microbatches: int, more: Sequence[int] = ()) -> Orders:
     """Return the order of 1F1B: one forward pass, one backward pass (PipeDream-flush, arXiv 2006.09503).
 
         F0 F1 .. B0 F2 B1 F3 B2 .. B3
@@ -51,6 +51,7 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Orders:
     Args:
         num_stages: Number of stages; one device for each.
         num_microbatches: Number of micro-batches in a step.
+        more: The number of further forward passes with which each stage warms up. Defaults to none.
 
     Returns:
         The actions of each device.
@@ -60,8 +61,8 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Orders:
         F1.0 B1.0 F1.1 B1.1
     """
     return tuple(
-        _alternate(*_forwards_and_backwards(stage, num_microbatches), num_warmup=num_stages - stage - 1)
-        for stage in range(num_stages)
+        _alternate(*_forwards_and_backwards(stage, num_microbatches), num_warmup=num_stages - stage - 1 + extra)
+        for stage, extra in enumerate(more or [0] * num_stages)
     )
 
 
