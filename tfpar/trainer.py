@@ -105,7 +105,8 @@ class Trainer:
 
         A notebook displays the result as text and picture. The preview does not change the next `fit` on the same
         dataset: weights, optimizer, random state and the order of a shuffled dataset stay the same. With
-        `class_weight` or another dataset object, a shuffled dataset is read again.
+        `class_weight` or another dataset object, a shuffled dataset is read again. In a job of several workers, all of
+        them must call it.
 
         Args:
             x: A dataset or arrays, as for `fit`.

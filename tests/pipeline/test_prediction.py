@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 import numpy as np
 import pytest
@@ -25,6 +28,31 @@ def test_looking_ahead_leaves_the_order_of_a_shuffled_dataset_as_it_is(steps_per
         return trainer.fit(dataset, epochs=2, steps_per_epoch=steps_per_epoch, verbose=0).history
 
     assert fitted(looks=True) == fitted(looks=False)
+
+
+def test_an_error_of_a_measurement_on_one_worker_is_reported_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a report, the other workers would wait for the messages of the measurement."""
+    pipeline = tfpar.Pipeline(2, 2, balance="parameters")
+    trainer = tfpar.Trainer(classifier(), pipeline, seed=0)
+    batch = trainer.build(shuffled())
+    reports = []
+
+    @contextlib.contextmanager
+    def reported() -> Iterator[None]:
+        try:
+            yield
+        except tf.errors.OpError as error:
+            reports.append(error.message)
+            raise
+
+    def failing(*_: object) -> None:
+        raise tf.errors.InternalError(None, None, "the device is lost")
+
+    monkeypatch.setattr(pipeline, "reported", reported)
+    monkeypatch.setattr("tfpar.pipeline.analysis.step_timing.measure_durations", failing)
+    with pytest.raises(tf.errors.InternalError):
+        pipeline.predict_step_time(trainer.model, batch)
+    assert reports == ["the device is lost"]
 
 
 def test_recomputation_lowers_the_memory_of_a_device_without_delayed_weight_gradients() -> None:

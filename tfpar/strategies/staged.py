@@ -152,7 +152,7 @@ class Staged(SingleReplica):
         """
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         steps = self._prepared(model)
-        with self.step_context():
+        with self.step_context(), self.reported():
             return predict_step_time(
                 self._planner.partition_of(model),
                 steps,
