@@ -18,7 +18,7 @@ from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 from tfpar.strategies.multi_step import CompiledLoop, compile_loop
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
-STRATEGIES = {name: placement_cases.STRATEGIES[name] for name in ("single_device", "mirrored", "pipeline")}
+STRATEGIES = {name: placement_cases.STRATEGIES[name] for name in ("single_device", "mirrored", "pipeline", "hybrid")}
 DEVICES = ["CPU:1", "CPU:2"]
 
 
@@ -152,11 +152,13 @@ def test_each_tensor_is_for_the_devices_that_take_it(strategy: str) -> None:
     epoch_iterator, _ = Preparation(built, made).prepare_loop(placement_cases.data("cnn"), None, "train")
     batch, devices = made.step_batch(built, epoch_iterator.peek())
     leaves = tf.nest.flatten(batch)
-    short = [device[-5:] for device in devices]
-    assert len(leaves) == len(devices)
+    short = [device[-5:] for leaf, device in zip(leaves, devices, strict=True) if leaf is not None]
     if strategy == "single_device":
         assert short == ["CPU:1", "CPU:1"]
     elif strategy == "mirrored":
         assert short == ["CPU:1", "CPU:1", "CPU:2", "CPU:2", "CPU:0", "CPU:0", "CPU:0"]
+    elif strategy == "hybrid":  # the whole batch; of each replica its first example, its inputs and its targets
+        assert short == ["CPU:0", "CPU:0", "CPU:0", "CPU:1", "CPU:1", "CPU:0", "CPU:2", "CPU:2"]
+        assert [len(leaves[index]) for index in (0, 3, 4, 6, 7)] == [5, 3, 3, 2, 2]
     else:  # the inputs as given, of which the step takes the number; the targets; the inputs of the first stage
         assert short == ["CPU:0", "CPU:2", "CPU:1"]

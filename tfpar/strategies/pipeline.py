@@ -7,15 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import keras
-
 from tfpar import cluster
 from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
 from tfpar.strategies import grid_devices, remote_devices
-from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.staged import Settings, Staged
 from tfpar.strategies.worker_watch import WorkerWatch
@@ -137,10 +134,6 @@ class Pipeline(Staged):
     def reported(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the loss of a worker with stages is an error that names it."""
         return contextlib.nullcontext() if self.watch is None else self.watch.reported(self.user_message)
-
-    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
-        """Return the batch, each tensor for the devices of the stages that take it."""
-        return StepBatch(*self._steps[model].staged(element))
 
 
 def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from tfpar.pipeline.partition.partitioner import Balance
 from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import objective
+from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.preview import Preview
 from tfpar.strategies.single_replica import SingleReplica
 from tfpar.strategies.stage_planner import StagePlanner
@@ -216,6 +217,10 @@ class Staged(SingleReplica):
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which TensorFlow optimizes the graph of a step once: the graph is large."""
         return tf_function.short_graph_optimization()
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the batch, each tensor for the devices of the stages that take it."""
+        return StepBatch(*self._steps[model].staged(element))
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -18,16 +19,30 @@ from tfpar.pipeline.graph.ir import Value
 HOST = "CPU:0"
 
 
+class Share(NamedTuple):
+    """What the devices of one replica read of a batch, on the host or on those devices.
+
+    Args:
+        begin: The index of its first example in the batch, an int64 scalar; None where it is the whole batch.
+        values: The inputs of the graph, for each pair of a value and a device of the replica that takes it.
+        others: The targets and weights; None where those of the batch are on the last device of the replica.
+    """
+
+    begin: tf.Tensor | None
+    values: list[Any]
+    others: list[Any] | None
+
+
 class StagedBatch(NamedTuple):
-    """A batch, and the inputs of the stages; all on the host, or all that devices take on those devices.
+    """A batch, and the tensors that the devices of each replica read.
 
     Args:
         batch: `(inputs, targets, sample_weight)` as far as given, the inputs as the model is called with them.
-        values: The inputs of the graph, for each pair of a value and a device that `PipelineSteps` lists.
+        shares: The share of each replica.
     """
 
     batch: Any
-    values: list[Any]
+    shares: list[Share]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +101,6 @@ class Microbatches:
             the largest micro-batch of this batch.
         part: The part of the global batch that `batch` is on this worker; None where it is all of it.
         first_number: The number of micro-batches of the global batch on workers of lower ranks.
-        values: The inputs of the graph, by value and device.
-        last_device: The device that holds the targets and weights, if the devices hold their tensors; None if the host
-            holds all of them.
 
     Example:
         >>> microbatches = Microbatches(tf.zeros([7, 2]), 3)
@@ -103,32 +115,75 @@ class Microbatches:
         usual_size: tf.Tensor | None = None,
         part: LocalPart | None = None,
         first_number: int = 0,
-        values: Mapping[tuple[Value, str], Any] | None = None,
-        last_device: str | None = None,
     ) -> None:
         self._batch, self.count, self.first_number = batch, count, first_number
-        self._values, self._last_device = values or {}, last_device
+        self._share: Share | None = None
+        self._takers: Sequence[tuple[Value, str]] = ()
+        self._last_device: str | None = None
         with tf.device("CPU:0"):
             self._num_rows = data.num_rows(batch)
             self.num_counted, self.num_examples = part or (self._num_rows, self._num_rows)
             largest = -(-tf.maximum(self.num_counted, 1) // count)
             self._padded_size = largest if usual_size is None else tf.maximum(largest, usual_size)
 
+    def reading(self, share: Share, takers: Sequence[tuple[Value, str]], last_device: str | None) -> Microbatches:
+        """Return the same micro-batches, whose examples are read from the share of a replica.
+
+        Args:
+            share: The share, which has the examples of all micro-batches of the replica.
+            takers: The value and the device of each of its values.
+            last_device: The device that holds the targets and weights, if the devices hold their tensors; None if the
+                host holds all of them.
+        """
+        found = copy.copy(self)
+        found._share, found._takers, found._last_device = share, takers, last_device
+        return found
+
+    def share(self, numbers: range, values: Sequence[Any], others: Sequence[Any]) -> Share:
+        """Return the examples of consecutive micro-batches.
+
+        Args:
+            numbers: The indices of the micro-batches.
+            values: Inputs of the graph for the whole batch.
+            others: The targets and weights of the whole batch.
+        """
+        with tf.device("CPU:0"):
+            cut = _Cut(self._cut(numbers[0]).begin, self._cut(numbers[-1]).end)
+        rows = {id(value): cut.rows(value, HOST) for value in values}
+        return Share(cut.begin, [rows[id(value)] for value in values], [cut.rows(one, HOST) for one in others])
+
     def __getitem__(self, number: int | tf.Tensor) -> Microbatch:
         """Return a micro-batch by its index, an integer or an int64 scalar."""
         with tf.device("CPU:0"):
-            begin, end = (-(-(number + more) * self.num_counted // self.count) for more in (0, 1))
-            first = tf.minimum(begin, self._num_rows - 1)
-            cut = _Cut(first, tf.maximum(end, first + 1))
-            num_counted, size = end - begin, cut.end - first
+            num_counted, cut = self._num_counted(number), self._cut(number)
+            begin = None if self._share is None else self._share.begin
+            in_share = cut if begin is None else _Cut(cut.begin - begin, cut.end - begin)
+            size = cut.end - cut.begin
         on_devices = self._last_device is not None
-        values = {key: cut.rows(value, key[1] if on_devices else HOST) for key, value in self._values.items()}
+        pairs = zip(self._takers, self._share.values if self._share else (), strict=True)
+        values = {key: in_share.rows(value, key[1] if on_devices else HOST) for key, value in pairs}
         if self._last_device is None:
             batch = cut.rows(self._batch, HOST)
         else:
             inputs, *others = self._batch
-            batch = cut.rows(inputs, HOST), *(cut.rows(one, self._last_device) for one in others)
+            if self._share is not None and self._share.others is not None:
+                others = self._share.others
+            batch = cut.rows(inputs, HOST), *(in_share.rows(one, self._last_device) for one in others)
         return Microbatch(batch, num_counted, size, self.num_examples, self._padded_size, values)
+
+    def _bounds(self, number: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        begin, end = (-(-(number + more) * self.num_counted // self.count) for more in (0, 1))
+        return begin, end
+
+    def _num_counted(self, number: int | tf.Tensor) -> tf.Tensor:
+        begin, end = self._bounds(number)
+        return end - begin
+
+    def _cut(self, number: int | tf.Tensor) -> _Cut:
+        """Return the examples of a micro-batch, at least one."""
+        begin, end = self._bounds(number)
+        first = tf.minimum(begin, self._num_rows - 1)
+        return _Cut(first, tf.maximum(end, first + 1))
 
 
 class _Cut(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_optimizer
 from tfpar.pipeline.execution.executor import Execution
-from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, StagedBatch
+from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch
 from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.regularization import add_penalties
 from tfpar.pipeline.execution.replicas import ReplicaContext, StepContext, named
@@ -57,24 +57,50 @@ class PipelineSteps:
         self._usual_sizes[training].assign(-(-data.num_rows(batch) // self._schedule.num_microbatches))
 
     @functools.cached_property
-    def _takers(self) -> list[tuple[Value, str]]:
-        """The inputs of the graph, each with the devices that take it."""
-        graph, found = self._staged.graph, list[tuple[Value, str]]()
-        for devices in (self._staged.devices, *self.compiler.other_devices):
+    def _takers(self) -> list[list[tuple[Value, str]]]:
+        """The inputs of the graph, each with the devices that take it, for each replica."""
+        graph, found = self._staged.graph, list[list[tuple[Value, str]]]()
+        for devices in self._devices:
             stages = zip(self._staged.stages, devices, strict=True)
-            found += [(value, device) for stage, device in stages for value in stage.inputs]
-            found += [(value, devices[-1]) for value in keras.tree.flatten(graph.outputs)]
-        return list(dict.fromkeys(pair for pair in found if pair[0] in graph.inputs))
+            pairs = [(value, device) for stage, device in stages for value in stage.inputs]
+            pairs += [(value, devices[-1]) for value in keras.tree.flatten(graph.outputs)]
+            found.append(list(dict.fromkeys(pair for pair in pairs if pair[0] in graph.inputs)))
+        return found
 
-    def staged(self, batch: Any) -> tuple[StagedBatch, list[str]]:
-        """Return a batch with the inputs of the stages, on the host, and the device that takes each flat tensor."""
+    @property
+    def _devices(self) -> list[Sequence[str]]:
+        """The device of each stage, for each replica."""
+        return [self._staged.devices, *self.compiler.other_devices]
+
+    def staged(self, batch: Any, num_counted: tf.Tensor | None = None) -> tuple[StagedBatch, list[str]]:
+        """Return a batch with what the devices of each replica read, on the host, and the device of each flat tensor.
+
+        Args:
+            batch: A global batch, or the local batch of this worker.
+            num_counted: The number of examples with weight 1 of a local batch, an int64 scalar; None for all.
+        """
         inputs, *others = batch if isinstance(batch, tuple) else (batch,)
         with tf.device(HOST):
             values = self._staged.flat_inputs(inputs)
+        staged = StagedBatch((inputs, *others), self._shares(inputs, others, values, num_counted))
         devices = [HOST for _ in tf.nest.flatten(inputs)]
-        devices += [self._last_device for _ in tf.nest.flatten(others)]
-        devices += [device for _, device in self._takers]
-        return StagedBatch((inputs, *others), [values[value] for value, _ in self._takers]), devices
+        is_whole = len(staged.shares) == 1
+        devices += [self._last_device if is_whole else HOST for _ in tf.nest.flatten(others)]
+        for share, takers, of_replica in zip(staged.shares, self._takers, self._devices, strict=True):
+            devices += [HOST, *(device for _, device in takers)]
+            devices += [of_replica[-1] for _ in tf.nest.flatten(share.others)]
+        return staged, devices
+
+    def _shares(
+        self, inputs: Any, others: Sequence[Any], values: Mapping[Value, Any], num_counted: tf.Tensor | None
+    ) -> list[Share]:
+        of_replicas = [[values[value] for value, _ in takers] for takers in self._takers]
+        if len(of_replicas) == 1:
+            return [Share(None, of_replicas[0], None)]
+        part = None if num_counted is None else LocalPart(num_counted, num_counted)
+        whole = Microbatches((inputs, *others), self._schedule.num_microbatches, part=part)
+        numbers = [range(first, first + self._schedule.microbatches_per_replica) for first in self._first_microbatches]
+        return [whole.share(*one, others) for one in zip(numbers, of_replicas, strict=True)]
 
     def train_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
         """Add one optimizer update to the graph; return the loss of the global batch, a scalar.
@@ -121,8 +147,8 @@ class PipelineSteps:
             programs = self.compiler.stages_of_replicas(inputs, training=False)
         microbatches, one = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
         executions = [
-            Execution(of_one, microbatches, one, first_microbatch=first)
-            for of_one, first in zip(programs, self._first_microbatches, strict=True)
+            Execution(of_one, of_replica, one, first_microbatch=first)
+            for of_one, of_replica, first in zip(programs, microbatches, self._first_microbatches, strict=True)
         ]
         for execution in executions:
             execution.run(segments(self._forward_actions()))
@@ -156,15 +182,21 @@ class PipelineSteps:
                 moments[Action(kind, stage, first + microbatch)] = [begin, end]
         return tf.stack([tf.stack(moments[action]) for action in schedule.in_order()]), sums
 
-    def _cut(self, batch: Any, part: LocalPart | None, *, training: bool) -> Microbatches:
+    def _cut(self, batch: Any, part: LocalPart | None, *, training: bool) -> list[Microbatches]:
+        """Return the micro-batches of a batch, as each replica reads them."""
         with tf.device("CPU:0"):
             usual_size = self._usual_sizes[training].read_value()
         count = self._schedule.num_microbatches
         first_number = 0 if self._peers is None else self._peers.rank * count
-        last_device = self._last_device if isinstance(batch, StagedBatch) else None
-        staged = batch if isinstance(batch, StagedBatch) else self.staged(batch)[0]
-        values = dict(zip(self._takers, staged.values, strict=True))
-        return Microbatches(staged.batch, count, usual_size, part, first_number, values, last_device)
+        plain = _plain(batch) if isinstance(batch, StagedBatch | tuple) else (batch,)
+        found = Microbatches(plain, count, usual_size, part, first_number)
+        if isinstance(batch, StagedBatch):
+            rows = zip(batch.shares, self._takers, self._devices, strict=True)
+            return [found.reading(share, takers, devices[-1]) for share, takers, devices in rows]
+        with tf.device(HOST):
+            values = self._staged.flat_inputs(plain[0])
+        whole = (Share(None, [values[value] for value, _ in takers], None) for takers in self._takers)
+        return [found.reading(share, takers, None) for share, takers in zip(whole, self._takers, strict=True)]
 
     def _loss_scale(self) -> tf.Tensor:
         with tf.device(self._last_device):
@@ -175,7 +207,8 @@ class PipelineSteps:
         self, batch: Any, scale: tf.Tensor, part: LocalPart | None, *, training: bool, timed: bool = False
     ) -> StepContext:
         """Split a batch into micro-batches and prepare their execution; metrics are updated unless it is timed."""
-        microbatches, peers = self._cut(batch, part, training=training), None if timed else self._peers
+        of_replicas, peers = self._cut(batch, part, training=training), None if timed else self._peers
+        microbatches = of_replicas[0]
         batch = _plain(batch)
         with tf.init_scope():
             compiled, *others = self.compiler.compile_replicas(batch, training=training)
@@ -197,7 +230,7 @@ class PipelineSteps:
                 adds = replica > 0 or self._peers is not None
                 loss = BatchLoss(one, divisors, scale, updates_metrics=not timed, adds_metrics=adds)
                 execution = Execution(
-                    one.programs, microbatches, scale, factors, loss, loss.variables, sums,
+                    one.programs, of_replicas[replica], scale, factors, loss, loss.variables, sums,
                     first_microbatch=first_microbatch, timed=timed,
                 )  # fmt: skip
             return ReplicaContext(execution, loss)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfpar import cluster, data
@@ -15,6 +16,7 @@ from tfpar.pipeline.execution.peers import LocalPart
 from tfpar.strategies import grid_devices, remote_devices
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
+from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight
 from tfpar.strategies.multi_worker.collectives import AllReduce
 from tfpar.strategies.multi_worker.stage_sums import StageSums
@@ -186,6 +188,14 @@ class Hybrid(Worker, Staged):
         if not distributed.uneven_end:
             return super().has_more(upcoming, distributed)
         return self._size_of(upcoming.get_value()) > 0
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the local batch, each tensor for the devices of the stages that take it."""
+        if self.num_workers == 1:
+            return super().step_batch(model, element)
+        batch, *counts = element
+        staged, devices = self._steps[model].staged(batch, counts[0])
+        return StepBatch((staged, *counts), [*devices, *(HOST for _ in tf.nest.flatten(counts))])
 
     def _local(self, element: Any) -> tuple[Any, LocalPart | None]:
         if self.num_workers == 1:
