@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -92,18 +93,21 @@ def measure_all_reduces(programs: StepPrograms, peers: Peers | None) -> WorkerSu
     found = [_gradients_of(program) for program in programs.programs.stages]
     of_loss = sum(map(_num_bytes, programs.loss.parameters))  # summed with those of the last stage
     sizes = [size + of_loss * (stage == len(found) - 1) for stage, (size, _) in enumerate(found)]
-    link = measure_link(peers, programs.programs.stages[-1].device)
+    link = measure_link(peers, programs.programs.stages[-1].device, max(sizes))
     return WorkerSums(tuple(link.seconds(size) if size else 0.0 for size in sizes), any(rows for _, rows in found))
 
 
-def measure_link(peers: Peers, device: str) -> Link:
+def measure_link(peers: Peers, device: str, most_bytes: int) -> Link:
     """Return latency and bandwidth of an all-reduce of gradients over all workers, which must all call it.
 
     Args:
         peers: The workers.
         device: A device of this worker, the same on all.
+        most_bytes: The most bytes of an all-reduce in a step. Larger messages than needed are not measured.
     """
-    return fit_link(_MESSAGE_BYTES, [_all_reduce_seconds(peers, device, size) for size in _MESSAGE_BYTES])
+    larger = [size for before, size in itertools.pairwise(_MESSAGE_BYTES) if before < most_bytes]
+    sizes = [*_MESSAGE_BYTES[:1], *(larger or _MESSAGE_BYTES[1:2])]
+    return fit_link(sizes, [_all_reduce_seconds(peers, device, size) for size in sizes])
 
 
 def _all_reduce_seconds(peers: Peers, device: str, num_bytes: int) -> float:
