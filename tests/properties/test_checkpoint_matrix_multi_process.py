@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,16 @@ from tests.support import checkpoint_matrix as matrix
 from tests.support import small, workers
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
-PAIRS = [*itertools.product(matrix.LAYOUTS, matrix.LAYOUTS)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "first" in metafunc.fixturenames:
+        pairs = pairs_of(metafunc.config)
+        metafunc.parametrize(("first", "second"), pairs, ids=lambda layout: layout.replace(" ", "_"))
+
+
+def pairs_of(config: pytest.Config) -> list[tuple[str, str]]:
+    return matrix.pairs(every=config.getoption("whole_tables"))
 
 
 class Runs:
@@ -30,22 +38,23 @@ class Runs:
     def ended(self, first: str, second: str) -> list[matrix.Ended]:
         """Return the history and the state of every process of the second layout."""
         if second in self.jobs:
-            num_workers = 1 if second == matrix.DRIVEN_BY_THE_FIRST else None
+            num_workers = 1 if second in matrix.DRIVEN_BY_THE_FIRST else None
             return self.jobs[second].results(f"from {first}", num_workers)
         strategy = matrix.IN_ONE_PROCESS[second]()
         return [matrix.end(strategy, matrix.copied(first, second, self.root))]
 
 
 @pytest.fixture(scope="module")
-def runs(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    root = tmp_path_factory.mktemp("matrix")
+def runs(
+    logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Runs]:
+    root, pairs = tmp_path_factory.mktemp("matrix"), pairs_of(request.config)
     with contextlib.ExitStack() as stack:
-        jobs = {
-            layout: stack.enter_context(
-                workers.started("worker_program_checkpoints", tmp_path_factory.mktemp("job"), 2, layout, str(root))
-            )
-            for layout in matrix.OVER_WORKERS
-        }
+        jobs = {}
+        for layout in matrix.OVER_WORKERS:
+            arguments = [layout, str(root), *(first for first, second in pairs if second == layout)]
+            job = workers.started("worker_program_checkpoints", tmp_path_factory.mktemp("job"), 2, *arguments)
+            jobs[layout] = stack.enter_context(job)
         for layout, strategy in matrix.IN_ONE_PROCESS.items():
             matrix.begin(strategy(), matrix.begun(layout, root))
             (root / f"{layout}.ready").touch()
@@ -57,7 +66,6 @@ def uninterrupted(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFact
     return matrix.end(matrix.IN_ONE_PROCESS["one device"](), tmp_path_factory.mktemp("uninterrupted"))
 
 
-@pytest.mark.parametrize(("first", "second"), PAIRS, ids=lambda layout: layout.replace(" ", "_"))
 def test_a_run_ends_with_one_devices_weights(runs: Runs, uninterrupted: matrix.Ended, first: str, second: str) -> None:
     for result in runs.ended(first, second):
         assert not isinstance(result, workers.Raised), result.trace

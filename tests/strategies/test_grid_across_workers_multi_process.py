@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 import tfpar
 from tests.properties.test_parity import computing_in, differences
 from tests.strategies.test_hybrid import wide
-from tests.support import checkpoint_matrix as matrix
 from tests.support import multi_worker_cases as cases
 from tests.support import pipeline_cases, small, workers
 from tests.support.pipeline_cases import Row
@@ -40,17 +38,9 @@ def rows_of(config: pytest.Config) -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def job(
-    root: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[workers.Workers]:
-    matrix.begin(tfpar.SingleDevice(), root / "begun_on_one_device")
+def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[workers.Workers]:
     names = [str(row) for row in rows_of(request.config)]
-    with workers.started("worker_program_grid", tmp_path_factory.mktemp("grid"), 2, str(root), *names) as started:
+    with workers.started("worker_program_grid", tmp_path_factory.mktemp("grid"), 2, *names) as started:
         yield started
 
 
@@ -98,16 +88,6 @@ def test_predictions_and_logs_are_those_of_one_device(job: workers.Workers) -> N
     predicted, evaluated = result_of(job, "predict")
     np.testing.assert_allclose(predicted, trainer.predict(small.data(), verbose=0), rtol=1e-5, atol=1e-6)
     cases.assert_same(evaluated, trainer.evaluate(small.data(), verbose=0, return_dict=True), 1e-5)
-
-
-def test_one_device_finishes_its_run_and_it_that_of_one_device(
-    job: workers.Workers, root: Path, tmp_path: Path
-) -> None:
-    result_of(job, "begin")
-    expected = matrix.end(tfpar.SingleDevice(), tmp_path)
-    for history, state in (matrix.end(tfpar.SingleDevice(), root / "begun_on_grid"), result_of(job, "end")):
-        small.assert_same_history(history, expected[0])
-        small.assert_same_state(state, expected[1], 1e-5)
 
 
 def test_the_other_worker_ends_with_the_first(job: workers.Workers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import time
 from collections.abc import Callable
@@ -28,10 +29,23 @@ OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
     "two workers": lambda: tfpar.MultiWorker(["CPU:0"]),
     "hybrid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[3, 1])),
     "pipeline over two workers": lambda: tfpar.Pipeline(2, 3, balance=[1, 3], across_workers=True),
+    "grid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[2, 2], across_workers=True), 2),
 }
-DRIVEN_BY_THE_FIRST = "pipeline over two workers"  # the other process runs no function
+# The other process runs no function.
+DRIVEN_BY_THE_FIRST = ("pipeline over two workers", "grid over two workers")
 LAYOUTS = (*IN_ONE_PROCESS, *OVER_WORKERS)
+GRID, WITH_GRID = "grid over two workers", ("one device", "two workers", *DRIVEN_BY_THE_FIRST)
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
+
+
+def pairs(every: bool) -> list[tuple[str, str]]:
+    """Return the layouts under which a run begins and ends.
+
+    Args:
+        every: Whether to return all pairs with a grid over workers, whose parts other layouts have as well.
+    """
+    found = itertools.product(LAYOUTS, LAYOUTS)
+    return [pair for pair in found if every or GRID not in pair or {*pair} <= {*WITH_GRID}]
 
 
 def build() -> keras.Model:

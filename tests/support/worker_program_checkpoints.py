@@ -25,14 +25,14 @@ def begin(strategy: tfpar.Strategy, layout: str, root: Path) -> None:
 
 
 def main() -> None:
-    layout, root = sys.argv[3], Path(sys.argv[4])
+    layout, root, *firsts = sys.argv[3], Path(sys.argv[4]), *sys.argv[5:]
     tfpar.use_logical_cpus(2)
     strategy = matrix.OVER_WORKERS[layout]()
-    others = [*(one for one in matrix.LAYOUTS if one != layout), layout]
+    firsts = [*(one for one in firsts if one != layout), layout]  # its own run begins the last here
     workers.run_all(
         {
             "begin": functools.partial(begin, strategy, layout, root),
-            **{f"from {first}": functools.partial(end, strategy, first, layout, root) for first in others},
+            **{f"from {first}": functools.partial(end, strategy, first, layout, root) for first in firsts},
         }
     )
 

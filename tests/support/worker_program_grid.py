@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,7 +11,6 @@ import keras
 import tfpar
 from tests.properties.test_parity import Result, computing_in, train
 from tests.strategies.test_hybrid import wide
-from tests.support import checkpoint_matrix as matrix
 from tests.support import parity_cases, pipeline_cases, small, workers
 
 
@@ -60,7 +58,7 @@ def predict() -> Any:
 
 
 def main() -> None:
-    root, *names = sys.argv[3:]
+    names = sys.argv[3:]
     tfpar.use_logical_cpus(2)
     rows = {str(row): row for row in pipeline_cases.on_replicas()}
     reversed_devices = ["1/CPU:1", "0/CPU:1", "1/CPU:0", "0/CPU:0"]
@@ -72,8 +70,6 @@ def main() -> None:
             "many weights": lambda: homes(units=64, length=1),
             "named devices": lambda: homes(units=64, length=1, devices=reversed_devices),
             "predict": predict,
-            "begin": lambda: matrix.begin(grid(), Path(root) / "begun_on_grid"),
-            "end": lambda: matrix.end(grid(), Path(root) / "begun_on_one_device"),
         }
     )
 
