@@ -397,6 +397,12 @@ ROWS = [
         "traces that end with their context",
     ),
     _tensorflow(
+        "tensorflow.python.eager.polymorphic_function.atomic_function",
+        "InterpolateRuntimeError",
+        "eager/polymorphic_function/atomic_function",
+        "errors of a lost worker, whose explanation may end the process",
+    ),
+    _tensorflow(
         "a tf.function",
         "_clone _omit_frequent_tracing_warning _jit_compile _python_function",
         "eager/polymorphic_function/polymorphic_function",

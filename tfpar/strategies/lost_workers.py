@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from tfpar import data
+from tfpar._compat import tf_function
 from tfpar.cluster import reachability, tf_config
 from tfpar.config.sections import A_WEEK_SECONDS
 
 # Errors that TensorFlow raises on the other workers after the loss of one.
 OF_LOST_WORKER = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError, tf.errors.InternalError,
                   tf.errors.FailedPreconditionError, tf.errors.DeadlineExceededError)  # fmt: skip
+
+_OF_NETWORK = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError,
+               tf.errors.DeadlineExceededError)  # fmt: skip
 
 
 class WorkerLostError(ConnectionError):
@@ -56,7 +60,8 @@ def naming_lost_workers(
         known: Returns the error of a loss that was noticed otherwise, None for none.
     """
     try:
-        yield
+        with tf_function.unexplained_errors(_OF_NETWORK):
+            yield
     except tf.errors.OpError as error:
         is_of_others = isinstance(error, OF_LOST_WORKER) and user_message(error) is None
         if is_of_others and (lost := known() or lost_worker(error)):
