@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.harness import Experiment, Output, Result
@@ -20,6 +20,7 @@ from tfpar.pipeline import schedule
 from tfpar.pipeline.schedule.layouts import LayoutStep, Network, simulate_layout
 from tfpar.pipeline.schedule.links import Algorithm, Link
 from tfpar.pipeline.schedule.simulator import Durations
+from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
 
 NAME = "scaling"
 NUMBERS_OF_DEVICES = (8, 64, 256, 1024)
@@ -69,7 +70,7 @@ def measure(layout: Layout) -> Output:
         ValueError: If the file of the parts holds none.
     """
     parts = measured_parts.read(Path(layout.parts))
-    step, tree = (_step(layout, parts, algorithm) for algorithm in ("ring", "tree"))
+    step, tree = _steps(layout, parts, ("ring", "tree"))
     ideal_seconds = one_device_seconds(layout.num_microbatches, parts) / layout.num_devices
     return {
         "step_seconds": step.step_seconds,
@@ -92,24 +93,26 @@ def one_device_seconds(num_microbatches: int, parts: Parts) -> float:
     return parts.num_blocks * of_block
 
 
-def _step(layout: Layout, parts: Parts, all_reduce: Algorithm) -> LayoutStep:
+def _steps(layout: Layout, parts: Parts, algorithms: Sequence[Algorithm]) -> list[LayoutStep]:
+    """Return the step with each of some all-reduces."""
     stages, blocks = layout.num_stages, parts.num_blocks // layout.num_stages
-    per_replica = layout.num_microbatches // layout.num_replicas
+    network = Network(DEVICES_PER_HOST, parts.inside, parts.between)
+    cuts = [
+        parts.inside if network.host_of(cut) == network.host_of(cut + 1) else parts.between for cut in range(stages - 1)
+    ]
     durations = Durations(
         forward_seconds=(blocks * parts.forward_seconds,) * stages,
         backward_seconds=(blocks * parts.backward_seconds,) * stages,
         input_gradient_seconds=(),
         weight_gradient_seconds=(),
-        transfer_seconds=(),
+        transfer_seconds=tuple(link.seconds(parts.cut_bytes) for link in cuts),
         update_seconds=(blocks * parts.update_seconds,) * stages,
     )
-    return simulate_layout(
-        schedule.make("1f1b", stages, per_replica).replicated(layout.num_replicas),
-        durations,
-        cut_bytes=[parts.cut_bytes] * (stages - 1),
-        gradient_bytes=[blocks * parts.gradient_bytes] * stages,
-        network=Network(DEVICES_PER_HOST, parts.inside, parts.between, all_reduce),
-    )
+    one = schedule.make("1f1b", stages, layout.num_microbatches // layout.num_replicas)
+    order = hiding_transfers(one, durations).replicated(layout.num_replicas)
+    cut_bytes, gradient_bytes = [parts.cut_bytes] * (stages - 1), [blocks * parts.gradient_bytes] * stages
+    networks = [dataclasses.replace(network, all_reduce=algorithm) for algorithm in algorithms]
+    return [simulate_layout(order, durations, cut_bytes, gradient_bytes, network) for network in networks]
 
 
 def experiment(parts: Path = measured_parts.FILE) -> Experiment:
