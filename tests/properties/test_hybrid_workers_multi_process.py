@@ -120,6 +120,12 @@ def test_every_worker_has_all_predictions_and_the_logs_of_all_examples(job: work
         cases.assert_same(evaluated, expected[1], 1e-5)
 
 
+def test_a_trace_has_the_actions_of_all_workers(job: workers.Workers) -> None:
+    actions = [["F0.0", "B0.0"], ["F1.0", "B1.0"], ["F0.1", "B0.1"], ["F1.1", "B1.1"]]
+    title = "1f1b: 2 stages on 2 devices, 1 micro-batch, on each of 2 workers"
+    assert job.results("trace") == [(actions, title)] * 2
+
+
 def test_workers_with_other_grids_are_refused(job: workers.Workers) -> None:
     for raised in job.results("differing grids"):
         assert "worker 1" in raised.message

@@ -66,6 +66,15 @@ def predict() -> Any:
     return trainer.predict(small.data(), verbose=0), trainer.evaluate(small.data(), verbose=0, return_dict=True)
 
 
+def trace() -> Any:
+    """Return the actions of each device of all workers in the order in which they ran, and the title of the preview."""
+    strategy = hybrid(num_microbatches=1)
+    trainer = tfpar.Trainer(wide, strategy, seed=0)
+    timeline = strategy.trace(trainer.model, trainer.build(small.data()))
+    ran = [[str(span.action) for span in timeline.spans if span.device == device] for device in range(4)]
+    return ran, str(trainer.preview(small.data())).splitlines()[0]
+
+
 def differing_grids() -> None:
     """Each worker another number of replicas."""
     num_replicas = workers.place()[1] + 1
@@ -90,6 +99,7 @@ def main() -> None:
             "measured": train_measured,
             "lookups": preview_of_lookups,
             "predict": predict,
+            "trace": trace,
             "differing grids": differing_grids,
         }
     )

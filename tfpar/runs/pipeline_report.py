@@ -44,12 +44,20 @@ def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path,
     """
     assert preview.schedule is not None, "the strategy has a schedule"
     assert preview.durations is not None, "the strategy has a schedule"
-    actions = dataclasses.replace(preview.durations, update_seconds=(), reduction_seconds=(), all_reduce_seconds=())
-    planned = simulate(preview.schedule, actions)
     measured = trainer.strategy.trace(trainer.model, batch)
     if not trainer.strategy.is_chief:
         return
-    png = timeline_plot.draw(planned, measured, preview.schedule, picture)
+    num_workers = measured.num_devices // len(preview.schedule.actions)
+    schedule = preview.schedule.of_one_replica.replicated(preview.schedule.num_replicas * num_workers)
+    actions = dataclasses.replace(
+        preview.durations,
+        update_seconds=(),
+        reduction_seconds=(),
+        all_reduce_seconds=(),
+        microbatch_scale=preview.durations.microbatch_scale * num_workers,
+    )
+    planned = simulate(schedule, actions)
+    png = timeline_plot.draw(planned, measured, schedule, picture)
     if tensorboard is not None:
         with tf.summary.create_file_writer(str(tensorboard / "pipeline")).as_default():
             tf.summary.image("schedule, as planned and as run", tf.io.decode_png(png, channels=4)[tf.newaxis], step=0)

@@ -176,6 +176,7 @@ class Staged(SingleReplica):
             prediction.included,
             prediction.not_measured,
             between_workers,
+            self.num_workers,
         )
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 

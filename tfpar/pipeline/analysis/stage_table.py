@@ -53,6 +53,7 @@ def stages_table(
     included: Sequence[str] = ("the optimizer",),
     not_measured: Sequence[str] = (),
     between_workers: str | None = None,
+    num_workers: int = 1,
 ) -> str:
     """Format the stages of a pipeline as a table, with the layers of each stage on a separate line.
 
@@ -63,6 +64,7 @@ def stages_table(
         included: What the step includes besides the actions, in words; at least one item.
         not_measured: What it does not include, in words.
         between_workers: What workers send one another in a step, in words; None for one worker.
+        num_workers: The number of workers with such a pipeline each.
 
     Returns:
         The lines of the table.
@@ -81,7 +83,7 @@ def stages_table(
     device_columns = max(map(len, ["device", *names]))
     columns = (5, device_columns, 6, 10, 7, 8, 6, 7)
     lines = [
-        describe_schedule(schedule),
+        describe_schedule(schedule) + f", on each of {num_workers} workers" * (num_workers > 1),
         _cells(columns, ("", "", "", "", "forward", "backward", "memory", "to next")),
         _cells(columns, ("stage", "device", "layers", "parameters", "ms", "ms", "MB", "MB")),
     ]

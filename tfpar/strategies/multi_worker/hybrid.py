@@ -13,11 +13,12 @@ from tfpar import cluster, data
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
 from tfpar.pipeline.execution.peers import LocalPart
+from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.strategies import grid_devices, remote_devices
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
-from tfpar.strategies.multi_worker import all_reduce_choice, preflight
+from tfpar.strategies.multi_worker import all_reduce_choice, preflight, timelines
 from tfpar.strategies.multi_worker.collectives import AllReduce
 from tfpar.strategies.multi_worker.stage_sums import StageSums
 from tfpar.strategies.multi_worker.worker import Worker
@@ -147,6 +148,26 @@ class Hybrid(Worker, Staged):
     def reported(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the loss of a worker is an error that names it."""
         return super().reported() if self._watch is None else self._watch.reported(self.user_message)
+
+    def trace(self, model: keras.Model, batch: Any) -> Timeline:
+        """Measure when each action of a step runs, on every worker; all workers must call it.
+
+        Args:
+            model: A model that `Trainer.build` or a call of `fit` has prepared.
+            batch: The local batch, `(inputs, targets, sample_weight)` as far as given.
+
+        Returns:
+            The timeline of all replicas, those of worker 0 first.
+
+        Raises:
+            ValueError: If the model was not prepared since it was last compiled.
+        """
+        own = super().trace(model, batch)
+        if self.num_workers == 1:
+            return own
+        message = timelines.to_bytes(own)
+        found = [self._consensus.broadcast_from(rank, message) for rank in range(self.num_workers)]
+        return timelines.joined(list(map(timelines.from_bytes, found)), self.schedule_of(model).num_microbatches)
 
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
         """Return a dataset of `(local batch, num_counted, num_examples)`; in one process, of global batches."""
