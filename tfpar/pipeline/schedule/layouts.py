@@ -115,7 +115,7 @@ def simulate_layout(
     """
     _check(schedule, cut_bytes, gradient_bytes)
     one = schedule.of_one_replica
-    last, apart, busy_seconds = [0.0] * schedule.num_stages, 0.0, 0.0
+    last, no_transfer_seconds, busy_seconds = [0.0] * schedule.num_stages, 0.0, 0.0
     for (scale, crosses), num_replicas in _kinds_of_replicas(schedule, durations, network).items():
         links = [network.between if is_between else network.inside for is_between in crosses]
         transfer_seconds = tuple(link.seconds(size) for link, size in zip(links, cut_bytes, strict=True))
@@ -125,7 +125,7 @@ def simulate_layout(
         spans = simulate(one, dataclasses.replace(alone, transfer_seconds=transfer_seconds)).spans
         without = simulate(one, dataclasses.replace(alone, transfer_seconds=(0.0,) * len(links)))
         last = list(map(max, last, last_ends(one, spans)))
-        apart = max(apart, without.step_seconds)
+        no_transfer_seconds = max(no_transfer_seconds, without.step_seconds)
         busy_seconds += num_replicas * sum(span.end_seconds - span.begin_seconds for span in spans)
     compute_seconds, end_seconds = busy_seconds / len(schedule.actions), max(last)
     summed_seconds = max(end_seconds, *_sum_ends(schedule, last, gradient_bytes, network))
@@ -134,8 +134,8 @@ def simulate_layout(
     return LayoutStep(
         step_seconds=summed_seconds + update_seconds,
         compute_seconds=compute_seconds,
-        bubble_seconds=apart - compute_seconds,
-        transfer_seconds=end_seconds - apart,
+        bubble_seconds=no_transfer_seconds - compute_seconds,
+        transfer_seconds=end_seconds - no_transfer_seconds,
         all_reduce_seconds=summed_seconds - end_seconds,
         update_seconds=update_seconds,
     )
