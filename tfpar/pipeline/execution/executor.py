@@ -22,7 +22,7 @@ from tfpar._compat import tf_function
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.loss_program import LossPart
-from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches
+from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches, host_of
 from tfpar.pipeline.execution.row_gradients import RowSums
 from tfpar.pipeline.execution.stage_functions import BackwardResults
 from tfpar.pipeline.execution.stage_values import MaskedTensor, Place
@@ -78,13 +78,16 @@ class Execution:
         first_microbatch: int = 0,
         timed: bool = False,
     ) -> None:
-        self._programs, self.microbatches, self._scale = programs, microbatches, scale
+        self._programs, self.microbatches = programs, microbatches
         self._timed, self._added_factors, self._loss = timed, factors, loss
         self._first_microbatch = first_microbatch
         self.devices = [program.device for program in programs.stages]
         sizes = [len(program.ways) for program in programs.stages]
         sums = tf.zeros([sum(sizes), 2], tf.float64) if sums_in_call is None else sums_in_call
-        self._sums_in_call = tf.split(sums, sizes)
+        # Each device has its own, or a loop would send them in every iteration.
+        of_stages = zip(tf.split(sums, sizes), self.devices, strict=True)
+        self._sums_in_call = [MaskedTensor(one).on(device).tensor for one, device in of_stages]
+        self._scales = [MaskedTensor(scale).on(device).tensor for device in self.devices]
         self.live = LiveTensors()
         self.variables = StepVariables(programs.stages, self.live, *loss_variables)
         self._producers = {value: i for i, one in enumerate(programs.stages) for value in one.stage.outputs}
@@ -94,7 +97,7 @@ class Execution:
             for stage, program in enumerate(programs.stages)
         ]
         self._offset: tf.Tensor | None = None
-        self._cut: dict[int, Microbatch] = {}
+        self._cut: dict[tuple[int, str], Microbatch] = {}
         self.moments: list[Moment] = []
 
     def run(self, segments: Iterable[Segment]) -> None:
@@ -135,20 +138,21 @@ class Execution:
             else:
                 self._at(action, device, [], functools.partial(self._weights, stage, number))
 
-    def microbatch(self, number: int) -> Microbatch:
-        """Return a micro-batch; in a loop `number` is its index in the first iteration."""
-        if number not in self._cut:
-            self._cut[number] = self.microbatches[self._index(number)]
-        return self._cut[number]
+    def microbatch(self, number: int, device: str) -> Microbatch:
+        """Return a micro-batch for a stage on a device; in a loop `number` is its index in the first iteration."""
+        key = number, host_of(device)
+        if key not in self._cut:
+            self._cut[key] = self.microbatches.at(functools.partial(self._index, number), key[1])
+        return self._cut[key]
 
-    def number(self, number: int) -> tf.Tensor:
-        """Return the index in the global batch of a micro-batch, an int64 scalar."""
-        with tf.device("CPU:0"):
-            return self._index(number) + self.microbatches.first_number
+    def number(self, number: int, device: str) -> tf.Tensor:
+        """Return the index in the global batch of a micro-batch, an int64 scalar on the host of a device."""
+        with tf.device(host_of(device)):
+            return self._index(number, host_of(device)) + self.microbatches.first_number
 
-    def _index(self, number: int) -> tf.Tensor:
+    def _index(self, number: int, host: str) -> tf.Tensor:
         """Return the index among the micro-batches of this process."""
-        with tf.device("CPU:0"):
+        with tf.device(host):
             index = tf.constant(self._first_microbatch + number, tf.int64)
             return index if self._offset is None else index + self._offset
 
@@ -205,7 +209,7 @@ class Execution:
     def value(self, value: Value, number: int, device: str) -> MaskedTensor:
         """Return a value of a micro-batch on a device; it was sent there once, as soon as it was computed."""
         if value not in self._producers:
-            given = self.microbatch(number).values[value, device]
+            given = self.microbatch(number, device).values[value, device]
             with tf.device(device):
                 return MaskedTensor(tf.nest.map_structure(tf.identity, given, expand_composites=True))
         return MaskedTensor(*self.live[Key("value", (value, device), number)])
@@ -251,10 +255,11 @@ class Execution:
         self.live[Key("end", device)] = [end]
 
     def _forward(self, stage: int, number: int, values: list[MaskedTensor]) -> list[tf.Tensor]:
-        program, one = self._programs.stages[stage], self.microbatch(number)
+        program, device = self._programs.stages[stage], self.devices[stage]
+        one, scale = self.microbatch(number, device), self._scales[stage]
         factors = self._factors(stage, one)
-        scales = self._scale * (tf.stack(factors) if factors else tf.zeros([0], self._scale.dtype))
-        place = Place(self.number(number), one.part, self._sums_in_call[stage])
+        scales = scale * (tf.stack(factors) if factors else tf.zeros([0], scale.dtype))
+        place = Place(self.number(number, device), one.part, self._sums_in_call[stage])
         parameters, states = self.variables.parameters[stage], self.variables.states(stage, number)
         done = program.forward(parameters, states, values, place, scales, one.rows)
         ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][:1]
@@ -291,8 +296,8 @@ class Execution:
         """Return the rows of an output, any number for each example; none of a repeated example."""
         with tf.device(self.devices[-1]):
             num_rows = data.num_rows(output)
-        with tf.device("CPU:0"):
-            last = tf.where(self.microbatch(number).num_counted > 0, num_rows, 0)
+        with tf.device(host_of(self.devices[-1])):
+            last = tf.where(self.microbatch(number, self.devices[-1]).num_counted > 0, num_rows, 0)
         return data.take_rows(output, 0, last)
 
     def add(self, role: str, owner: int | str, value: tf.Tensor) -> None:
@@ -319,7 +324,7 @@ class Execution:
         program, key = self._programs.stages[stage], Key("totals", stage)
         saved = self.live.take_saved(Key("saved", stage, number), program.device, [])
         totals = None if program.splits_backward else self.live.get(key)
-        rows = self.microbatch(number).rows
+        rows = self.microbatch(number, self.devices[stage]).rows
         done = program.backward(self.variables.parameters[stage], saved, upstream, totals, rows)
         self._send(done.input_gradients, program.stage.inputs, stage, number)
         if program.splits_backward:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -17,6 +18,20 @@ from tfpar.pipeline.execution.row_padding import Rows
 from tfpar.pipeline.graph.ir import Value
 
 HOST = "CPU:0"
+
+
+def host_of(device: str) -> str:
+    """Return the host of a device: the CPU of its process.
+
+    Args:
+        device: A full or a partial name; without a task, a device of this process.
+
+    Example:
+        >>> host_of("GPU:1"), host_of("/job:worker/replica:0/task:1/device:GPU:0")
+        ('CPU:0', '/job:worker/replica:0/task:1/device:CPU:0')
+    """
+    spec = tf.DeviceSpec.from_string(device)
+    return HOST if spec.task is None else str(spec.replace(device_type="CPU", device_index=0).to_string())
 
 
 class Share(NamedTuple):
@@ -59,6 +74,7 @@ class Microbatch:
         num_examples: The number of examples of the global batch, an int64 scalar.
         padded_size: The number of examples to which a stage that XLA compiles may pad it, an int64 scalar.
         values: The inputs of the graph for the examples, by value and device.
+        host: The device of the scalars.
     """
 
     batch: Any
@@ -67,6 +83,7 @@ class Microbatch:
     num_examples: tf.Tensor
     padded_size: tf.Tensor
     values: Mapping[tuple[Value, str], Any]
+    host: str = HOST
 
     @property
     def rows(self) -> Rows:
@@ -76,13 +93,13 @@ class Microbatch:
     @property
     def example_weight(self) -> tf.Tensor:
         """The weight of each example: 1, or 0 if it is repeated; a scalar in Keras' float type."""
-        with tf.device("CPU:0"):
+        with tf.device(self.host):
             return tf.cast(self.num_counted > 0, keras.config.floatx())
 
     @property
     def part(self) -> tf.Tensor:
         """Its part of the examples of the global batch, from 0 to 1, a float64 scalar."""
-        with tf.device("CPU:0"):
+        with tf.device(self.host):
             return tf.cast(self.num_counted, tf.float64) / tf.cast(self.num_examples, tf.float64)
 
 
@@ -92,7 +109,7 @@ class Microbatches:
         7 examples, 3 micro-batches:  0 1 2 | 3 4 | 5 6          2 examples, 3 micro-batches:  0 | 1 | (1)
 
     They are cut in the memory of the host, so that no device receives examples that its stage does not take; or, where
-    all examples are on the devices that take them, there.
+    all examples are on the devices that take them, there. Each process with stages computes their numbers itself.
 
     Args:
         batch: A structure of tensors or None, `[batch, ...]` each, at least one example.
@@ -101,6 +118,7 @@ class Microbatches:
             the largest micro-batch of this batch.
         part: The part of the global batch that `batch` is on this worker; None where it is all of it.
         first_number: The number of micro-batches of the global batch on workers of lower ranks.
+        hosts: Those of all processes that run stages.
 
     Example:
         >>> microbatches = Microbatches(tf.zeros([7, 2]), 3)
@@ -115,16 +133,22 @@ class Microbatches:
         usual_size: tf.Tensor | None = None,
         part: LocalPart | None = None,
         first_number: int = 0,
+        hosts: Collection[str] = (),
     ) -> None:
         self._batch, self.count, self.first_number = batch, count, first_number
         self._share: Share | None = None
         self._takers: Sequence[tuple[Value, str]] = ()
         self._last_device: str | None = None
-        with tf.device("CPU:0"):
-            self._num_rows = data.num_rows(batch)
-            self.num_counted, self.num_examples = part or (self._num_rows, self._num_rows)
+        self._begins: dict[str, tf.Tensor] = {}
+        with tf.device(HOST):
+            num_rows = data.num_rows(batch)
+            self.num_counted, self.num_examples = part or (num_rows, num_rows)
             largest = -(-tf.maximum(self.num_counted, 1) // count)
-            self._padded_size = largest if usual_size is None else tf.maximum(largest, usual_size)
+            padded_size = largest if usual_size is None else tf.maximum(largest, usual_size)
+        self._counts = {HOST: _Counts(num_rows, self.num_counted, self.num_examples, padded_size)}
+        for host in sorted({*hosts} - {HOST}):
+            with tf.device(host):
+                self._counts[host] = _Counts(*map(tf.identity, self._counts[HOST]))
 
     def reading(self, share: Share, takers: Sequence[tuple[Value, str]], last_device: str | None) -> Microbatches:
         """Return the same micro-batches, whose examples are read from the share of a replica.
@@ -136,7 +160,11 @@ class Microbatches:
                 host holds all of them.
         """
         found = copy.copy(self)
+        found._begins = {}
         found._share, found._takers, found._last_device = share, takers, last_device
+        for host in self._counts if share.begin is not None else ():
+            with tf.device(host):
+                found._begins[host] = tf.identity(share.begin)
         return found
 
     def share(self, numbers: range, values: Sequence[Any], others: Sequence[Any]) -> Share:
@@ -147,61 +175,89 @@ class Microbatches:
             values: Inputs of the graph for the whole batch.
             others: The targets and weights of the whole batch.
         """
-        with tf.device("CPU:0"):
-            cut = _Cut(self._cut(numbers[0]).begin, self._cut(numbers[-1]).end)
-        rows = {id(value): cut.rows(value, HOST) for value in values}
-        return Share(cut.begin, [rows[id(value)] for value in values], [cut.rows(one, HOST) for one in others])
+        with tf.device(HOST):
+            cut = self._cut(numbers[0], HOST)._replace(end=self._cut(numbers[-1], HOST).end)
+        rows = {id(value): _rows(value, HOST, lambda host: cut) for value in values}
+        own = [_rows(one, HOST, lambda host: cut) for one in others]
+        return Share(cut.begin, [rows[id(value)] for value in values], own)
 
     def __getitem__(self, number: int | tf.Tensor) -> Microbatch:
         """Return a micro-batch by its index, an integer or an int64 scalar."""
-        with tf.device("CPU:0"):
-            num_counted, cut = self._num_counted(number), self._cut(number)
-            begin = None if self._share is None else self._share.begin
-            in_share = cut if begin is None else _Cut(cut.begin - begin, cut.end - begin)
-            size = cut.end - cut.begin
+        return self.at(lambda host: number, HOST)
+
+    def at(self, index: Callable[[str], int | tf.Tensor], host: str) -> Microbatch:
+        """Return a micro-batch for the stages of a process.
+
+        Args:
+            index: Returns the index of the micro-batch on a host, an integer or an int64 scalar.
+            host: The `host_of` the devices of the stages, which computes its numbers.
+        """
+        cut_on = functools.cache(lambda place: self._cut(index(place), place))
+        in_share_on = functools.cache(lambda place: self._in_share(cut_on(place), place))
         on_devices = self._last_device is not None
-        pairs = zip(self._takers, self._share.values if self._share else (), strict=True)
-        values = {key: in_share.rows(value, key[1] if on_devices else HOST) for key, value in pairs}
+        values = {
+            key: _rows(value, key[1] if on_devices else HOST, in_share_on)
+            for key, value in zip(self._takers, self._share.values if self._share else (), strict=True)
+            if host in (HOST, host_of(key[1]))
+        }
         if self._last_device is None:
-            batch = cut.rows(self._batch, HOST)
+            batch = _rows(self._batch, HOST, cut_on)
         else:
             inputs, *others = self._batch
             if self._share is not None and self._share.others is not None:
                 others = self._share.others
-            batch = cut.rows(inputs, HOST), *(in_share.rows(one, self._last_device) for one in others)
-        return Microbatch(batch, num_counted, size, self.num_examples, self._padded_size, values)
+            batch = _rows(inputs, HOST, cut_on), *(_rows(one, self._last_device, in_share_on) for one in others)
+        counts, cut = self._counts[host], cut_on(host)
+        with tf.device(host):
+            size = cut.end - cut.begin
+        return Microbatch(batch, cut.num_counted, size, counts.num_examples, counts.padded_size, values, host)
 
-    def _bounds(self, number: int | tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        begin, end = (-(-(number + more) * self.num_counted // self.count) for more in (0, 1))
-        return begin, end
-
-    def _num_counted(self, number: int | tf.Tensor) -> tf.Tensor:
-        begin, end = self._bounds(number)
-        return end - begin
-
-    def _cut(self, number: int | tf.Tensor) -> _Cut:
+    def _cut(self, number: int | tf.Tensor, host: str) -> _Cut:
         """Return the examples of a micro-batch, at least one."""
-        begin, end = self._bounds(number)
-        first = tf.minimum(begin, self._num_rows - 1)
-        return _Cut(first, tf.maximum(end, first + 1))
+        num_rows, num_counted, _, _ = self._counts[host]
+        with tf.device(host):
+            begin, end = (-(-(number + more) * num_counted // self.count) for more in (0, 1))
+            first = tf.minimum(begin, num_rows - 1)
+            return _Cut(first, tf.maximum(end, first + 1), end - begin)
+
+    def _in_share(self, cut: _Cut, host: str) -> _Cut:
+        if host not in self._begins:
+            return cut
+        with tf.device(host):
+            return cut._replace(begin=cut.begin - self._begins[host], end=cut.end - self._begins[host])
+
+
+class _Counts(NamedTuple):
+    """The numbers of a batch that those of its micro-batches follow from, int64 scalars of one host."""
+
+    num_rows: tf.Tensor
+    num_counted: tf.Tensor
+    num_examples: tf.Tensor
+    padded_size: tf.Tensor
 
 
 class _Cut(NamedTuple):
-    """The bounds of a micro-batch, int64 scalars of the host."""
+    """The bounds of a micro-batch, and the number of its examples with weight 1, int64 scalars of one host."""
 
     begin: tf.Tensor
     end: tf.Tensor
+    num_counted: tf.Tensor
 
-    def rows(self, structure: Any, device: str) -> Any:
-        """Return the rows of all tensors of a structure, cut on a device that holds them."""
-        return tf.nest.map_structure(lambda leaf: self._rows(leaf, device), structure)
 
-    def _rows(self, leaf: Any, device: str) -> Any:
+def _rows(structure: Any, device: str, cut_on: Callable[[str], _Cut]) -> Any:
+    """Return the rows of a micro-batch of all tensors of a structure, cut on a device that holds them."""
+
+    def rows(leaf: Any) -> Any:
         if device == HOST or not is_copied(leaf):
+            begin, end, _ = cut_on(HOST)
             with tf.device(HOST):
-                return data.take_rows(leaf, *self)
-        with tf.device(HOST):  # else the bounds are computed on the device, and the host waits for them
-            bounds = [tf.stack([bound]) for bound in self]
+                return data.take_rows(leaf, begin, end)
+        host = host_of(device)
+        begin, end, _ = cut_on(host)
+        with tf.device(host):  # else the bounds are computed on the device, and the host waits for them
+            bounds = [tf.stack([bound]) for bound in (begin, end)]
             stride = tf.ones([1], tf.int64)
         with tf.device(device):
             return tf.strided_slice(leaf, *bounds, stride)
+
+    return tf.nest.map_structure(rows, structure)

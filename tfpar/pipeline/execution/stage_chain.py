@@ -60,7 +60,9 @@ class BatchLoss:
         updates_metrics: bool,
         adds_metrics: bool = False,
     ) -> None:
-        self._divisors, self._scale, self._program = divisors, scale, compiled.loss
+        self._program = compiled.loss
+        with tf.device(self._program.device):  # or a loop would send them there in every iteration
+            self._divisors, self._scale = tf.identity(divisors), tf.identity(scale)
         self._metrics = compiled.metrics if updates_metrics else None
         states = [variable.value.read_value() for variable in compiled.loss.states]
         self._initial = list(map(tf.zeros_like, states)) if adds_metrics else states
@@ -78,12 +80,13 @@ class BatchLoss:
             number: The index of the micro-batch.
             outputs: The flat outputs of the model for the micro-batch.
         """
-        program, one, live = self._program, execution.microbatch(number), execution.live
+        program, live = self._program, execution.live
+        one = execution.microbatch(number, program.device)
         states = live.get(_METRIC_STATES, self._initial)
         layer_states = execution.variables.loss_states(number)
         part = program.part(
-            execution.number(number), one, outputs, states, layer_states, execution.variables.loss_parameters,
-            self._divisors, self._scale,
+            execution.number(number, program.device), one, outputs, states, layer_states,
+            execution.variables.loss_parameters, self._divisors, self._scale,
         )  # fmt: skip
         live[_METRIC_STATES] = [
             tf.where(one.num_counted > 0, new, old) for new, old in zip(part.states, states, strict=True)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_optimizer
 from tfpar.pipeline.execution.executor import Execution
-from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch
+from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
 from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.regularization import add_penalties
 from tfpar.pipeline.execution.replicas import ReplicaContext, StepContext, named
@@ -27,6 +27,8 @@ from tfpar.pipeline.schedule import Action, Schedule
 from tfpar.pipeline.schedule.segments import Segment, segments
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
+
+_MAX_UNROLLED = 16  # micro-batches: each takes a tenth of a second of processor time to compile
 
 
 class PipelineSteps:
@@ -112,7 +114,7 @@ class PipelineSteps:
         """
         scale = self._loss_scale()
         context = self._begin(batch, scale, part, training=True)
-        context.run(segments(self._of_one_replica.in_order()))
+        context.run(self._segments(self._of_one_replica.in_order()))
         gradients = context.gradients()
         loss = self._finish(_plain(batch), context, add_penalties(self._model, gradients, scale))
         # Updates come after all operations that read weights.
@@ -133,7 +135,7 @@ class PipelineSteps:
         """
         scale = tf.ones((), keras.config.floatx())
         context = self._begin(batch, scale, part, training=False)
-        context.run(segments(self._forward_actions()))
+        context.run(self._segments(self._forward_actions()))
         return self._finish(_plain(batch), context, add_penalties(self._model, {}, scale))
 
     def predict_step(self, inputs: Any, part: LocalPart | None = None) -> Any:
@@ -151,7 +153,7 @@ class PipelineSteps:
             for of_one, of_replica, first in zip(programs, microbatches, self._first_microbatches, strict=True)
         ]
         for execution in executions:
-            execution.run(segments(self._forward_actions()))
+            execution.run(self._segments(self._forward_actions()))
         changes = added_changes([execution.variables.changes() for execution in executions])
         assign_states(values_after(changes), [end for execution in executions for end in execution.ends])
         parts = [part for execution in executions for part in execution.outputs()]
@@ -189,7 +191,7 @@ class PipelineSteps:
         count = self._schedule.num_microbatches
         first_number = 0 if self._peers is None else self._peers.rank * count
         plain = _plain(batch) if isinstance(batch, StagedBatch | tuple) else (batch,)
-        found = Microbatches(plain, count, usual_size, part, first_number)
+        found = Microbatches(plain, count, usual_size, part, first_number, self._hosts)
         if isinstance(batch, StagedBatch):
             rows = zip(batch.shares, self._takers, self._devices, strict=True)
             return [found.reading(share, takers, devices[-1]) for share, takers, devices in rows]
@@ -263,6 +265,16 @@ class PipelineSteps:
     def _first_microbatches(self) -> range:
         """The index in the batch of the first micro-batch of each replica."""
         return range(0, self._schedule.num_microbatches, self._schedule.microbatches_per_replica)
+
+    def _segments(self, actions: Sequence[Action]) -> list[Segment]:
+        """Return the loops of a step; between processes, where an iteration costs messages, only of long steps."""
+        is_short = self._of_one_replica.num_microbatches <= _MAX_UNROLLED
+        return [Segment(tuple(actions))] if is_short and len(self._hosts) > 1 else segments(actions)
+
+    @functools.cached_property
+    def _hosts(self) -> set[str]:
+        """The hosts of the processes that run stages."""
+        return {host_of(device) for of_one in self._devices for device in of_one}
 
     def _forward_actions(self) -> list[Action]:
         stages, microbatches = range(self._schedule.num_stages), range(self._schedule.microbatches_per_replica)
