@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfpar
@@ -66,8 +67,13 @@ def growth(strategy: tfpar.Strategy, root: Path) -> dict[str, float]:
 
 
 def not_shared(strategy: tfpar.Strategy) -> Any:
+    """Return the error of a folder that worker 1 does not see, and the steps of the same trainer after it."""
     trainer = tfpar.Trainer(model_of(16), strategy, seed=0)
-    trainer.fit(data(), verbose=0, checkpoints=tfpar.Checkpoints(NOT_SHARED))
+    with pytest.raises(ValueError, match=r".") as raised:
+        trainer.fit(data(), verbose=0, checkpoints=tfpar.Checkpoints(NOT_SHARED))
+    before = int(trainer.model.optimizer.iterations.numpy())
+    trainer.fit(data(), verbose=0)
+    return str(raised.value), before, int(trainer.model.optimizer.iterations.numpy())
 
 
 def main() -> None:

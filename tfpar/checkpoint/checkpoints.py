@@ -64,7 +64,7 @@ class Checkpoints:
     As a context around a training it waits at the end until the last checkpoint is on the disk.
 
     Args:
-        directory: The folder; created if absent.
+        directory: The folder; created if absent. In a pipeline across workers all machines must share it.
         every_seconds: The minimum time between two checkpoints; 0 saves one after every call.
         keep: Number of the newest checkpoints to keep.
         asynchronous: Whether `save` returns once the state is copied, and a thread writes the file; otherwise `save`

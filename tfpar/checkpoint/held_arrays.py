@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,13 +55,17 @@ class HeldArray:
             return bool(tf.reduce_all(finite[0] == finite[1]))
 
 
-@tf.function(
-    input_signature=[tf.TensorSpec([], tf.string), *[tf.TensorSpec([], tf.int64)] * 3], autograph=False
-)  # fmt: skip
 def _read(path: tf.Tensor, offset: tf.Tensor, num_bytes: tf.Tensor, rest: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     records = tf.data.FixedLengthRecordDataset(path, num_bytes, header_bytes=offset, footer_bytes=rest)
     content = tf.io.decode_raw(records.get_single_element(), tf.uint8)
     return content, checksums.of_bytes(content)
+
+
+@functools.cache
+def _compiled_read() -> Any:
+    """Return `_read` as one function for the devices of all processes."""
+    numbers = [tf.TensorSpec([], tf.int64)] * 3
+    return tf.function(_read, autograph=False).get_concrete_function(tf.TensorSpec([], tf.string), *numbers)
 
 
 def read(places: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, HeldArray]:
@@ -76,11 +81,12 @@ def read(places: Mapping[str, Stored], hosts: Mapping[str, str]) -> dict[str, He
     """
     arrays: dict[str, HeldArray] = {}
     checks: dict[str, list[tf.Tensor]] = {}
+    compiled = _compiled_read()
     for name, place in places.items():
         with _damage_of(name, place), tf.device(hosts[name]):
             rest = place.path.stat().st_size - place.offset - place.num_bytes
             where = [tf.constant(number, tf.int64) for number in (place.offset, place.num_bytes, rest)]
-            content, checked = _read(tf.constant(str(place.path.absolute())), *where)
+            content, checked = compiled(tf.constant(str(place.path.absolute())), *where)
             arrays[name] = HeldArray(hosts[name], _typed(content, place))
             is_weight = name.startswith("weights/") and place.dtype.kind == "f"
             finite = tf.reduce_all(tf.math.is_finite(arrays[name].tensor)) if is_weight else tf.constant(True)

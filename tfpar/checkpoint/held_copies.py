@@ -51,7 +51,9 @@ class _Holder:
 
     def __init__(self, host: str, memories: dict[str, tf.Variable]) -> None:
         self.host, self.memories = host, memories
-        self._copy = tf.function(self._copies, autograph=False)
+        # Concrete functions, as TensorFlow warns of a function that it traces for each of many holders.
+        with tf.device(host):
+            self._copy = tf.function(self._copies, autograph=False).get_concrete_function()
         specs = [tf.TensorSpec(memory.shape, _stored_type(memory.dtype)) for memory in memories.values()]
         writer = tf.function(_write, autograph=False)
         self._writer = writer.get_concrete_function(tf.TensorSpec([], tf.string), *specs)

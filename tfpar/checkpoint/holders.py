@@ -72,7 +72,8 @@ def check_folder(folder: Path, hosts: Sequence[str]) -> None:
         try:
             mine.write_text(token, encoding="utf-8")
             with tf.device(host):
-                found = _echo(*(tf.constant(str(path.absolute())) for path in (mine, its))).numpy().decode()
+                tf.io.write_file(str(its.absolute()), tf.io.read_file(str(mine.absolute())))
+                found = tf.io.read_file(str(its.absolute())).numpy().decode()
             sees = found == token and its.read_text(encoding="utf-8") == token
         except (*_OF_FOLDER, FileNotFoundError):
             sees = False
@@ -85,10 +86,3 @@ def check_folder(folder: Path, hosts: Sequence[str]) -> None:
                 f"{folder.absolute()}. Mount a shared folder under the same path on every machine, and keep the "
                 "checkpoints there."
             )
-
-
-@tf.function(input_signature=[tf.TensorSpec([], tf.string)] * 2, autograph=False)
-def _echo(path: tf.Tensor, copy: tf.Tensor) -> tf.Tensor:
-    content = tf.io.read_file(path)
-    with tf.control_dependencies([tf.io.write_file(copy, content)]):
-        return tf.identity(content)
