@@ -30,6 +30,7 @@ from benchmarks.report import machine_table, print_result
 from benchmarks.restart import RESTART
 from benchmarks.results import ResultFile
 from benchmarks.scaling import layouts, parts
+from benchmarks.shards import SHARDS
 
 ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each setting has its turn.", 1)
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; replaced if it exists.")
@@ -51,6 +52,7 @@ ALL = {
         layouts.SCALING,
         all_reduce.ALL_REDUCE,
         RESTART,
+        SHARDS,
         PARITY_TABLE,
     )
 }

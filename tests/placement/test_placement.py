@@ -16,7 +16,7 @@ each_strategy = pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=[pytest.mark.slow_start] * (name == "multi_worker")) for name in NAMES]
 )
 each_model = pytest.mark.parametrize("model", placement_cases.MODELS)
-REPLICATED, PIPELINES = ("mirrored", "multi_worker", "hybrid"), ("pipeline", "gpipe", "hybrid")
+REPLICATED, PIPELINES = ("mirrored", "mirrored, sharded", "multi_worker", "hybrid"), ("pipeline", "gpipe", "hybrid")
 
 # What the host waits for: the kind of the operation on a GPU and of its first reader, and the reason.
 WAITS_OF_KERAS_AND_TENSORFLOW = {
@@ -41,6 +41,7 @@ WAITS_OF_TFPAR = {
     # A stage saves the rows of a lookup for its backward pass, where TensorFlow's gradient takes their size.
     "pipeline": {("AddV2", "Identity"): LOSS, ("SelectV2", "Identity"): LOOKUP},
 }
+WAITS_OF_TFPAR["mirrored, sharded"] = WAITS_OF_TFPAR["mirrored"]
 WAITS_OF_TFPAR["gpipe"] = WAITS_OF_TFPAR["pipeline"]
 WAITS_OF_TFPAR["hybrid"] = {("AddN", "Identity"): LOSS, ("SelectV2", "Identity"): LOOKUP}
 
@@ -131,6 +132,7 @@ def test_each_tensor_of_a_batch_enters_each_gpu_once(strategy: str, model: str) 
     [
         "single_device",
         "mirrored",
+        "mirrored, sharded",
         "pipeline",
         "gpipe",
         "hybrid",

@@ -28,6 +28,7 @@ GPUS = {"CPU:1": "GPU:0", "CPU:2": "GPU:1"}
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "single_device": lambda: tfpar.SingleDevice("CPU:1"),
     "mirrored": lambda: tfpar.Mirrored(list(GPUS)),
+    "mirrored, sharded": lambda: tfpar.Mirrored(list(GPUS), shard="optimizer"),
     "multi_worker": lambda: tfpar.MultiWorker(list(GPUS)),
     "pipeline": lambda: tfpar.Pipeline(2, NUM_MICROBATCHES, balance="parameters", devices=list(GPUS)),
     "gpipe": lambda: tfpar.Pipeline(2, NUM_MICROBATCHES, "gpipe", balance="parameters", devices=list(GPUS)),

@@ -270,6 +270,13 @@ ROWS = [
     # Callbacks
     _keras("a callback", "_model params", "callbacks/callback", "what is no state of a callback"),
     _keras("a TensorBoard callback", "_should_trace", "callbacks/tensorboard", "whether single batches are profiled"),
+    _keras(
+        "keras.callbacks.SwapEMAWeights",
+        "_tf_swap_variables _tf_finalize_ema_values",
+        "callbacks/swap_ema_weights",
+        "moving averages on the device of one replica",
+    ),
+    _keras("", "_model_variables_moving_average", "optimizers/base_optimizer", "the averages to swap"),
     # tf.distribute
     _tensorflow(
         "tensorflow.python.distribute.collective_all_reduce_strategy",
@@ -335,6 +342,13 @@ ROWS = [
         "_add_control_inputs",
         "framework/auto_control_deps",
         "the gradient of a layer's weights before that of its inputs",
+    ),
+    _tensorflow("tensorflow.python.framework.ops.Operation", "_set_device", "framework/ops", "the device of constants"),
+    _tensorflow(
+        "tensorflow.python.distribute.numpy_dataset",
+        "SingleDevice",
+        "distribute/numpy_dataset",
+        "slots on the device of one replica",
     ),
     _tensorflow(
         "tensorflow.python.framework.config",

@@ -48,12 +48,26 @@ def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None
         optimizer: A built optimizer.
         variables: The weights that it was built for, in their order.
     """
-    inner = keras_variables.innermost(optimizer)
-    keras_variables.find_slots(inner)
-    for slot in inner.variables:
+    keras_variables.find_slots(keras_variables.innermost(optimizer))
+    for slot, variable in slots_of(optimizer, variables):
+        place(slot, variable.value.device)
+
+
+def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Return the slots of a built optimizer that have the shape of their weight, with that weight.
+
+    Keras 3.15 begins the name of a slot with the path of its weight (`add_variable_from_reference`).
+
+    Args:
+        optimizer: A built optimizer.
+        variables: The weights that it was built for.
+    """
+    found = []
+    for slot in keras_variables.innermost(optimizer).variables:
         of = [variable for variable in variables if slot.name.startswith(variable.path.replace("/", "_") + "_")]
         if of and slot.shape == of[0].shape:
-            place(slot, of[0].value.device)
+            found.append((slot, of[0]))
+    return found
 
 
 def slots_per_weight(optimizer: keras.Optimizer | None) -> int:

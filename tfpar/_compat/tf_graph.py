@@ -1,4 +1,4 @@
-"""Order between operations of a graph that exist already.
+"""Order and devices of operations of a graph that exist already.
 
 Written for TensorFlow 2.21. `tf.control_dependencies` orders operations only when they are created, and a
 `tf.GradientTape` creates those of a backward pass all at once. `auto_control_deps` of TensorFlow uses the same method.
@@ -15,3 +15,18 @@ def run_before(first: tf.Operation, then: Sequence[tf.Operation]) -> None:
     """Run an operation before others of its graph, none of which it may depend on."""
     for op in then:
         op._add_control_inputs([first])
+
+
+def place_constants(op: tf.Operation, device: str) -> None:
+    """Place the floating-point constants among the inputs of an operation that have no device yet.
+
+    TensorFlow 2.21 folds constants between operations of one device alone. A constant elsewhere, on the first device,
+    could change the last bit of a result.
+
+    Args:
+        op: An operation.
+        device: Its device.
+    """
+    for tensor in op.inputs:
+        if tensor.op.type == "Const" and tensor.dtype.is_floating and not tensor.op.device:
+            tensor.op._set_device(device)

@@ -103,6 +103,9 @@ class Mirrored(Section):
     )
     pack_bytes: _PackBytes = None
     batch_dependent_layers: _BatchDependentLayers = "refuse"
+    shard: OrNone[Literal["optimizer"]] = Field(
+        None, description="Divide the optimizer's state over the replicas; none: each holds all of it."
+    )
 
 
 class MultiWorker(Section):

@@ -136,7 +136,7 @@ class Preparation:
         self._strategy.move_model(self._model)  # it may have been compiled again outside of the scope
         with self._strategy.raising_on_all_workers(), self._strategy.scope():
             self._strategy.place(self._model, batch, kind == "train")
-            model_checks.build(self._model, batch, kind)
+            model_checks.build(self._model, batch, kind, self._strategy.creating_slots)
         self._strategy.move_model(self._model)  # a build may add metrics to the model
         return batch
 

@@ -8,6 +8,7 @@ after another in each step: it computes the loss of the per-replica batch, reduc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -154,12 +155,17 @@ def counts_steps(model: keras.Model) -> bool:
     return all(optimizer is not model.optimizer for optimizer, _ in updates_of(model))
 
 
-def build(model: keras.Model, batch: Any) -> None:
+def build(
+    model: keras.Model,
+    batch: Any,
+    creating_slots: Callable[[keras.Model], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> None:
     """Create the variables that need data: weights, optimizer slots, and a metric for each objective.
 
     Args:
         model: A compiled model with objectives; runs inside the strategy's scope.
         batch: A global batch.
+        creating_slots: Returns the context in which the optimizers of the model create their slots.
     """
     objectives = objectives_of(model)
     with random_state.stand_in_generator(), restored(model):
@@ -167,7 +173,8 @@ def build(model: keras.Model, batch: Any) -> None:
             _values(objective, data.take_rows(batch, 0, 1), False)
     for optimizer, weights in updates_of(model):
         if not optimizer.built:
-            optimizer.build(weights)
+            with creating_slots(model):
+                optimizer.build(weights)
     for objective in objectives:
         if objective.name != "loss" and tracker_of(model, objective) is None:
             keras_metrics.add_metric(model, keras.metrics.Mean(name=objective.name))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any
+
 import tensorflow as tf
 
 
@@ -12,6 +16,40 @@ def sum_over_replicas(term: tf.Tensor) -> tf.Tensor:
         term: The tensor of the calling replica.
     """
     return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, term)
+
+
+def sum_on(owner: int, term: tf.Tensor | tf.IndexedSlices) -> tf.Tensor | tf.IndexedSlices:
+    """Return the sum of a tensor over all replicas on the device of one; the rows of slices are concatenated.
+
+    Args:
+        owner: The number of a replica of this process, the only one that needs the sum.
+        term: The tensor of the calling replica.
+    """
+
+    def reduce(strategy: tf.distribute.Strategy, terms: Any) -> Any:
+        device = strategy.extended.worker_devices[owner]
+        return SUM_ON_ONE_DEVICE.reduce(tf.distribute.ReduceOp.SUM, terms, device)
+
+    return tf.distribute.get_replica_context().merge_call(reduce, args=(term,))
+
+
+def _sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Add tensors in their order.
+
+    TensorFlow 2.21's graph optimizer turns sums of sums on one device into one AddN (AddOpsRewrite in
+    arithmetic_optimizer.cc), which begins with any term whose memory it can reuse (aggregate_ops.cc). It does not look
+    through a Snapshot, which returns its input.
+    """
+    return functools.reduce(lambda total, term: _snapshot(total) + _snapshot(term), terms)
+
+
+def _snapshot(tensor: tf.Tensor) -> tf.Tensor:
+    with tf.device(tensor.device):
+        return tf.raw_ops.Snapshot(input=tensor)
+
+
+# Sums on one device, of the same bits on any device.
+SUM_ON_ONE_DEVICE = tf.distribute.ReductionToOneDevice(accumulation_fn=_sum_in_order)
 
 
 def sum_without_gradient(term: tf.Tensor) -> tf.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from tfpar import data
 from tfpar._compat import keras_variables, tf_distribute
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import metric_logs
+from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.model_checks import check_variables
 from tfpar.strategies.multi_step import SECONDS_PER_CALL
@@ -92,17 +92,36 @@ class Strategy(abc.ABC):
             batch: The local batch of this worker, `(inputs, targets, sample_weight)` as far as given.
         """
         num_local_replicas = max(1, self.num_replicas // self.num_workers)
-        weights, trained = list(model.variables), list(model.trainable_variables)
-        gradient_bytes = _num_bytes(trained)
-        row = ReplicaRow(
-            device="",
-            num_examples=-(-int(data.num_rows(batch)) // num_local_replicas),
-            num_parameters=model.count_params(),
-            state_bytes=_num_bytes(weights) + gradient_bytes + _num_bytes(model.optimizer.variables),
-            gradient_bytes=gradient_bytes,
+        gradient_bytes = sum(map(num_bytes, model.trainable_variables))
+        weight_bytes = sum(map(num_bytes, model.variables)) + gradient_bytes
+        rows = tuple(
+            ReplicaRow(
+                device=name,
+                num_examples=-(-int(data.num_rows(batch)) // num_local_replicas),
+                num_parameters=model.count_params(),
+                state_bytes=weight_bytes + sum(map(num_bytes, self.slots_on(model, number))),
+                gradient_bytes=gradient_bytes,
+            )
+            for number, name in enumerate(self.device_names)
         )
-        rows = tuple(dataclasses.replace(row, device=name) for name in self.device_names)
         return Preview(replicas_table(self.describe(), rows, self.num_replicas), rows)
+
+    def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
+        """Return the variables of the optimizer that a device of this process holds.
+
+        Args:
+            model: A built and compiled model.
+            device: The number of the device.
+        """
+        return list(model.optimizer.variables)
+
+    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which optimizers create their slots, within the scope.
+
+        Args:
+            model: A compiled model with built layers.
+        """
+        return contextlib.nullcontext()
 
     @property
     def step_device(self) -> str | None:
@@ -321,7 +340,3 @@ class Strategy(abc.ABC):
             ValueError: If a worker's text differs from the chief's; on every worker.
         """
         return  # there is one worker
-
-
-def _num_bytes(variables: Sequence[keras.Variable]) -> int:
-    return sum(int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size for variable in variables)

@@ -34,6 +34,7 @@ from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.gradient_sums import sum_gradients
 from tfpar.strategies.lookup_trials import find_lookup_kinds, may_look_up
+from tfpar.strategies.optimizer_shards import OptimizerShards, only_owned
 from tfpar.strategies.replica_runs import ReplicaRuns
 from tfpar.strategies.replica_states import (
     assign_local_parts,
@@ -66,6 +67,8 @@ class DataParallel(Strategy):
     _compression: str | None = None
     # Whether the replicas of this process communicate through `merge_call` only, which fails at once if one is missing.
     _merges = False
+    # The owners of weights with `shard="optimizer"`.
+    _shards: OptimizerShards | None = None
 
     def __init__(
         self,
@@ -233,7 +236,7 @@ class DataParallel(Strategy):
             return loss, gradients
 
         loss, gradients = self._run(model, on_replica, batch, training=True)
-        self._apply(model.optimizer, model.trainable_variables, gradients)
+        self._apply(model, model.optimizer, model.trainable_variables, gradients)
         return loss
 
     def _sum_gradients(
@@ -261,14 +264,28 @@ class DataParallel(Strategy):
         lookups = None if found is None else found[number]
         if self.num_replicas > 1:
             compute_early(gradients, forward[0])
+        owners = self._owners(model, number)
         sums = sum_gradients(
-            gradients, lookups, example_weight, num_counted, self._pack_bytes, self._compression, own_sums
+            gradients, lookups, example_weight, num_counted, self._pack_bytes, self._compression, own_sums, owners
         )
-        return after_reads(sums, forward, keras_model.recomputes(model))
+        if not owners:
+            return after_reads(sums, forward, keras_model.recomputes(model))
+        reads = (forward, gradients) if keras_model.recomputes(model) else forward
+        return after_reads(only_owned(sums, owners), reads, False)
 
-    def _apply(self, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
-        """Run an optimizer on every replica, on the local copies of the variables."""
-        if variables:
+    def _owners(self, model: keras.Model, number: int) -> list[int]:
+        """Return the owner of each weight of an objective; none if every replica updates all weights."""
+        if self._shards is None:
+            return []
+        objectives, owners = objective.objectives_of(model), self._shards.owners(model)
+        weights = objective.trained_by(model, objectives[number]) if objectives else model.trainable_variables
+        return [owners[id(weight)] for weight in weights]
+
+    def _apply(self, model: keras.Model, optimizer: Any, variables: Sequence[keras.Variable], gradients: Any) -> None:
+        """Run an optimizer on every replica, on the local copies of the variables; with shards, on their owners."""
+        if variables and self._shards is not None:
+            self._shards.apply(model, optimizer, variables, gradients)
+        elif variables:
             with keras_optimizer.one_device_optimizer():
                 self._strategy.extended.update(
                     variables[0].value,
@@ -302,7 +319,9 @@ class DataParallel(Strategy):
     def finalize_weights(self, model: keras.Model) -> None:
         """Overwrite the weights on every replica with their moving average where the optimizer keeps one."""
         for optimizer, variables in objective.updates_of(model):
-            if variables:
+            if variables and self._shards is not None:
+                self._shards.finalize(model, optimizer, variables)
+            elif variables:
                 with self.scope(), keras_optimizer.one_device_optimizer():
                     self._strategy.extended.update(
                         variables[0].value,

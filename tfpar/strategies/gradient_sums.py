@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.gradients import all_reduce_gradients
+from tfpar.reduction.replicas import sum_on
 
 
 def sum_gradients(
@@ -19,6 +21,7 @@ def sum_gradients(
     pack_bytes: int | None,
     compression: str | None,
     own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
+    owners: Sequence[int] = (),
 ) -> list[Any]:
     """Sum gradients over all replicas; called in replica context.
 
@@ -30,6 +33,7 @@ def sum_gradients(
         pack_bytes: As for `tfpar.reduction.gradients.all_reduce_gradients`.
         compression: As for `tfpar.reduction.gradients.all_reduce_gradients`.
         own_sums: As for `tfpar.reduction.gradients.all_reduce_gradients`.
+        owners: For the first gradients, the one replica that needs the sum; none if all do.
 
     Raises:
         ValueError: If a gradient has lookups that the trial did not find.
@@ -44,7 +48,11 @@ def sum_gradients(
     for index, (gradient, rows) in enumerate(zip(gradients, lookups, strict=True)):
         if own_sums and index in own_sums:
             others[len(sent)] = own_sums[index]
-        sent += [indexed_slices.to_send(*one, example_weight, num_counted) for one in rows] or [gradient]
+        messages = [indexed_slices.to_send(*one, example_weight, num_counted) for one in rows] or [gradient]
+        if index < len(owners) and gradient is not None:
+            reduce = (functools.partial(sum_on, owners[index], message) for message in messages)
+            others.update(enumerate(reduce, len(sent)))
+        sent += messages
     sums = iter(all_reduce_gradients(sent, pack_bytes, compression, others))
     return [
         indexed_slices.join([indexed_slices.summed(*one, next(sums)) for one in rows], gradient.dense_shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,9 +12,11 @@ import tensorflow as tf
 from tfpar import cluster, data
 from tfpar._compat import tf_distribute
 from tfpar.messages import keyword_arguments
+from tfpar.reduction import replicas
 from tfpar.strategies.batch_dependence import BatchDependentLayers, check_choice
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.data_parallel import DataParallel
+from tfpar.strategies.optimizer_shards import OptimizerShards, Shard, check_shard
 
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
 
@@ -35,6 +38,8 @@ class Mirrored(DataParallel):
             with NCCL and hierarchical copies, and for no packs with `"reduction_to_one_device"`.
         batch_dependent_layers: `"refuse"` batch-dependent layers before the first step, or `"gather"` the batch:
             every replica calls such a layer with the whole batch.
+        shard: `"optimizer"` divides the optimizer's state over the replicas (see
+            `tfpar.strategies.optimizer_shards`); None keeps all of it on each.
 
     Raises:
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, or the all-reduce does not
@@ -56,8 +61,10 @@ class Mirrored(DataParallel):
         all_reduce: AllReduce = "auto",
         pack_bytes: int | None = None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
+        shard: Shard | None = None,
     ) -> None:
         check_choice(batch_dependent_layers)
+        check_shard(shard)
         self.devices = cluster.resolve_devices(devices)
         if not self.devices:  # in a job TensorFlow lists no device by a local name
             raise ValueError(
@@ -70,6 +77,7 @@ class Mirrored(DataParallel):
         operations = _cross_device_ops(all_reduce, self.devices)
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
         super().__init__(tf.distribute.MirroredStrategy(self.devices, operations), pack_bytes, batch_dependent_layers)
+        self._shards = OptimizerShards(self._strategy) if shard is not None and self.num_replicas > 1 else None
 
     @classmethod
     def of(cls, strategy: tf.distribute.MirroredStrategy) -> Mirrored:
@@ -85,7 +93,25 @@ class Mirrored(DataParallel):
     def describe(self) -> str:
         """Return one line with the devices of the replicas."""
         replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
-        return f"Mirrored over {replicas} on {', '.join(self.devices)}"
+        sharded = ", optimizer state sharded" if self._shards is not None else ""
+        return f"Mirrored over {replicas} on {', '.join(self.devices)}{sharded}"
+
+    def holds(self, variable: keras.Variable) -> bool:
+        """Return whether a variable is mirrored by this strategy, or a slot on the owner of its weight."""
+        return super().holds(variable) or (self._shards is not None and self._shards.holds(variable))
+
+    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Move the slots of an optimizer that was built elsewhere to the owners of their weights."""
+        if self._shards is not None and training and model.built:
+            self._shards.place_slots(model)
+
+    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which optimizers create their slots: with shards, each on the owner of its weight."""
+        return contextlib.nullcontext() if self._shards is None else self._shards.creating_slots(model)
+
+    def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
+        """Return the variables of the optimizer in the memory of a device, by its number."""
+        return super().slots_on(model, device) if self._shards is None else self._shards.slots_on(model, device)
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""
@@ -152,4 +178,4 @@ def _cross_device_ops(all_reduce: AllReduce, devices: Sequence[str]) -> tf.distr
         return tf.distribute.NcclAllReduce(num_packs=0)
     if chosen == "hierarchical_copy":
         return tf.distribute.HierarchicalCopyAllReduce(num_packs=0)
-    return tf.distribute.ReductionToOneDevice()
+    return replicas.SUM_ON_ONE_DEVICE

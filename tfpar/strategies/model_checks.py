@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -168,7 +169,12 @@ def _text(shapes: Sequence[tuple[int | None, ...] | None]) -> str:
     return ", ".join(str(shape) for shape in shapes)
 
 
-def build(model: keras.Model, batch: Any, kind: str) -> None:
+def build(
+    model: keras.Model,
+    batch: Any,
+    kind: str,
+    creating_slots: Callable[[keras.Model], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> None:
     """Create the weights, metrics and optimizer slots that need data, inside the strategy's scope.
 
     The optimizer is built at the first `fit`, as in Keras: layers may be frozen between an evaluation and that `fit`.
@@ -177,6 +183,7 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
         model: Any model for "predict", else a compiled one.
         batch: A global batch, `(inputs, targets, sample_weight)` as far as given.
         kind: "train", "evaluate" or "predict".
+        creating_slots: Returns the context in which the optimizers of the model create their slots.
 
     Raises:
         ValueError: If the data do not have the shapes that the model needs.
@@ -187,12 +194,13 @@ def build(model: keras.Model, batch: Any, kind: str) -> None:
             keras_model.call_model(model, inputs, training=False)
         return
     if objective.objectives_of(model):
-        objective.build(model, batch)
+        objective.build(model, batch, creating_slots)
         return
     with keras_losses.loss_reduction(_reduce_dense, keras_losses.aggregate_added_loss):
         keras_build.symbolic_build(model, batch, training=kind == "train")
     if kind == "train" and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+        with creating_slots(model):
+            model.optimizer.build(model.trainable_variables)
 
 
 def _reduce_dense(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:

@@ -23,7 +23,7 @@ def train(
     batch: Any,
     run: Run,
     sum_gradients: Callable[[keras.Model, list[Any], Any, tf.Tensor, tf.Tensor, int], list[Any]],
-    apply: Callable[[Any, list[keras.Variable], Any], None],
+    apply: Callable[[keras.Model, Any, list[keras.Variable], Any], None],
     metrics_counted_once: Counting,
 ) -> tf.Tensor:
     """Run one update for each objective of a model; return the sum of their losses, a scalar.
@@ -35,7 +35,7 @@ def train(
         sum_gradients: All-reduces gradients in replica context. Its arguments are the model, the gradients, the results
             of the forward pass, the weight of an example, the number of examples that the replica adds to metrics, and
             the number of the objective.
-        apply: Applies an optimizer on every replica to weights with their reduced gradients.
+        apply: Applies an optimizer of the model to weights with their reduced gradients.
         metrics_counted_once: The context for a forward pass of a replica, in which layers update metrics.
     """
     losses = []
@@ -51,7 +51,7 @@ def train(
 
         with keras_losses.local_losses():
             loss, gradients = run(model, on_replica, batch, training=True)
-        apply(objective.optimizer_of(model, one), objective.trained_by(model, one), gradients)
+        apply(model, objective.optimizer_of(model, one), objective.trained_by(model, one), gradients)
         losses.append(loss)
     if objective.counts_steps(model):
         model.optimizer.iterations.assign_add(1)

@@ -147,7 +147,7 @@ class ReplicaRuns:
 
         with self._drawing(), keras_losses.local_losses():
             gradients = self._strategy.run(on_replica, args=(parts,))
-            apply(model.optimizer, model.trainable_variables, gradients)
+            apply(model, model.optimizer, model.trainable_variables, gradients)
 
     def predict(self, model: keras.Model, batch: Any, then: Callable[[Any], Any]) -> list[Any]:
         """Run the model on every replica, and a function on its outputs there.

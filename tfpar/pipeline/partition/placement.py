@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_optimizer, keras_variables, keras_weight_placement
+from tfpar._compat import keras_optimizer, keras_variables, keras_weight_placement, tf_graph
 from tfpar.pipeline.partition.stages import Stage, owner_of
+from tfpar.reduction.weight_owners import largest_first, num_bytes
 
 _MANY = 2**62
 
@@ -63,17 +63,11 @@ def owners(model: keras.Model, stages: Sequence[Stage], num_replicas: int) -> di
     """
     stage_of = owner_of(stages, model.variables)
     found = {id(variable): (0, stage_of[id(variable)]) for variable in model.variables}
-    num_bytes: dict[int, list[int]] = {stage: [0] * num_replicas for stage in stage_of.values()}
-    for variable in sorted(model.trainable_variables, key=_num_bytes, reverse=True):
-        stage = stage_of[id(variable)]
-        replica = min(range(num_replicas), key=num_bytes[stage].__getitem__)
-        num_bytes[stage][replica] += _num_bytes(variable)
-        found[id(variable)] = replica, stage
+    for stage in set(stage_of.values()):
+        weights = [variable for variable in model.trainable_variables if stage_of[id(variable)] == stage]
+        owners = largest_first(list(map(num_bytes, weights)), num_replicas)
+        found.update((id(weight), (replica, stage)) for weight, replica in zip(weights, owners, strict=True))
     return found
-
-
-def _num_bytes(variable: keras.Variable) -> int:
-    return int(np.prod(variable.shape) * tf.as_dtype(variable.dtype).size)
 
 
 @contextlib.contextmanager
@@ -114,8 +108,8 @@ def follow_data() -> Iterator[None]:
     """Place every operation of a context on the device of its largest input.
 
     Keras' optimizers do not place their operations, so all gradients and weights would be copied to the first device.
-    In this context the clipping, moving averages and update of a weight run on its device, and only norms are
-    transferred.
+    In this context the clipping, moving averages and update of a weight run on its device, with their constants, and
+    only norms are transferred.
 
     Example:
         >>> with tf.device("CPU:0"):
@@ -159,7 +153,10 @@ def follow_data() -> Iterator[None]:
             size = float("inf") if tensor.dtype == tf.resource else _MANY if known is None else known
             if device and size > largest:
                 largest, device_of_largest = size, device
-        return op.device or device_of_largest
+        device = op.device or device_of_largest
+        if device:
+            tf_graph.place_constants(op, device)
+        return device
 
     with tf.compat.v1.get_default_graph().device(device_of_largest_input):
         yield

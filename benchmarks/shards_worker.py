@@ -1,0 +1,70 @@
+"""One process of `benchmarks.shards`: a step of Adam under `tfpar.Mirrored`, its time and its most memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import process
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import tensorflow as tf
+
+import tfpar
+from benchmarks.pipelines import examples, models
+
+_WIDTH, _NUM_LAYERS = 2048, 24
+
+
+def _updates() -> tuple[keras.Model, tf.Tensor]:
+    layers = [keras.layers.Dense(_WIDTH, use_bias=False) for _ in range(_NUM_LAYERS)]
+    return keras.Sequential([keras.Input((_WIDTH,)), *layers]), tf.zeros([8, _WIDTH])
+
+
+def _transformer() -> tuple[keras.Model, tf.Tensor]:
+    return models.transformer_model(), tf.zeros([32, examples.CONTEXT, examples.WIDTH])
+
+
+_WORKLOADS = {"updates": _updates, "transformer": _transformer}
+
+
+def run(workload: str, shard: Any, num_replicas: int, num_steps: int) -> dict[str, float]:
+    """Train, and return the figures of `benchmarks.shards.measure`."""
+    tfpar.use_logical_cpus(num_replicas)
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    examples_of_batch = tf.zeros([])
+
+    def build() -> keras.Model:
+        nonlocal examples_of_batch
+        model, examples_of_batch = _WORKLOADS[workload]()
+        model.compile(keras.optimizers.Adam(1e-4), "mse")
+        return model
+
+    before_bytes = _bytes("VmRSS")
+    trainer = tfpar.Trainer(build, tfpar.Mirrored(shard=shard), seed=0)
+    dataset = tf.data.Dataset.from_tensors((examples_of_batch, examples_of_batch)).repeat()
+    trainer.fit(dataset, steps_per_epoch=2, verbose=0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    began_seconds = time.perf_counter()
+    trainer.fit(dataset, steps_per_epoch=num_steps, verbose=0)
+    seconds = time.perf_counter() - began_seconds
+    num_parameters = num_replicas * trainer.model.count_params()
+    return {
+        "steps_per_second": num_steps / seconds,
+        "bytes_per_parameter": (_bytes("VmHWM") - before_bytes) / num_parameters,
+    }
+
+
+def _bytes(field: str) -> int:
+    """Return a size of this process from Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{field}:")]
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    process.reply(run(**process.request()["setting"]))

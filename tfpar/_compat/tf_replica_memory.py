@@ -1,0 +1,127 @@
+"""Single replicas of mirrored variables, and optimizer slots on the device of one replica.
+
+Written for Keras 3.15 and TensorFlow 2.21. A mirrored `keras.Variable` has a `DistributedVariable` in `_value`, which
+holds a `tf.Variable` for each replica (tensorflow/python/distribute/values.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.callbacks import SwapEMAWeights
+from tensorflow.python.distribute.numpy_dataset import SingleDevice
+from tensorflow.python.distribute.values import DistributedVariable
+
+from tfpar._compat import keras_variables
+
+_OWNED = "_tfpar_owned"  # an attribute of the memory of slots on one device
+
+
+@contextlib.contextmanager
+def slots_on(device_of: Callable[[Any], str]) -> Iterator[None]:
+    """Create each variable of an optimizer on one device inside this context, within the scope of a strategy.
+
+    Keras creates a slot on the replicas of its weight (`add_variable_from_reference` in
+    keras/src/backend/tensorflow/optimizer.py). `MirroredStrategy` creates a variable on one device if the creator
+    receives a `SingleDevice` (tensorflow/python/distribute/mirrored_strategy.py).
+
+    Args:
+        device_of: Takes the `_value` of the weight of a slot, None for another variable, and returns a device.
+    """
+
+    def create(next_creator: Any, **kwargs: Any) -> Any:
+        memory = next_creator(**{**kwargs, "colocate_with": SingleDevice(device_of(kwargs.get("colocate_with")))})
+        setattr(memory, _OWNED, True)
+        return memory
+
+    with tf.variable_creator_scope(create):
+        yield
+
+
+def place_slot(slot: keras.Variable, device: str) -> None:
+    """Move a variable of an optimizer to one device, within the scope of its strategy.
+
+    Its value is that of the first replica.
+
+    Args:
+        slot: A variable of an optimizer, mirrored or not.
+        device: Such as `"/device:GPU:1"`.
+    """
+    if not is_owned(slot) or not keras_variables.is_on(slot, device):
+        value = memories(slot)[0].read_value()
+        with tf.init_scope(), slots_on(lambda _: device):
+            keras_variables.re_create(slot, value)
+
+
+def is_owned(variable: keras.Variable) -> bool:
+    """Return whether a variable is a slot on the device of one replica."""
+    return getattr(variable._value, _OWNED, False)
+
+
+def memories(variable: keras.Variable) -> Sequence[tf.Variable]:
+    """Return the `tf.Variable` of each local replica; one for a variable that is not mirrored."""
+    memory = variable._value
+    return memory.values if isinstance(memory, DistributedVariable) else (memory,)
+
+
+@contextlib.contextmanager
+def of_owners(owners: Mapping[int, int], variables: Sequence[keras.Variable]) -> Iterator[None]:
+    """Read and update only the memory of one replica of each weight inside this context.
+
+    Args:
+        owners: The number of the replica by the weight's `id`.
+        variables: Mirrored weights.
+    """
+    mirrored = [(variable, variable._value) for variable in variables]
+    try:
+        for variable in variables:
+            variable._value = memories(variable)[owners[id(variable)]]
+        yield
+    finally:
+        for variable, memory in mirrored:
+            variable._value = memory
+
+
+def swap_owned_averages() -> None:
+    """Extend `keras.callbacks.SwapEMAWeights` to moving averages on the device of one replica.
+
+    Keras 3.15 swaps a weight and its average on every replica, with three sums; an average that the replicas share
+    would be swapped once for each of them (keras/src/callbacks/swap_ema_weights.py).
+    """
+    swap, finalize = SwapEMAWeights._tf_swap_variables, SwapEMAWeights._tf_finalize_ema_values
+    if getattr(swap, _OWNED, False):
+        return
+
+    def swap_owned(callback: SwapEMAWeights, optimizer: Any) -> None:
+        pairs = _weights_and_averages(optimizer)
+        if not any(is_owned(average) for _, average in pairs):
+            swap(callback, optimizer)
+            return
+        for weight, average in pairs:
+            total = memories(weight)[0] + average._value
+            average._value.assign(total - average._value)
+            _assign(weight, total - average._value)
+
+    def finalize_owned(callback: SwapEMAWeights, optimizer: Any) -> None:
+        pairs = _weights_and_averages(optimizer)
+        if not any(is_owned(average) for _, average in pairs):
+            finalize(callback, optimizer)
+            return
+        for weight, average in pairs:
+            average._value.assign(memories(weight)[0].read_value())
+
+    setattr(swap_owned, _OWNED, True)
+    SwapEMAWeights._tf_swap_variables, SwapEMAWeights._tf_finalize_ema_values = swap_owned, finalize_owned
+
+
+def _weights_and_averages(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:
+    return list(zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True))
+
+
+def _assign(weight: keras.Variable, value: tf.Tensor) -> None:
+    for memory in memories(weight):
+        memory.assign(value)
