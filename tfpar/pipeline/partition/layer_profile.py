@@ -18,6 +18,7 @@ from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
 from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.reduction.gradient_addition import dense_part
+from tfpar.reduction.weight_owners import num_bytes
 
 _REPEATS = 3
 
@@ -214,7 +215,7 @@ def _cost_key(call: Call, values: dict[Value, Any]) -> Any:
 def _call_cost(call: Call, measured: tuple[float, float, float], microbatch_size: int, seen: set[int]) -> CallCost:
     first_used = [variable for variable in call.variables if id(variable) not in seen]
     seen.update(map(id, first_used))
-    sizes = [(variable, _size(variable.shape) * tf.as_dtype(variable.dtype).size) for variable in first_used]
+    sizes = [(variable, num_bytes(variable)) for variable in first_used]
     return CallCost(
         *measured,
         parameters=sum(_size(variable.shape) for variable in first_used),

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfpar import cluster
@@ -14,6 +13,7 @@ from tfpar.messages.number_format import three_digits
 from tfpar.pipeline.graph.ir import Graph, Value
 from tfpar.pipeline.partition.placement import owners
 from tfpar.pipeline.partition.stages import Stage, bytes_per_example, users_of
+from tfpar.reduction.weight_owners import num_bytes
 
 
 class Traffic(NamedTuple):
@@ -147,6 +147,5 @@ def _gradient_bytes(model: keras.Model, stages: Sequence[Stage], machines: Seque
         replica, stage = owner_of[id(variable)]
         readers = [of_one[user] for of_one in machines for user in users.get(id(variable), ())]
         num_away = sum(reader != machines[replica][stage] for reader in readers)
-        num_bytes = int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
-        total += num_away * num_bytes * (2 if id(variable) in trained else 1)
+        total += num_away * num_bytes(variable) * (2 if id(variable) in trained else 1)
     return total
