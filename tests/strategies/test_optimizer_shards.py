@@ -80,6 +80,16 @@ def test_lookups_added_losses_and_objectives_keep_their_bits(name: str) -> None:
     assert_same_bits(CASES[name].build, CASES[name].data(), 2, **CASES[name].fit)
 
 
+def test_objectives_may_leave_a_trainable_layer_out() -> None:
+    def build() -> keras.Model:
+        model = objective_cases.gan()
+        model.unused = keras.layers.Dense(3)
+        model.unused.build((None, 2))
+        return model
+
+    assert_same_bits(build, CASES["GAN"].data().take(2), 2)
+
+
 def slots(model: keras.Model) -> list[keras.Variable]:
     return [variable for variable in model.optimizer.variables if len(variable.shape) > 0]
 

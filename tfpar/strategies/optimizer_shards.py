@@ -56,11 +56,9 @@ class OptimizerShards:
         Args:
             model: A compiled model with built layers.
         """
-        groups = (weights for _, weights in objective.updates_of(model))
-        trained = list({id(weight): weight for weights in groups for weight in weights}.values())
-        return dict(
-            zip(map(id, trained), largest_first(list(map(num_bytes, trained)), len(self._devices)), strict=True)
-        )
+        trained = _trained(model)
+        numbers = largest_first(list(map(num_bytes, trained)), len(self._devices))
+        return dict(zip(map(id, trained), numbers, strict=True))
 
     def holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is a slot on a device of a replica."""
@@ -70,7 +68,7 @@ class OptimizerShards:
     def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
         """Return the context in which each slot is created on the owner of its weight, within the scope."""
         owners = self.owners(model)
-        devices = {id(weight.value): self._devices[owners[id(weight)]] for weight in model.trainable_variables}
+        devices = {id(weight.value): self._devices[owners[id(weight)]] for weight in _trained(model)}
         return tf_replica_memory.slots_on(lambda memory: devices.get(id(memory), self._devices[0]))
 
     def place_slots(self, model: keras.Model) -> None:
@@ -113,6 +111,12 @@ class OptimizerShards:
             for variable in model.optimizer.variables
             if not tf_replica_memory.is_owned(variable) or keras_variables.is_on(variable, self._devices[device])
         ]
+
+
+def _trained(model: keras.Model) -> list[keras.Variable]:
+    """Return the weights of all optimizers of a model, without duplicates."""
+    groups = (weights for _, weights in objective.updates_of(model))
+    return list({id(weight): weight for weights in groups for weight in weights}.values())
 
 
 def only_owned(sums: Sequence[Any], owners: Sequence[int]) -> list[Any]:
