@@ -162,6 +162,7 @@ ROWS = [
         "the same",
     ),
     _keras("keras.src.backend.tensorflow.optimizer", "TFOptimizer", "backend/tensorflow/optimizer", "the same"),
+    _keras("an optimizer", "_distributed_tf_update_step", "backend/tensorflow/optimizer", "Keras' own update, refused"),
     _keras(
         "an optimizer",
         "_trainable_variables _trainable_variables_indices _var_key",

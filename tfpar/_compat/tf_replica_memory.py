@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.callbacks import SwapEMAWeights
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from tensorflow.python.distribute.numpy_dataset import SingleDevice
 from tensorflow.python.distribute.values import DistributedVariable
 
@@ -116,6 +117,28 @@ def swap_owned_averages() -> None:
 
     setattr(swap_owned, _OWNED, True)
     SwapEMAWeights._tf_swap_variables, SwapEMAWeights._tf_finalize_ema_values = swap_owned, finalize_owned
+
+
+def refuse_updates_by_replicas() -> None:
+    """Refuse Keras' own training with slots on the device of one replica.
+
+    Keras 3.15 runs the update on every replica (`_distributed_tf_update_step` in
+    keras/src/backend/tensorflow/optimizer.py), each time with the one slot.
+    """
+    update = TFOptimizer._distributed_tf_update_step
+    if getattr(update, _OWNED, False):
+        return
+
+    def update_mirrored(optimizer: Any, distribution: Any, *args: Any, **kwargs: Any) -> Any:
+        if distribution.num_replicas_in_sync > 1 and any(map(is_owned, optimizer.variables)):
+            raise ValueError(
+                "The optimizer's state is sharded, and Keras' own fit would change each part once for each replica. "
+                "Train with tfpar.fit or tfpar.Trainer."
+            )
+        return update(optimizer, distribution, *args, **kwargs)
+
+    setattr(update_mirrored, _OWNED, True)
+    TFOptimizer._distributed_tf_update_step = update_mirrored
 
 
 def _weights_and_averages(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:

@@ -49,6 +49,7 @@ class OptimizerShards:
     def __init__(self, strategy: tf.distribute.MirroredStrategy) -> None:
         self._strategy, self._devices = strategy, strategy.extended.worker_devices
         tf_replica_memory.swap_owned_averages()
+        tf_replica_memory.refuse_updates_by_replicas()
 
     def owners(self, model: keras.Model) -> dict[int, int]:
         """Return the replica that owns each trained weight by the weight's `id`, the same in every call.
