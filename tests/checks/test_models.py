@@ -49,6 +49,17 @@ def test_a_model_runs_on_every_device_and_under_its_strategy() -> None:
     assert [(one["kind"], one["layer"]) for one in check.values["on_host"]] == [("UniqueV2", "users_1")] * 2
 
 
+def test_the_devices_of_this_machine_stand_for_those_of_other_workers() -> None:
+    grid = ("strategy.kind=hybrid", "strategy.num_replicas=2", "strategy.num_stages=2", "strategy.num_microbatches=2")
+    given = source(doctor_models.on_the_host, overrides=(*grid, "strategy.across_workers=true"))
+    settings = strategy_task.settings_on(given.run().strategy, ["CPU:1", "CPU:2", "CPU:3", "CPU:4"])
+    assert isinstance(settings, config.Hybrid)
+    assert (settings.devices, settings.across_workers) == (("CPU:1", "CPU:2", "CPU:3", "CPU:4"), False)
+    check = models._strategy_tasks(given, ["GPU:0", "GPU:1"], NO_GPUS)
+    assert isinstance(check, Check)
+    assert (check.status, check.figure) == ("skipped", "its 4 devices are those of several machines")
+
+
 @with_children
 def test_the_line_of_an_operation_on_the_host_is_found_in_a_pipeline() -> None:
     settings = ("strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=2")

@@ -100,11 +100,11 @@ def test_stages_that_workers_cannot_share_are_refused_unless_replicas_fit(
         tfpar.Trainer(wide, strategy)
 
 
-def test_each_replica_may_be_on_two_of_four_workers(workers: Any) -> None:
-    workers(1, 1, 1, 1)
-    described = ", ".join(f"worker {rank} CPU:0" for rank in range(4))
-    expected = f"Hybrid of 2 replicas of 2 stages on {described}, 2 micro-batches, 1f1b"
-    assert tfpar.Hybrid(pipeline(), 2).describe() == expected
+def test_each_replica_may_be_on_some_of_the_workers(workers: Any) -> None:
+    workers(*[1] * 12)
+    described = ", ".join(f"worker {rank} CPU:0" for rank in range(12))
+    expected = f"Hybrid of 6 replicas of 2 stages on {described}, 2 micro-batches, 1f1b"
+    assert tfpar.Hybrid(pipeline(), 6).describe() == expected
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,23 @@ def test_names_that_no_worker_has_are_refused(workers: Any, devices: list[str], 
     workers(2, 2)
     with pytest.raises(ValueError, match=re.escape(part)):
         pipeline(devices=devices)
+
+
+def test_replicas_on_devices_of_two_kinds_are_refused(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers(1, 1)
+    mixed = remote_devices.RemoteDevices([lent(1)[0], lent(1, 1, kind="GPU")[1]], watch=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(remote_devices, "connect", lambda *_: mixed)
+    with pipeline().scope():
+        pass  # stages may be on devices of two kinds
+    with pytest.raises(ValueError, match=re.escape("devices of one kind, as its replicas compute equal parts")):
+        tfpar.Hybrid(pipeline(1), 2)
+
+
+def test_an_evaluator_of_a_job_lends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "evaluator", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(environment))
+    with pytest.raises(ValueError, match=r"Pipeline\(across_workers=True\) trains with the chief .* an evaluator"):
+        pipeline()
 
 
 def test_devices_are_named_after_their_worker(workers: Any) -> None:

@@ -185,7 +185,10 @@ def _strategy_tasks(source: ModelSource, names: Sequence[str], found: gpus.Found
         # The first logical CPU is the host, and the others stand for GPUs.
         chosen, num_cpus = [f"CPU:{index + 1}" for index in range(number)], number + 1
     else:
-        wanted = named_devices(settings) or list(names)[:number]
+        across = isinstance(settings, config.Pipeline) and settings.across_workers
+        if across and len(names) < number:
+            return Check("strategy", "skipped", f"its {number} devices are those of several machines")
+        wanted = (not across and named_devices(settings)) or list(names)[:number]
         missing = [name for name in wanted if name not in names]
         if missing or len(wanted) < number:
             way_out = "Repair the devices above, or change strategy.devices."

@@ -72,7 +72,9 @@ def settings_on(settings: config.Strategy, devices: Sequence[str]) -> config.Str
             config.SingleDevice())  # fmt: skip
     if isinstance(settings, config.SingleDevice):
         return settings.model_copy(update={"device": devices[0]})
-    return settings.model_copy(update={"devices": tuple(devices), "num_logical_cpus": 1})
+    # The devices of this machine stand for those of other workers.
+    across = {"across_workers": False} if isinstance(settings, config.Pipeline) else {}
+    return settings.model_copy(update={"devices": tuple(devices), "num_logical_cpus": 1, **across})
 
 
 def _trained(source: ModelSource, strategy: tfpar.Strategy) -> tuple[dict[str, Any], list[np.ndarray], keras.Model]:

@@ -70,7 +70,8 @@ def across_workers(
     if number % num_workers or min(map(len, lent.of_workers)) < each:
         raise ValueError(_misfit(num_replicas, per_replica, lent))
     found = [device for of_one in lent.of_workers for device in of_one[:each]]
-    cluster.check_one_kind("A grid over workers", [_without_rank(cluster.short_name(device)) for device in found])
+    if num_replicas > 1:
+        cluster.check_one_kind("A grid over workers", [_without_rank(cluster.short_name(device)) for device in found])
     by_stage = [
         found[stage * num_replicas + replica] for replica in range(num_replicas) for stage in range(per_replica)
     ]
@@ -106,7 +107,8 @@ def _named(num_replicas: int, per_replica: int, lent: LentDevices, devices: Sequ
             f"devices must name {_each_device(num_replicas, per_replica)}, received {len(names)}: {list(devices)}. "
             f"There are: {list(existing)}."
         )
-    cluster.check_one_kind("A grid over workers", list(map(_without_rank, names)))
+    if num_replicas > 1:
+        cluster.check_one_kind("A grid over workers", list(map(_without_rank, names)))
     return [existing[name] for name in names]
 
 

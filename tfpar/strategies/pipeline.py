@@ -13,6 +13,7 @@ from tfpar.messages import keyword_arguments
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.partitioner import Balance, check_balance
 from tfpar.strategies import grid_devices, remote_devices
+from tfpar.strategies.job_roles import refuse_evaluator
 from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.staged import Settings, Staged
 from tfpar.strategies.worker_watch import WorkerWatch
@@ -154,6 +155,7 @@ def _lent_devices(
 
     In other processes than the chief it does not return.
     """
+    refuse_evaluator(job, "Pipeline(across_workers=True)")
     if job is None or job.num_workers == 1:
         raise ValueError(
             "across_workers=True is for a job of several workers, and TF_CONFIG describes none. Start the script with "

@@ -134,11 +134,12 @@ class Hybrid(Worker, Staged):
 
     def _lent_devices(self) -> list[str]:
         """Return the devices of each worker: their order in the grid depends on the model."""
-        of_workers: dict[str, list[str]] = {}
-        for name in sorted(map(remote_devices.label, self.devices)):
-            worker, _, device = name.rpartition(" ")
-            of_workers.setdefault(worker, []).append(device)
-        return [f"{worker} {' '.join(devices)}" for worker, devices in of_workers.items()]
+        assert self._lent is not None
+        used = [[device for device in devices if device in self.devices] for devices in self._lent.of_workers]
+        names = [
+            [remote_devices.label(device).rpartition(" ")[::2] for device in devices] for devices in used if devices
+        ]
+        return [f"{of_one[0][0]} {' '.join(device for _, device in of_one)}" for of_one in names]
 
     @property
     def device_names(self) -> list[str]:
@@ -235,6 +236,6 @@ def _check(pipeline: Pipeline, num_replicas: int) -> None:
         raise ValueError(f"num_replicas must be a whole number of at least 1, received {num_replicas!r}.")
     if pipeline.given_devices is not None and num_replicas > 1:
         raise ValueError(
-            f"The devices of all replicas are an argument of Hybrid, received devices={pipeline.devices} of the "
+            f"The devices of all replicas are an argument of Hybrid, received devices={pipeline.given_devices} of the "
             "pipeline. Leave them out there, and give devices to Hybrid."
         )

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfpar.cluster import tf_config
 from tfpar.strategies.base import Strategy
+from tfpar.strategies.job_roles import refuse_evaluator
 from tfpar.strategies.multi_worker import preflight
 from tfpar.strategies.multi_worker.collectives import Group
 from tfpar.strategies.multi_worker.consensus import Consensus
@@ -34,12 +35,7 @@ class Worker(Strategy):
             ValueError: If this process is an evaluator.
         """
         job = tf_config.from_environment(os.environ)
-        if job is not None and job.role == "evaluator":
-            raise ValueError(
-                f"{type(self).__name__} trains with the chief and the workers, and TF_CONFIG makes this process an "
-                "evaluator. Train nothing here: python -m tfpar.train evaluates the chief's checkpoints in such a "
-                "process."
-            )
+        refuse_evaluator(job, type(self).__name__)
         self.addresses = job.addresses if job is not None else ("localhost:0",)
         self.num_workers, self.rank = len(self.addresses), 0 if job is None else job.rank
         return job
