@@ -26,17 +26,24 @@ def one_device_optimizer() -> Iterator[None]:
 
     Keras 3.15's TensorFlow optimizer reduces and updates across replicas itself, after clipping and inside
     conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
-    `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right.
+    `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right. It reads the
+    learning rate once for each weight, and would send each value to the process of the weight; here it reads it once.
     """
+
+    def update_all(optimizer: BaseOptimizer, gradients: Any, variables: Any, learning_rate: Any) -> None:
+        is_variable = isinstance(learning_rate, keras.Variable)
+        rate = tf.convert_to_tensor(learning_rate.value) if is_variable else learning_rate
+        BaseOptimizer._backend_update_step(optimizer, gradients, variables, rate)
+
     names = (
         "_apply_weight_decay",
         "_backend_increment_gradient_accumulators",
-        "_backend_update_step",
         "_overwrite_model_variables_with_average_value",
     )
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(TFOptimizer, name, getattr(BaseOptimizer, name)))
+        stack.enter_context(mock.patch.object(TFOptimizer, "_backend_update_step", update_all))
         stack.enter_context(mock.patch.object(LossScaleOptimizer, "_tf_apply", LossScaleOptimizer._common_apply))
         yield
 

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfpar
+from tfpar._compat import keras_optimizer
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -67,3 +68,22 @@ def test_an_action_after_a_loop_waits_for_its_own_device_alone(schedule: str) ->
         )  # updates of metrics are in TensorFlow's order
     ]
     assert waiting == []
+
+
+def test_a_step_reads_the_learning_rate_once_for_all_weights() -> None:
+    optimizer, weights = keras.optimizers.SGD(0.1), [keras.Variable(tf.zeros([2])) for _ in range(3)]
+    optimizer.build(weights)
+
+    @tf.function
+    def apply() -> None:
+        with keras_optimizer.one_device_optimizer():
+            optimizer.apply([tf.ones([2])] * 3, weights)
+
+    graph = apply.get_concrete_function().graph
+    handles = {id(inside): outside for outside, inside in graph.captures}
+    reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp"]
+    of_rate = [op for op in reads if handles.get(id(op.inputs[0])) is optimizer.learning_rate.value.handle]
+    assert len(of_rate) == 1
+    assert [float(weight[0]) for weight in weights] == [0.0] * 3
+    apply()
+    assert [float(weight[0]) for weight in weights] == pytest.approx([-0.1] * 3)
