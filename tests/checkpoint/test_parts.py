@@ -179,6 +179,16 @@ def widened(layer: keras.Layer) -> keras.Layer:
     return type(layer).from_config({**layer.get_config(), "dtype": "float32"})
 
 
+def test_copies_of_other_devices_are_in_the_memory_of_the_host(monkeypatch: Patch) -> None:
+    """As of a GPU: a copy there would take its memory until the file is written."""
+    monkeypatch.setattr(holders, "hosts_of", lambda variables: dict.fromkeys(variables, HOST))
+    with tf.device("CPU:1"):
+        away = keras.Variable([1.0, 2.0])
+    (copies,), _ = held_copies.copy(keras.Model(), {"weights/away": away})
+    assert away.value.device.endswith("CPU:1")
+    assert [tensor.device for tensor in copies.tensors.values()] == [HOST]
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

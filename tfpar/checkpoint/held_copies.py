@@ -65,7 +65,8 @@ class _Holder:
                 value = memory.read_value()
                 if name.startswith("weights/") and value.dtype.is_floating:
                     finite.append(tf.reduce_all(tf.math.is_finite(value)))
-            values.append(tf.cast(value, _stored_type(value.dtype)))
+            with tf.device(self.host):
+                values.append(tf.cast(tf.identity(value), _stored_type(value.dtype)))
         return values, tf.reduce_all(tf.stack(finite))
 
     def copy(self) -> tuple[Copies, tf.Tensor]:

@@ -37,7 +37,6 @@ _ERRORS = {
     tf.errors.ResourceExhaustedError: errno.ENOSPC,
     tf.errors.PermissionDeniedError: errno.EACCES,
     tf.errors.NotFoundError: errno.ENOENT,
-    tf.errors.FailedPreconditionError: errno.ENOTDIR,
     tf.errors.UnknownError: errno.EIO,
 }
 
