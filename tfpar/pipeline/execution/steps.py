@@ -28,8 +28,6 @@ from tfpar.pipeline.schedule.segments import Segment, segments
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
 
-_MAX_UNROLLED = 16  # micro-batches: each takes a tenth of a second of processor time to compile
-
 
 class PipelineSteps:
     """The steps of one model in stages, until the model is compiled again.
@@ -114,7 +112,7 @@ class PipelineSteps:
         """
         scale = self._loss_scale()
         context = self._begin(batch, scale, part, training=True)
-        context.run(self._segments(self._of_one_replica.in_order()))
+        context.run(segments(self._of_one_replica.in_order()))
         gradients = context.gradients()
         loss = self._finish(_plain(batch), context, add_penalties(self._model, gradients, scale))
         # Updates come after all operations that read weights.
@@ -135,7 +133,7 @@ class PipelineSteps:
         """
         scale = tf.ones((), keras.config.floatx())
         context = self._begin(batch, scale, part, training=False)
-        context.run(self._segments(self._forward_actions()))
+        context.run(segments(self._forward_actions()))
         return self._finish(_plain(batch), context, add_penalties(self._model, {}, scale))
 
     def predict_step(self, inputs: Any, part: LocalPart | None = None) -> Any:
@@ -153,7 +151,7 @@ class PipelineSteps:
             for of_one, of_replica, first in zip(programs, microbatches, self._first_microbatches, strict=True)
         ]
         for execution in executions:
-            execution.run(self._segments(self._forward_actions()))
+            execution.run(segments(self._forward_actions()))
         changes = added_changes([execution.variables.changes() for execution in executions])
         assign_states(values_after(changes), [end for execution in executions for end in execution.ends])
         parts = [part for execution in executions for part in execution.outputs()]
@@ -265,11 +263,6 @@ class PipelineSteps:
     def _first_microbatches(self) -> range:
         """The index in the batch of the first micro-batch of each replica."""
         return range(0, self._schedule.num_microbatches, self._schedule.microbatches_per_replica)
-
-    def _segments(self, actions: Sequence[Action]) -> list[Segment]:
-        """Return the loops of a step; between processes, where an iteration costs messages, only of long steps."""
-        is_short = self._of_one_replica.num_microbatches <= _MAX_UNROLLED
-        return [Segment(tuple(actions))] if is_short and len(self._hosts) > 1 else segments(actions)
 
     @functools.cached_property
     def _hosts(self) -> set[str]:
