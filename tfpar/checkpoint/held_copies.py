@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import tf_distribute
-from tfpar.checkpoint import checksums, holders
+from tfpar.checkpoint import checksums, holders, host_copies
 from tfpar.per_model import PerModel
 
 
@@ -59,15 +59,10 @@ class _Holder:
         self._writer = writer.get_concrete_function(tf.TensorSpec([], tf.string), *specs)
 
     def _copies(self) -> tuple[list[tf.Tensor], tf.Tensor]:
-        values, finite = [], [tf.constant(True)]
-        for name, memory in self.memories.items():
-            with tf.device(memory.device):
-                value = memory.read_value()
-                if name.startswith("weights/") and value.dtype.is_floating:
-                    finite.append(tf.reduce_all(tf.math.is_finite(value)))
-            with tf.device(self.host):
-                values.append(tf.cast(tf.identity(value), _stored_type(value.dtype)))
-        return values, tf.reduce_all(tf.stack(finite))
+        is_weight = [name.startswith("weights/") for name in self.memories]
+        values, finite = host_copies.copies_on(self.host, list(self.memories.values()), is_weight)
+        with tf.device(self.host):
+            return [tf.cast(value, _stored_type(value.dtype)) for value in values], finite
 
     def copy(self) -> tuple[Copies, tf.Tensor]:
         """Return copies, and whether the weights among them are finite, both in the memory of the holder.

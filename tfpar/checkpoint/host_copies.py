@@ -48,25 +48,33 @@ def copy_to_host(model: keras.Model, variables: dict[str, Any]) -> tuple[dict[st
     return {name: np.asarray(value) for name, value in zip(found, values, strict=True)}, bool(finite)
 
 
+def copies_on(host: str, memories: Sequence[tf.Variable], checked: Sequence[bool]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    """Return the values of variables on a host, and whether the checked ones are finite; in a traced function.
+
+    Args:
+        host: The CPU of a process.
+        memories: Variables of that process, on any of its devices.
+        checked: Whether to look at the numbers of a variable, on its device.
+    """
+    values, finite = [], [tf.constant(True)]
+    for memory, is_checked in zip(memories, checked, strict=True):
+        with tf.device(memory.device):
+            value = memory.read_value()
+            if is_checked and value.dtype.is_floating:
+                finite.append(tf.reduce_all(tf.math.is_finite(value)))
+        with tf.device(host):
+            values.append(tf.identity(value))
+    with tf.device(host):
+        return values, tf.reduce_all(tf.stack(finite))
+
+
 class _Copies:
     """A compiled function that copies some variables, and whether those that are checked are finite."""
 
     def __init__(self, memories: Sequence[tf.Variable], checked: Sequence[bool]) -> None:
         self._memories = memories
 
-        def copy() -> tuple[list[tf.Tensor], tf.Tensor]:
-            values, finite = [], [tf.constant(True)]
-            for memory, is_checked in zip(memories, checked, strict=True):
-                with tf.device(memory.device):
-                    value = memory.read_value()
-                    if is_checked and value.dtype.is_floating:
-                        finite.append(tf.reduce_all(tf.math.is_finite(value)))
-                with tf.device(_HOST):
-                    values.append(tf.identity(value))
-            with tf.device(_HOST):
-                return values, tf.reduce_all(tf.stack(finite))
-
-        self.run = tf.function(copy, autograph=False)
+        self.run = tf.function(lambda: copies_on(_HOST, memories, checked), autograph=False)
 
     def are_of(self, memories: Sequence[tf.Variable]) -> bool:
         """Return whether the function copies these variables and no other ones."""
