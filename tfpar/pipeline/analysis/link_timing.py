@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-_ROUND_TRIPS, _REPEATS = 4, 3
+from tfpar.pipeline.analysis.step_timing import run_seconds
+
+_ROUND_TRIPS = 4
 
 
 def measure_transfers(devices: Sequence[str], cut_bytes: Sequence[int]) -> tuple[float, ...]:
@@ -31,8 +32,8 @@ def measure_transfers(devices: Sequence[str], cut_bytes: Sequence[int]) -> tuple
 def _seconds(device: str, other: str, num_bytes: int) -> float:
     """Return the least seconds of a transfer, from some round trips one after another."""
 
-    @tf.function(autograph=False)
-    def travel(tensor: tf.Tensor) -> tf.Tensor:
+    def travel() -> tf.Tensor:
+        tensor = sent
         for _ in range(_ROUND_TRIPS):
             with tf.device(other):
                 tensor = tf.abs(tensor)
@@ -41,10 +42,5 @@ def _seconds(device: str, other: str, num_bytes: int) -> float:
         return tensor[0]
 
     with tf.device(device):
-        tensor = tf.zeros([max(1, num_bytes // 4)])
-    found = []
-    for _ in range(1 + _REPEATS):  # the first one compiles
-        began = time.perf_counter()
-        travel(tensor).numpy()
-        found.append((time.perf_counter() - began) / (2 * _ROUND_TRIPS))
-    return min(found[1:])
+        sent = tf.zeros([max(1, num_bytes // 4)])
+    return min(run_seconds(travel)) / (2 * _ROUND_TRIPS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from tfpar.pipeline.execution.stage_chain import StepPrograms
 from tfpar.pipeline.execution.stage_program import StageProgram
 from tfpar.pipeline.schedule.links import Link, fit_link
 from tfpar.reduction.gradient_addition import sum_of
+from tfpar.reduction.weight_owners import num_bytes
 
 # Messages whose durations a link is fitted to: the smallest is latency, the largest several packs at once. Together
 # they take a fraction of a second on a network of 1 Gbit/s.
@@ -90,7 +90,7 @@ def measure_all_reduces(programs: StepPrograms, peers: Peers | None) -> WorkerSu
     if peers is None:
         return WorkerSums()
     found = [_gradients_of(program) for program in programs.programs.stages]
-    of_loss = sum(map(_num_bytes, programs.loss.parameters))  # summed with those of the last stage
+    of_loss = sum(map(num_bytes, programs.loss.parameters))  # summed with those of the last stage
     sizes = [size + of_loss * (stage == len(found) - 1) for stage, (size, _) in enumerate(found)]
     link = measure_link(peers, programs.programs.stages[-1].device, max(sizes))
     return WorkerSums(tuple(link.seconds(size) if size else 0.0 for size in sizes), any(rows for _, rows in found))
@@ -109,9 +109,9 @@ def measure_link(peers: Peers, device: str, most_bytes: int) -> Link:
     return fit_link(sizes, [_all_reduce_seconds(peers, device, size) for size in sizes])
 
 
-def _all_reduce_seconds(peers: Peers, device: str, num_bytes: int) -> float:
+def _all_reduce_seconds(peers: Peers, device: str, size_bytes: int) -> float:
     with tf.device(device):
-        number = num_bytes // _GRADIENTS_PER_MESSAGE // tf.float32.size
+        number = size_bytes // _GRADIENTS_PER_MESSAGE // tf.float32.size
         weights = [keras.Variable(tf.zeros([number]), dtype="float32") for _ in range(_GRADIENTS_PER_MESSAGE)]
         gradients = [tf.zeros([number]) for _ in weights]
     return statistics.median(run_seconds(lambda: peers.add_gradients(gradients, weights)))
@@ -122,8 +122,4 @@ def _gradients_of(program: StageProgram) -> tuple[int, bool]:
     gradients = program.trace.backward.weight_gradients
     pairs = list(zip(program.parameters, gradients, strict=True))
     dense = [parameter for parameter, gradient in pairs if not isinstance(gradient, tuple | type(None))]
-    return sum(map(_num_bytes, dense)), any(isinstance(gradient, tuple) for gradient in gradients)
-
-
-def _num_bytes(parameter: keras.Variable) -> int:
-    return int(math.prod(parameter.shape)) * int(tf.as_dtype(parameter.dtype).size)
+    return sum(map(num_bytes, dense)), any(isinstance(gradient, tuple) for gradient in gradients)

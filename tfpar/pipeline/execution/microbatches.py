@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
+from tfpar._compat import tf_distribute
 from tfpar.pipeline.execution.bundles import is_copied
 from tfpar.pipeline.execution.peers import LocalPart
 from tfpar.pipeline.execution.row_padding import Rows
@@ -30,8 +31,8 @@ def host_of(device: str) -> str:
         >>> host_of("GPU:1"), host_of("/job:worker/replica:0/task:1/device:GPU:0")
         ('CPU:0', '/job:worker/replica:0/task:1/device:CPU:0')
     """
-    spec = tf.DeviceSpec.from_string(device)
-    return HOST if spec.task is None else str(spec.replace(device_type="CPU", device_index=0).to_string())
+    is_named_in_full = tf.DeviceSpec.from_string(device).task is not None
+    return tf_distribute.host_of(device) if is_named_in_full else HOST
 
 
 class Share(NamedTuple):
