@@ -97,26 +97,32 @@ def swap_owned_averages() -> None:
     if getattr(swap, _OWNED, False):
         return
 
-    def swap_owned(callback: SwapEMAWeights, optimizer: Any) -> None:
-        pairs = _weights_and_averages(optimizer)
-        if not any(is_owned(average) for _, average in pairs):
-            swap(callback, optimizer)
-            return
-        for weight, average in pairs:
-            total = memories(weight)[0] + average._value
-            average._value.assign(total - average._value)
-            _assign(weight, total - average._value)
+    def swap_pair(weight: keras.Variable, average: keras.Variable) -> None:
+        total = memories(weight)[0] + average._value
+        average._value.assign(total - average._value)
+        for memory in memories(weight):
+            memory.assign(total - average._value)
 
-    def finalize_owned(callback: SwapEMAWeights, optimizer: Any) -> None:
-        pairs = _weights_and_averages(optimizer)
-        if not any(is_owned(average) for _, average in pairs):
-            finalize(callback, optimizer)
-            return
-        for weight, average in pairs:
-            average._value.assign(memories(weight)[0].read_value())
+    def finalize_pair(weight: keras.Variable, average: keras.Variable) -> None:
+        average._value.assign(memories(weight)[0].read_value())
 
-    setattr(swap_owned, _OWNED, True)
-    SwapEMAWeights._tf_swap_variables, SwapEMAWeights._tf_finalize_ema_values = swap_owned, finalize_owned
+    SwapEMAWeights._tf_swap_variables = _for_each_owned_pair(swap, swap_pair)
+    SwapEMAWeights._tf_finalize_ema_values = _for_each_owned_pair(finalize, finalize_pair)
+
+
+def _for_each_owned_pair(original: Callable[..., None], change: Callable[..., None]) -> Callable[..., None]:
+    """Return a method of `SwapEMAWeights` that changes each weight and its average, or calls Keras' own method."""
+
+    def method(callback: SwapEMAWeights, optimizer: Any) -> None:
+        averages = optimizer._model_variables_moving_average
+        if not any(map(is_owned, averages)):
+            original(callback, optimizer)
+            return
+        for weight, average in zip(optimizer._trainable_variables, averages, strict=True):
+            change(weight, average)
+
+    setattr(method, _OWNED, True)
+    return method
 
 
 def refuse_updates_by_replicas() -> None:
@@ -139,12 +145,3 @@ def refuse_updates_by_replicas() -> None:
 
     setattr(update_mirrored, _OWNED, True)
     TFOptimizer._distributed_tf_update_step = update_mirrored
-
-
-def _weights_and_averages(optimizer: Any) -> list[tuple[keras.Variable, keras.Variable]]:
-    return list(zip(optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True))
-
-
-def _assign(weight: keras.Variable, value: tf.Tensor) -> None:
-    for memory in memories(weight):
-        memory.assign(value)
