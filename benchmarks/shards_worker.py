@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
-from benchmarks import process
+from benchmarks import process, process_memory
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -44,26 +43,19 @@ def run(workload: str, shard: Any, num_replicas: int, num_steps: int) -> dict[st
         model.compile(keras.optimizers.Adam(1e-4), "mse")
         return model
 
-    before_bytes = _bytes("VmRSS")
+    before_bytes = process_memory.resident_bytes()
     trainer = tfpar.Trainer(build, tfpar.Mirrored(shard=shard), seed=0)
     dataset = tf.data.Dataset.from_tensors((examples_of_batch, examples_of_batch)).repeat()
     trainer.fit(dataset, steps_per_epoch=2, verbose=0)
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    process_memory.reset_peak()
     began_seconds = time.perf_counter()
     trainer.fit(dataset, steps_per_epoch=num_steps, verbose=0)
     seconds = time.perf_counter() - began_seconds
     num_parameters = num_replicas * trainer.model.count_params()
     return {
         "steps_per_second": num_steps / seconds,
-        "bytes_per_parameter": (_bytes("VmHWM") - before_bytes) / num_parameters,
+        "bytes_per_parameter": (process_memory.peak_bytes() - before_bytes) / num_parameters,
     }
-
-
-def _bytes(field: str) -> int:
-    """Return a size of this process from Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith(f"{field}:")]
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

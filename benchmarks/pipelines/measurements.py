@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 import tfpar
+from benchmarks import process_memory
 from benchmarks.harness import Output
 from benchmarks.pipelines.examples import arrays
 from benchmarks.pipelines.memory import together_bytes
 from benchmarks.pipelines.models import BUILD_MODEL
 from benchmarks.pipelines.setting import Setting
-
-CLEAR_REFERENCES = Path("/proc/self/clear_refs")
-STATM = Path("/proc/self/statm")
 
 
 def _model_of(setting: Setting) -> Any:
@@ -139,9 +135,9 @@ def _memory(setting: Setting) -> Output:
     before: list[int] = []
 
     def note(step: int, logs: Any = None) -> None:
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)  # Linux tells kilobytes
-        CLEAR_REFERENCES.write_text("5")  # resets the peak, proc(5)
-        before.append(int(STATM.read_text().split()[1]) * resource.getpagesize())
+        peaks.append(process_memory.peak_bytes())
+        process_memory.reset_peak()
+        before.append(process_memory.resident_bytes())
 
     _model_of(setting).fit(
         _batches(setting, setting.num_microbatches).concatenate(full),

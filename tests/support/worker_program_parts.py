@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import workers
+from tests.support.process_memory import memory_bytes, reset_peak
 
 WIDTH = 5000  # a weight of 100 MB on worker 1, with its momentum and its moving average
 NOT_SHARED = Path("/proc/self/cwd/checkpoints")  # another folder in every process
@@ -39,16 +39,10 @@ def data() -> tf.data.Dataset:
 @contextmanager
 def growth_of(phase: str, found: dict[str, float]) -> Iterator[None]:
     """Note by how many MB the peak of this process's memory exceeds its memory at the beginning."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = _peak_megabytes()
+    reset_peak()
+    before = memory_bytes("VmHWM")
     yield
-    found[phase] = _peak_megabytes() - before
-
-
-def _peak_megabytes() -> float:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    found[phase] = (memory_bytes("VmHWM") - before) / 2**20
 
 
 def growth(strategy: tfpar.Strategy, root: Path) -> dict[str, float]:

@@ -1,13 +1,11 @@
 """The regression trainer: it finds the true weights, with few rows in memory."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import tfpar
 from tests.support.command import ROOT
+from tests.support.process_memory import memory_bytes, reset_peak
 from tfpar import config
 from tfpar.data.sources import synthetic
 from tfpar.trainers.regression import Regression, build_model
@@ -17,16 +15,9 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 SMALL = ROOT / "configs" / "regression_small.toml"
 
 
-def memory_bytes(key: str) -> int:
-    """A line of this process's `/proc/self/status`: VmRSS is what it holds now, VmHWM the most it has held."""
-    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
 def peak_growth_bytes(run: config.Run) -> int:
     """By how much this process grows at most while it trains a run."""
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
+    reset_peak()
     before = memory_bytes("VmRSS")
     trainer = Regression(run, tfpar.SingleDevice())
     trainer.fit(trainer.train_data, epochs=1, verbose=0)
