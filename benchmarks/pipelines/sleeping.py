@@ -1,8 +1,8 @@
 """The experiments of grids of devices whose layers sleep, and the step of the simulator. No TensorFlow here.
 
-Devices that sleep do not share cores, so that eight of them run on two. The step is predicted from the seconds that the
-layers are told to sleep, and from the rate to which the network is set; nothing of it is measured. A second prediction
-is what tfpar prints, from measured actions and messages.
+Devices that sleep do not share cores, so that eight of them run on two. The first prediction takes the seconds of each
+sleep and the rate that the network is set to, and no measurement. The second is what tfpar prints, from measured
+actions and messages.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def with_more_in_flight(schedule: Schedule, cuts: tuple[int, ...]) -> Schedule:
 
     Args:
         schedule: "1f1b", of any number of replicas.
-        cuts: Indices of cuts; cut c is behind stage c.
+        cuts: Indices of cuts; cut c follows stage c.
 
     Example:
         >>> from tfpar.pipeline import schedule
