@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from tfpar.parity import check_parity
     from tfpar.reduction.objective import Objective
     from tfpar.reduction.whole_batch import gather
-    from tfpar.strategies import Hybrid, Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy, WorkerLostError
+    from tfpar.strategies import (
+        Hybrid,
+        Mirrored,
+        MultiWorker,
+        Pipeline,
+        SingleDevice,
+        Strategy,
+        TensorParallel,
+        WorkerLostError,
+    )
     from tfpar.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -40,6 +49,7 @@ _HOMES = {
     "ReplicaCheck": "callbacks",
     "SingleDevice": "strategies",
     "Strategy": "strategies",
+    "TensorParallel": "strategies",
     "Throughput": "callbacks",
     "Trainer": "trainer",
     "WorkerLostError": "strategies",
@@ -67,6 +77,7 @@ __all__ = [
     "ReplicaCheck",
     "SingleDevice",
     "Strategy",
+    "TensorParallel",
     "Throughput",
     "Trainer",
     "WorkerLostError",

@@ -337,8 +337,8 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         (["training.ema_overwrite_frequency=5"], "training.ema_overwrite_frequency = 5 needs a moving average"),
         (
             ["strategy.num_logical_cpus=2"],
-            'strategy.num_logical_cpus = 2 is a setting of strategy.kind = "mirrored", "multi_worker", "pipeline" or '
-            '"hybrid", received "auto": leave it out, or set one of these kinds.',
+            'strategy.num_logical_cpus = 2 is a setting of strategy.kind = "mirrored", "multi_worker", "pipeline", '
+            '"hybrid" or "tensor_parallel", received "auto": leave it out, or set one of these kinds.',
         ),
         (
             ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", 'strategy.devices=["GPU:0"]'],
@@ -396,7 +396,7 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         (
             ["strategy.kind=3"],
             'strategy.kind = 3 must be one of "auto", "single_device", "mirrored", "multi_worker", "pipeline", '
-            '"hybrid" (default "auto").',
+            '"hybrid", "tensor_parallel" (default "auto").',
         ),
         (
             [*HYBRID, "training.global_batch_size=15"],

@@ -23,6 +23,7 @@ IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
     "mirrored over 2": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
     "pipeline of 2": lambda: tfpar.Pipeline(2, 3, "1f1b", balance=[1, 3]),
     "pipeline of 4": lambda: tfpar.Pipeline(4, 2, "zero_bubble", balance=[1, 1, 1, 1]),
+    "tensor parallel over 3": lambda: tfpar.TensorParallel(3),
     "hybrid of 2 x 2": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, "gpipe", balance=[2, 2]), 2),
 }
 OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
@@ -35,6 +36,10 @@ OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
 DRIVEN_BY_THE_FIRST = ("pipeline over two workers", "grid over two workers")
 LAYOUTS = (*IN_ONE_PROCESS, *OVER_WORKERS)
 GRID, WITH_GRID = "grid over two workers", ("one device", "two workers", *DRIVEN_BY_THE_FIRST)
+PIECES, WITH_PIECES = (
+    "tensor parallel over 3",
+    ("one device", "mirrored over 2", "two workers", "tensor parallel over 3"),
+)
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
 
 
@@ -42,10 +47,12 @@ def pairs(every: bool) -> list[tuple[str, str]]:
     """Return the layouts under which a run begins and ends.
 
     Args:
-        every: Whether to return all pairs with a grid over workers, whose parts other layouts have as well.
+        every: Whether to return all pairs with a grid over workers, whose parts other layouts have as well, and all
+            with weights in pieces.
     """
     found = itertools.product(LAYOUTS, LAYOUTS)
-    return [pair for pair in found if every or GRID not in pair or {*pair} <= {*WITH_GRID}]
+    some = {GRID: WITH_GRID, PIECES: WITH_PIECES}
+    return [pair for pair in found if every or all({*pair} <= {*some.get(layout, LAYOUTS)} for layout in pair)]
 
 
 def build() -> keras.Model:

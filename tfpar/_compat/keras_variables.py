@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfpar._compat import tf_distribute, versions
+from tfpar._compat import tf_distribute, tf_divided_memory, versions
 
 
 def state(model: keras.Model) -> list[Any]:
@@ -107,10 +107,12 @@ def is_allocated(variable: Any) -> bool:
 
 def is_on(variable: Any, device: str) -> bool:
     """Return whether the memory of a variable is on a device: `"GPU:1"` of this process, or one by its full name."""
-    return is_allocated(variable) and _full_name(variable._value.device) == _full_name(device)
+    if not is_allocated(variable) or tf_divided_memory.is_divided(variable):
+        return False
+    return full_name(variable._value.device) == full_name(device)
 
 
-def _full_name(device: str) -> str:
+def full_name(device: str) -> str:
     """Return the full name of a device that is named in full, or in short as one of this process."""
     spec = tf.DeviceSpec.from_string(device if "/" in device else f"/device:{device}")
     own = tf.DeviceSpec.from_string(tf_distribute.own_task())

@@ -3,7 +3,16 @@
 from tfpar.config.data_section import Data, Feature
 from tfpar.config.run import Run, changes_weights, closest_key, dump, load, schema
 from tfpar.config.sections import Callbacks, Model, Optimizer, Training
-from tfpar.config.strategy_section import Auto, Hybrid, Mirrored, MultiWorker, Pipeline, SingleDevice, Strategy
+from tfpar.config.strategy_section import (
+    Auto,
+    Hybrid,
+    Mirrored,
+    MultiWorker,
+    Pipeline,
+    SingleDevice,
+    Strategy,
+    TensorParallel,
+)
 
 __all__ = [
     "Auto",
@@ -19,6 +28,7 @@ __all__ = [
     "Run",
     "SingleDevice",
     "Strategy",
+    "TensorParallel",
     "Training",
     "changes_weights",
     "closest_key",

@@ -20,6 +20,7 @@ _DeviceOfWorker = Annotated[
 ]
 _LayerCounts = Annotated[tuple[Count, ...], Field(min_length=1, strict=False)]
 _LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
+_Axes = Annotated[tuple[OrNone[Literal["model"]], ...], Field(min_length=1, max_length=16, strict=False)]
 
 # Settings of several kinds.
 _Devices = Annotated[
@@ -187,12 +188,30 @@ class Hybrid(Pipeline):
     OF_GRID: ClassVar[tuple[str, ...]] = ("num_replicas", "devices", "all_reduce", "form_seconds", "silence_seconds")
 
 
+class TensorParallel(Section):
+    """Layers divided over several devices of this machine.
+
+    >>> TensorParallel(num_shards=2, layout={"dense.*kernel": ("none", "model")}).layout
+    {'dense.*kernel': (None, 'model')}
+    """
+
+    kind: Literal["tensor_parallel"] = Field("tensor_parallel", description="How the model is trained.")
+    num_shards: Annotated[int, Field(ge=2, le=4096)] = Field(description="Number of devices that divide each layer.")
+    layout: OrNone[dict[Text, _Axes]] = Field(
+        None,
+        description='Rules for the weights to divide: regular expressions of their paths, each with "model" at the '
+        'divided axis and "none" at the others; none: all large layers.',
+    )
+    devices: _Devices = None
+    num_logical_cpus: _NumLogicalCPUs = 1
+
+
 def _with_kind(table: Any) -> Any:
     return {"kind": "auto", **table} if isinstance(table, dict) else table
 
 
 Strategy = Annotated[
-    Auto | SingleDevice | Mirrored | MultiWorker | Pipeline | Hybrid,
+    Auto | SingleDevice | Mirrored | MultiWorker | Pipeline | Hybrid | TensorParallel,
     Field(discriminator="kind"),
     BeforeValidator(_with_kind),
 ]
@@ -204,7 +223,7 @@ def num_replicas(strategy: Strategy) -> int:
     >>> num_replicas(Mirrored(num_logical_cpus=2))
     2
     """
-    if isinstance(strategy, SingleDevice | Pipeline):
+    if isinstance(strategy, SingleDevice | Pipeline | TensorParallel):
         return 1
     num_logical_cpus = 1 if isinstance(strategy, Auto) else strategy.num_logical_cpus
     return len(strategy.devices or ()) or num_logical_cpus

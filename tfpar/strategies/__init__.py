@@ -9,6 +9,7 @@ from tfpar.strategies.multi_worker.hybrid import Hybrid
 from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.resolve import resolve, strategy_of
 from tfpar.strategies.single_device import SingleDevice
+from tfpar.strategies.tensor_parallel import TensorParallel
 
 __all__ = [
     "Distributed",
@@ -18,6 +19,7 @@ __all__ = [
     "Pipeline",
     "SingleDevice",
     "Strategy",
+    "TensorParallel",
     "WorkerLostError",
     "from_settings",
     "lost_worker",

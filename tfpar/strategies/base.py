@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_variables, tf_distribute
+from tfpar._compat import keras_variables, tf_distribute, tf_divided_memory
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import metric_logs
 from tfpar.reduction.weight_owners import num_bytes
@@ -163,7 +163,7 @@ class Strategy(abc.ABC):
 
     def holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is allocated on the devices of this strategy."""
-        return keras_variables.home_of(variable) is self.home
+        return keras_variables.home_of(variable) is self.home and not tf_divided_memory.is_divided(variable)
 
     def move_model(self, model: keras.Model) -> None:
         """Move the variables of a model to this strategy: weights, optimizer, metrics, random state.

@@ -14,12 +14,14 @@ from tfpar.strategies.multi_worker.hybrid import Hybrid
 from tfpar.strategies.multi_worker.strategy import MultiWorker
 from tfpar.strategies.pipeline import Pipeline
 from tfpar.strategies.single_device import SingleDevice
+from tfpar.strategies.tensor_parallel import TensorParallel
 
 _CLASSES: dict[str, type[Strategy]] = {
     "single_device": SingleDevice,
     "mirrored": Mirrored,
     "multi_worker": MultiWorker,
     "pipeline": Pipeline,
+    "tensor_parallel": TensorParallel,
 }
 _NOT_ARGUMENTS = ("kind", "num_logical_cpus")
 
@@ -63,8 +65,9 @@ def from_settings(settings: config.Strategy) -> Strategy:
 def _split_cpu(settings: config.Strategy) -> None:
     num_cpus = getattr(settings, "num_logical_cpus", 1)
     if num_cpus > 1:
-        # Stages run at the same time: each device uses an equal part of the cores.
-        num_cores = max(1, cores.num_allowed_cores() // num_cpus) if isinstance(settings, config.Pipeline) else None
+        # Stages, and shards, run at the same time: each device uses an equal part of the cores.
+        at_once = isinstance(settings, config.Pipeline | config.TensorParallel)
+        num_cores = max(1, cores.num_allowed_cores() // num_cpus) if at_once else None
         cluster.use_logical_cpus(num_cpus, num_cores)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -93,7 +93,12 @@ class Graph:
     outputs: Any
 
 
-def run(calls: Sequence[Call], tensors: dict[Value, Any], training: bool) -> None:
+def run(
+    calls: Sequence[Call],
+    tensors: dict[Value, Any],
+    training: bool,
+    run_one: Callable[[Call, dict[Value, Any], bool], Any] | None = None,
+) -> None:
     """Run layer calls in order, and add their outputs to `tensors`.
 
     As in Keras, layers receive the argument `training`, and tensors carry their masks.
@@ -102,6 +107,7 @@ def run(calls: Sequence[Call], tensors: dict[Value, Any], training: bool) -> Non
         calls: Layer calls of one graph, in its order. For a part of the graph `tensors` must have the other inputs.
         tensors: The tensors of the values, at first those of the inputs.
         training: Argument of the layers for which the model passes no constant `training`.
+        run_one: Runs one layer call and returns its outputs; None for `run_call`.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
@@ -114,11 +120,18 @@ def run(calls: Sequence[Call], tensors: dict[Value, Any], training: bool) -> Non
     one_call = keras_tracing.one_model_call(call.operation for call in calls)
     with keras_losses_in_call.in_call(), tf_function.own_traces(), one_call:
         for call in calls:
-            outputs = keras.tree.flatten(_run_call(call, tensors, training))
+            outputs = keras.tree.flatten((run_one or run_call)(call, tensors, training))
             tensors |= dict(zip(call.outputs, outputs, strict=True))
 
 
-def _run_call(call: Call, tensors: Mapping[Value, Any], training: bool) -> Any:
+def run_call(call: Call, tensors: Mapping[Value, Any], training: bool) -> Any:
+    """Run one layer call, as `run` does, and return its outputs.
+
+    Args:
+        call: A layer call.
+        tensors: The tensors of its inputs.
+        training: As for `run`.
+    """
     args, kwargs = keras.tree.map_structure(
         lambda leaf: tensors[leaf] if isinstance(leaf, Value) else leaf, (call.args, dict(call.kwargs))
     )

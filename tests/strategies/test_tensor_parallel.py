@@ -1,0 +1,292 @@
+"""Tensor parallelism: layers divided over devices train, evaluate, predict, save and resume as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpar
+from tests.properties.test_parity import computing_in
+from tfpar._compat import tf_divided_memory
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+Data = tuple[np.ndarray, np.ndarray]
+FEATURES, CLASSES, TOKENS = 12, 3, 11
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    with computing_in("float64"):
+        yield
+
+
+def perceptron(optimizer: Callable[[], Any] | None = None) -> keras.Model:
+    """Pairs of layers with what a pair may contain, and layers that stay whole between them."""
+    inputs = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(10, "gelu", name="up")(inputs)
+    hidden = keras.layers.Dropout(0.3, seed=3)(hidden)
+    hidden = keras.layers.Dense(7, kernel_regularizer="l2", name="down")(hidden)
+    hidden = keras.layers.BatchNormalization()(hidden)
+    gate = keras.layers.Dense(9, "silu", name="gate")(hidden)
+    hidden = keras.layers.Dense(7, name="after")(gate * keras.layers.Dense(9, name="value")(hidden) * 0.5)
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES, "softmax", name="classes")(hidden))
+    default = keras.optimizers.AdamW(0.01, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2, clipnorm=0.01)
+    model.compile(optimizer() if optimizer else default, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def sequence() -> keras.Model:
+    """A divided table with masked numbers, contractions by equations, and a layer that is used twice."""
+    tokens = keras.Input((6,), dtype="int32")
+    table = keras.layers.Embedding(TOKENS, 4, mask_zero=True, name="table")
+    hidden = keras.layers.GRU(5, return_sequences=True)(table(tokens) + table(tokens[:, ::-1]))
+    hidden = keras.layers.Masking()(hidden)
+    hidden = keras.layers.Dense(8, "relu", name="columns")(hidden)
+    hidden = keras.layers.EinsumDense("abc,cd->abd", (None, 5), bias_axes="d", name="rows")(hidden)
+    hidden = keras.layers.EinsumDense("abc,cde->abde", (None, 3, 2), bias_axes="e", name="heads")(hidden)
+    hidden = keras.layers.EinsumDense("abde,dec->abc", (None, 4), name="joined")(hidden)
+    model = keras.Model(tokens, keras.layers.Dense(2, name="outputs")(hidden))
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.5), "mse", metrics=["mae"])
+    return model
+
+
+def of_features(num_examples: int = 37) -> Data:
+    random = np.random.default_rng(0)
+    return random.normal(size=(num_examples, FEATURES)), random.integers(0, CLASSES, num_examples)
+
+
+def of_tokens() -> Data:
+    random = np.random.default_rng(1)
+    return random.integers(0, TOKENS, (37, 6)), random.normal(size=(37, 6, 2))
+
+
+def fitted(build: Callable[[], keras.Model], data: Data, strategy: tfpar.Strategy, **fit: Any) -> tuple[Any, ...]:
+    trainer = tfpar.Trainer(build, strategy, seed=0)
+    fit = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0, **fit}
+    history = trainer.fit(*data, **fit).history
+    return trainer, history, state(trainer.model)
+
+
+def trained(build: Callable[[], keras.Model], data: Data, strategy: tfpar.Strategy) -> tuple[Any, ...]:
+    trainer, history, _ = fitted(build, data, strategy)
+    logs = trainer.evaluate(*data, batch_size=8, verbose=0, return_dict=True)
+    outputs = trainer.predict(data[0], batch_size=8, verbose=0)
+    return trainer, history, logs, outputs, state(trainer.model)
+
+
+def state(model: keras.Model) -> list[np.ndarray]:
+    return [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
+
+
+def assert_equal(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
+    def compare(one: Any, other: Any) -> None:
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+    keras.tree.map_structure(compare, found, expected)
+
+
+def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
+    """The sizes of the pieces of each divided weight, by its layer and name."""
+    return {
+        "/".join(variable.path.split("/")[-2:]): variable.value.sizes
+        for variable in model.weights
+        if tf_divided_memory.is_divided(variable)
+    }
+
+
+@pytest.mark.parametrize(
+    ("build", "data", "expected"),
+    [
+        (perceptron, of_features, {"up/kernel": (4, 3, 3), "up/bias": (4, 3, 3), "down/kernel": (4, 3, 3)}),
+        (sequence, of_tokens, {"table/embeddings": (4, 4, 3), "columns/kernel": (3, 3, 2), "rows/kernel": (3, 3, 2)}),
+    ],
+    ids=["perceptron", "sequence"],
+)
+@pytest.mark.parametrize("devices", [["CPU:0", "CPU:1", "CPU:2"]], ids=["3 shards"])
+def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any], devices: list[str]) -> None:
+    _, *wanted = trained(build, data(), tfpar.SingleDevice())
+    trainer, *found = trained(build, data(), tfpar.TensorParallel(len(devices), devices=devices))
+    assert_equal(found, wanted)
+    assert divided(trainer.model).items() >= expected.items()
+
+
+def test_a_device_holds_its_pieces_of_weights_and_of_optimizer_state_only() -> None:
+    trainer, *_ = fitted(perceptron, of_features(8), tfpar.TensorParallel(2, devices=["CPU:2", "CPU:1"]))
+    model = trainer.model
+    up = model.get_layer("up").kernel
+    assert up.path in {weight.path for weight in model.weights}, "one variable, with its name"
+    slots = [slot for slot in model.optimizer.variables if slot.shape == up.shape]
+    assert len(slots) == 4, "momentum, velocity, average and accumulator"
+    for variable in (up, *slots):
+        assert [piece.device[-5:] for piece in variable.value.pieces] == ["CPU:2", "CPU:1"]
+        assert [tuple(piece.shape) for piece in variable.value.pieces] == [(12, 5), (12, 5)]
+    norm = next(layer for layer in model.layers if isinstance(layer, keras.layers.BatchNormalization))
+    assert norm.gamma.value.device.endswith("CPU:2"), "a whole weight is on the first device"
+
+
+def test_preview_says_what_is_divided() -> None:
+    trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2), seed=0)
+    preview = trainer.preview(tf.data.Dataset.from_tensor_slices(of_features()).batch(8))
+    assert [row.device for row in preview.rows] == ["CPU:0", "CPU:1"]
+    assert preview.rows[1].state_bytes < preview.rows[0].state_bytes
+    text = str(preview)
+    for line in ("up is divided by columns", "down is divided by rows", "gate is divided by columns"):
+        assert line in text
+    assert "is whole: layers of the class BatchNormalization are not divided" in text
+
+
+def test_saves_a_plain_file_and_loads_weights(tmp_path: Path) -> None:
+    trainer, _, _, outputs, _ = trained(perceptron, of_features(), tfpar.TensorParallel(2))
+    trainer.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras")
+    assert_equal(plain.predict(of_features()[0], verbose=0), outputs)
+    other = tfpar.Trainer(perceptron, tfpar.TensorParallel(3), seed=5)
+    other.model.load_weights(tmp_path / "model.keras")
+    assert_equal(other.predict(of_features()[0], verbose=0), outputs)
+    other.model.set_weights(plain.get_weights())
+    assert_equal(other.model(of_features()[0], training=False), outputs)
+
+
+def test_a_model_moves_between_strategies() -> None:
+    strategies = [tfpar.SingleDevice(), tfpar.TensorParallel(2), tfpar.Mirrored(["CPU:0", "CPU:1"])]
+    strategies += [tfpar.TensorParallel(3), tfpar.Pipeline(2, 1, devices=["CPU:0", "CPU:1"]), tfpar.SingleDevice()]
+
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(size, "tanh") for size in (8, 6, CLASSES)]
+        model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+        model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+        return model
+
+    def results(strategies: list[tfpar.Strategy]) -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        model = build()
+        for strategy in strategies:
+            trainer = tfpar.Trainer(model, strategy)
+            trainer.fit(*of_features(16), batch_size=8, shuffle=False, verbose=0)
+        return state(model)
+
+    assert_equal(results(strategies), results([tfpar.SingleDevice()] * len(strategies)))
+
+
+def test_callbacks_change_divided_weights() -> None:
+    def build() -> keras.Model:
+        return perceptron(lambda: keras.optimizers.SGD(0.5, momentum=0.9, use_ema=True, ema_momentum=0.5))
+
+    def run(strategy: tfpar.Strategy) -> list[Any]:
+        stop = keras.callbacks.EarlyStopping("loss", mode="max", patience=1, restore_best_weights=True)
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        return [fitted(build, of_features(), strategy, epochs=3, callbacks=[one])[1:] for one in (stop, swap)]
+
+    assert_equal(run(tfpar.TensorParallel(2)), run(tfpar.SingleDevice()))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.01, clipvalue=0.01)),
+        lambda: keras.optimizers.Adagrad(0.1, use_ema=True, ema_overwrite_frequency=3),
+        lambda: keras.optimizers.RMSprop(0.01, momentum=0.9, centered=True, clipnorm=0.01),
+        lambda: keras.optimizers.Ftrl(0.1),
+    ],
+    ids=["loss scaling, Nadam", "Adagrad, overwritten by averages", "RMSprop", "Ftrl"],
+)
+def test_optimizers_update_pieces_as_whole_weights(optimizer: Callable[[], Any]) -> None:
+    data = of_features(24)
+    both = [
+        fitted(lambda: perceptron(optimizer), data, strategy, epochs=1)[1:]
+        for strategy in (tfpar.TensorParallel(3), tfpar.SingleDevice())
+    ]
+    assert_equal(*both)
+
+
+def test_weights_without_decay_frozen_layers_and_another_compilation() -> None:
+    def run(strategy: tfpar.Strategy) -> list[np.ndarray]:
+        trainer = tfpar.Trainer(perceptron, strategy, seed=0)
+        for frozen in ("up", "down"):
+            optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1)
+            optimizer.exclude_from_weight_decay(var_names=["bias"])
+            trainer.model.get_layer(frozen).trainable = False
+            trainer.compile(optimizer, "sparse_categorical_crossentropy")
+            trainer.fit(*of_features(24), batch_size=8, shuffle=False, verbose=0)
+        return state(trainer.model)
+
+    assert_equal(run(tfpar.TensorParallel(2)), run(tfpar.SingleDevice()))
+
+
+def test_mixed_precision_rounds_as_on_one_device() -> None:
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(8, "gelu", dtype="mixed_bfloat16"), keras.layers.Dense(CLASSES)]
+        model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        return model
+
+    inputs, _ = of_features(16)
+    data = inputs, np.random.default_rng(2).normal(size=(16, CLASSES))
+    both = [fitted(build, data, one, epochs=1)[1:] for one in (tfpar.TensorParallel(2), tfpar.SingleDevice())]
+    assert_equal(*both, tolerance=1e-2)
+    model = tfpar.Trainer(build, tfpar.TensorParallel(2), seed=0).model
+    assert {weight.dtype for weight in model.weights} == {"float32", "float64"}
+
+
+def test_rules_divide_what_they_name() -> None:
+    rules = {"down/kernel": ("model", None), "gate/kernel": (None, "model"), "up": (None, None)}
+    with pytest.raises(ValueError, match=r"'up' has 2 for '.*up/bias' of shape \(10,\)"):
+        tfpar.Trainer(perceptron, tfpar.TensorParallel(2, layout=rules), seed=0)
+    rules = {"down/kernel": ("model", None), "gate/kernel": (None, "model")}
+    trainer, *found = fitted(perceptron, of_features(), tfpar.TensorParallel(2, layout=rules))
+    assert set(divided(trainer.model)) == {"down/kernel", "gate/kernel", "gate/bias"}
+    assert_equal(found, list(fitted(perceptron, of_features(), tfpar.SingleDevice())[1:]))
+
+
+def test_a_number_outside_of_the_table_is_an_error_as_on_one_device() -> None:
+    tokens, targets = of_tokens()
+    for strategy in (tfpar.SingleDevice(), tfpar.TensorParallel(2)):
+        trainer = tfpar.Trainer(sequence, strategy, seed=0)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="is not in"):
+            trainer.fit(tokens + TOKENS, targets, verbose=0)
+
+
+class Objectives(keras.Model):
+    def objectives(self) -> list[tfpar.Objective]:
+        return [tfpar.Objective("loss", lambda batch, training: batch)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_shards": 1}, "at least 2, received 1"),
+        ({"num_shards": True}, "at least 2, received True"),
+        ({"num_shards": 9}, "num_shards=9 needs 9 devices, and there are 4"),
+        ({"num_shards": 2, "devices": ["CPU:0"]}, "received num_shards=2 and 1 devices"),
+        ({"num_shards": 2, "devices": ["CPU:0", "CPU:7"]}, "CPU:7"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tfpar.TensorParallel(**arguments)
+
+
+def test_an_optimizer_that_needs_whole_weights_is_refused_before_the_first_step() -> None:
+    for optimizer in (keras.optimizers.Adafactor, keras.optimizers.Lamb, keras.optimizers.Muon):
+        trainer = tfpar.Trainer(lambda optimizer=optimizer: perceptron(optimizer), tfpar.TensorParallel(2), seed=0)
+        before = trainer.model.get_weights()
+        with pytest.raises(
+            ValueError, match=rf"received {optimizer.__name__}\. Choose .* Mirrored\(shard='optimizer'\)"
+        ):
+            trainer.fit(*of_features(8), verbose=0)
+        assert_equal(trainer.model.get_weights(), before)
+        trainer.evaluate(*of_features(8), verbose=0)  # it has no update
+
+
+def test_a_model_with_objectives_is_refused() -> None:
+    model = Objectives()
+    model.compile("sgd")
+    with pytest.raises(ValueError, match="trains with the loss of compile, and Objectives has objectives"):
+        tfpar.Trainer(model, tfpar.TensorParallel(2))

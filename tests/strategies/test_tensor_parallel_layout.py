@@ -1,0 +1,144 @@
+"""The layout of tensor parallelism as pure data: which way each layer call takes, and what the rules of a user say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tfpar.strategies.tensor_parallel.layout import Cut, Division, Layout, Offer, Way, Weight, even_sizes, plan
+from tfpar.strategies.tensor_parallel.rules import axes_by_rules, check_rules
+
+
+def dense(name: str, inputs: tuple[str, ...], rows: int, columns: int, kernel: str = "") -> Offer:
+    key = kernel or f"{name}/kernel"
+    ways = (
+        Way("rows", rows, {key: Cut(0)}, takes=-1),
+        Way("columns", columns, {key: Cut(1), f"{name}/bias": Cut(0)}, gives=Cut(-1)),
+    )
+    return Offer(name, inputs, (name,), (key, f"{name}/bias"), ways, "Dense")
+
+
+def elementwise(name: str, *inputs: str) -> Offer:
+    ways = tuple(Way("elements", None, {}, axis, Cut(axis)) for axis in (-1, -2))
+    return Offer(name, inputs, (name,), (), ways, "Activation")
+
+
+def whole(name: str, *inputs: str, weights: tuple[str, ...] = ()) -> Offer:
+    return Offer(name, inputs, (name,), weights, (), "Lambda")
+
+
+def weights_of(*offers: Offer, reasons: Mapping[str, str] | None = None) -> dict[Any, Weight]:
+    sizes: dict[Any, tuple[int, ...]] = {}
+    for offer in offers:
+        rows, columns = (
+            next((way.size or 1 for way in offer.ways if way.name == name), 1) for name in ("rows", "columns")
+        )
+        for key in offer.weights:
+            sizes.setdefault(key, (columns,) if key.endswith("bias") else (rows, columns))
+    given = reasons or {}
+    return {
+        key: Weight(key, shape, 4 * shape[0] * (shape[1] if len(shape) > 1 else 1), given.get(key, ""))
+        for key, shape in sizes.items()
+    }
+
+
+def names(layout: Layout) -> list[str | None]:
+    return [way and way.name for way in layout.ways]
+
+
+def test_sizes_differ_by_at_most_one() -> None:
+    assert [even_sizes(size, 3) for size in (12, 10, 2)] == [(4, 4, 4), (4, 3, 3), (1, 1, 0)]
+
+
+def test_layers_are_divided_in_pairs_with_elementwise_calls_between() -> None:
+    offers = [dense("up", ("x",), 8, 32), elementwise("gelu", "up"), dense("down", ("gelu",), 32, 8)]
+    layout = plan(offers, weights_of(*offers), 2)
+    assert names(layout) == ["columns", "elements", "rows"]
+    assert layout.weights["up/bias"] == Division(0, (16, 16))
+    assert layout.weights["down/kernel"] == Division(0, (16, 16))
+    assert "down/bias" not in layout.weights, "it is added once, to the sum"
+    assert "down" not in layout.values
+
+
+def test_the_product_of_two_divided_layers_is_divided() -> None:
+    offers = [dense("gate", ("x",), 8, 32), dense("up", ("x",), 8, 32), elementwise("product", "gate", "up")]
+    offers.append(dense("down", ("product",), 32, 8))
+    assert names(plan(offers, weights_of(*offers), 3)) == ["columns", "columns", "elements", "rows"]
+
+
+def test_a_value_of_another_placement_is_gathered() -> None:
+    offers = [dense("up", ("x",), 8, 32), elementwise("sum", "up", "x"), dense("down", ("sum",), 32, 8)]
+    assert names(plan(offers, weights_of(*offers), 2)) == ["columns", None, "columns"]
+
+
+def test_small_layers_stay_whole_without_a_word_and_others_with_the_reason() -> None:
+    offers = [
+        dense("large", ("x",), 64, 640),
+        dense("head", ("large",), 640, 1),
+        whole("mixer", "x", weights=("mixer/kernel",)),
+    ]
+    weights = weights_of(*offers) | {"mixer/kernel": Weight("mixer/kernel", (64, 64), 16384)}
+    layout = plan([*offers, dense("tiny", ("x",), 2, 2)], weights | weights_of(dense("tiny", ("x",), 2, 2)), 2)
+    assert names(layout) == ["columns", "rows", None, None]
+    assert layout.whole == {"mixer": "layers of the class Lambda are not divided"}
+
+
+def test_a_size_below_the_number_of_shards_is_a_reason() -> None:
+    offers = [dense("narrow", ("x",), 100, 2)]
+    assert plan(offers, weights_of(*offers), 3).whole == {"narrow": "2 columns for 3 shards"}
+
+
+def test_a_weight_that_another_layer_reads_whole_stays_whole() -> None:
+    table = Way("rows of the table", 100, {"table": Cut(0)})
+    offers = [
+        Offer("embedding", ("tokens",), ("embedding",), ("table",), (table,), "Embedding"),
+        whole("logits", "embedding", weights=("table",)),
+    ]
+    layout = plan(offers, {"table": Weight("table", (100, 8), 3200)}, 2)
+    assert names(layout) == [None, None]
+    assert layout.whole["embedding"] == "'table' stays whole: 'logits' reads it whole"
+
+
+def test_a_layer_that_is_used_twice_is_divided_in_one_way() -> None:
+    offers = [dense("first", ("x",), 8, 8, "tied"), dense("second", ("first",), 8, 8, "tied")]
+    layout = plan(offers, weights_of(*offers), 2)
+    assert names(layout) in (["columns", "columns"], [None, None])
+    assert len({layout.weights.get("tied")}) == 1
+
+
+def test_rules_choose_the_axis_and_leave_other_weights_whole() -> None:
+    offers = [dense("first", ("x",), 8, 8), dense("second", ("first",), 8, 8), dense("third", ("second",), 8, 8)]
+    weights = weights_of(*offers)
+    rules = check_rules({"first/kernel": (None, "model"), "third.*kernel": ["model", None]})
+    layout = plan(offers, weights, 2, axes_by_rules(rules or {}, weights))
+    assert names(layout) == ["columns", None, "rows"]
+
+
+def test_a_rule_that_no_way_of_the_layer_follows_is_refused() -> None:
+    offers = [whole("mixer", "x", weights=("mixer/kernel",))]
+    weights = {"mixer/kernel": Weight("mixer/kernel", (8, 8), 256)}
+    with pytest.raises(ValueError, match=r"divides 'mixer/kernel' at axis 1, and 'mixer' can be divided at no axis"):
+        plan(offers, weights, 2, {"mixer/kernel": 1})
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        ({"nothing": (None, "model")}, ValueError, "'nothing' is found in no path .* such as 'dense/kernel'"),
+        ({"dense": (None, None), "kernel": (None, None)}, ValueError, "'dense' and 'kernel' both name 'dense/kernel'"),
+        ({"kernel": ("model",)}, ValueError, r"'kernel' has 1 for 'dense/kernel' of shape \(4, 8\)"),
+        ({"kernel": ("model", "model")}, ValueError, 'at most one axis "model"'),
+        ({"kernel": ("batch", None)}, ValueError, 'at most one axis "model"'),
+        ({"(": (None,)}, ValueError, "begins with a regular expression, received '\\('"),
+        ({"kernel": "model"}, TypeError, "to a tuple such as"),
+        ({}, TypeError, "at least one rule"),
+        ("kernel", TypeError, "must be a mapping"),
+    ],
+    ids=lambda value: re.sub(r"\W+", "_", str(value))[:30],
+)  # fmt: skip
+def test_bad_rules_are_refused(rules: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        axes_by_rules(check_rules(rules) or {}, {0: Weight("dense/kernel", (4, 8), 128)})

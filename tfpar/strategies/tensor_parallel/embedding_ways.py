@@ -1,0 +1,76 @@
+"""The ways to divide an Embedding: by rows of its table, and by columns.
+
+rows      each shard looks up the numbers of its own rows, with zeros for all others; the results are added
+columns   each shard looks up a part of each row
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar._compat import keras_model
+from tfpar.pipeline.graph.ir import Call
+from tfpar.strategies.tensor_parallel import pieces as pieces_of
+from tfpar.strategies.tensor_parallel.layout import Cut, Way
+from tfpar.strategies.tensor_parallel.pieces import Pieces
+from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
+
+
+def embedding_ways(call: Call) -> tuple[Way, ...]:
+    """Return the ways to divide a call of an Embedding layer.
+
+    Args:
+        call: A layer call.
+    """
+    layer = call.operation
+    if len(call.inputs) != 1 or layer.lora_enabled or layer.quantization_mode or layer.activity_regularizer:
+        return ()
+    table = id(layer.embeddings)
+    return (
+        Way("rows of the table", layer.input_dim, {table: Cut(0)}, None, None, functools.partial(_run, by_rows=True)),
+        Way(
+            "columns of the table", layer.output_dim, {table: Cut(1)}, None, Cut(-1),
+            functools.partial(_run, by_rows=False),
+        ),
+    )  # fmt: skip
+
+
+def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
+    layer, (value,) = call.operation, call.inputs
+    sizes = layer.embeddings.value.sizes
+    numbers = placed.whole(value)
+    with tf.device(placed.devices[0]):
+        if numbers.dtype not in (tf.int32, tf.int64):
+            numbers = tf.cast(numbers, tf.int32)
+        # Keras 3.15 counts negative numbers from the end.
+        numbers = tf.where(numbers < 0, numbers + tf.cast(layer.input_dim, numbers.dtype), numbers)
+    mask = layer_mask(layer, placed, value)
+    outputs = []
+    for shard, device in enumerate(placed.devices):
+        table = weight_piece(layer.embeddings, shard)
+        with tf.device(device):
+            own = tf.identity(numbers)
+            if by_rows:
+                rows = _rows_of_shard(table, own, shard, sizes)
+            else:
+                rows = tf.gather(table, own)
+            outputs.append(tf.cast(rows, layer.compute_dtype))
+    if by_rows:
+        with tf.device(placed.devices[0]):
+            return keras_model.with_mask(pieces_of.added(outputs, placed.devices), mask)
+    return Pieces(tuple(outputs), -1, mask)
+
+
+def _rows_of_shard(table: tf.Tensor, numbers: tf.Tensor, shard: int, sizes: tuple[int, ...]) -> tf.Tensor:
+    """Return the rows of a shard, zeros for those of other shards; a number outside of the whole table is an error."""
+    own = numbers - tf.cast(sum(sizes[:shard]), numbers.dtype)
+    is_own = tf.fill(tf.shape(own), True)
+    if shard > 0:
+        is_own &= own >= 0
+    if shard < len(sizes) - 1:
+        is_own &= own < sizes[shard]
+    rows = tf.gather(table, tf.where(is_own, own, tf.zeros_like(own)))
+    return tf.where(is_own[..., None], rows, tf.zeros_like(rows))

@@ -1,0 +1,287 @@
+"""The layout of a model: which layer calls are divided, and along which axis of their weights and values.
+
+    x ──► Dense(4096) by columns ──► gelu ──► Dense(512) by rows ──► sum ──► y
+    whole      pieces along -1     pieces -1      partial results    whole
+
+A layer call is divided in one of the ways that its layer offers. The layout is pure data about weights and values, so
+that it is tested without a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+# A layer call with a smaller part of the bytes of all weights than this stays whole.
+SMALLEST_PART = 0.001
+
+
+class Division(NamedTuple):
+    """The division of a tensor into pieces, one for each shard.
+
+    Args:
+        axis: The divided axis.
+        sizes: The size of each piece along it.
+    """
+
+    axis: int
+    sizes: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """The axis of a weight or value that a way divides.
+
+    Args:
+        axis: The axis.
+        per_unit: The number of elements along the axis for each unit.
+    """
+
+    axis: int
+    per_unit: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to divide a layer call.
+
+    Args:
+        name: Such as "columns".
+        size: The number of units to divide, such as columns or heads; None for that of the input's pieces.
+        cuts: The cut of each divided weight, by the weight's key.
+        takes: The axis of the pieces of its inputs; None for whole inputs.
+        gives: The cut of its output; None for a whole output, the sum of a partial result of each shard.
+        run: Computes the outputs.
+    """
+
+    name: str
+    size: int | None = None
+    cuts: Mapping[Hashable, Cut] = dataclasses.field(default_factory=dict)
+    takes: int | None = None
+    gives: Cut | None = None
+    run: Callable[..., Any] | None = None
+
+
+class Weight(NamedTuple):
+    """A weight of a model.
+
+    Args:
+        path: Its path.
+        shape: Its shape.
+        num_bytes: Its size.
+        whole_because: The reason why it cannot be divided; an empty text for none.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    whole_because: str = ""
+
+
+class Offer(NamedTuple):
+    """A layer call with the ways to divide it.
+
+    Args:
+        name: The name of the call.
+        inputs: The keys of its input values.
+        outputs: The keys of its output values.
+        weights: The keys of the weights that it reads.
+        ways: The ways to divide it, the best first.
+        kind: The class of its layer.
+    """
+
+    name: str
+    inputs: tuple[Hashable, ...]
+    outputs: tuple[Hashable, ...]
+    weights: tuple[Hashable, ...]
+    ways: tuple[Way, ...]
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The chosen ways.
+
+    Args:
+        ways: The way of each layer call; None for one that runs on the first device alone.
+        weights: The division of each divided weight, by its key.
+        values: The division of each value in pieces, by its key.
+        whole: For each large layer call that is not divided its name and the reason.
+    """
+
+    ways: tuple[Way | None, ...]
+    weights: Mapping[Hashable, Division]
+    values: Mapping[Hashable, Division]
+    whole: Mapping[str, str]
+
+
+def even_sizes(size: int, num_shards: int) -> tuple[int, ...]:
+    """Return the sizes of pieces that differ by at most one, the larger ones first.
+
+    Args:
+        size: The number of units.
+        num_shards: The number of pieces.
+
+    Example:
+        >>> even_sizes(10, 3)
+        (4, 3, 3)
+    """
+    return tuple(size // num_shards + (shard < size % num_shards) for shard in range(num_shards))
+
+
+def plan(
+    offers: Sequence[Offer],
+    weights: Mapping[Hashable, Weight],
+    num_shards: int,
+    wanted: Mapping[Hashable, int | None] | None = None,
+) -> Layout:
+    """Choose a way for each layer call.
+
+    Layer calls choose in their order, each for the placement of its inputs: a layer on pieces by rows, one on a whole
+    input by columns. A weight that calls would divide differently stays whole.
+
+    Args:
+        offers: The layer calls of a model, in order.
+        weights: All weights of the model, by key.
+        num_shards: The number of shards.
+        wanted: The divided axis of weights by rules of the user, None for one that stays whole; without rules all large
+            layers are divided.
+
+    Raises:
+        ValueError: If a rule divides a weight along an axis that no way of its layer divides.
+
+    Example:
+        >>> columns = Way("columns", 8, {"kernel": Cut(1)}, gives=Cut(-1))
+        >>> offer = Offer("dense", ("x",), ("y",), ("kernel",), (columns,), "Dense")
+        >>> plan([offer], {"kernel": Weight("dense/kernel", (4, 8), 128)}, 2).values["y"].sizes
+        (4, 4)
+    """
+    kept: dict[Hashable, str] = {key: one.whole_because for key, one in weights.items() if one.whole_because}
+    while True:
+        search = _Search(weights, num_shards, wanted, kept)
+        found = search.run(offers)
+        conflicts = search.conflicts
+        if not conflicts:
+            return found
+        kept |= conflicts
+
+
+class _Search:
+    """One pass over the layer calls, with some weights that must stay whole."""
+
+    def __init__(
+        self,
+        weights: Mapping[Hashable, Weight],
+        num_shards: int,
+        wanted: Mapping[Hashable, int | None] | None,
+        kept: Mapping[Hashable, str],
+    ) -> None:
+        self._weights, self._num_shards, self._wanted, self._kept = weights, num_shards, wanted, kept
+        self._least_bytes = SMALLEST_PART * sum(one.num_bytes for one in weights.values())
+        self._divisions: dict[Hashable, Division] = {}
+        self._values: dict[Hashable, Division] = {}
+        self._read_whole: dict[Hashable, str] = {}
+        self._unmet: dict[Hashable, str] = {}
+        self.conflicts: dict[Hashable, str] = {}
+
+    def run(self, offers: Sequence[Offer]) -> Layout:
+        ways, whole = [], dict[str, str]()
+        for offer in offers:
+            way, reason = self._choose(offer)
+            ways.append(way)
+            if way is None:
+                for key in offer.weights:
+                    self._read_whole.setdefault(key, offer.name)
+                if reason:
+                    whole[offer.name] = reason
+        if self._wanted is None:
+            both = [key for key in self._divisions if key in self._read_whole]
+            self.conflicts |= {key: f"{self._read_whole[key]!r} reads it whole" for key in both}
+        if not self.conflicts:
+            self._refuse_unmet()
+        return Layout(tuple(ways), self._divisions, self._values, whole)
+
+    def _choose(self, offer: Offer) -> tuple[Way | None, str]:
+        """Return the way of a layer call, or None with the reason, if its weights are large enough for one."""
+        reasons = []
+        for way in offer.ways:
+            sizes = self._sizes(way, offer)
+            if sizes is None:
+                continue
+            reason = self._obstacle(way, sizes, offer)
+            if not reason:
+                self._note(way, sizes, offer)
+                return way, ""
+            reasons.append(reason)
+        if not self._is_large(offer.weights):
+            return None, ""
+        if self._wanted is not None:
+            self._note_unmet(offer, reasons)
+            return None, ""
+        return None, next(filter(None, reasons), f"layers of the class {offer.kind} are not divided")
+
+    def _sizes(self, way: Way, offer: Offer) -> tuple[int, ...] | None:
+        """Return the units of each shard, None if the way does not fit the placement of the inputs."""
+        given = [self._values.get(value) for value in offer.inputs]
+        if way.takes is None:
+            return even_sizes(way.size or 0, self._num_shards)
+        first = given[0] if given else None
+        if first is None:
+            # A user's rule may ask for rows without columns before them; the input is then divided.
+            is_asked = self._wanted is not None and any(self._wanted.get(key) is not None for key in way.cuts)
+            return even_sizes(way.size, self._num_shards) if is_asked and way.size and not any(given) else None
+        if any(one != first for one in given) or first.axis != way.takes:
+            return None
+        return first.sizes if way.size in (None, sum(first.sizes)) else None
+
+    def _obstacle(self, way: Way, sizes: tuple[int, ...], offer: Offer) -> str:
+        """Return the reason against a way, an empty text for none."""
+        if not way.cuts:
+            return ""
+        if min(sizes) < 1:
+            return f"{sum(sizes)} {way.name} for {self._num_shards} shards"
+        for key, cut in way.cuts.items():
+            if key in self._kept:
+                return f"{self._weights[key].path!r} stays whole: {self._kept[key]}"
+            division = _scaled(cut, sizes)
+            if self._divisions.get(key, division) != division:
+                self.conflicts[key] = "layers would divide it differently"
+                return self.conflicts[key]
+        if self._wanted is not None:
+            asked = {key: self._wanted[key] for key in offer.weights if self._wanted.get(key) is not None}
+            if not asked:
+                return "no rule names it"
+            fits = all(key in way.cuts and way.cuts[key].axis == axis for key, axis in asked.items())
+            stays = [key for key in way.cuts if key in self._wanted and self._wanted[key] is None]
+            return "" if fits and not stays else f"by {way.name} it would be divided otherwise"
+        return "" if self._is_large(tuple(way.cuts)) else "its weights are small"
+
+    def _note(self, way: Way, sizes: tuple[int, ...], offer: Offer) -> None:
+        self._divisions.update((key, _scaled(cut, sizes)) for key, cut in way.cuts.items())
+        if way.gives is not None:
+            self._values.update((value, _scaled(way.gives, sizes)) for value in offer.outputs)
+
+    def _is_large(self, keys: Sequence[Hashable]) -> bool:
+        total = sum(self._weights[key].num_bytes for key in keys if key in self._weights)
+        return total > 0 and total >= self._least_bytes
+
+    def _note_unmet(self, offer: Offer, reasons: Sequence[str]) -> None:
+        for key in offer.weights:
+            if (self._wanted or {}).get(key) is not None:
+                why = next(filter(None, reasons), f"layers of the class {offer.kind} are not divided")
+                possible = sorted({way.cuts[key].axis for way in offer.ways if key in way.cuts})
+                axes = f"at axis {' or '.join(map(str, possible))}" if possible else "at no axis by itself"
+                self._unmet.setdefault(key, f"{offer.name!r} can be divided {axes} ({why})")
+
+    def _refuse_unmet(self) -> None:
+        for key, axis in (self._wanted or {}).items():
+            if axis is not None and key not in self._divisions:
+                reason = self._unmet.get(key, "no layer call reads it")
+                raise ValueError(
+                    f"A rule of layout divides {self._weights[key].path!r} at axis {axis}, and {reason}. Change or "
+                    "remove the rule."
+                )
+
+
+def _scaled(cut: Cut, sizes: Sequence[int]) -> Division:
+    return Division(cut.axis, tuple(cut.per_unit * size for size in sizes))

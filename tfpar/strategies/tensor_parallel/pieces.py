@@ -1,0 +1,96 @@
+"""Values on the devices of the shards: whole on the first device, or in pieces.
+
+The gradient of a transfer returns to the device that sent the value, so that the backward pass of each operation runs
+where its forward pass did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pieces:
+    """A value in pieces along an axis, one on each device.
+
+    Args:
+        tensors: The pieces, `[batch, ...]` each.
+        axis: The divided axis, from the end.
+        mask: The Keras mask of the whole value, on the first device; None for none.
+    """
+
+    tensors: tuple[tf.Tensor, ...]
+    axis: int
+    mask: tf.Tensor | None = None
+
+
+def sent(tensor: tf.Tensor, source: str, target: str) -> tf.Tensor:
+    """Send a tensor from the device of one shard to that of another; its gradient is sent back.
+
+    Args:
+        tensor: A tensor on the source.
+        source: A device.
+        target: A device.
+    """
+    if source == target:
+        return tensor
+
+    @tf.custom_gradient
+    def transfer(value: tf.Tensor) -> Any:
+        with tf.device(target):
+            arrived = tf.identity(value)
+
+        def back(gradient: tf.Tensor) -> tf.Tensor:
+            with tf.device(source):
+                return tf.identity(gradient)
+
+        return arrived, back
+
+    return transfer(tensor)
+
+
+def gathered(pieces: Sequence[tf.Tensor], axis: int, devices: Sequence[str]) -> tf.Tensor:
+    """Return pieces as one tensor on the first device.
+
+    Args:
+        pieces: The piece on each device.
+        axis: The divided axis.
+        devices: The devices.
+    """
+    home = devices[0]
+    with tf.device(home):
+        return tf.concat([sent(one, device, home) for one, device in zip(pieces, devices, strict=True)], axis)
+
+
+def added(partial: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
+    """Return the sum of the partial results of the shards, in their order, on the first device.
+
+    Args:
+        partial: The partial result on each device.
+        devices: The devices.
+    """
+    home = devices[0]
+    total = partial[0]
+    for one, device in zip(partial[1:], devices[1:], strict=True):
+        arrived = sent(one, device, home)
+        with tf.device(home):
+            total = total + arrived
+    return total
+
+
+def divided(tensor: tf.Tensor, sizes: Sequence[int], axis: int, devices: Sequence[str]) -> tuple[tf.Tensor, ...]:
+    """Return a whole tensor of the first device in pieces.
+
+    Args:
+        tensor: A tensor.
+        sizes: The size of each piece.
+        axis: The axis to divide.
+        devices: The devices.
+    """
+    with tf.device(devices[0]):
+        parts = tf.split(tensor, list(sizes), axis)
+    return tuple(sent(part, devices[0], device) for part, device in zip(parts, devices, strict=True))

@@ -1,0 +1,94 @@
+"""The shards of a layer call: its inputs, and the pieces of its weights, on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar._compat import keras_model, tf_divided_memory
+from tfpar.pipeline.graph.ir import Value
+from tfpar.strategies.tensor_parallel import pieces as pieces_of
+from tfpar.strategies.tensor_parallel.pieces import Pieces
+
+
+class Placed:
+    """The values of one run of a model, whole or in pieces, and their copies on other devices.
+
+    Args:
+        tensors: The values: a tensor on the first device, or its pieces.
+        devices: The device of each shard.
+    """
+
+    def __init__(self, tensors: dict[Value, Any], devices: Sequence[str]) -> None:
+        self.tensors, self.devices = tensors, devices
+        self._whole: dict[Value, Any] = {}
+        self._copies: dict[tuple[Value, int], tf.Tensor] = {}
+
+    def whole(self, value: Value) -> Any:
+        """Return a whole value on the first device; pieces are gathered once."""
+        held = self.tensors[value]
+        if not isinstance(held, Pieces):
+            return held
+        if value not in self._whole:
+            tensor = pieces_of.gathered(held.tensors, held.axis, self.devices)
+            self._whole[value] = keras_model.with_mask(tensor, held.mask)
+        return self._whole[value]
+
+    def on(self, value: Value, shard: int) -> tf.Tensor:
+        """Return a whole value on the device of a shard, where it is sent once."""
+        if (value, shard) not in self._copies:
+            tensor = self.whole(value)
+            self._copies[value, shard] = pieces_of.sent(tensor, self.devices[0], self.devices[shard])
+        return self._copies[value, shard]
+
+    def mask(self, value: Value) -> Any:
+        """Return the Keras mask of a value, None for none."""
+        held = self.tensors[value]
+        return held.mask if isinstance(held, Pieces) else keras_model.mask_of(held)
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self.tensors)
+
+
+class WholeValues(Mapping[Value, Any]):
+    """The values of a run as whole tensors on the first device, for layer calls that are not divided."""
+
+    def __init__(self, placed: Placed) -> None:
+        self._placed = placed
+
+    def __getitem__(self, value: Value) -> Any:
+        """Return a whole value."""
+        return self._placed.whole(value)
+
+    def __iter__(self) -> Iterator[Value]:
+        """Iterate over all values."""
+        return iter(self._placed)
+
+    def __len__(self) -> int:
+        """Return the number of values."""
+        return len(self._placed.tensors)
+
+
+def weight_piece(variable: Any, shard: int, dtype: str | None = None) -> tf.Tensor:
+    """Return the piece of a weight for a shard, on its device, perhaps in another type.
+
+    Args:
+        variable: A divided Keras variable.
+        shard: The number of the shard.
+        dtype: The type; None for that of the variable.
+    """
+    memory = tf_divided_memory.memories_of(variable)[shard]
+    with tf.device(memory.device):
+        value = memory.read_value()
+        return value if dtype is None else tf.cast(value, dtype)
+
+
+def layer_mask(layer: Any, placed: Placed, value: Value) -> Any:
+    """Return the Keras mask of the output of a layer for one input, on the first device; None for none."""
+    with tf.device(placed.devices[0]):
+        if not layer.supports_masking:
+            return None
+        held = placed.tensors[value]
+        return layer.compute_mask(None if isinstance(held, Pieces) else held, placed.mask(value))

@@ -1,0 +1,207 @@
+"""Tensor parallelism: each layer divided over several devices, which compute it together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import cluster, data
+from tfpar._compat import keras_divided_optimizer, keras_model, keras_variables, keras_weight_placement, random_state
+from tfpar.messages import keyword_arguments
+from tfpar.per_model import PerModel
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.reduction import objective
+from tfpar.reduction.update_order import after_reads
+from tfpar.strategies.batches_ahead import StepBatch
+from tfpar.strategies.preview import Preview
+from tfpar.strategies.single_device import update_metrics
+from tfpar.strategies.single_replica import SingleReplica
+from tfpar.strategies.tensor_parallel import updates
+from tfpar.strategies.tensor_parallel.rules import check_rules
+from tfpar.strategies.tensor_parallel.runner import DividedModel
+from tfpar.strategies.tensor_parallel.table import preview_of
+from tfpar.strategies.tensor_parallel.ways import layout_of
+
+
+class TensorParallel(SingleReplica):
+    """Train a model whose layers are divided over several devices of this machine, equal to one device.
+
+        x ─┬─► x · A[:, :half] ─► gelu ─► · B[:half, :] ─┐        device 0
+           └─► x · A[:, half:] ─► gelu ─► · B[half:, :] ─┴─ sum   device 1
+
+    Each device holds a piece of the large weights, with its gradient and its optimizer state, and computes its part of
+    the layer for the whole batch. Dense and EinsumDense layers are divided in pairs, the first by columns and the next
+    by rows, with one sum of activations a pair; an Embedding by rows of its table. All other layers run once, on the
+    first device, so that random draws, states and losses are those of one device. A divided weight remains one variable
+    in `model.weights`, checkpoints and saved files.
+
+    Args:
+        num_shards: Number of devices that a layer is divided over, at least 2. Sizes that it does not divide give
+            pieces that differ by one.
+        layout: Rules for the weights to divide, in the manner of Keras' `LayoutMap`: regular expressions that are
+            searched in the paths of weights, each with a tuple that has `"model"` at the divided axis and None at
+            the others. None divides every layer with at least a thousandth of the bytes of the model where it can.
+        devices: Device names such as `["GPU:0", "GPU:1"]`; None takes the first devices of this machine.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a device does not exist, their number is not `num_shards`, or a rule is malformed.
+
+    Example:
+        >>> tfpar.use_logical_cpus(4)
+        >>> strategy = tfpar.TensorParallel(num_shards=4)
+        >>> trainer = tfpar.Trainer(build_model, strategy)
+    """
+
+    compiles_with_xla = False
+
+    @keyword_arguments.named
+    def __init__(
+        self,
+        num_shards: int,
+        layout: Mapping[str, Sequence[str | None]] | None = None,
+        devices: Sequence[str] | None = None,
+    ) -> None:
+        if not isinstance(num_shards, int) or isinstance(num_shards, bool) or num_shards < 2:
+            raise ValueError(
+                f"num_shards must be a whole number of at least 2, received {num_shards!r}. On one device, use "
+                "SingleDevice()."
+            )
+        self.num_shards, self.layout = num_shards, check_rules(layout)
+        self.devices = _devices(num_shards, devices)
+        self._names = [keras_variables.full_name(device) for device in self.devices]
+        self._divided: PerModel[DividedModel] = PerModel()
+        self._num_moves: PerModel[int] = PerModel()
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model is created; its large weights are allocated in pieces."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(tf.device(self.devices[0]))
+        stack.enter_context(keras_weight_placement.deferred_weights())
+        return stack
+
+    def describe(self) -> str:
+        """Return one line with the devices."""
+        return f"TensorParallel of {self.num_shards} shards on {', '.join(self.device_names)}"
+
+    @property
+    def step_device(self) -> str:
+        """The first device: it runs all that is not divided."""
+        return self.device_names[0]
+
+    def holds(self, variable: keras.Variable) -> bool:
+        """Return whether a variable is plain or in pieces."""
+        return keras_variables.home_of(variable) is None
+
+    def move_model(self, model: keras.Model) -> None:
+        """Move the variables of a model to this strategy, and divide its weights if their shapes are known.
+
+        Raises:
+            ValueError: If the model has objectives, a rule does not fit it, or it has variables that are no Keras
+                variables.
+        """
+        super().move_model(model)
+        if objective.objectives_of(model):
+            raise ValueError(
+                f"TensorParallel trains with the loss of compile, and {type(model).__name__} has objectives. Train it "
+                "with SingleDevice, Mirrored or MultiWorker."
+            )
+        if model.built and getattr(model, "inputs", None):
+            self._divide(model, None)
+
+    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Choose the layout of the model with its first batch, and place the pieces of its weights.
+
+        Raises:
+            ValueError: If the layers of the model cannot be found, a rule does not fit, or the optimizer needs whole
+                weights.
+        """
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        self._divide(model, inputs)
+        if training and self._divided[model].layout.weights:
+            updates.check_optimizer(model)
+
+    def _divide(self, model: keras.Model, inputs: Any) -> None:
+        num_moves = keras_variables.num_moves(model.variables)
+        if model in self._divided and self._num_moves.get(model) == num_moves:
+            return
+        with random_state.stand_in_generator():
+            graph = model_graph.trace(model, inputs)
+        layout = layout_of(model, graph, self.num_shards, self.layout)
+        updates.place(model, layout, self._names)
+        self._divided[model] = DividedModel(model, graph, layout, [f"/device:{name}" for name in self.devices])
+        self._num_moves[model] = keras_variables.num_moves(model.variables)
+
+    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the slots of divided weights are created in pieces."""
+        return keras_divided_optimizer.creating_divided_slots()
+
+    def prepare(self, model: keras.Model, batch: Any) -> None:
+        """Accept every model that has a layout: what is not divided is computed as on one device."""
+
+    def preview(self, model: keras.Model, batch: Any) -> Preview:
+        """Return the bytes of each device, and the divided and whole layers."""
+        return preview_of(self.describe(), self._divided[model], int(data.num_rows(batch)), self.device_names)
+
+    def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
+        """Return the batch, all of it for the first device."""
+        return StepBatch(element, self.device_names[:1] * len(tf.nest.flatten(element)))
+
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Do one optimizer update on a batch; return the loss, a scalar."""
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        with tf.GradientTape() as tape:
+            loss, outputs = self._forward(model, batch, training=True)
+            with tf.device(self.devices[0]):
+                scaled = model.optimizer.scale_loss(loss)
+        found = updates.gradients(tape, scaled, model)
+        after = after_reads(found, (loss, outputs), True)
+        if any(gradient is not None for gradient in after):
+            updates.apply(model, after)
+        with tf.device(self.devices[0]):
+            update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
+        return loss
+
+    def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Update the model's metrics from a batch; return the loss, a scalar."""
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        loss, outputs = self._forward(model, batch, training=False)
+        with tf.device(self.devices[0]):
+            update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
+        return loss
+
+    def predict_step(self, model: keras.Model, batch: Any) -> Any:
+        """Return the model's outputs, `[batch, ...]` each."""
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        return self._divided[model].call(inputs, training=False)
+
+    def _forward(self, model: keras.Model, batch: Any, *, training: bool) -> tuple[tf.Tensor, Any]:
+        """Return the loss, a scalar, and the outputs, `[batch, ...]` each."""
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        outputs = self._divided[model].call(inputs, training)
+        with tf.device(self.devices[0]):
+            return keras_model.compute_loss(model, inputs, targets, outputs, weights, training), outputs
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average, if the optimizer has one."""
+        updates.finalize(model)
+
+
+def _devices(num_shards: int, devices: Sequence[str] | None) -> list[str]:
+    found = cluster.resolve_devices(devices)
+    if devices is not None and len(found) != num_shards:
+        raise ValueError(
+            f"TensorParallel needs one device for each shard, received num_shards={num_shards} and "
+            f"{len(found)} devices: {found}. Name {num_shards} devices."
+        )
+    if len(found) < num_shards:
+        others = "" if found[0].startswith("GPU") else ", or tfpar.use_logical_cpus(n)"
+        raise ValueError(
+            f"num_shards={num_shards} needs {num_shards} devices, and there are {len(found)}: {found}. Use fewer "
+            f"shards{others}."
+        )
+    return found[:num_shards]

@@ -1,0 +1,45 @@
+"""The preview of a divided model: the bytes of each device, the divided weights and the whole layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfpar._compat import keras_variables, tf_divided_memory
+from tfpar.reduction.weight_owners import num_bytes
+from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
+from tfpar.strategies.tensor_parallel.runner import DividedModel
+
+
+def preview_of(title: str, divided: DividedModel, num_examples: int, device_names: Sequence[str]) -> Preview:
+    """Return the preview of a step.
+
+    Args:
+        title: The first line.
+        divided: A model with a layout.
+        num_examples: The size of the global batch, all of which each device computes with.
+        device_names: The devices of the shards.
+    """
+    model = divided.model
+    optimizer = keras_variables.optimizer_of(model)
+    trained = [piece for one in model.trainable_variables for piece in tf_divided_memory.pieces_of(one)]
+    weights = [piece for one in model.variables for piece in tf_divided_memory.pieces_of(one)]
+    slots = [piece for one in (optimizer.variables if optimizer else ()) for piece in tf_divided_memory.pieces_of(one)]
+    rows = []
+    for device, name in zip(divided.devices, device_names, strict=True):
+        own, own_slots, own_trained = (
+            [one for one in some if keras_variables.is_on(one, device)] for some in (weights, slots, trained)
+        )
+        gradient_bytes = sum(map(num_bytes, own_trained))
+        state_bytes = sum(map(num_bytes, [*own, *own_slots])) + gradient_bytes
+        num_parameters = sum(int(one.shape.num_elements() or 0) for one in own)
+        rows.append(ReplicaRow(name, num_examples, num_parameters, state_bytes, gradient_bytes))
+    table = replicas_table(title, tuple(rows), 1)
+    return Preview("\n".join([table, "", *_lines(divided)]), tuple(rows))
+
+
+def _lines(divided: DividedModel) -> list[str]:
+    pairs = zip(divided.graph.calls, divided.layout.ways, strict=True)
+    ways = {call.name: way.name for call, way in pairs if way is not None and way.cuts}
+    lines = [f"{name} is divided by {way}" for name, way in ways.items()]
+    lines += [f"{name} is whole: {reason}" for name, reason in divided.layout.whole.items()]
+    return lines or ["no layer is divided"]

@@ -1,0 +1,102 @@
+"""The memory of divided weights and of their optimizer state, and the update of each piece on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import (
+    keras_divided_optimizer,
+    keras_optimizer,
+    keras_variables,
+    keras_weight_placement,
+    tf_divided_memory,
+)
+from tfpar.pipeline.partition.placement import follow_data
+from tfpar.strategies.tensor_parallel.layout import Layout
+
+
+def place(model: keras.Model, layout: Layout, devices: Sequence[str]) -> None:
+    """Place the pieces of divided weights on their devices, and all other weights on the first.
+
+    Existing optimizer state moves with its weight.
+
+    Args:
+        model: A model with built layers.
+        layout: Its layout.
+        devices: The full name of the device of each shard.
+    """
+    before = keras_variables.num_moves(model.variables)
+    for variable in model.variables:
+        division = layout.weights.get(id(variable))
+        if division is None:
+            keras_weight_placement.place(variable, devices[0])
+        elif not tf_divided_memory.is_divided_as(variable, *division, devices):
+            tf_divided_memory.divide(variable, *division, devices)
+    optimizer = keras_variables.optimizer_of(model)
+    if optimizer is not None and optimizer.built and keras_variables.num_moves(model.variables) != before:
+        keras_divided_optimizer.divide_slots(optimizer, model.trainable_variables, devices[0])
+
+
+def check_optimizer(model: keras.Model) -> None:
+    """Refuse an optimizer that needs whole weights.
+
+    Args:
+        model: A compiled model with divided weights.
+
+    Raises:
+        ValueError: If its optimizer is not known to update each element of a weight separately.
+    """
+    if not keras_divided_optimizer.is_elementwise(model.optimizer):
+        name = type(keras_variables.innermost(model.optimizer)).__name__
+        raise ValueError(
+            "TensorParallel updates each piece of a weight on its own device, so the optimizer must update each "
+            f"element separately, as Adam and SGD do, received {name}. Choose such an optimizer of Keras, or train "
+            "with Mirrored(shard='optimizer'), where each weight is whole."
+        )
+
+
+def gradients(tape: tf.GradientTape, loss: tf.Tensor, model: keras.Model) -> list[Any]:
+    """Return the gradient of each piece of the trained weights, on its device.
+
+    Args:
+        tape: The tape of the forward pass.
+        loss: The scaled loss.
+        model: The model.
+    """
+    sources = [memory for weight in model.trainable_variables for memory in tf_divided_memory.memories_of(weight)]
+    with follow_data():
+        found: list[Any] = tape.gradient(loss, sources)
+    return found
+
+
+def apply(model: keras.Model, found: Sequence[Any]) -> None:
+    """Update the trained weights.
+
+    Args:
+        model: The model.
+        found: The result of `gradients`.
+    """
+    pieces = [(piece, number) for number, one in enumerate(model.trainable_variables) for piece in _pieces(one)]
+    owners = [number for (_, number), gradient in zip(pieces, found, strict=True) if gradient is not None]
+    with (
+        keras_optimizer.one_device_optimizer(),
+        keras_divided_optimizer.of_pieces(model.optimizer, owners),
+        follow_data(),
+    ):
+        model.optimizer.apply(found, [piece for piece, _ in pieces])
+
+
+def finalize(model: keras.Model) -> None:
+    """Overwrite the weights with their moving averages, if the optimizer has them."""
+    with keras_optimizer.one_device_optimizer(), keras_divided_optimizer.of_pieces(model.optimizer, []):
+        model.optimizer.finalize_variable_values(
+            [one for weight in model.trainable_variables for one in _pieces(weight)]
+        )
+
+
+def _pieces(weight: Any) -> list[Any]:
+    return tf_divided_memory.pieces_of(weight)

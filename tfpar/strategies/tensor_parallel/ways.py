@@ -1,0 +1,65 @@
+"""The ways to divide each layer call of a model, by the class of its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import keras
+
+from tfpar.pipeline.graph.ir import Call, Graph
+from tfpar.reduction.weight_owners import num_bytes
+from tfpar.strategies.tensor_parallel.dense_ways import dense_ways
+from tfpar.strategies.tensor_parallel.elementwise import elementwise_ways
+from tfpar.strategies.tensor_parallel.embedding_ways import embedding_ways
+from tfpar.strategies.tensor_parallel.layout import Layout, Offer, Way, Weight, plan
+from tfpar.strategies.tensor_parallel.rules import Rules, axes_by_rules
+
+# Of the class itself: a subclass may compute otherwise.
+_WAYS: dict[type, Callable[[Call], tuple[Way, ...]]] = {
+    keras.layers.Dense: dense_ways,
+    keras.layers.EinsumDense: dense_ways,
+    keras.layers.Embedding: embedding_ways,
+}
+
+
+def layout_of(model: keras.Model, graph: Graph, num_shards: int, rules: Rules | None) -> Layout:
+    """Return the layout of a model.
+
+    Args:
+        model: A model with built layers.
+        graph: Its layer calls.
+        num_shards: The number of shards.
+        rules: Rules of the user; None to choose from the graph.
+
+    Raises:
+        ValueError: If a rule does not fit the model.
+    """
+    weights: dict[Hashable, Weight] = {
+        id(one): Weight(one.path, tuple(one.shape), num_bytes(one), _whole_because(one)) for one in model.variables
+    }
+    wanted = None if rules is None else axes_by_rules(rules, weights)
+    return plan([_offer(call) for call in graph.calls], weights, num_shards, wanted)
+
+
+def _offer(call: Call) -> Offer:
+    find = _WAYS.get(type(call.operation), elementwise_ways)
+    return Offer(
+        call.name,
+        tuple(call.inputs),
+        call.outputs,
+        tuple(map(id, call.variables)),
+        find(call),
+        type(call.operation).__name__,
+    )
+
+
+def _whole_because(variable: Any) -> str:
+    if variable.constraint is not None:
+        return "its constraint needs all of it"
+    return "it is overwritten by its gradient" if variable.overwrite_with_gradient else ""
+
+
+def names_of_divided(model: keras.Model, layout: Layout) -> Mapping[str, Any]:
+    """Return the division of each divided weight by its path."""
+    return {one.path: layout.weights[id(one)] for one in model.variables if id(one) in layout.weights}
