@@ -326,7 +326,7 @@ class Trainer:
         """Save the model as a `.keras` file.
 
         The file is written under another name and then renamed, so it is never incomplete. Of several workers the chief
-        writes it.
+        writes it; with sharded optimizer state all of them must call this method.
 
         Args:
             path: A `.keras` file. `keras.models.load_model` loads it without tfpar.
@@ -338,7 +338,7 @@ class Trainer:
         path = Path(path)
         if path.suffix != ".keras":
             raise ValueError(f"The path must end with .keras, received {str(path)!r}. Name it {path.stem}.keras.")
-        if not self.strategy.is_chief:
-            return
-        with atomic_file.new_by_path(path) as unfinished:
-            self.model.save(unfinished)
+        with self.strategy.whole_state(self.model, path.absolute().parent):
+            if self.strategy.is_chief:
+                with atomic_file.new_by_path(path) as unfinished:
+                    self.model.save(unfinished)

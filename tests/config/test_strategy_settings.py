@@ -56,6 +56,7 @@ def test_settings_become_their_strategy(settings: config.Strategy, described: st
         (config.Mirrored(all_reduce="nccl"), "all_reduce='nccl' needs GPUs"),
         (config.MultiWorker(every=2), "every and average_optimizer belong to sync='average'"),
         (config.MultiWorker(sync="average", compression="bfloat16"), "compression rounds gradients"),
+        (config.MultiWorker(sync="average", shard="optimizer"), "takes all of the optimizer's state"),
         (config.Pipeline(num_stages=2, num_microbatches=2, balance=(3,)), "balance"),
     ],
 )

@@ -17,6 +17,7 @@ from tests.properties.test_parity import CASES, computing_in, differences, refer
 from tests.support import multi_worker_cases as cases
 from tests.support import small, workers
 from tests.support.multi_worker_cases import Trained
+from tests.support.worker_program_parity import SHARDED
 from tfpar.parity import TOLERANCES, relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -41,16 +42,18 @@ Row = tuple[int, str, str]  # workers, dtype, case
 def table(whole: bool) -> list[Row]:
     """Every case, by two workers or by three in turn in float64, and every fifth by the others in float32.
 
-    How a batch divides by two and by three is a matter of one process too: test_parity.py trains every case so.
+    Every fifth case is trained by the others with sharded optimizer state too. How a batch divides by two and by three
+    is a matter of one process too: test_parity.py trains every case so.
     """
     if whole:
-        return list(itertools.product(JOBS, TOLERANCES, CASES))
+        return list(itertools.product(JOBS, [*TOLERANCES, SHARDED], CASES))
     turns = zip(CASES, itertools.cycle((JOBS, JOBS[::-1])), strict=False)
     rows: list[Row] = []
     for number, (case, (job, other)) in enumerate(turns):
         rows.append((job, "float64", case))
         rows += [(other, "float64", case)] * (case in IN_EVERY_JOB)
         rows += [(other, "float32", case)] * (number % 5 == 0)
+        rows += [(other, SHARDED, case)] * (number % 5 == 2)
     return sorted(rows, key=lambda row: row[0])
 
 
@@ -88,17 +91,20 @@ def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 def test_the_rows_hold_every_case_and_both_types_in_every_job() -> None:
     rows = table(whole=False)
     assert {name for _, dtype, name in rows if dtype == "float64"} == {*CASES}
-    assert {(number, dtype) for number, dtype, _ in rows} == {*itertools.product(JOBS, TOLERANCES)}
+    assert {(number, dtype) for number, dtype, _ in rows} == {*itertools.product(JOBS, [*TOLERANCES, SHARDED])}
     assert {*IN_EVERY_JOB} <= {*CASES}
 
 
 def test_equals_one_device_after_20_steps(job: Job, num_workers: int, dtype: str, name: str) -> None:
     results_of = job(num_workers).results
-    with computing_in(dtype):
-        expected = reference(name, dtype)
+    exact = "float64" if dtype == SHARDED else dtype
+    with computing_in(exact):
+        logs, state = reference(name, exact)
     for rank, result in enumerate(results_of(f"{dtype} {name}")):
         assert not isinstance(result, workers.Raised), f"worker {rank}: {result.trace}"
-        assert not list(differences(result, expected, dtype)), f"worker {rank}"
+        assert dtype != SHARDED or rank > 0 or len(result[1]) == len(state)
+        expected = logs, state[: len(result[1])]  # with shards only the chief has all of the optimizer's state
+        assert not list(differences(result, expected, exact)), f"worker {rank}"
 
 
 @pytest.fixture(scope="module")

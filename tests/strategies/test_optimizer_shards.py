@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import checkpoint_matrix, objective_cases, parity_cases, small
+from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, classifier
 from tfpar._compat import tf_replica_memory
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -22,17 +22,6 @@ DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 
 def sharded(num_replicas: int = 3) -> tfpar.Mirrored:
     return tfpar.Mirrored(DEVICES[:num_replicas], shard="optimizer")
-
-
-def classifier(optimizer: Any) -> Callable[[], keras.Model]:
-    def build() -> keras.Model:
-        layers = [keras.layers.Dense(16, "tanh"), keras.layers.Dense(12, "tanh"), keras.layers.Dense(3)]
-        model = keras.Sequential([keras.Input((parity_cases.NUM_FEATURES,)), *layers])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer(), loss, metrics=["accuracy"])
-        return model
-
-    return build
 
 
 def state(model: keras.Model) -> list[np.ndarray]:
@@ -54,16 +43,6 @@ def assert_same_bits(build: Any, data: Any, num_replicas: int = 3, **fit: Any) -
         np.testing.assert_array_equal(one, other)
 
 
-OPTIMIZERS = {
-    "norm, average": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=3),
-    "accumulation": lambda: keras.optimizers.SGD(0.1, 0.9, clipnorm=0.1, gradient_accumulation_steps=2),
-    "own shapes": lambda: keras.optimizers.Adafactor(0.01),
-    "matrices": lambda: keras.optimizers.Muon(0.01),
-    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lamb(0.01), 1024.0, 3),
-    "no slots": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01),
-}
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_state_and_logs_are_those_of_unsharded_replicas_bit_for_bit(name: str) -> None:
     assert_same_bits(classifier(OPTIMIZERS[name]), small.data())  # the last batch has fewer examples than replicas
@@ -72,10 +51,7 @@ def test_weights_state_and_logs_are_those_of_unsharded_replicas_bit_for_bit(name
 CASES = parity_cases.CASES | objective_cases.CASES
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["embedding, sparse gradients", "rows looked up in several ways", "add_loss", "GAN, clipped and accumulated"],
-)
+@pytest.mark.parametrize("name", CASES_HERE)
 def test_lookups_added_losses_and_objectives_keep_their_bits(name: str) -> None:
     assert_same_bits(CASES[name].build, CASES[name].data(), 2, **CASES[name].fit)
 

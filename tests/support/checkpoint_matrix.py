@@ -28,6 +28,7 @@ IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
 }
 OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
     "two workers": lambda: tfpar.MultiWorker(["CPU:0"]),
+    "shards over two workers": lambda: tfpar.MultiWorker(["CPU:0"], shard="optimizer"),
     "hybrid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[3, 1])),
     "pipeline over two workers": lambda: tfpar.Pipeline(2, 3, balance=[1, 3], across_workers=True),
     "grid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[2, 2], across_workers=True), 2),
@@ -40,6 +41,8 @@ PIECES, WITH_PIECES = (
     "tensor parallel over 3",
     ("one device", "mirrored over 2", "two workers", "tensor parallel over 3"),
 )
+SHARDS = "shards over two workers"
+WITH_SHARDS = ("one device", "mirrored over 2", "two workers", SHARDS, DRIVEN_BY_THE_FIRST[0])
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
 
 
@@ -48,10 +51,10 @@ def pairs(every: bool) -> list[tuple[str, str]]:
 
     Args:
         every: Whether to return all pairs with a grid over workers, whose parts other layouts have as well, and all
-            with weights in pieces.
+            with weights in pieces or with shards over workers.
     """
     found = itertools.product(LAYOUTS, LAYOUTS)
-    some = {GRID: WITH_GRID, PIECES: WITH_PIECES}
+    some = {GRID: WITH_GRID, PIECES: WITH_PIECES, SHARDS: WITH_SHARDS}
     return [pair for pair in found if every or all({*pair} <= {*some.get(layout, LAYOUTS)} for layout in pair)]
 
 
@@ -99,7 +102,9 @@ def end(strategy: tfpar.Strategy, folder: Path) -> Ended:
     trainer = tfpar.Trainer(build, strategy, seed=0)
     checkpoints = tfpar.Checkpoints(folder, every_seconds=1000)
     history = trainer.fit(data(), epochs=EPOCHS, verbose=0, checkpoints=checkpoints).history
-    return history, cases.state(trainer.model)
+    with strategy.whole_state(trainer.model):
+        has_all = strategy.is_chief or not strategy.divides_state
+        return history, cases.state(trainer.model) if has_all else trainer.model.get_weights()
 
 
 def begun(layout: str, root: Path) -> Path:

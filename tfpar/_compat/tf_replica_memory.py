@@ -17,7 +17,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from tensorflow.python.distribute.numpy_dataset import SingleDevice
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfpar._compat import keras_variables
+from tfpar._compat import keras_divided_state, keras_variables
 
 _OWNED = "_tfpar_owned"  # an attribute of the memory of slots on one device
 
@@ -111,15 +111,21 @@ def swap_owned_averages() -> None:
 
 
 def _for_each_owned_pair(original: Callable[..., None], change: Callable[..., None]) -> Callable[..., None]:
-    """Return a method of `SwapEMAWeights` that changes each weight and its average, or calls Keras' own method."""
+    """Return a method of `SwapEMAWeights` that changes each weight and its average, or calls Keras' own method.
+
+    The averages of other processes are changed there, by the same call, and the new weights are sent.
+    """
 
     def method(callback: SwapEMAWeights, optimizer: Any) -> None:
         averages = optimizer._model_variables_moving_average
-        if not any(map(is_owned, averages)):
+        if not any(is_owned(average) or keras_divided_state.is_elsewhere(average) for average in averages):
             original(callback, optimizer)
             return
         for weight, average in zip(optimizer._trainable_variables, averages, strict=True):
-            change(weight, average)
+            if not keras_divided_state.is_elsewhere(average):
+                change(weight, average)
+        home: Any = keras_variables.belongs_to(callback.model)
+        home.tfpar_strategy.send_weights(callback.model)
 
     setattr(method, _OWNED, True)
     return method

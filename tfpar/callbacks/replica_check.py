@@ -7,6 +7,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfpar._compat import keras_divided_state
+
 
 class ReplicaCheck(keras.callbacks.Callback):
     """Stop with an error when the replicas' weights are no longer equal, bit for bit.
@@ -47,6 +49,8 @@ class ReplicaCheck(keras.callbacks.Callback):
     def _check(self) -> None:
         strategy = self.model.distribute_strategy
         for variable in [*self.model.weights, *self.model.optimizer.variables]:
+            if keras_divided_state.is_elsewhere(variable):
+                continue
             first, *others = (np.asarray(copy) for copy in strategy.experimental_local_results(variable.value))
             for replica, other in enumerate(others, start=1):
                 if not np.array_equal(first, other, equal_nan=True):

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpar._compat import keras_divided_state
 from tfpar.checkpoint import file_format, host_copies
 from tfpar.checkpoint.held_arrays import HeldArray
 from tfpar.checkpoint.model_differences import differences
@@ -100,7 +101,9 @@ def read_at_once(model: keras.Model, without: Collection[str] = ()) -> tuple[dic
 
 
 def _array(variable: Any) -> np.ndarray:
-    return storable(np.asarray(variable.numpy()))
+    """Return a copy of a variable, or the array that another process has lent to it."""
+    lent = keras_divided_state.lent_array(variable)
+    return storable(np.asarray(variable.numpy() if lent is None else lent))
 
 
 def storable(array: np.ndarray) -> np.ndarray:
@@ -192,6 +195,8 @@ def _convert(name: str, array: Array, variable: Any, origin: str) -> Array:
 def packs(model: keras.Model, pack_bytes: int = PACK_BYTES) -> Iterator[dict[str, Any]]:
     """Yield the state variables of a model by name, in packs of about a given size or of one larger variable.
 
+    Variables that one worker alone holds are excluded.
+
     Args:
         model: A built and compiled model.
         pack_bytes: The size.
@@ -203,6 +208,8 @@ def packs(model: keras.Model, pack_bytes: int = PACK_BYTES) -> Iterator[dict[str
     pack: dict[str, Any] = {}
     size_bytes = 0
     for name, variable in state_variables(model).items():
+        if keras_divided_state.is_divided(variable):
+            continue
         pack[name] = variable
         size_bytes += math.prod(variable.shape) * _kind(variable).itemsize
         if size_bytes >= pack_bytes:
@@ -238,7 +245,7 @@ def assign_bytes(variables: dict[str, Any], blob: bytes, assign: Assign = keras.
 def digest(model: keras.Model) -> str:
     """Return a SHA-256 of weights, optimizer and random state: equal on two workers if all of these are equal.
 
-    Metrics are excluded, since every worker counts its own examples.
+    Metrics are excluded, since every worker counts its own examples, and variables that one worker alone holds.
 
     Args:
         model: A built and compiled model.
@@ -247,9 +254,10 @@ def digest(model: keras.Model) -> str:
         64 hexadecimal digits.
     """
     total = hashlib.sha256()
-    for name, array in read_arrays(model):
-        if name.startswith("metrics/"):
+    for name, variable in state_variables(model).items():
+        if name.startswith("metrics/") or keras_divided_state.is_divided(variable):
             continue
+        array = _array(variable)
         total.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         total.update(np.ascontiguousarray(array).data)
     return total.hexdigest()

@@ -42,6 +42,10 @@ _BatchDependentLayers = Annotated[
     Literal["refuse", "gather"],
     Field(description="Layers that mix the examples of a batch: refuse them, or gather the batch for them."),
 ]
+_Shard = Annotated[
+    OrNone[Literal["optimizer"]],
+    Field(description="Divide the optimizer's state over the replicas; none: each holds all of it."),
+]
 _FormSeconds = Annotated[
     float,
     Field(
@@ -104,9 +108,7 @@ class Mirrored(Section):
     )
     pack_bytes: _PackBytes = None
     batch_dependent_layers: _BatchDependentLayers = "refuse"
-    shard: OrNone[Literal["optimizer"]] = Field(
-        None, description="Divide the optimizer's state over the replicas; none: each holds all of it."
-    )
+    shard: _Shard = None
 
 
 class MultiWorker(Section):
@@ -132,6 +134,7 @@ class MultiWorker(Section):
     every: Count = Field(1, description='sync = "average": steps between two averages.')
     average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
     batch_dependent_layers: _BatchDependentLayers = "refuse"
+    shard: _Shard = None
     form_seconds: _FormSeconds = 300.0
     silence_seconds: _SilenceSeconds = 30.0
 

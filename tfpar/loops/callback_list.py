@@ -66,6 +66,42 @@ def writes_files(callback: keras.callbacks.Callback) -> bool:
     return bool(getattr(callback, "chief_only", isinstance(callback, _WRITERS)))
 
 
+def saves_models(callbacks: Any, divides_state: bool) -> bool:
+    """Return whether a callback of the chief saves models, and needs the optimizer's state that others hold for it.
+
+    Args:
+        callbacks: As for `callback_list`.
+        divides_state: Whether each worker holds only a part of the optimizer's state.
+
+    Raises:
+        ValueError: If one would need that state after each batch, or restores it on the chief alone.
+    """
+    if not divides_state or callbacks is None:
+        return False
+    listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+    flat = keras.tree.flatten(listed)
+    for callback in flat:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "BackupAndRestore restores on the chief, and with shard='optimizer' each worker holds a part of the "
+                "optimizer's state. Use tfpar.Checkpoints."
+            )
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+            raise ValueError(
+                "With shard='optimizer' the chief collects the optimizer's state of all workers at the end of epochs, "
+                f"received ModelCheckpoint(save_freq={callback.save_freq}). Use save_freq='epoch', or "
+                "tfpar.Checkpoints."
+            )
+    saves = any(isinstance(callback, keras.callbacks.ModelCheckpoint) for callback in flat)
+    if saves and any(isinstance(one, keras.callbacks.SwapEMAWeights) and one.swap_on_epoch for one in flat):
+        raise ValueError(
+            "With shard='optimizer' the chief collects the optimizer's state before the callbacks of an epoch's end, "
+            "received ModelCheckpoint with SwapEMAWeights(swap_on_epoch=True). Save with trainer.save after the "
+            "training, or leave shard out."
+        )
+    return saves
+
+
 def decides_at_nonfinite(callback: keras.callbacks.Callback) -> bool:
     """Return whether a callback handles a loss that is not finite."""
     return isinstance(callback, keras.callbacks.TerminateOnNaN)

@@ -168,13 +168,14 @@ class FitLoop:
         if self._checkpoints is None:
             return
         parts = self._strategy.metric_parts(self._model)
-        if not self._strategy.is_chief:
-            return
-        with self._callbacks.errors.held(_CHECKPOINT):
-            state = callback_state.changed(
-                callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
-            )
-            self._checkpoints.save(self._model, self._position, state, parts)
+        with self._strategy.whole_state(self._model, self._checkpoints.directory):
+            if not self._strategy.is_chief:
+                return
+            with self._callbacks.errors.held(_CHECKPOINT):
+                state = callback_state.changed(
+                    callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
+                )
+                self._checkpoints.save(self._model, self._position, state, parts)
 
 
 def _validation_not_finite(epoch: int, loss: float) -> FloatingPointError:

@@ -87,13 +87,17 @@ class HeldCallbacks:
     Args:
         callback_list: The callbacks of this worker.
         strategy: The strategy.
+        saved: A model that a callback saves at the end of epochs, with the optimizer's state of all workers; None for
+            none.
 
     Attributes:
         errors: The errors of hooks.
     """
 
-    def __init__(self, callback_list: keras.callbacks.CallbackList, strategy: Strategy) -> None:
-        self._list = callback_list
+    def __init__(
+        self, callback_list: keras.callbacks.CallbackList, strategy: Strategy, saved: keras.Model | None = None
+    ) -> None:
+        self._list, self._strategy, self._saved = callback_list, strategy, saved
         self.errors = HeldErrors(strategy)
 
     @property
@@ -102,8 +106,15 @@ class HeldCallbacks:
         found: list[keras.callbacks.Callback] = self._list.callbacks
         return found
 
+    def on_epoch_end(self, *arguments: Any) -> None:
+        """Call the hook of the list, which may save a model."""
+        with contextlib.ExitStack() as stack:
+            if self._saved is not None:
+                stack.enter_context(self._strategy.whole_state(self._saved))
+            self._call(self._list.on_epoch_end, *arguments)
+
     def __getattr__(self, name: str) -> Any:
-        """Return a hook of the list, such as `on_epoch_end`."""
+        """Return a hook of the list, such as `on_train_begin`."""
         return functools.partial(self._call, getattr(self._list, name))
 
     def _call(self, hook: Any, *arguments: Any) -> None:

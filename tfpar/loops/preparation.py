@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar.full_precision import full_precision
-from tfpar.loops.callback_list import callback_list
+from tfpar.loops.callback_list import callback_list, saves_models
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate
 from tfpar.loops.held_errors import HeldCallbacks
@@ -162,8 +162,9 @@ class Preparation:
         """Return the callbacks of one `fit`, `evaluate` or `predict`."""
         steps, is_chief = epoch_iterator.steps_per_epoch, self._strategy.is_chief
         with self._strategy.raising_on_all_workers("A callback"):
+            saves = saves_models(callbacks, self._strategy.divides_state)
             found = callback_list(callbacks, self._model, is_chief, verbose, epochs, steps, add_history)
-        return HeldCallbacks(found, self._strategy)
+        return HeldCallbacks(found, self._strategy, self._model if saves else None)
 
     def validation(
         self,

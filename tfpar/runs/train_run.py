@@ -157,16 +157,18 @@ def _fit_and_save(run: config.Run, directory: RunDirectory, trainer: RunTrainer,
     try:
         _fit(run, trainer, checkpoints, [watch, throughput, metrics_file, *asked_for, table])
     except OSError:
-        if trainer.strategy.is_chief:
-            _require_folder(directory, trainer)  # its loss is the reason
+        # Its loss is the reason. A chief without all of the state cannot save, because the other workers have stopped.
+        if trainer.strategy.is_chief and not trainer.strategy.divides_state:
+            _require_folder(directory, trainer)
         raise
     if trainer.interrupted:
         trainer.strategy.barrier()
         _print_interruption(directory, trainer, watch.kept_in)
         return False
     results = _results(trainer, throughput, metrics_file)
-    if trainer.strategy.is_chief:
-        _save(directory, trainer, results)
+    with trainer.strategy.whole_state(trainer.model):
+        if trainer.strategy.is_chief:
+            _save(directory, trainer, results)
     trainer.strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
     return True
 

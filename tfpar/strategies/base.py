@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -59,6 +60,8 @@ class Strategy(abc.ABC):
     compiles_with_xla: bool = True
     # Returns a sentence for the other workers about an error of the data; None for other errors.
     user_message: data.UserMessage = staticmethod(lambda error: None)
+    # Whether each worker holds only a part of the optimizer's state (see `whole_state`).
+    divides_state: bool = False
     # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.
     has_schedule: bool = False
 
@@ -122,6 +125,10 @@ class Strategy(abc.ABC):
             model: A compiled model with built layers.
         """
         return contextlib.nullcontext()
+
+    def whole_state(self, model: keras.Model, folder: Path | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the chief reads all of the optimizer's state; all workers must enter it."""
+        return contextlib.nullcontext()  # it has all of it
 
     @property
     def step_device(self) -> str | None:

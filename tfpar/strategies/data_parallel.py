@@ -29,12 +29,12 @@ from tfpar.reduction.indexed_slices import LookupKinds
 from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies import batch_dependence, objective_steps
-from tfpar.strategies.base import Distributed, Strategy
+from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.gradient_sums import sum_gradients
 from tfpar.strategies.lookup_trials import find_lookup_kinds, may_look_up
-from tfpar.strategies.optimizer_shards import OptimizerShards, only_owned
+from tfpar.strategies.optimizer_shards import DividesState, only_owned
 from tfpar.strategies.replica_runs import ReplicaRuns
 from tfpar.strategies.replica_states import (
     assign_local_parts,
@@ -48,7 +48,7 @@ from tfpar.strategies.replica_states import (
 from tfpar.strategies.single_device import forward, loss_and_gradients
 
 
-class DataParallel(Strategy):
+class DataParallel(DividesState):
     """The steps of `Mirrored` and `MultiWorker`, on the replicas of a `tf.distribute` strategy.
 
         global batch ──► part 0 ──► replica 0: forward, backward ──┐            ┌─► optimizer on replica 0
@@ -67,8 +67,6 @@ class DataParallel(Strategy):
     _compression: str | None = None
     # Whether the replicas of this process communicate through `merge_call` only, which fails at once if one is missing.
     _merges = False
-    # The owners of weights with `shard="optimizer"`.
-    _shards: OptimizerShards | None = None
 
     def __init__(
         self,
@@ -265,8 +263,9 @@ class DataParallel(Strategy):
         if self.num_replicas > 1:
             compute_early(gradients, forward[0])
         owners = self._owners(model, number)
+        summed_there = owners if self._merges else []  # between workers every replica receives all sums
         sums = sum_gradients(
-            gradients, lookups, example_weight, num_counted, self._pack_bytes, self._compression, own_sums, owners
+            gradients, lookups, example_weight, num_counted, self._pack_bytes, self._compression, own_sums, summed_there
         )
         if not owners:
             return after_reads(sums, forward, keras_model.recomputes(model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -95,23 +94,6 @@ class Mirrored(DataParallel):
         replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
         sharded = ", optimizer state sharded" if self._shards is not None else ""
         return f"Mirrored over {replicas} on {', '.join(self.devices)}{sharded}"
-
-    def holds(self, variable: keras.Variable) -> bool:
-        """Return whether a variable is mirrored by this strategy, or a slot on the owner of its weight."""
-        return super().holds(variable) or (self._shards is not None and self._shards.holds(variable))
-
-    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
-        """Move the slots of an optimizer that was built elsewhere to the owners of their weights."""
-        if self._shards is not None and training and model.built:
-            self._shards.place_slots(model)
-
-    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which optimizers create their slots: with shards, each on the owner of its weight."""
-        return contextlib.nullcontext() if self._shards is None else self._shards.creating_slots(model)
-
-    def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
-        """Return the variables of the optimizer in the memory of a device, by its number."""
-        return super().slots_on(model, device) if self._shards is None else self._shards.slots_on(model, device)
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each, in the order of the global batch."""

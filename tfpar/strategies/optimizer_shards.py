@@ -27,8 +27,9 @@ import tensorflow as tf
 from tfpar._compat import keras_optimizer, keras_variables, tf_replica_memory
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import objective
-from tfpar.reduction.replicas import local_replica_id
+from tfpar.reduction.replicas import replica_id
 from tfpar.reduction.weight_owners import largest_first, num_bytes
+from tfpar.strategies.base import Strategy
 
 Shard = Literal["optimizer"]
 
@@ -46,7 +47,7 @@ class OptimizerShards:
         strategy: The `tf.distribute` strategy of the weights.
     """
 
-    def __init__(self, strategy: tf.distribute.MirroredStrategy) -> None:
+    def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy, self._devices = strategy, strategy.extended.worker_devices
         tf_replica_memory.swap_owned_averages()
         tf_replica_memory.refuse_updates_by_replicas()
@@ -57,9 +58,9 @@ class OptimizerShards:
         Args:
             model: A compiled model with built layers.
         """
-        trained = _trained(model)
-        numbers = largest_first(list(map(num_bytes, trained)), len(self._devices))
-        return dict(zip(map(id, trained), numbers, strict=True))
+        weights = trained(model)
+        numbers = largest_first(list(map(num_bytes, weights)), self._strategy.num_replicas_in_sync)
+        return dict(zip(map(id, weights), numbers, strict=True))
 
     def holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is a slot on a device of a replica."""
@@ -69,7 +70,7 @@ class OptimizerShards:
     def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
         """Return the context in which each slot is created on the owner of its weight, within the scope."""
         owners = self.owners(model)
-        devices = {id(weight.value): self._devices[owners[id(weight)]] for weight in _trained(model)}
+        devices = {id(weight.value): self._devices[owners[id(weight)]] for weight in trained(model)}
         return tf_replica_memory.slots_on(lambda memory: devices.get(id(memory), self._devices[0]))
 
     def place_slots(self, model: keras.Model) -> None:
@@ -105,6 +106,9 @@ class OptimizerShards:
             optimizer.finalize_variable_values(weights)
         _copy(weights, owners, [None] * len(weights))
 
+    def send_weights(self, model: keras.Model) -> None:
+        """Send weights from their owners to the replicas of other workers, of which there are none."""
+
     def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
         """Return the variables of the optimizer in the memory of a device, by its number."""
         return [
@@ -114,7 +118,7 @@ class OptimizerShards:
         ]
 
 
-def _trained(model: keras.Model) -> list[keras.Variable]:
+def trained(model: keras.Model) -> list[keras.Variable]:
     """Return the weights of all optimizers of a model, without duplicates."""
     groups = (weights for _, weights in objective.updates_of(model))
     return list({id(weight): weight for weights in groups for weight in weights}.values())
@@ -125,9 +129,9 @@ def only_owned(sums: Sequence[Any], owners: Sequence[int]) -> list[Any]:
 
     Args:
         sums: The sums of gradients, those of weights first; None for a weight without one.
-        owners: The owner of each weight.
+        owners: The owner of each weight, its number among the replicas of all workers.
     """
-    own = local_replica_id()
+    own = replica_id()
     others = [total is not None and owner != own for total, owner in zip(sums, owners, strict=False)]
     return [tf.zeros([]) if is_other else total for total, is_other in itertools.zip_longest(sums, others)]
 
@@ -148,3 +152,32 @@ def _copy(weights: Sequence[keras.Variable], owners: dict[int, int], parts: Sequ
             if replica != owner:
                 with tf.device(memory.device), tf.control_dependencies([before[replica]] if before else []):
                     memory.assign(tf.identity(value))
+
+
+class DividesState(Strategy):
+    """The base of strategies that divide the optimizer's state over their replicas, if they are asked to."""
+
+    # The owners of weights with `shard="optimizer"`.
+    _shards: OptimizerShards | None = None
+
+    def holds(self, variable: keras.Variable) -> bool:
+        """Return whether a variable is mirrored by this strategy, or a slot on the owner of its weight."""
+        return super().holds(variable) or (self._shards is not None and self._shards.holds(variable))
+
+    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Move the slots of an optimizer that was built elsewhere to the owners of their weights."""
+        if self._shards is not None and training and model.built:
+            self._shards.place_slots(model)
+
+    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which optimizers create their slots: with shards, each on the owner of its weight."""
+        return contextlib.nullcontext() if self._shards is None else self._shards.creating_slots(model)
+
+    def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
+        """Return the variables of the optimizer in the memory of a device, by its number."""
+        return super().slots_on(model, device) if self._shards is None else self._shards.slots_on(model, device)
+
+    def send_weights(self, model: keras.Model) -> None:
+        """Send weights that were changed on their owners alone to the replicas of other workers."""
+        if self._shards is not None:
+            self._shards.send_weights(model)

@@ -44,7 +44,9 @@ def check_options(
     check_seconds(form_seconds, silence_seconds)
 
 
-def check_sync(sync: str, every: int, average_optimizer: bool, compression: str | None) -> None:
+def check_sync(
+    sync: str, every: int, average_optimizer: bool, compression: str | None, shard: str | None = None
+) -> None:
     """Refuse options of `MultiWorker` that exclude each other.
 
     Raises:
@@ -61,6 +63,11 @@ def check_sync(sync: str, every: int, average_optimizer: bool, compression: str 
         )
     if sync == "average" and compression is not None:
         raise ValueError("compression rounds gradients, and sync='average' sends none. Leave one of them out.")
+    if sync == "average" and shard is not None:
+        raise ValueError(
+            f"With sync='average' every replica updates its own weights, which takes all of the optimizer's state, and "
+            f"shard={shard!r} divides it. Leave one of them out."
+        )
 
 
 def form_cluster(

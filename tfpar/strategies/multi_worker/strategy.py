@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import keras
@@ -12,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import cluster, data
-from tfpar._compat import keras_model, tf_determinism, tf_distribute
+from tfpar._compat import keras_divided_state, keras_model, tf_determinism, tf_distribute
 from tfpar.cluster import tf_config
 from tfpar.data import Sharded
 from tfpar.messages import keyword_arguments
@@ -29,6 +31,8 @@ from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 from tfpar.strategies.multi_worker.metric_sums import MetricSums
 from tfpar.strategies.multi_worker.outputs import all_gather_outputs
 from tfpar.strategies.multi_worker.worker import Worker
+from tfpar.strategies.multi_worker.worker_shards import WorkerShards
+from tfpar.strategies.optimizer_shards import Shard, check_shard
 
 Compression = Literal["bfloat16"]
 
@@ -57,6 +61,8 @@ class MultiWorker(Worker, DataParallel):
             replica keeps its own, and a resumed run begins with the chief's.
         batch_dependent_layers: The treatment of layers in which examples depend on each other: `"refuse"` them before
             the first step, or `"gather"` the batch, so that every replica computes them on all of it.
+        shard: `"optimizer"` divides the optimizer's state over the replicas of all workers (see
+            `tfpar.strategies.multi_worker.worker_shards`); None keeps all of it on each.
         form_seconds: The time limit for all workers to connect.
         silence_seconds: The time without a heartbeat after which a worker counts as failed.
 
@@ -71,6 +77,7 @@ class MultiWorker(Worker, DataParallel):
         >>> trainer.fit(dataset, epochs=5)
     """
 
+    _shards: WorkerShards | None = None
     # Between two calls the workers reduce metrics and vote on the next call, which takes milliseconds.
     seconds_per_call = 0.5
 
@@ -85,18 +92,24 @@ class MultiWorker(Worker, DataParallel):
         every: int = 1,
         average_optimizer: bool = True,
         batch_dependent_layers: batch_dependence.BatchDependentLayers = "refuse",
+        shard: Shard | None = None,
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
         batch_dependence.check_choice(batch_dependent_layers)
+        check_shard(shard)
         preflight.check_options(all_reduce, pack_bytes, compression, form_seconds, silence_seconds)
-        preflight.check_sync(sync, every, average_optimizer, compression)
+        preflight.check_sync(sync, every, average_optimizer, compression, shard)
         job = self._take_place()
         strategy = preflight.form_cluster(job, devices, form_seconds, silence_seconds)
         self._all_reduce, self._compression = all_reduce, compression
         self._averaging = LocalSGD(every, average_optimizer) if sync == "average" else None
         self.steps_multiple = every
-        self._join(strategy, PACK_BYTES if pack_bytes is None else pack_bytes, batch_dependent_layers)
+        pack_bytes = PACK_BYTES if pack_bytes is None else pack_bytes
+        self._join(strategy, pack_bytes, batch_dependent_layers)
+        if shard is not None and self.num_replicas > 1:
+            self._shards = WorkerShards(self, strategy, self._replicas, self._hosts, pack_bytes)
+            self.divides_state = self.num_workers > 1
 
     @classmethod
     def of(cls, strategy: tf.distribute.MultiWorkerMirroredStrategy) -> MultiWorker:
@@ -154,7 +167,13 @@ class MultiWorker(Worker, DataParallel):
         """Return one line with the rank and the devices of this worker."""
         names = ", ".join(self.device_names)
         workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
-        return f"MultiWorker over {workers}, {self.num_replicas} replicas; this is worker {self.rank} on {names}"
+        sharded = ", optimizer state sharded" if self._shards is not None else ""
+        of_all = f"MultiWorker over {workers}, {self.num_replicas} replicas{sharded}"
+        return f"{of_all}; this is worker {self.rank} on {names}"
+
+    def whole_state(self, model: keras.Model, folder: Path | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the chief reads the slots of all workers, which must all enter it."""
+        return super().whole_state(model, folder) if self._shards is None else self._shards.whole_state(model, folder)
 
     def _distribute_shards(self, sharded: Sharded) -> Distributed:
         """Return the batches of this worker's shards, split into per-replica batches."""
@@ -195,6 +214,8 @@ class MultiWorker(Worker, DataParallel):
                 f"sync='average' averages one optimizer's state, and {type(model).__name__} has objectives with "
                 "optimizers of their own. Leave sync out."
             )
+        if self._shards is not None:
+            self.require_equal({"owners of the optimizer's state": self._shards.table(model)})
         super().prepare(model, batch)
         (self._num_rows[model],) = self.all_reduce_sum([float(data.num_rows(batch))])
         self._broadcast_losses(model)
@@ -287,7 +308,12 @@ class MultiWorker(Worker, DataParallel):
         return self._metrics.all_gather(parts)
 
     def assign(self, variable: keras.Variable, value: Any) -> None:
-        """Set a variable so that it reads as `value`; the chief's first replica holds all of a sum over replicas."""
+        """Set a variable so that it reads as `value`; the chief's first replica holds all of a sum over replicas.
+
+        A slot of another worker is set there.
+        """
+        if keras_divided_state.is_elsewhere(variable):
+            return
         if tf_distribute.is_summed_on_read(variable):
             self._metrics.assign_local_sum(
                 variable, value if self.is_chief else np.zeros(variable.shape, variable.dtype)

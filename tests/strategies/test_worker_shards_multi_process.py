@@ -1,0 +1,93 @@
+"""`MultiWorker(shard="optimizer")`: the bits of the unsharded result, and each slot on one worker alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from tests.support import small, workers
+from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, REFUSED
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
+    with workers.started("worker_program_shards", tmp_path_factory.mktemp("workers"), 2) as job:
+        yield job
+
+
+def results_of(job: workers.Workers, function: str) -> list[Any]:
+    """Return the results of a function on both workers, none of which is an error."""
+    results = job.results(function)
+    for rank, result in enumerate(results):
+        assert not isinstance(result, workers.Raised), f"worker {rank}: {result.trace}"
+    return results
+
+
+def assert_same_bits(results: list[Any]) -> None:
+    """Assert the same history and state without and with shards, and equal weights on all replicas."""
+    (chiefs, of_shards), (_, of_other) = results
+    assert of_shards[0] == of_other[0] == chiefs[0]
+    small.assert_same_state(of_shards[2], chiefs[2])
+    for first, other in zip(of_shards[1], of_other[1], strict=True):
+        for memory in (*first, *other):
+            np.testing.assert_array_equal(memory, first[0])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS, ids=lambda name: name.replace(" ", "_"))
+def test_weights_state_and_logs_are_those_of_unsharded_workers_bit_for_bit(job: workers.Workers, name: str) -> None:
+    assert_same_bits([result[name] for result in results_of(job, "optimizers")])
+
+
+@pytest.mark.parametrize("name", CASES_HERE, ids=lambda name: name.replace(" ", "_"))
+def test_lookups_added_losses_and_objectives_keep_their_bits(job: workers.Workers, name: str) -> None:
+    assert_same_bits([result[name] for result in results_of(job, "cases")])
+
+
+@pytest.mark.parametrize("function", ["one_replica_has_nothing", "two_devices", "swapped_averages", "moved"])
+def test_one_weight_two_devices_swapped_averages_and_a_trained_model_keep_the_bits(
+    job: workers.Workers, function: str
+) -> None:
+    assert_same_bits(results_of(job, function))
+
+
+def test_each_worker_holds_its_slots_alone_and_the_chief_saves_all(job: workers.Workers) -> None:
+    (chiefs, of_chief, state, results, _), (others, of_other, none, of_others, described) = results_of(job, "saved")
+    assert none is None
+    assert results[0] == of_others[0]
+    np.testing.assert_array_equal(results[1], of_others[1])
+    assert described.startswith("MultiWorker over 2 workers, 2 replicas, optimizer state sharded; this is worker 1")
+    trained = keras.models.load_model(job.folder / "model.keras")
+    of_epoch = keras.models.load_model(job.folder / "epoch.keras")
+    small.assert_same_state(small.state(trained), state)
+    small.assert_same_state(small.state(of_epoch)[6:], state[6:])  # the weights of `epoch` are not averages yet
+    slots = {number for number, slot in enumerate(trained.optimizer.variables) if len(slot.shape)}
+    assert {*chiefs} & {*others} & slots == set()
+    assert {*chiefs, *others} >= slots
+    num_bytes = 4 * trained.count_params()
+    shared = 8 + 4  # iterations and learning rate
+    assert sum(of_chief + of_other) == 4 * num_bytes + 3 * num_bytes + 2 * shared
+    assert max(of_chief + of_other) < 4 * num_bytes
+
+
+def test_a_slot_of_another_worker_is_neither_read_nor_changed(job: workers.Workers) -> None:
+    for rank, (read, changed) in enumerate(results_of(job, "reads_alone")):
+        assert re.match(f"Worker {1 - rank} alone holds 'adam_w.*, and this worker cannot read it. Save with", read)
+        assert "this worker cannot change it" in changed
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_a_worker_cannot_do_alone_is_refused_before_the_first_step(job: workers.Workers, sentence: str) -> None:
+    for result in results_of(job, "refused"):
+        assert re.search(sentence, result[sentence])
+
+
+def test_workers_with_different_owners_are_refused(job: workers.Workers) -> None:
+    for result in results_of(job, "frozen_on_one_worker"):
+        assert result.startswith("All workers must be equal, and worker 1")

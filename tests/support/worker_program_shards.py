@@ -1,0 +1,145 @@
+"""The program of a worker for test_worker_shards_multi_process.py: trainings with and without shards."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+
+import tfpar
+from tests.support import objective_cases, parity_cases, shard_cases, small, workers
+from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, classifier
+from tfpar._compat import tf_replica_memory
+
+FOLDER, RANK = workers.place()
+ONE = ["CPU:0"]
+SHARD = (None, "optimizer")
+CASES = parity_cases.CASES | objective_cases.CASES
+
+
+@functools.cache
+def strategy(shard: Any, num_devices: int = 1) -> tfpar.MultiWorker:
+    return tfpar.MultiWorker(["CPU:0", "CPU:1"][:num_devices], shard=shard)
+
+
+def whole_state(trainer: tfpar.Trainer) -> list[np.ndarray] | None:
+    """Return all variables, those of the optimizer from all workers, on the chief."""
+    with trainer.strategy.whole_state(trainer.model):
+        if not trainer.strategy.is_chief:
+            return None
+        return small.state(trainer.model)
+
+
+def trained(build: Any, data: Any, shard: Any, num_devices: int = 1, **fit: Any) -> Any:
+    trainer = tfpar.Trainer(build, strategy(shard, num_devices), seed=0)
+    history = trainer.fit(data, **{"epochs": 2, "verbose": 0, **fit}).history
+    return history, copies(trainer.model), whole_state(trainer)
+
+
+def copies(model: keras.Model) -> list[list[np.ndarray]]:
+    """Return the weights on each local replica."""
+    return [[memory.numpy() for memory in tf_replica_memory.memories(weight)] for weight in model.weights]
+
+
+class Functions:
+    """The functions of the program: all methods without a leading underscore, in this order."""
+
+    def optimizers(self) -> Any:
+        return {
+            name: [trained(classifier(optimizer), small.data(), shard) for shard in SHARD]
+            for name, optimizer in OPTIMIZERS.items()
+        }
+
+    def one_replica_has_nothing(self) -> Any:
+        """One weight: worker 1 updates none, and counts the steps."""
+        return [trained(shard_cases.one_weight, small.data(), shard) for shard in SHARD]
+
+    def cases(self) -> Any:
+        return {
+            name: [trained(CASES[name].build, CASES[name].data(), shard, **CASES[name].fit) for shard in SHARD]
+            for name in CASES_HERE
+        }
+
+    def two_devices(self) -> Any:
+        build = classifier(OPTIMIZERS["norm, average"])
+        return [trained(build, small.data(), shard, 2) for shard in SHARD]
+
+    def swapped_averages(self) -> Any:
+        build = classifier(lambda: keras.optimizers.Adam(0.01, use_ema=True))
+        found = []
+        for shard in SHARD:
+            callbacks = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
+            found.append(trained(build, small.data(), shard, callbacks=callbacks, validation_data=small.data()))
+        return found
+
+    def moved(self) -> Any:
+        """Train a model in each process alone, of which the chief's state counts, then on the workers, in two calls."""
+        found = []
+        for shard in SHARD:
+            keras.utils.set_random_seed(RANK)
+            model = classifier(OPTIMIZERS["own shapes"])()
+            model.fit(small.data(), verbose=0)
+            trainer = tfpar.Trainer(model, strategy(shard))
+            first = trainer.fit(small.data(), verbose=0).history
+            second = trainer.fit(small.data(), verbose=0).history
+            found.append(({"loss": first["loss"] + second["loss"]}, copies(model), whole_state(trainer)))
+        return found
+
+    def saved(self) -> Any:
+        """Save in all ways; return the numbers of the slots here, the preview's bytes, the state, and results."""
+        trainer = tfpar.Trainer(classifier(OPTIMIZERS["norm, average"]), strategy("optimizer"), seed=0)
+        preview = trainer.preview(small.data())
+        path = FOLDER / "epoch.keras"
+        callbacks = [keras.callbacks.ModelCheckpoint(path), tfpar.ReplicaCheck()]
+        trainer.fit(small.data(), verbose=0, callbacks=callbacks)
+        trainer.save(FOLDER / "model.keras")
+        held = [number for number, slot in enumerate(trainer.model.optimizer.variables) if slot._value is not None]
+        state_bytes = [row.state_bytes for row in preview.rows]
+        results = trainer.evaluate(small.data(), verbose=0), trainer.predict(small.data(), verbose=0)
+        return held, state_bytes, whole_state(trainer), results, strategy("optimizer").describe()
+
+    def reads_alone(self) -> Any:
+        trainer = tfpar.Trainer(classifier(OPTIMIZERS["norm, average"]), strategy("optimizer"), seed=0)
+        trainer.build(small.data())
+        slot = next(one for one in trainer.model.optimizer.variables if one._value is None)
+        found = []
+        for attempt in (slot.numpy, lambda: slot.assign(np.zeros(slot.shape))):
+            try:
+                attempt()
+            except RuntimeError as error:
+                found.append(str(error))
+        return found
+
+    def refused(self) -> Any:
+        return {name: refusal(*arguments) for name, arguments in shard_cases.REFUSED.items()}
+
+    def frozen_on_one_worker(self) -> Any:
+        def build() -> keras.Model:
+            model = classifier(keras.optimizers.SGD)()
+            model.layers[0].trainable = RANK == 0
+            return model
+
+        return refusal(build)
+
+
+def refusal(build: Any, *callbacks: Any) -> str:
+    trainer = tfpar.Trainer(build, strategy("optimizer"), seed=0)
+    try:
+        trainer.fit(small.data(), verbose=0, callbacks=[callback(FOLDER) for callback in callbacks])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    strategy(None)  # before TensorFlow starts
+    functions = Functions()
+    names = [name for name in vars(Functions) if not name.startswith("_")]
+    workers.run_all({name: getattr(functions, name) for name in names})
+
+
+if __name__ == "__main__":
+    tfpar.use_logical_cpus(2)
+    main()
