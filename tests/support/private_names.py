@@ -51,6 +51,16 @@ def _tensorflow(owner: str, names: str, file: str, reason: str) -> Row:
 ROWS = [
     # Losses and metrics
     _keras(
+        "keras.src.backend.tensorflow.nn",
+        "_get_logits sparse_categorical_crossentropy categorical_crossentropy",
+        "backend/tensorflow/nn",
+        "the cross-entropy of logits in pieces",
+    ),
+    _keras("probabilities", "_keras_logits", "activations/activations", "a copy of probabilities keeps their logits"),
+    _keras("keras.src.backend.tensorflow.numpy", "argmax", "backend/tensorflow/numpy", "accuracy of logits in pieces"),
+    _keras("keras.src.backend.tensorflow.math", "in_top_k", "backend/tensorflow/math", "accuracy of logits in pieces"),
+    _keras("keras.src.backend.tensorflow.core", "shape", "backend/tensorflow/core", "the shape of logits in pieces"),
+    _keras(
         "keras.src.losses.loss",
         "reduce_weighted_values apply_mask squeeze_or_expand_to_same_rank scale_loss_for_distribution "
         "unscale_loss_for_distribution",

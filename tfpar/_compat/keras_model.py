@@ -90,8 +90,13 @@ def mask_of(tensor: Any) -> Any:
 
 
 def with_mask(tensor: tf.Tensor, mask: Any) -> tf.Tensor:
-    """Return a tensor with this Keras mask, in place of any mask that it had (Keras 3.15)."""
-    tensor = tf.identity(tensor)
+    """Return a tensor with this Keras mask, in place of any mask that it had (Keras 3.15).
+
+    Probabilities keep the logits from which Keras computes their cross-entropy (keras/src/activations/activations.py).
+    """
+    copied = tf.identity(tensor)
     if mask is not None:
-        backend.set_keras_mask(tensor, mask)
-    return tensor
+        backend.set_keras_mask(copied, mask)
+    if hasattr(tensor, "_keras_logits"):
+        copied._keras_logits = tensor._keras_logits
+    return copied

@@ -21,6 +21,9 @@ from tfpar.strategies.tensor_parallel.layout import Cut, Way
 from tfpar.strategies.tensor_parallel.pieces import Pieces
 from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
 
+# The least number of outputs for each input of a Dense layer that is divided by columns also after columns.
+WIDE_OUTPUT = 4
+
 
 def dense_ways(call: Call) -> tuple[Way, ...]:
     """Return the ways to divide a call of a Dense or EinsumDense layer.
@@ -53,7 +56,9 @@ def dense_ways(call: Call) -> tuple[Way, ...]:
                 cuts[id(layer.bias)] = Cut(bias.index(label))
             run = functools.partial(_run_columns, equation, axis, label in bias)
             found.append(Way("columns", _size(layer, kernel, label), cuts, None, Cut(axis), run))
-    return tuple(found)
+    # Outputs of many classes would take more memory and time to add than the inputs take to send.
+    is_wide = isinstance(layer, keras.layers.Dense) and layer.kernel.shape[1] >= WIDE_OUTPUT * layer.kernel.shape[0]
+    return tuple(reversed(found)) if is_wide else tuple(found)
 
 
 def _size(layer: Any, kernel: str, label: str) -> int:

@@ -12,6 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpar.reduction import gathered_classes
+from tfpar.reduction.vocabulary_losses import ClassPieces
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pieces:
@@ -63,7 +66,8 @@ def gathered(pieces: Sequence[tf.Tensor], axis: int, devices: Sequence[str]) -> 
     """
     home = devices[0]
     with tf.device(home):
-        return tf.concat([sent(one, device, home) for one, device in zip(pieces, devices, strict=True)], axis)
+        whole = tf.concat([sent(one, device, home) for one, device in zip(pieces, devices, strict=True)], axis)
+    return gathered_classes.note_pieces(whole, ClassPieces(pieces, devices)) if axis == -1 else whole
 
 
 def added(partial: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:

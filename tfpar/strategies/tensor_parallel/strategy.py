@@ -14,7 +14,7 @@ from tfpar._compat import keras_divided_optimizer, keras_model, keras_variables,
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.pipeline.graph import tracing as model_graph
-from tfpar.reduction import objective
+from tfpar.reduction import gathered_classes, objective
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.preview import Preview
@@ -154,23 +154,24 @@ class TensorParallel(SingleReplica):
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, gathered_classes.read_in_pieces():
             loss, outputs = self._forward(model, batch, training=True)
             with tf.device(self.devices[0]):
                 scaled = model.optimizer.scale_loss(loss)
         found = updates.gradients(tape, scaled, model)
-        after = after_reads(found, (loss, outputs), True)
+        after = after_reads(found, (loss, gathered_classes.tensors_in_pieces(outputs)), True)
         if any(gradient is not None for gradient in after):
             updates.apply(model, after)
-        with tf.device(self.devices[0]):
+        with tf.device(self.devices[0]), gathered_classes.read_in_pieces():
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        loss, outputs = self._forward(model, batch, training=False)
-        with tf.device(self.devices[0]):
+        with gathered_classes.read_in_pieces():
+            loss, outputs = self._forward(model, batch, training=False)
+        with tf.device(self.devices[0]), gathered_classes.read_in_pieces():
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
 

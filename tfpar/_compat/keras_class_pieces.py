@@ -1,0 +1,65 @@
+"""Keras' functions of scores of classes, for scores in pieces of the classes, one piece on each device.
+
+All is private. Written for Keras 3.15: `keras.ops`, and the losses and metrics built on it, call the functions of the
+backend through its modules (keras/src/ops/nn.py, keras/src/backend/tensorflow/nn.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import core, math, nn, numpy
+
+Function = Callable[..., Any]
+
+
+def logits_of(output: tf.Tensor, from_logits: bool, is_sparse: bool) -> tuple[tf.Tensor, bool]:
+    """Return the logits from which Keras 3.15 computes the cross-entropy of an output, and whether they are logits.
+
+    Args:
+        output: Logits, or probabilities; those of a softmax activation have the logits as an attribute.
+        from_logits: Whether the user says that they are logits.
+        is_sparse: Whether the labels are classes.
+    """
+    name = "sparse_categorical_crossentropy" if is_sparse else "categorical_crossentropy"
+    found: tuple[tf.Tensor, bool] = nn._get_logits(output, from_logits, "Softmax", name)
+    return found
+
+
+@contextlib.contextmanager
+def computed_by(
+    sparse: Function, dense: Function, argmax: Function, in_top_k: Function, shape: Function
+) -> Iterator[None]:
+    """Compute functions of Keras' backend by others inside this context.
+
+    Each takes the function of Keras, then what that takes.
+
+    Args:
+        sparse: Takes (target, output, from_logits, axis), for `sparse_categorical_crossentropy`.
+        dense: Takes the same, for `categorical_crossentropy`.
+        argmax: Takes (x, axis, keepdims).
+        in_top_k: Takes (targets, predictions, k).
+        shape: Takes (x).
+    """
+    functions: list[tuple[Any, str, Function]] = [
+        (nn, "sparse_categorical_crossentropy", sparse),
+        (nn, "categorical_crossentropy", dense),
+        (numpy, "argmax", argmax),
+        (math, "in_top_k", in_top_k),
+        (core, "shape", shape),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, name, function in functions:
+            stack.enter_context(mock.patch.object(module, name, _before(function, getattr(module, name))))
+        yield
+
+
+def _before(function: Function, original: Function) -> Function:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    return called

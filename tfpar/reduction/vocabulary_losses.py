@@ -1,0 +1,323 @@
+"""Softmax cross-entropy and its metrics over logits in pieces, one piece of the vocabulary on each device.
+
+    device 0   logits [n, v0] ─► maximum [n] ─┐            ┌─► exp, sum [n] ─┐
+                                              ├─ maximum ──┤                 ├─► log of the sum - logit of the label
+    device 1   logits [n, v1] ─► maximum [n] ─┘            └─► exp, sum [n] ─┘
+
+Only tensors `[n]`, with one value for each position, leave a device. This is the vocabulary-parallel loss of
+Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
+
+The exponentials replace the logits in memory, and the gradient replaces the exponentials, so a device holds its piece
+once. That works where nothing else reads the logits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfpar._compat import tf_graph
+
+MOST_INDICES = 2**31  # of `InplaceSub`
+
+
+class ClassPieces(NamedTuple):
+    """Values of all classes in pieces along the last axis, such as logits.
+
+    Args:
+        tensors: The pieces `[..., size]`, in the order of the columns; their sizes may differ, and are fixed.
+        devices: The device of each; the first computes what concerns all.
+        overwriting: The first operation of a loss that overwrites each piece in memory, by its index.
+    """
+
+    tensors: Sequence[tf.Tensor]
+    devices: Sequence[str]
+    overwriting: dict[int, Any] | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of columns of each piece."""
+        return [int(tensor.shape[-1]) for tensor in self.tensors]
+
+    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ClassPieces:
+        """Return a function of each piece, computed on its device.
+
+        Args:
+            function: A function of one piece.
+        """
+        return self._replace(tensors=[self.at(index, function) for index in range(len(self.tensors))])
+
+    def at(self, index: int, function: Callable[[tf.Tensor], Any]) -> Any:
+        """Return a function of one piece, computed on its device.
+
+        Args:
+            index: The index of the piece.
+            function: A function of the piece.
+        """
+        with tf.device(self.devices[index]):
+            return function(self.tensors[index])
+
+    def read_by(self, index: int, result: tf.Tensor) -> tf.Tensor:
+        """Return a result that reads a piece, computed before a loss overwrites the piece."""
+        if self.overwriting and index in self.overwriting:
+            tf_graph.run_before(result.op, [self.overwriting[index].op])
+        return result
+
+    def rows(self) -> ClassPieces:
+        """Return the pieces as matrices `[positions, size]`."""
+        return self.map(lambda piece: tf.reshape(piece, [-1, piece.shape[-1]]))
+
+
+def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | None = None) -> tf.Tensor:
+    """Return the cross-entropy of each position, as `tf.nn.sparse_softmax_cross_entropy_with_logits`.
+
+    Args:
+        labels: The class of each position, an integer tensor `[...]`.
+        logits: ClassPieces `[..., size]`.
+        valid: Whether a position counts, bool `[...]`; None for all. The others have no gradient.
+
+    Returns:
+        `[...]`, on the first device. A label outside of the vocabulary is an error on a CPU, and NaN on a GPU.
+    """
+    rows, classes = logits.rows(), tf.reshape(tf.cast(labels, tf.int64), [-1])
+
+    def picked(index: int, exponents: tf.Tensor) -> tf.Tensor:
+        return _at_labels(exponents, *_columns(rows, index, classes))
+
+    def less_labels(index: int, gradient: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
+        columns, is_inside = _columns(rows, index, classes)
+        entries = tf.where(is_inside, upstream, tf.zeros_like(upstream))
+        return _subtract_in_place(gradient, columns, entries)
+
+    def subtract(index: int, exponentials: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+        product = tf.multiply if valid is None else tf.math.multiply_no_nan
+        return less_labels(index, product(exponentials, scale[:, None]), upstream)
+
+    is_valid = None if valid is None else tf.reshape(valid, [-1])
+    with tf.device(logits.devices[0]):
+        weights = _in_vocabulary(classes, sum(logits.sizes), logits.tensors[0].dtype, logits.devices[0])
+    return tf.reshape(_losses(rows, picked, weights, subtract, is_valid), tf.shape(labels))
+
+
+def dense_losses(labels: ClassPieces, logits: ClassPieces) -> tf.Tensor:
+    """Return the cross-entropy of each position, as `tf.nn.softmax_cross_entropy_with_logits`; no gradient of labels.
+
+    Args:
+        labels: The distribution over classes at each position, pieces `[..., size]` of the same sizes as the logits.
+        logits: ClassPieces `[..., size]`.
+
+    Returns:
+        `[...]`, on the first device.
+    """
+    rows, targets = logits.rows(), labels.rows().map(tf.stop_gradient)
+    sums = [targets.at(index, lambda piece: tf.reduce_sum(piece, -1)) for index in range(len(targets.tensors))]
+
+    def picked(index: int, exponents: tf.Tensor) -> tf.Tensor:
+        # A matrix product has no intermediate result of the size of the logits.
+        return tf.squeeze(tf.matmul(exponents[:, None, :], targets.tensors[index][:, :, None]), [1, 2])
+
+    def subtract(index: int, exponentials: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+        return exponentials * scale[:, None] - targets.tensors[index] * upstream[:, None]
+
+    with tf.device(logits.devices[0]):
+        weights = tf.add_n(sums)
+    return tf.reshape(_losses(rows, picked, weights, subtract), tf.shape(logits.tensors[0])[:-1])
+
+
+def softmax(logits: ClassPieces) -> ClassPieces:
+    """Return the softmax over all pieces, in pieces.
+
+    Args:
+        logits: ClassPieces `[..., size]`.
+    """
+    maximum = _over_pieces(logits, lambda piece: tf.reduce_max(piece, -1, keepdims=True), _maximum)
+    powers = logits.map(lambda piece: tf.exp(piece - maximum))
+    total = _over_pieces(powers, lambda piece: tf.reduce_sum(piece, -1, keepdims=True), tf.add_n)
+    return powers.map(lambda piece: piece / total)
+
+
+def argmax(values: ClassPieces, find: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+    """Return the first class with the largest value at each position, `[...]`, on the first device.
+
+    Args:
+        values: Pieces `[..., size]`.
+        find: Returns the index of the largest value along the last axis of a tensor.
+    """
+    indices, offsets = range(len(values.tensors)), [sum(values.sizes[:i]) for i in range(len(values.tensors))]
+    pairs = [values.at(index, lambda piece: _largest(piece, find)) for index in indices]
+    largest = [values.read_by(index, value) for index, (_, value) in zip(indices, pairs, strict=True)]
+    with tf.device(values.devices[0]):
+        best = find(tf.stack(largest, -1))
+        classes = tf.stack([column + offset for (column, _), offset in zip(pairs, offsets, strict=True)], -1)
+        return tf.gather(classes, best, axis=-1, batch_dims=best.shape.rank)
+
+
+def _largest(piece: tf.Tensor, find: Callable[[tf.Tensor], tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the index of the largest value along the last axis, and the value.
+
+    Keras 3.15 orders -0.0 before 0.0 and copies the piece for it, which matters where the largest value is zero.
+    """
+    maximum = tf.reduce_max(piece, -1)
+    column = tf.cond(
+        tf.reduce_any(tf.equal(maximum, 0)),
+        lambda: find(piece),
+        lambda: tf.argmax(piece, -1, output_type=tf.int32),
+    )
+    column = tf.ensure_shape(column, maximum.shape)
+    return column, tf.gather(piece, column, axis=-1, batch_dims=column.shape.rank)
+
+
+def in_top_k(labels: tf.Tensor, values: ClassPieces, k: Any) -> tf.Tensor:
+    """Return whether fewer than `k` classes have larger values than the label's, as `tf.math.in_top_k`.
+
+    Args:
+        labels: The class of each position, an integer tensor `[positions]`.
+        values: ClassPieces `[positions, size]`.
+        k: The number of classes, an integer or a scalar.
+
+    Returns:
+        bool `[positions]`, on the first device; False where a value is not finite, or for no class.
+    """
+    classes, indices = tf.cast(labels, tf.int64), range(len(values.tensors))
+    found = [values.at(i, functools.partial(_scores, values, i, classes)) for i in indices]
+    with tf.device(values.devices[0]):
+        chosen = tf.add_n([values.read_by(index, one) for index, one in zip(indices, found, strict=True)])
+    larger = [
+        values.at(i, lambda piece: tf.math.count_nonzero(piece > chosen[:, None], -1, dtype=tf.int64)) for i in indices
+    ]
+    # A finite sum of absolute values could overflow.
+    finite = [values.at(i, lambda piece: tf.reduce_all(tf.math.is_finite(piece), -1)) for i in indices]
+    with tf.device(values.devices[0]):
+        is_class = (classes >= 0) & (classes < sum(values.sizes))
+        finite, larger = ([values.read_by(i, one[i]) for i in indices] for one in (finite, larger))
+        return is_class & tf.reduce_all(tf.stack(finite), 0) & (tf.add_n(larger) < tf.cast(k, tf.int64))
+
+
+def _losses(
+    rows: ClassPieces,
+    picked: Callable[[int, tf.Tensor], tf.Tensor],
+    weights: tf.Tensor,
+    subtract: Callable[[int, tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor],
+    valid: tf.Tensor | None = None,
+) -> tf.Tensor:
+    """Return the losses, `[positions]`, with a gradient for each piece.
+
+    Args:
+        rows: Logits `[positions, size]`.
+        picked: Returns the sum of labels times exponents over a piece, `[positions]`.
+        weights: The sum of the labels of each position.
+        subtract: Returns the gradient of a piece from its exponentials, the gradient of the losses, and that divided
+            by the sum of exponentials.
+        valid: Whether a position has a gradient; None for all.
+    """
+    exponentials: dict[int, tf.Tensor] = {}
+    totals: list[tf.Tensor] = []
+
+    def backward(index: int, upstream: tf.Tensor) -> tf.Tensor:
+        with tf.device(rows.devices[0]):
+            scale = upstream / totals[0]
+            if valid is not None:
+                scale = tf.where(valid, scale, tf.zeros_like(scale))
+                upstream = tf.where(valid, upstream, tf.zeros_like(upstream))
+        with tf.device(rows.devices[index]):
+            return subtract(index, exponentials[index], upstream, scale)
+
+    indices = range(len(rows.tensors))
+    pairs = [rows.at(index, functools.partial(_maximum_of, backward, index)) for index in indices]
+    with tf.device(rows.devices[0]):
+        maximum = tf.stop_gradient(_maximum([one for one, _ in pairs]))
+    targets, sums = [], []
+    for index in indices:
+        with tf.device(rows.devices[index]):
+            exponents = tf.stop_gradient(rows.tensors[index]) - maximum[:, None]
+            if rows.overwriting is not None:
+                rows.overwriting[index] = exponents
+            targets.append(picked(index, exponents))
+            with tf.control_dependencies([targets[-1]]):  # then the exponentials can replace the exponents in memory
+                exponentials[index] = tf.exp(exponents)
+            sums.append(tf.reduce_sum(exponentials[index], -1))
+    with tf.device(rows.devices[0]):
+        totals.append(tf.add_n(sums))
+        losses = weights * tf.math.log(totals[0]) - tf.add_n(targets)
+        return tf.add_n([tf.stop_gradient(losses), *(zeros for _, zeros in pairs)])
+
+
+def _maximum_of(
+    backward: Callable[[int, tf.Tensor], tf.Tensor], index: int, piece: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the maximum of each row, and zeros whose gradient to the piece is that of the losses.
+
+    TensorFlow holds the arguments of a custom gradient until its results are there. These are there first, so that
+    the memory of the piece is free for what follows.
+    """
+
+    @tf.custom_gradient
+    def function(piece: tf.Tensor) -> tuple[Any, Callable[..., tf.Tensor]]:
+        maximum = tf.reduce_max(piece, -1)
+        return (maximum, tf.zeros_like(maximum)), lambda _, upstream: backward(index, upstream)
+
+    found: tuple[tf.Tensor, tf.Tensor] = function(piece)
+    return found
+
+
+def _maximum(found: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.reduce_max(tf.stack(found), 0)
+
+
+def _over_pieces(
+    pieces: ClassPieces, function: Callable[[tf.Tensor], tf.Tensor], join: Callable[[Sequence[tf.Tensor]], tf.Tensor]
+) -> tf.Tensor:
+    found = pieces.map(function).tensors
+    with tf.device(pieces.devices[0]):
+        return join(found)
+
+
+def _columns(pieces: ClassPieces, index: int, classes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the column of each class in a piece, 0 for a class of another piece, and whether it is in the piece."""
+    columns = classes - sum(pieces.sizes[:index])
+    is_inside = (columns >= 0) & (columns < pieces.sizes[index])
+    return tf.where(is_inside, columns, tf.zeros_like(columns)), is_inside
+
+
+def _scores(pieces: ClassPieces, index: int, classes: tf.Tensor, piece: tf.Tensor) -> tf.Tensor:
+    """Return the value of the class of each row, zero for a class of another piece."""
+    return _at_labels(piece, *_columns(pieces, index, classes))
+
+
+def _entries(columns: tf.Tensor) -> tf.Tensor:
+    """Return the indices `[positions, 2]` of one column in each row."""
+    return tf.stack([tf.range(tf.shape(columns, tf.int64)[0]), columns], -1)
+
+
+def _subtract_in_place(product: tf.Tensor, columns: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Subtract a value from one column of each row of a matrix that nothing else reads.
+
+    `tf.tensor_scatter_nd_sub` of TensorFlow 2.21 copies the matrix on a CPU; `InplaceSub` takes indices of 32 bits.
+    """
+    size, width = tf.size(product, tf.int64), product.shape[-1]
+
+    def in_place() -> tf.Tensor:
+        indices = tf.cast(tf.range(tf.shape(columns, tf.int64)[0]) * width + columns, tf.int32)
+        return tf.raw_ops.InplaceSub(x=tf.reshape(product, [-1]), i=indices, v=values)
+
+    def copied() -> tf.Tensor:
+        return tf.reshape(tf.tensor_scatter_nd_sub(product, _entries(columns), values), [-1])
+
+    return tf.reshape(tf.cond(size <= MOST_INDICES, in_place, copied), tf.shape(product))
+
+
+def _at_labels(piece: tf.Tensor, columns: tf.Tensor, is_inside: tf.Tensor) -> tf.Tensor:
+    """Return the value of each row in its column, zero for none."""
+    found = tf.gather_nd(piece, _entries(columns))
+    return tf.where(is_inside, found, tf.zeros_like(found))
+
+
+def _in_vocabulary(classes: tf.Tensor, num_classes: int, dtype: Any, device: str) -> tf.Tensor:
+    """Return ones, and NaN for a class outside of the vocabulary; on a CPU that is an error, as in TensorFlow 2.21."""
+    if "GPU" not in device.upper():
+        return tf.gather(tf.ones([num_classes], dtype), classes)
+    is_class = (classes >= 0) & (classes < num_classes)
+    return tf.where(is_class, tf.ones([], dtype), tf.constant(float("nan"), dtype))
