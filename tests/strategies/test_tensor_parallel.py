@@ -57,6 +57,38 @@ def sequence() -> keras.Model:
     return model
 
 
+def attention() -> keras.Model:
+    """Attention by heads, also grouped, with masks, a causal mask, a gate and dropouts."""
+    tokens = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(TOKENS, 8, mask_zero=True, name="table")(tokens)
+    hidden = hidden + keras.layers.MultiHeadAttention(5, 4, dropout=0.2, seed=1, name="heads")(
+        hidden, hidden, use_causal_mask=True
+    )
+    hidden = keras.layers.LayerNormalization()(hidden)
+    hidden = hidden + keras.layers.GroupQueryAttention(4, 6, 3, use_gate=True, name="groups")(hidden, hidden)
+    model = keras.Model(tokens, keras.layers.Dense(2)(hidden))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=1.0), "mse", metrics=["mae"])
+    return model
+
+
+def convolutions() -> keras.Model:
+    """Convolutions by filters and by channels, with layers of separate channels between them."""
+    images = keras.Input((6, 6, 3))
+    hidden = keras.layers.Conv2D(7, 3, padding="same", use_bias=False, name="filters")(images)
+    hidden = keras.layers.ReLU()(keras.layers.BatchNormalization(name="statistics")(hidden))
+    hidden = keras.layers.MaxPooling2D()(hidden)
+    hidden = keras.layers.Conv2D(6, 2, dilation_rate=2, padding="same", activation="tanh", name="channels")(hidden)
+    hidden = keras.layers.GlobalAveragePooling2D()(keras.layers.Conv2D(8, 3, activation="relu")(hidden))
+    model = keras.Model(images, keras.layers.Dense(CLASSES, "softmax")(hidden))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def of_images() -> Data:
+    random = np.random.default_rng(2)
+    return random.normal(size=(21, 6, 6, 3)), random.integers(0, CLASSES, 21)
+
+
 def of_features(num_examples: int = 37) -> Data:
     random = np.random.default_rng(0)
     return random.normal(size=(num_examples, FEATURES)), random.integers(0, CLASSES, num_examples)
@@ -93,7 +125,7 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
 
 
 def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
-    """The sizes of the pieces of each divided weight, by its layer and name."""
+    """The sizes of the pieces of each divided weight, by its layer and name, those of the last layer of that name."""
     return {
         "/".join(variable.path.split("/")[-2:]): variable.value.sizes
         for variable in model.weights
@@ -106,13 +138,22 @@ def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
     [
         (perceptron, of_features, {"up/kernel": (4, 3, 3), "up/bias": (4, 3, 3), "down/kernel": (4, 3, 3)}),
         (sequence, of_tokens, {"table/embeddings": (4, 4, 3), "columns/kernel": (3, 3, 2), "rows/kernel": (3, 3, 2)}),
+        (
+            attention,
+            of_tokens,
+            {"query/kernel": (2, 2, 2), "key/kernel": (1, 1, 1), "attention_output/kernel": (2, 2, 2)},
+        ),
+        (
+            convolutions,
+            of_images,
+            {"filters/kernel": (3, 2, 2), "statistics/moving_mean": (3, 2, 2), "channels/kernel": (3, 2, 2)},
+        ),
     ],
-    ids=["perceptron", "sequence"],
+    ids=["perceptron", "sequence", "attention", "convolutions"],
 )
-@pytest.mark.parametrize("devices", [["CPU:0", "CPU:1", "CPU:2"]], ids=["3 shards"])
-def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any], devices: list[str]) -> None:
+def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any]) -> None:
     _, *wanted = trained(build, data(), tfpar.SingleDevice())
-    trainer, *found = trained(build, data(), tfpar.TensorParallel(len(devices), devices=devices))
+    trainer, *found = trained(build, data(), tfpar.TensorParallel(3))
     assert_equal(found, wanted)
     assert divided(trainer.model).items() >= expected.items()
 

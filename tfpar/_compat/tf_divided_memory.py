@@ -11,8 +11,9 @@ which it reads through `tf.convert_to_tensor` and `numpy` and changes through `a
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -202,6 +203,30 @@ def pieces_of(variable: Any) -> list[Any]:
         part._value, part._shape = piece, tuple(piece.shape)
         found.append(part)
     return found
+
+
+@contextlib.contextmanager
+def as_pieces(variables: Sequence[Any], shard: int, others: Mapping[int, tf.Tensor] | None = None) -> Iterator[None]:
+    """Let divided variables have the shape and memory of one of their pieces inside this context.
+
+    A `keras.StatelessScope` takes values of the shape of the variable only.
+
+    Args:
+        variables: Keras variables, divided or not.
+        shard: The number of the piece.
+        others: The values of variables that are not divided, by the variable's `id`, in place of their own.
+    """
+    before = [(variable, variable._value, variable._shape) for variable in variables]
+    try:
+        for variable, memory, _ in before:
+            if isinstance(memory, DividedMemory):
+                variable._value, variable._shape = memory.pieces[shard], tuple(memory.pieces[shard].shape)
+            elif others and id(variable) in others:
+                variable._value = others[id(variable)]
+        yield
+    finally:
+        for variable, memory, shape in before:
+            variable._value, variable._shape = memory, shape
 
 
 def memories_of(variable: Any) -> tuple[tf.Variable, ...]:

@@ -89,7 +89,7 @@ def _run(placed: Placed, call: Call, training: bool) -> Pieces:
         with tf.device(device):
             tensors = {value: one.tensors[shard] for value, one in zip(call.inputs, held, strict=True)}
             if drops and call.operation.rate > 0:
-                outputs.append(_dropped(tensors[call.inputs[0]], factors[shard]))
+                outputs.append(dropped(tensors[call.inputs[0]], factors[shard]))
             else:
                 outputs.append(run_call(call, tensors, training))
     keeps_mask = masked and len(held) == 1 and getattr(call.operation, "supports_masking", False)
@@ -108,6 +108,12 @@ def _dropout_factors(placed: Placed, call: Call, held: Pieces) -> tuple[tf.Tenso
     return pieces_of.divided(tf.stop_gradient(factors), sizes, held.axis, placed.devices)
 
 
-def _dropped(piece: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+def dropped(piece: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+    """Return a piece after a dropout.
+
+    Args:
+        piece: A piece.
+        factor: For each element 0, or the factor of those that stay.
+    """
     # As in TensorFlow: an element that is not a number is dropped too.
     return tf.where(factor > 0, piece * factor, tf.zeros_like(piece))

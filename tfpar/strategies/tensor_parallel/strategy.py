@@ -35,8 +35,9 @@ class TensorParallel(SingleReplica):
 
     Each device holds a piece of the large weights, with its gradient and its optimizer state, and computes its part of
     the layer for the whole batch. Dense and EinsumDense layers are divided in pairs, the first by columns and the next
-    by rows, with one sum of activations a pair; an Embedding by rows of its table. All other layers run once, on the
-    first device, so that random draws, states and losses are those of one device. A divided weight remains one variable
+    by rows, with one sum of activations a pair; attention by heads, an Embedding by rows of its table, convolutions by
+    filters and then by input channels. All other layers run once, on the first device. Random draws, states and losses
+    are those of one device. A divided weight remains one variable
     in `model.weights`, checkpoints and saved files.
 
     Args:

@@ -9,6 +9,14 @@ import keras
 
 from tfpar.pipeline.graph.ir import Call, Graph
 from tfpar.reduction.weight_owners import num_bytes
+from tfpar.strategies.tensor_parallel.attention_ways import attention_ways
+from tfpar.strategies.tensor_parallel.convolution_ways import (
+    CHANNELWISE,
+    CONVOLUTIONS,
+    channelwise_ways,
+    convolution_ways,
+    normalization_ways,
+)
 from tfpar.strategies.tensor_parallel.dense_ways import dense_ways
 from tfpar.strategies.tensor_parallel.elementwise import elementwise_ways
 from tfpar.strategies.tensor_parallel.embedding_ways import embedding_ways
@@ -20,6 +28,11 @@ _WAYS: dict[type, Callable[[Call], tuple[Way, ...]]] = {
     keras.layers.Dense: dense_ways,
     keras.layers.EinsumDense: dense_ways,
     keras.layers.Embedding: embedding_ways,
+    keras.layers.MultiHeadAttention: attention_ways,
+    keras.layers.GroupQueryAttention: attention_ways,
+    keras.layers.BatchNormalization: normalization_ways,
+    **dict.fromkeys(CONVOLUTIONS, convolution_ways),
+    **dict.fromkeys(CHANNELWISE, channelwise_ways),
 }
 
 

@@ -1,0 +1,110 @@
+"""The way to divide attention: by heads.
+
+    x ─┬─► query, key, value of heads 0 1 ─► attention ─► output kernel of heads 0 1 ─┐
+       └─► query, key, value of heads 2 3 ─► attention ─► output kernel of heads 2 3 ─┴─ sum
+
+A shard runs the layer itself with its pieces in place of the weights. The bias of the output is added by the first
+shard alone, and a dropout of the scores is drawn once for all heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_model, tf_divided_memory
+from tfpar.pipeline.graph.ir import Call, Value, run_call
+from tfpar.strategies.tensor_parallel import pieces as pieces_of
+from tfpar.strategies.tensor_parallel.elementwise import dropped
+from tfpar.strategies.tensor_parallel.layout import Cut, Way
+from tfpar.strategies.tensor_parallel.shards import Placed
+
+_OUTPUT = "attention_output"
+_HEADS_OF_SCORES = 1  # [batch, heads, query, key]
+
+
+def attention_ways(call: Call) -> tuple[Way, ...]:
+    """Return the ways to divide a call of a MultiHeadAttention or GroupQueryAttention layer.
+
+    Args:
+        call: A layer call.
+    """
+    layer = call.operation
+    leaves = keras.tree.flatten((call.args, dict(call.kwargs)))
+    if len(call.outputs) != 1 or layer.activity_regularizer or any(isinstance(leaf, keras.Variable) for leaf in leaves):
+        return ()
+    if layer.dropout and any(len(value.shape) != 3 for value in _query_and_value(call)):
+        return ()  # scores of other ranks have their heads at another axis
+    is_grouped = isinstance(layer, keras.layers.GroupQueryAttention)
+    num_units = layer.num_key_value_heads if is_grouped else layer.num_heads
+    cuts: dict[Hashable, Cut] = {}
+    for variable in layer.weights:
+        part, name = variable.path.split("/")[-2:]
+        per_unit = layer.num_repeats if is_grouped and part not in ("key", "value") else 1
+        if part == _OUTPUT and name == "kernel":
+            cuts[id(variable)] = Cut(0, per_unit)
+        elif part != _OUTPUT:
+            cuts[id(variable)] = Cut(1 if name == "kernel" else 0, per_unit)
+    return (Way("key-value heads" if is_grouped else "heads", num_units, cuts, None, None, _run),)
+
+
+def _query_and_value(call: Call) -> list[Value]:
+    arguments = [*call.args, call.kwargs.get("query"), call.kwargs.get("value")]
+    return [one for one in arguments if isinstance(one, Value)][:2]
+
+
+def _run(placed: Placed, call: Call, training: bool) -> tf.Tensor:
+    layer = call.operation
+    is_training = training if call.training is None else call.training
+    factors = _score_factors(placed, call) if layer.dropout and is_training else None
+    partial = []
+    for shard, device in enumerate(placed.devices):
+        tensors = {value: _masked_copy(placed, value, shard) for value in dict.fromkeys(call.inputs)}
+        with tf.device(device):
+            zeros = {id(one): tf.zeros(one.shape, one.dtype) for one in layer.weights if shard and _is_output_bias(one)}
+            with tf_divided_memory.as_pieces(layer.weights, shard, zeros), _dropping(layer, factors, shard):
+                partial.append(run_call(call, tensors, training))
+    mask = keras_model.mask_of(partial[0])
+    output = pieces_of.added(partial, placed.devices)
+    with tf.device(placed.devices[0]):
+        return keras_model.with_mask(output, mask)
+
+
+def _is_output_bias(variable: Any) -> bool:
+    return bool(variable.path.endswith(f"{_OUTPUT}/bias"))
+
+
+def _masked_copy(placed: Placed, value: Value, shard: int) -> tf.Tensor:
+    tensor, mask = placed.on(value, shard), placed.mask(value)
+    with tf.device(placed.devices[shard]):
+        return keras_model.with_mask(tensor, None if mask is None else tf.identity(mask))
+
+
+def _score_factors(placed: Placed, call: Call) -> tuple[tf.Tensor, ...]:
+    """Return the factors of the dropout of the scores for the heads of each shard, drawn as on one device."""
+    layer = call.operation
+    query, value = map(placed.whole, _query_and_value(call))
+    is_grouped = isinstance(layer, keras.layers.GroupQueryAttention)
+    num_heads = layer.num_query_heads if is_grouped else layer.num_heads
+    sizes = next(one.value.sizes for one in layer.weights if one.path.endswith(f"{_OUTPUT}/kernel"))
+    with tf.device(placed.devices[0]):
+        shape = tf.stack([tf.shape(query)[0], num_heads, tf.shape(query)[1], tf.shape(value)[1]])
+        factors = _dropout_of(layer)(tf.ones(shape, layer.compute_dtype), training=True)
+    return pieces_of.divided(tf.stop_gradient(factors), sizes, _HEADS_OF_SCORES, placed.devices)
+
+
+def _dropout_of(layer: Any) -> keras.layers.Dropout:
+    return next(one for one in keras_model.all_layers(layer) if type(one) is keras.layers.Dropout)
+
+
+def _dropping(layer: Any, factors: Sequence[tf.Tensor] | None, shard: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the dropout of a layer applies the factors of a shard."""
+    if factors is None:
+        return contextlib.nullcontext()
+    factor = factors[shard]
+    return mock.patch.object(_dropout_of(layer), "call", lambda inputs, training=False: dropped(inputs, factor))

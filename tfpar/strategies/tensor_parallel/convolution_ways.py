@@ -1,0 +1,177 @@
+"""The ways to divide convolutions, by filters and then by input channels, and layers that treat channels separately.
+
+x ──► convolution by filters ──► normalization, pooling of each channel ──► convolution by channels ──► sum
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_model, tf_divided_memory
+from tfpar.pipeline.graph.ir import Call, run_call
+from tfpar.strategies.tensor_parallel import pieces as pieces_of
+from tfpar.strategies.tensor_parallel.elementwise import is_elementwise
+from tfpar.strategies.tensor_parallel.layout import Cut, Way
+from tfpar.strategies.tensor_parallel.pieces import Pieces
+from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
+
+CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+CHANNELWISE = (
+    *(keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D),
+    *(keras.layers.AveragePooling1D, keras.layers.AveragePooling2D, keras.layers.AveragePooling3D),
+    *(keras.layers.GlobalMaxPooling1D, keras.layers.GlobalMaxPooling2D, keras.layers.GlobalMaxPooling3D),
+    *(keras.layers.GlobalAveragePooling1D, keras.layers.GlobalAveragePooling2D, keras.layers.GlobalAveragePooling3D),
+    *(keras.layers.ZeroPadding1D, keras.layers.ZeroPadding2D, keras.layers.ZeroPadding3D),
+    *(keras.layers.UpSampling1D, keras.layers.UpSampling2D, keras.layers.UpSampling3D),
+)
+
+
+def convolution_ways(call: Call) -> tuple[Way, ...]:
+    """Return the ways to divide a call of a convolution.
+
+    Args:
+        call: A layer call.
+    """
+    layer = call.operation
+    if layer.groups != 1 or layer.padding == "causal" or layer.lora_enabled or layer.activity_regularizer:
+        return ()
+    channels, (inputs, filters) = _channel_axis(layer), layer.kernel.shape[-2:]
+    rank = len(layer.kernel.shape)
+    cuts: dict[Hashable, Cut] = {id(layer.kernel): Cut(rank - 1)}
+    if layer.bias is not None:
+        cuts[id(layer.bias)] = Cut(0)
+    return (
+        Way("channels", int(inputs), {id(layer.kernel): Cut(rank - 2)}, channels, None, _run_channels),
+        Way("filters", int(filters), cuts, None, Cut(channels), _run_filters),
+    )
+
+
+def channelwise_ways(call: Call) -> tuple[Way, ...]:
+    """Return the way to run a layer without weights, such as a pooling, on pieces of the channels.
+
+    Args:
+        call: A layer call.
+    """
+    layer = call.operation
+    if len(call.inputs) != 1 or layer.activity_regularizer:
+        return ()
+    takes = _channel_axis(layer, len(call.inputs[0].shape))
+    gives = -1 if len(call.outputs[0].shape) == 2 else takes
+    return (Way("channels", None, {}, takes, Cut(gives), functools.partial(_run_channelwise, gives)),)
+
+
+def normalization_ways(call: Call) -> tuple[Way, ...]:
+    """Return the way to run a BatchNormalization on pieces of the channels, with pieces of its statistics.
+
+    Args:
+        call: A layer call.
+    """
+    layer = call.operation
+    rank = len(call.inputs[0].shape)
+    if len(call.inputs) != 1 or layer.renorm or layer.activity_regularizer or call.kwargs.get("mask") is not None:
+        return ()
+    axis = layer.axis % rank - rank
+    cuts: dict[Hashable, Cut] = {id(variable): Cut(0) for variable in layer.variables}
+    size = int(call.inputs[0].shape[axis] or 0)
+    return (Way("channels", size, cuts, axis, Cut(axis), functools.partial(_run_normalization, axis)),)
+
+
+def _channel_axis(layer: Any, rank: int | None = None) -> int:
+    """Return the axis of the channels, from the end."""
+    if getattr(layer, "data_format", "channels_last") == "channels_last":
+        return -1
+    return 1 - (rank or layer.rank + 2)
+
+
+def _run_filters(placed: Placed, call: Call, training: bool) -> Any:
+    layer, (value,) = call.operation, call.inputs
+    activates = layer.activation is None or is_elementwise(layer.activation)
+    outputs = []
+    for shard, device in enumerate(placed.devices):
+        given = placed.on(value, shard)
+        bias = None if layer.bias is None else weight_piece(layer.bias, shard, layer.compute_dtype)
+        with tf.device(device):
+            output = _with_bias(layer, _convolved(layer, given, shard), bias)
+            outputs.append(layer.activation(output) if activates and layer.activation is not None else output)
+    mask = layer_mask(layer, placed, value)
+    if activates:
+        return Pieces(tuple(outputs), _channel_axis(layer), mask)
+    whole = pieces_of.gathered(outputs, _channel_axis(layer), placed.devices)
+    with tf.device(placed.devices[0]):
+        return keras_model.with_mask(layer.activation(whole), mask)
+
+
+def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
+    layer, (value,) = call.operation, call.inputs
+    held, axis = placed.tensors[value], _channel_axis(layer)
+    if not isinstance(held, Pieces):
+        held = Pieces(pieces_of.divided(held, layer.kernel.value.sizes, axis, placed.devices), axis)
+    partial = []
+    for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+        with tf.device(device):
+            partial.append(_convolved(layer, given, shard))
+    output = pieces_of.added(partial, placed.devices)
+    with tf.device(placed.devices[0]):
+        bias = None if layer.bias is None else tf.cast(tf.convert_to_tensor(layer.bias), layer.compute_dtype)
+        output = _with_bias(layer, output, bias)
+        output = output if layer.activation is None else layer.activation(output)
+        return keras_model.with_mask(output, layer_mask(layer, placed, value))
+
+
+def _convolved(layer: Any, inputs: tf.Tensor, shard: int) -> tf.Tensor:
+    kernel = weight_piece(layer.kernel, shard, layer.compute_dtype)
+    return keras.ops.conv(
+        tf.cast(inputs, layer.compute_dtype),
+        kernel,
+        strides=list(layer.strides),
+        padding=layer.padding,
+        dilation_rate=layer.dilation_rate,
+        data_format=layer.data_format,
+    )
+
+
+def _with_bias(layer: Any, outputs: tf.Tensor, bias: tf.Tensor | None) -> tf.Tensor:
+    if bias is None:
+        return outputs
+    shape = [1] * (layer.rank + 2)
+    shape[_channel_axis(layer)] = int(bias.shape[0])
+    return keras.ops.add(outputs, keras.ops.reshape(bias, shape))
+
+
+def _run_channelwise(gives: int, placed: Placed, call: Call, training: bool) -> Pieces:
+    value = call.inputs[0]
+    held, outputs = placed.tensors[value], []
+    for device, piece in zip(placed.devices, held.tensors, strict=True):
+        with tf.device(device):
+            given = keras_model.with_mask(piece, None if held.mask is None else tf.identity(held.mask))
+            outputs.append(run_call(call, {value: given}, training))
+    return Pieces(tuple(outputs), gives, keras_model.mask_of(outputs[0]))
+
+
+@contextlib.contextmanager
+def _any_number_of_channels(layer: Any) -> Iterator[None]:
+    spec, layer.input_spec = layer.input_spec, None
+    try:
+        yield
+    finally:
+        layer.input_spec = spec
+
+
+def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) -> Pieces:
+    layer, value = call.operation, call.inputs[0]
+    held, outputs = placed.tensors[value], []
+    for shard, (device, piece) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+        with (
+            tf.device(device),
+            tf_divided_memory.as_pieces(layer.variables, shard),
+            _any_number_of_channels(layer),
+        ):
+            given = keras_model.with_mask(piece, None if held.mask is None else tf.identity(held.mask))
+            outputs.append(run_call(call, {value: given}, training))
+    return Pieces(tuple(outputs), axis, keras_model.mask_of(outputs[0]))
