@@ -31,6 +31,7 @@ from benchmarks.restart import RESTART
 from benchmarks.results import ResultFile
 from benchmarks.scaling import layouts, parts
 from benchmarks.shards import SHARDS
+from benchmarks.tensor_parallel import TENSOR_PARALLEL
 
 ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each setting has its turn.", 1)
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; replaced if it exists.")
@@ -53,6 +54,7 @@ ALL = {
         all_reduce.ALL_REDUCE,
         RESTART,
         SHARDS,
+        TENSOR_PARALLEL,
         PARITY_TABLE,
     )
 }

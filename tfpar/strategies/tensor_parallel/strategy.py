@@ -37,8 +37,7 @@ class TensorParallel(SingleReplica):
     the layer for the whole batch. Dense and EinsumDense layers are divided in pairs, the first by columns and the next
     by rows, with one sum of activations a pair; attention by heads, an Embedding by rows of its table, convolutions by
     filters and then by input channels. All other layers run once, on the first device. Random draws, states and losses
-    are those of one device. A divided weight remains one variable
-    in `model.weights`, checkpoints and saved files.
+    are those of one device. A divided weight remains one variable in `model.weights`, checkpoints and saved files.
 
     Args:
         num_shards: Number of devices that a layer is divided over, at least 2. Sizes that it does not divide give
