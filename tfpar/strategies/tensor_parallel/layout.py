@@ -88,6 +88,7 @@ class Offer(NamedTuple):
         weights: The keys of the weights that it reads.
         ways: The ways to divide it, the best first.
         kind: The class of its layer.
+        divides_input: Whether a way that takes pieces of its input may divide a whole one.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Offer(NamedTuple):
     weights: tuple[Hashable, ...]
     ways: tuple[Way, ...]
     kind: str
+    divides_input: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +230,9 @@ class _Search:
         first = given[0] if given else None
         if first is None:
             # A user's rule may ask for rows without columns before them; the input is then divided.
-            is_asked = self._wanted is not None and any(self._wanted.get(key) is not None for key in way.cuts)
+            is_asked = offer.divides_input
+            if self._wanted is not None:
+                is_asked = any(self._wanted.get(key) is not None for key in way.cuts)
             return even_sizes(way.size, self._num_shards) if is_asked and way.size and not any(given) else None
         if any(one != first for one in given) or first.axis != way.takes:
             return None

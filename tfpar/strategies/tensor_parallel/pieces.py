@@ -96,5 +96,33 @@ def divided(tensor: tf.Tensor, sizes: Sequence[int], axis: int, devices: Sequenc
         devices: The devices.
     """
     with tf.device(devices[0]):
+        if isinstance(tensor, tf.SparseTensor):
+            return tuple(columns_of(tensor, sizes))
         parts = tf.split(tensor, list(sizes), axis)
     return tuple(sent(part, devices[0], device) for part, device in zip(parts, devices, strict=True))
+
+
+def columns_of(tensor: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return a tensor in ranges of columns, on the device of the scope.
+
+    Args:
+        tensor: A dense or sparse tensor `[batch, ..., columns]`.
+        sizes: The number of columns of each range.
+
+    Example:
+        >>> sparse = tf.sparse.from_dense([[1, 0, 2], [0, 3, 0]])
+        >>> [tf.sparse.to_dense(one).numpy().tolist() for one in columns_of(sparse, [1, 2])]
+        [[[1], [0]], [[0, 2], [3, 0]]]
+    """
+    if not isinstance(tensor, tf.SparseTensor):
+        return list(tf.split(tensor, list(sizes), -1))
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [_sparse_range(tensor, start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _sparse_range(tensor: tf.SparseTensor, start: int, size: int) -> tf.SparseTensor:
+    columns = tensor.indices[:, -1]
+    inside = tf.where((columns >= start) & (columns < start + size))[:, 0]
+    offset = tf.constant([0] * (tensor.shape.rank - 1) + [start], tf.int64)
+    shape = tf.concat([tensor.dense_shape[:-1], tf.constant([size], tf.int64)], 0)
+    return tf.SparseTensor(tf.gather(tensor.indices, inside) - offset, tf.gather(tensor.values, inside), shape)

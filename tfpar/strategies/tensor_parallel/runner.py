@@ -12,6 +12,7 @@ from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
 from tfpar.strategies.tensor_parallel.layout import Layout
 from tfpar.strategies.tensor_parallel.shards import Placed, WholeValues
+from tfpar.strategies.tensor_parallel.wide_inputs import CutInputs, in_pieces
 
 
 class DividedModel(NamedTuple):
@@ -38,11 +39,15 @@ class DividedModel(NamedTuple):
         """Run all layer calls; return all values, whole or in pieces.
 
         Args:
-            inputs: The inputs of the model, `[batch, ...]` each.
+            inputs: The inputs of the model, `[batch, ...]` each, or as `wide_inputs` cuts them.
             training: Whether the model trains.
         """
-        with tf.device(self.devices[0]):
-            tensors = dict(zip(self.graph.inputs, model_graph.standardize(self.model, inputs), strict=True))
+        if isinstance(inputs, CutInputs):
+            values = in_pieces(inputs)
+        else:
+            with tf.device(self.devices[0]):
+                values = model_graph.standardize(self.model, inputs)
+        tensors = dict(zip(self.graph.inputs, values, strict=True))
         placed = Placed(tensors, self.devices)
         ways = {id(call): way for call, way in zip(self.graph.calls, self.layout.ways, strict=True)}
 

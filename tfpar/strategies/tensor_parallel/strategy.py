@@ -16,7 +16,7 @@ from tfpar.per_model import PerModel
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.reduction import gathered_classes, objective
 from tfpar.reduction.update_order import after_reads
-from tfpar.strategies.batches_ahead import StepBatch
+from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.preview import Preview
 from tfpar.strategies.single_device import update_metrics
 from tfpar.strategies.single_replica import SingleReplica
@@ -25,6 +25,7 @@ from tfpar.strategies.tensor_parallel.rules import check_rules
 from tfpar.strategies.tensor_parallel.runner import DividedModel
 from tfpar.strategies.tensor_parallel.table import preview_of
 from tfpar.strategies.tensor_parallel.ways import layout_of
+from tfpar.strategies.tensor_parallel.wide_inputs import cut_inputs, cut_sizes
 
 
 class TensorParallel(SingleReplica):
@@ -148,8 +149,16 @@ class TensorParallel(SingleReplica):
         return preview_of(self.describe(), self._divided[model], int(data.num_rows(batch)), self.device_names)
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
-        """Return the batch, all of it for the first device."""
-        return StepBatch(element, self.device_names[:1] * len(tf.nest.flatten(element)))
+        """Return the batch, for the first device but for the columns of wide inputs."""
+        divided, own = self._divided[model], ("compute_loss", "compute_metrics")
+        cuts = cut_sizes(divided.graph, divided.layout)
+        if not cuts or any(keras_model.overridden(model, method) for method in own):
+            return StepBatch(element, self.device_names[:1] * len(tf.nest.flatten(element)))
+        inputs, *others = element if isinstance(element, tuple) else (element,)
+        with tf.device(HOST):
+            values = model_graph.standardize(model, inputs)
+        whole, readers = cut_inputs(divided.graph, cuts, values, self.device_names)
+        return StepBatch((whole, *others), [*readers, *self.device_names[:1] * len(tf.nest.flatten(others))])
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""

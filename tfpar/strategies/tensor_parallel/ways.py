@@ -23,6 +23,9 @@ from tfpar.strategies.tensor_parallel.embedding_ways import embedding_ways
 from tfpar.strategies.tensor_parallel.layout import Layout, Offer, Way, Weight, plan
 from tfpar.strategies.tensor_parallel.rules import Rules, axes_by_rules
 
+# The least number of features for each output of a first layer whose features are divided: each device then receives
+# its columns, and a sum of outputs follows.
+WIDE_INPUT = 16
 # Of the class itself: a subclass may compute otherwise.
 _WAYS: dict[type, Callable[[Call], tuple[Way, ...]]] = {
     keras.layers.Dense: dense_ways,
@@ -52,10 +55,10 @@ def layout_of(model: keras.Model, graph: Graph, num_shards: int, rules: Rules | 
         id(one): Weight(one.path, tuple(one.shape), num_bytes(one), _whole_because(one)) for one in model.variables
     }
     wanted = None if rules is None else axes_by_rules(rules, weights)
-    return plan([_offer(call) for call in graph.calls], weights, num_shards, wanted)
+    return plan([_offer(call, graph) for call in graph.calls], weights, num_shards, wanted)
 
 
-def _offer(call: Call) -> Offer:
+def _offer(call: Call, graph: Graph) -> Offer:
     find = _WAYS.get(type(call.operation), elementwise_ways)
     return Offer(
         call.name,
@@ -64,7 +67,17 @@ def _offer(call: Call) -> Offer:
         tuple(map(id, call.variables)),
         find(call),
         type(call.operation).__name__,
+        _reads_wide_input(call, graph),
     )
+
+
+def _reads_wide_input(call: Call, graph: Graph) -> bool:
+    """Return whether a call alone reads an input of the model, and the input is much wider than the output."""
+    if type(call.operation) is not keras.layers.Dense or len(call.inputs) != 1 or call.inputs[0] not in graph.inputs:
+        return False
+    readers = [other for other in graph.calls if call.inputs[0] in other.inputs]
+    num_inputs, num_outputs = call.operation.kernel.shape
+    return len(readers) == 1 and num_inputs >= WIDE_INPUT * num_outputs
 
 
 def _whole_because(variable: Any) -> str:
