@@ -32,6 +32,8 @@ from benchmarks.results import ResultFile
 from benchmarks.scaling import layouts, parts
 from benchmarks.shards import SHARDS
 from benchmarks.tensor_parallel import TENSOR_PARALLEL
+from benchmarks.vocabulary_loss import VOCABULARY_LOSS
+from benchmarks.wide_features import WIDE_FEATURES
 
 ROUNDS = flags.DEFINE_integer("rounds", 5, "How often each setting has its turn.", 1)
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; replaced if it exists.")
@@ -55,6 +57,8 @@ ALL = {
         RESTART,
         SHARDS,
         TENSOR_PARALLEL,
+        VOCABULARY_LOSS,
+        WIDE_FEATURES,
         PARITY_TABLE,
     )
 }

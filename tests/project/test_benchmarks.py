@@ -22,6 +22,8 @@ from benchmarks.harness import Experiment, Finding, Target
 from benchmarks.machine import describe_machine
 from benchmarks.measurement import Measurement
 from benchmarks.results import ResultFile, as_json
+from benchmarks.vocabulary_loss import VOCABULARY_LOSS
+from benchmarks.wide_features import WIDE_FEATURES
 from benchmarks.worker import measure
 from tests import ROOT
 
@@ -29,7 +31,7 @@ NAMES = (
     "host_bound, cnn, mirrored, multi_worker, communication_bound, slow_network, checkpoint_cost, "
     "pipeline_mlp, pipeline_transformer, pipeline_memory, pipeline_prediction, pipeline_first_step, pipeline_workers, "
     "hybrid, hybrid_sleeping, workers_sleeping, scaling_parts, scaling, all_reduce, "
-    "restart, shards, tensor_parallel, parity_table, gpu"
+    "restart, shards, tensor_parallel, vocabulary_loss, wide_features, parity_table, gpu"
 )
 MACHINE = {"cores": 2, "load_of_the_last_minute": 0.5}
 OURS = Measurement("host_bound", "tfpar", batch_size=8, num_steps=100, num_warm_up_steps=2)
@@ -57,6 +59,20 @@ def measured() -> Callable[[Measurement], dict[str, float]]:
 
 def three_rounds(**settings: Any) -> harness.Result:
     return harness.run_rounds(experiment(**settings), 3)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "figures"),
+    [(VOCABULARY_LOSS, ("peak_bytes", "scores_bytes")), (WIDE_FEATURES, ("steps_per_second", "received_bytes"))],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_findings_of_divided_layers_are_computed_from_their_figures(
+    experiment: Experiment, figures: tuple[str, ...]
+) -> None:
+    outputs = {name: dict.fromkeys(figures, 10.0 + place) for place, name in enumerate(experiment.settings)}
+    result = harness.Result(experiment, [outputs])
+    assert len(result.findings) >= 3
+    assert all(0 < result.found(finding) < 2 for finding in result.findings)
 
 
 def test_settings_take_turns_round_by_round() -> None:
