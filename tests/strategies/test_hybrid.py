@@ -39,6 +39,14 @@ def test_it_is_described_in_one_line() -> None:
     assert in_turn == "Hybrid of 4 replicas of 1 stage on CPU:0, CPU:1, CPU:2, CPU:3, 2 micro-batches, 1f1b"
 
 
+def test_the_word_for_what_one_process_does_anyway_is_taken_and_described() -> None:
+    pipeline = tfpar.Pipeline(1, 2, devices=["CPU:0"])
+    described = "Hybrid of 1 replica of 1 stage on CPU:0, 2 micro-batches, 1f1b, optimizer state sharded"
+    assert tfpar.Hybrid(pipeline, shard="optimizer").describe() == described
+    with pytest.raises(ValueError, match="shard must be 'optimizer' or None, received 'gradients'"):
+        tfpar.Hybrid(pipeline, shard="gradients")  # type: ignore[arg-type]
+
+
 def test_the_devices_of_all_replicas_can_be_named() -> None:
     strategy = tfpar.Hybrid(tfpar.Pipeline(2, 2), 2, devices=["CPU:3", "CPU:2", "CPU:1", "CPU:0"])
     assert strategy.devices == ["CPU:3", "CPU:2", "CPU:1", "CPU:0"]

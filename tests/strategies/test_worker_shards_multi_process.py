@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
-from tests.support import small, workers
-from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, REFUSED
+import tfpar
+from tests.support import checkpoint_matrix, small, workers
+from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, REFUSED, STAGED
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 
@@ -31,10 +33,14 @@ def results_of(job: workers.Workers, function: str) -> list[Any]:
 
 
 def assert_same_bits(results: list[Any]) -> None:
-    """Assert the same history and state without and with shards, and equal weights on all replicas."""
+    """Assert the same history and state without and with shards, divided slots, and equal weights on all replicas."""
     (chiefs, of_shards), (_, of_other) = results
     assert of_shards[0] == of_other[0] == chiefs[0]
     small.assert_same_state(of_shards[2], chiefs[2])
+    (num_divided, num_of_other), (_, num_of_chief) = of_shards[3], of_other[3]
+    assert chiefs[3] == (0, 0)
+    assert num_of_other + num_of_chief == num_divided
+    assert num_divided or len(chiefs[2]) <= 8, "without slots: six weights, the step and the learning rate"
     for first, other in zip(of_shards[1], of_other[1], strict=True):
         for memory in (*first, *other):
             np.testing.assert_array_equal(memory, first[0])
@@ -55,6 +61,22 @@ def test_one_weight_two_devices_swapped_averages_and_a_trained_model_keep_the_bi
     job: workers.Workers, function: str
 ) -> None:
     assert_same_bits(results_of(job, function))
+
+
+@pytest.mark.parametrize("name", STAGED, ids=lambda name: name.replace(" ", "_"))
+def test_the_state_of_each_stage_is_divided_over_the_workers_with_the_bits_of_unsharded_ones(
+    job: workers.Workers, name: str
+) -> None:
+    assert_same_bits([result[name] for result in results_of(job, "stages")])
+
+
+def test_a_run_of_stages_ends_without_stages_and_the_other_way_round(job: workers.Workers, tmp_path: Path) -> None:
+    history, expected = checkpoint_matrix.end(tfpar.SingleDevice(), tmp_path)
+    for rank, ended in enumerate(results_of(job, "resumed")):
+        for found, state in ended:
+            small.assert_same_history(found, history)
+            assert rank or len(state) == len(expected)
+            small.assert_same_state(state, expected[: len(state)], 1e-5)
 
 
 def test_each_worker_holds_its_slots_alone_and_the_chief_saves_all(job: workers.Workers) -> None:

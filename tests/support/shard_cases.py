@@ -32,6 +32,7 @@ OPTIMIZERS = {
     "no slots": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01),
 }
 
+STAGED = ("norm, average", "accumulation, norm", "scaled")
 # Of the parity table: rows of lookups, losses of layers, several optimizers.
 CASES_HERE = (
     "embedding, sparse gradients",

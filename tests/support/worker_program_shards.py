@@ -9,9 +9,11 @@ import keras
 import numpy as np
 
 import tfpar
+from tests.support import checkpoint_matrix as matrix
 from tests.support import objective_cases, parity_cases, shard_cases, small, workers
-from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, classifier
-from tfpar._compat import tf_replica_memory
+from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, STAGED, classifier
+from tfpar._compat import keras_divided_state, tf_replica_memory
+from tfpar.reduction import objective
 
 FOLDER, RANK = workers.place()
 ONE = ["CPU:0"]
@@ -24,6 +26,11 @@ def strategy(shard: Any, num_devices: int = 1) -> tfpar.MultiWorker:
     return tfpar.MultiWorker(["CPU:0", "CPU:1"][:num_devices], shard=shard)
 
 
+@functools.cache
+def of_stages(shard: Any) -> tfpar.Hybrid:
+    return tfpar.Hybrid(tfpar.Pipeline(2, 2, balance="parameters"), shard=shard)
+
+
 def whole_state(trainer: tfpar.Trainer) -> list[np.ndarray] | None:
     """Return all variables, those of the optimizer from all workers, on the chief."""
     with trainer.strategy.whole_state(trainer.model):
@@ -33,9 +40,16 @@ def whole_state(trainer: tfpar.Trainer) -> list[np.ndarray] | None:
 
 
 def trained(build: Any, data: Any, shard: Any, num_devices: int = 1, **fit: Any) -> Any:
-    trainer = tfpar.Trainer(build, strategy(shard, num_devices), seed=0)
+    used = shard if isinstance(shard, tfpar.Strategy) else strategy(shard, num_devices)
+    trainer = tfpar.Trainer(build, used, seed=0)
     history = trainer.fit(data, **{"epochs": 2, "verbose": 0, **fit}).history
-    return history, copies(trainer.model), whole_state(trainer)
+    return history, copies(trainer.model), whole_state(trainer), divided(trainer.model)
+
+
+def divided(model: keras.Model) -> tuple[int, int]:
+    """Return the number of slots of which one worker alone holds each, and of those that another worker holds."""
+    variables = [variable for optimizer, _ in objective.updates_of(model) for variable in optimizer.variables]
+    return sum(map(keras_divided_state.is_divided, variables)), sum(map(keras_divided_state.is_elsewhere, variables))
 
 
 def copies(model: keras.Model) -> list[list[np.ndarray]]:
@@ -66,6 +80,23 @@ class Functions:
         build = classifier(OPTIMIZERS["norm, average"])
         return [trained(build, small.data(), shard, 2) for shard in SHARD]
 
+    def stages(self) -> Any:
+        """Train in two stages on each worker."""
+        return {
+            name: [trained(classifier(OPTIMIZERS[name]), small.data(), of_stages(shard)) for shard in SHARD]
+            for name in STAGED
+        }
+
+    def resumed(self) -> Any:
+        """Begin a run under one layout, and end it under the other."""
+        layouts = (of_stages("optimizer"), strategy("optimizer"))
+        ended = []
+        for number, (first, second) in enumerate((layouts, layouts[::-1])):
+            folder = FOLDER / f"checkpoints-{number}"
+            matrix.begin(first, folder)
+            ended.append(matrix.end(second, folder))
+        return ended
+
     def swapped_averages(self) -> Any:
         build = classifier(lambda: keras.optimizers.Adam(0.01, use_ema=True))
         found = []
@@ -84,7 +115,8 @@ class Functions:
             trainer = tfpar.Trainer(model, strategy(shard))
             first = trainer.fit(small.data(), verbose=0).history
             second = trainer.fit(small.data(), verbose=0).history
-            found.append(({"loss": first["loss"] + second["loss"]}, copies(model), whole_state(trainer)))
+            history = {"loss": first["loss"] + second["loss"]}
+            found.append((history, copies(model), whole_state(trainer), divided(model)))
         return found
 
     def saved(self) -> Any:

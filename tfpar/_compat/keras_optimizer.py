@@ -57,7 +57,8 @@ def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None
     """
     keras_variables.find_slots(keras_variables.innermost(optimizer))
     for slot, variable in slots_of(optimizer, variables):
-        place(slot, variable.value.device)
+        if keras_variables.is_allocated(slot):  # not where another process holds it
+            place(slot, variable.value.device)
 
 
 def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple[Any, Any]]:

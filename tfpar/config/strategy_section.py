@@ -187,8 +187,12 @@ class Hybrid(Pipeline):
         "auto", description="How gradients are summed over workers; nccl needs GPUs."
     )
 
+    shard: _Shard = None
+
     # The arguments of the strategy itself; the others are those of its pipeline.
-    OF_GRID: ClassVar[tuple[str, ...]] = ("num_replicas", "devices", "all_reduce", "form_seconds", "silence_seconds")
+    OF_GRID: ClassVar[tuple[str, ...]] = (
+        "num_replicas", "devices", "all_reduce", "shard", "form_seconds", "silence_seconds",
+    )  # fmt: skip
 
 
 class TensorParallel(Section):

@@ -52,7 +52,12 @@ class StagePlanner:
         raising: Returns a context that raises an error of one worker of a job on all.
         agree: Returns the chief's value of a JSON structure in a job of several workers; None in one process.
         other_orders: Other orders of the same devices, on several machines; each model has the one of least traffic.
+
+    Attributes:
+        num_state_parts: The number of workers over which the optimizer's state of a stage is divided.
     """
+
+    num_state_parts: int = 1
 
     def __init__(
         self,
@@ -154,7 +159,7 @@ class StagePlanner:
         one_at_a_time = self._recompute and not self._schedule.splits_backward
         num_activations = 1 if one_at_a_time else max(schedules.peak_activations(self.schedule_of(model)))
         num_slots = keras_optimizer.slots_per_weight(keras_variables.optimizer_of(model))
-        return MemoryNeeds(self._memory_limit_bytes, num_slots, num_activations)
+        return MemoryNeeds(self._memory_limit_bytes, -(-num_slots // self.num_state_parts), num_activations)
 
     def microbatch_size(self, inputs: Any) -> int:
         """Return the number of examples in the largest micro-batch of a batch."""

@@ -19,7 +19,7 @@ from tfpar.pipeline.analysis.stage_table import stages_table
 from tfpar.pipeline.analysis.step_timing import measure_step
 from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.step_compiler import StepCompiler
-from tfpar.pipeline.execution.steps import PipelineSteps
+from tfpar.pipeline.execution.steps import Apply, PipelineSteps
 from tfpar.pipeline.partition.partitioner import Balance
 from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
@@ -129,8 +129,12 @@ class Staged(SingleReplica):
             adds_losses=self._adds_losses[model],
             allow_batch_dependence=self.settings.allow_batch_dependent_layers,
         )
-        self._steps[model] = PipelineSteps(compiler, schedule, self._peers)
+        self._steps[model] = PipelineSteps(compiler, schedule, self._peers, self._update_of(model))
         self._steps[model].keep_first(batch, training)
+
+    def _update_of(self, model: keras.Model) -> Apply | None:
+        """Return the function that runs the optimizer in a step; None for all of it in this process."""
+        return None
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
         """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -28,6 +28,8 @@ from tfpar.pipeline.schedule.segments import Segment, segments
 from tfpar.reduction.losses import BatchWeights
 from tfpar.reduction.losses_in_call import counting, needs_pass
 
+Apply = Callable[[Sequence[Any], Sequence[keras.Variable]], None]
+
 
 class PipelineSteps:
     """The steps of one model in stages, until the model is compiled again.
@@ -36,10 +38,14 @@ class PipelineSteps:
         compiler: Compiles the stages, the loss and the metrics of the model.
         schedule: The order of actions of a train step in this process.
         peers: The other workers of a job; None for none.
+        apply: Runs the optimizer in a step, with gradients and their weights; None for all of it in this process.
     """
 
-    def __init__(self, compiler: StepCompiler, schedule: Schedule, peers: Peers | None = None) -> None:
+    def __init__(
+        self, compiler: StepCompiler, schedule: Schedule, peers: Peers | None = None, apply: Apply | None = None
+    ) -> None:
         self.compiler, self._peers = compiler, peers
+        self._apply = self._apply_all if apply is None else apply
         self._schedule, self._staged = schedule, compiler.staged
         self._of_one_replica = schedule.of_one_replica
         self._model, self._last_device = compiler.staged.model, compiler.staged.devices[-1]
@@ -120,9 +126,12 @@ class PipelineSteps:
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
             if after:
                 variables = self._model.trainable_variables
-                with keras_optimizer.one_device_optimizer():
-                    self._model.optimizer.apply([after.get(id(variable)) for variable in variables], variables)
+                self._apply([after.get(id(variable)) for variable in variables], variables)
         return loss
+
+    def _apply_all(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> None:
+        with keras_optimizer.one_device_optimizer():
+            self._model.optimizer.apply(gradients, weights)
 
     def evaluate_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
         """Add the loss and metrics of a batch to the graph; return the loss, a scalar.

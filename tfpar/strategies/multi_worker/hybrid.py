@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar import cluster, data
+from tfpar._compat import keras_divided_state
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
 from tfpar.pipeline.execution.peers import LocalPart
+from tfpar.pipeline.execution.steps import Apply
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.strategies import grid_devices, remote_devices
 from tfpar.strategies.base import Distributed
@@ -20,8 +23,10 @@ from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight, timelines
 from tfpar.strategies.multi_worker.collectives import AllReduce
+from tfpar.strategies.multi_worker.stage_shards import StageShards
 from tfpar.strategies.multi_worker.stage_sums import StageSums
 from tfpar.strategies.multi_worker.worker import Worker
+from tfpar.strategies.optimizer_shards import Shard, check_shard
 from tfpar.strategies.pipeline import Pipeline, describe_stages
 from tfpar.strategies.staged import Staged
 
@@ -52,6 +57,8 @@ class Hybrid(Worker, Staged):
             such as `"1/GPU:0"`; None takes as many as the grid needs.
         all_reduce: How gradients are summed over workers: `"ring"`, on GPUs `"nccl"`, or `"auto"`.
         form_seconds: The time limit for all workers to connect.
+        shard: `"optimizer"` divides the optimizer's state of each stage over the workers too; None divides it over the
+            replicas of a process only, which has no cost.
         silence_seconds: The time without a heartbeat after which a worker counts as failed. A pipeline with
             `across_workers` has both time limits of its own.
 
@@ -67,6 +74,9 @@ class Hybrid(Worker, Staged):
         >>> trainer = tfpar.Trainer(build_model, strategy)
     """
 
+    # The owners of weights among several workers with `shard="optimizer"`.
+    _shards: StageShards | None = None
+
     @keyword_arguments.named
     def __init__(
         self,
@@ -75,10 +85,13 @@ class Hybrid(Worker, Staged):
         devices: Sequence[str] | None = None,
         *,
         all_reduce: AllReduce = "auto",
+        shard: Shard | None = None,
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
         _check(pipeline, num_replicas)
+        check_shard(shard)
+        self._shard = shard
         preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
         schedule = pipeline.schedule.replicated(num_replicas)
         given = pipeline.given_devices if devices is None else devices
@@ -97,7 +110,10 @@ class Hybrid(Worker, Staged):
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
             self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds)
             peers = self._meet(names, f"{num_replicas} x {schedule.num_stages} stages", all_reduce)
+            if shard is not None:
+                self._shards, self.divides_state = StageShards(self, peers, self._hosts), True
         super().__init__(pipeline.settings, schedule, names, peers)
+        self._planner.num_state_parts = self.num_workers if self.divides_state else 1
 
     @staticmethod
     def _check_all_reduce(all_reduce: AllReduce) -> None:
@@ -130,7 +146,47 @@ class Hybrid(Worker, Staged):
         return f"Hybrid over {self.num_workers} workers; this is worker {self.rank}, {stages}"
 
     def _stages(self, devices: Sequence[str]) -> str:
-        return f"{self.num_replicas} replica{'s' * (self.num_replicas > 1)} of {describe_stages(self, devices)}"
+        sharded = ", optimizer state sharded" if self._shard is not None else ""
+        of_stages = describe_stages(self, devices)
+        return f"{self.num_replicas} replica{'s' * (self.num_replicas > 1)} of {of_stages}{sharded}"
+
+    def place(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Divide the model into stages, and the slots of an optimizer that was built elsewhere over the workers."""
+        super().place(model, batch, training)
+        if self._shards is not None and training:
+            self._shards.place_slots(model)
+
+    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which optimizers create their slots: with shards, each on one worker."""
+        return contextlib.nullcontext() if self._shards is None else self._shards.creating_slots(model)
+
+    def prepare(self, model: keras.Model, batch: Any) -> None:
+        """Find the reduction of the losses over micro-batches; with shards, compare the owners of the workers."""
+        if self._shards is not None:
+            self.require_equal({"owners of the optimizer's state": self._shards.table(model)})
+        super().prepare(model, batch)
+
+    def _update_of(self, model: keras.Model) -> Apply | None:
+        if self._shards is None:
+            return None
+        shards = self._shards
+        return lambda gradients, weights: shards.apply(model, model.optimizer, gradients, weights)
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average, if the optimizer has one."""
+        if self._shards is None:
+            super().finalize_weights(model)
+        else:
+            self._shards.finalize(model, model.optimizer)
+
+    def whole_state(self, model: keras.Model, folder: Path | None = None) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the chief reads the slots of all workers, which must all enter it."""
+        return super().whole_state(model, folder) if self._shards is None else self._shards.whole_state(model, folder)
+
+    def assign(self, variable: keras.Variable, value: Any) -> None:
+        """Set a variable so that it reads as `value`; a slot of another worker is set there."""
+        if not keras_divided_state.is_elsewhere(variable):
+            super().assign(variable, value)
 
     def _lent_devices(self) -> list[str]:
         """Return the devices of each worker: their order in the grid depends on the model."""

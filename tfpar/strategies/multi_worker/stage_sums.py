@@ -38,7 +38,13 @@ class StageSums:
         implementation: Literal["ring", "nccl"],
     ) -> None:
         self.rank, self.num_workers, self._hosts = rank, num_workers, hosts
-        self._groups = {_place(device): Group([device], num_workers, implementation, PACK_BYTES) for device in devices}
+        self._groups = {
+            place_of(device): Group([device], num_workers, implementation, PACK_BYTES) for device in devices
+        }
+
+    def group(self, place: tuple[str, int]) -> Group:
+        """Return the group of one device of each worker, by the type and number of the device."""
+        return self._groups[place]
 
     def add(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the sums of small tensors over all workers."""
@@ -48,7 +54,7 @@ class StageSums:
     def add_gradients(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
         """Return the sum of the gradient of each weight over all workers, on the device of the weight."""
         sums: list[Any] = [None] * len(gradients)
-        homes = [_place(weight.value.device) for weight in weights]
+        homes = [place_of(weight.value.device) for weight in weights]
         for home in dict.fromkeys(homes):
             of_home = [index for index, other in enumerate(homes) if other == home]
             with tf.device(weights[of_home[0]].value.device):
@@ -69,10 +75,10 @@ class StageSums:
                     f"Outputs over several workers must be dense tensors, received a {type(tensor).__name__}. Return a "
                     "dense tensor, or predict in one process."
                 )
-        return self._groups[_place(device)].all_gather(tensors)
+        return self._groups[place_of(device)].all_gather(tensors)
 
 
-def _place(device: str) -> tuple[str, int]:
+def place_of(device: str) -> tuple[str, int]:
     """Return the type and number of a device."""
     spec = tf.DeviceSpec.from_string(device)
     return str(spec.device_type), int(spec.device_index or 0)
