@@ -1,4 +1,4 @@
-"""One process of `benchmarks.shards`: a step of Adam under `tfpar.Mirrored`, its time and its most memory."""
+"""One process of `benchmarks.shards`: a step of Adam under `tfpar.Mirrored`, its time and its peak memory."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import tensorflow as tf
 import tfpar
 from benchmarks.pipelines import examples, models
 
-_WIDTH, _NUM_LAYERS = 2048, 24
+_NUM_LAYERS = 24
 
 
-def _updates() -> tuple[keras.Model, tf.Tensor]:
-    layers = [keras.layers.Dense(_WIDTH, use_bias=False) for _ in range(_NUM_LAYERS)]
-    return keras.Sequential([keras.Input((_WIDTH,)), *layers]), tf.zeros([8, _WIDTH])
+def _dense(width: int) -> tuple[keras.Model, tf.Tensor]:
+    layers = [keras.layers.Dense(width, use_bias=False) for _ in range(_NUM_LAYERS)]
+    return keras.Sequential([keras.Input((width,)), *layers]), tf.zeros([8, width])
 
 
 def _transformer() -> tuple[keras.Model, tf.Tensor]:
     return models.transformer_model(), tf.zeros([32, examples.CONTEXT, examples.WIDTH])
 
 
-_WORKLOADS = {"updates": _updates, "transformer": _transformer}
+_WORKLOADS = {"updates": lambda: _dense(2048), "tiny": lambda: _dense(8), "transformer": _transformer}
 
 
 def run(workload: str, shard: Any, num_replicas: int, num_steps: int) -> dict[str, float]:
@@ -51,10 +51,10 @@ def run(workload: str, shard: Any, num_replicas: int, num_steps: int) -> dict[st
     began_seconds = time.perf_counter()
     trainer.fit(dataset, steps_per_epoch=num_steps, verbose=0)
     seconds = time.perf_counter() - began_seconds
-    num_parameters = num_replicas * trainer.model.count_params()
     return {
         "steps_per_second": num_steps / seconds,
-        "bytes_per_parameter": (process_memory.peak_bytes() - before_bytes) / num_parameters,
+        "process_bytes": process_memory.peak_bytes() - before_bytes,
+        "num_parameters": trainer.model.count_params(),
     }
 
 

@@ -23,12 +23,20 @@ STRATEGIES = {
     "mirrored over 2": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
     "mirrored over 3, packed": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], pack_bytes=256),
     "mirrored over 3, sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], shard="optimizer"),
+    "mirrored over 3, weights sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], shard="weights"),
     "tensor parallel over 3": lambda: tfpar.TensorParallel(3),
 }
 # A case has its turn under one of these, and under all of them in the whole table.
-IN_TURN = ("mirrored over 3, packed", "mirrored over 3, sharded", "tensor parallel over 3")
+IN_TURN = (
+    "mirrored over 3, packed",
+    "mirrored over 3, sharded",
+    "mirrored over 3, weights sharded",
+    "tensor parallel over 3",
+)
 CASES = parity_cases.CASES | objective_cases.CASES
-REFUSED = {("tensor parallel over 3", case) for case in objective_cases.CASES}
+REFUSED = {("tensor parallel over 3", case) for case in objective_cases.CASES} | {
+    ("mirrored over 3, weights sharded", case) for case in (*objective_cases.CASES, *parity_cases.ONE_MICROBATCH_ONLY)
+}
 Row = tuple[str, str, str]  # dtype, strategy, case
 
 

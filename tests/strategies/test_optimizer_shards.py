@@ -175,7 +175,7 @@ def test_keras_own_fit_is_refused_with_sharded_state() -> None:
 
 
 def test_another_value_is_refused() -> None:
-    with pytest.raises(ValueError, match="shard must be 'optimizer' or None, received 'gradients'"):
+    with pytest.raises(ValueError, match="shard must be 'optimizer', 'weights' or None, received 'gradients'"):
         tfpar.Mirrored(DEVICES, shard="gradients")  # type: ignore[arg-type]
 
 

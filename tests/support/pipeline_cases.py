@@ -20,13 +20,11 @@ import keras
 
 import tfpar
 from tests.properties.test_parity import Result, computing_in, differences, train
-from tests.support.parity_cases import CASES, Case
+from tests.support.parity_cases import CASES, ONE_MICROBATCH_ONLY, Case
 from tfpar.pipeline import schedule as schedules
 
 SCHEDULES = schedules.NAMES
 NUM_STAGES = (2, 3, 4)
-# Statistics of a micro-batch are not those of the batch: tests/pipeline/test_randomness.py has their arithmetic.
-ONE_MICROBATCH_ONLY = ("BatchNormalization, synchronized", "fewer examples than replicas")
 BATCHES_OF_7 = (
     "global batch odd", "static batch shape", "class weights", "masked sequence", "outputs as dict", "outputs as list",
     "Adam", "AdamW", "RMSprop, learning rate schedule", "1 step a call", "3 steps a call",

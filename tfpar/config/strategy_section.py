@@ -108,7 +108,11 @@ class Mirrored(Section):
     )
     pack_bytes: _PackBytes = None
     batch_dependent_layers: _BatchDependentLayers = "refuse"
-    shard: _Shard = None
+    shard: OrNone[Literal["optimizer", "weights"]] = Field(
+        None,
+        description="Divide the optimizer's state over the replicas, or the weights and gradients too; none: each "
+        "holds all of it.",
+    )
 
 
 class MultiWorker(Section):

@@ -34,8 +34,8 @@ def named(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     """
     kinds = inspect.signature(function).parameters
     takes = [name for name, one in kinds.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    takes = [name for name in takes if name != "self"]
-    called = function.__qualname__.removesuffix(".__init__").rpartition(".<locals>.")[2]
+    takes = [name for name in takes if name not in ("self", "cls")]
+    called = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__").rpartition(".<locals>.")[2]
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import keras
 import tensorflow as tf
@@ -15,8 +15,10 @@ from tfpar.reduction import replicas
 from tfpar.strategies.batch_dependence import BatchDependentLayers, check_choice
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.data_parallel import DataParallel
-from tfpar.strategies.optimizer_shards import OptimizerShards, Shard, check_shard
+from tfpar.strategies.fully_sharded import FullySharded
+from tfpar.strategies.optimizer_shards import OptimizerShards, check_shard
 
+Shard = Literal["optimizer", "weights"]
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
 
 PACK_BYTES = 32 << 20
@@ -38,7 +40,8 @@ class Mirrored(DataParallel):
         batch_dependent_layers: `"refuse"` batch-dependent layers before the first step, or `"gather"` the batch:
             every replica calls such a layer with the whole batch.
         shard: `"optimizer"` divides the optimizer's state over the replicas (see
-            `tfpar.strategies.optimizer_shards`); None keeps all of it on each.
+            `tfpar.strategies.optimizer_shards`); `"weights"` also the weights and gradients (see
+            `tfpar.strategies.fully_sharded`), without the three arguments before; None keeps all of it on each.
 
     Raises:
         ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, or the all-reduce does not
@@ -54,6 +57,21 @@ class Mirrored(DataParallel):
     _merges = True
 
     @keyword_arguments.named
+    def __new__(
+        cls,
+        devices: Sequence[str] | None = None,
+        all_reduce: AllReduce = "auto",
+        pack_bytes: int | None = None,
+        batch_dependent_layers: BatchDependentLayers = "refuse",
+        shard: Shard | None = None,
+    ) -> Mirrored:
+        """Return the strategy: with sharded weights one that runs a model in blocks."""
+        if shard != "weights":
+            return super().__new__(cls)
+        _check_without_effect(all_reduce, pack_bytes, batch_dependent_layers)
+        return cast("Mirrored", FullySharded(_resolved(devices)))
+
+    @keyword_arguments.named
     def __init__(
         self,
         devices: Sequence[str] | None = None,
@@ -63,16 +81,10 @@ class Mirrored(DataParallel):
         shard: Shard | None = None,
     ) -> None:
         check_choice(batch_dependent_layers)
-        check_shard(shard)
-        self.devices = cluster.resolve_devices(devices)
-        if not self.devices:  # in a job TensorFlow lists no device by a local name
-            raise ValueError(
-                "Mirrored trains in one process, and this process has joined a job of several workers. Use MultiWorker "
-                "here, or Mirrored in another process."
-            )
+        check_shard(shard, ("optimizer", "weights"))
+        self.devices = _resolved(devices)
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
-        cluster.check_one_kind("Mirrored", self.devices)
         operations = _cross_device_ops(all_reduce, self.devices)
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
         super().__init__(tf.distribute.MirroredStrategy(self.devices, operations), pack_bytes, batch_dependent_layers)
@@ -103,6 +115,35 @@ class Mirrored(DataParallel):
         # computed the whole batch, only the outputs of the first replica count.
         with tf.device(HOST):
             return data.take_rows(data.join_batches(outputs), 0, num_examples)
+
+
+def _resolved(devices: Sequence[str] | None) -> list[str]:
+    found = cluster.resolve_devices(devices)
+    if not found:  # in a job TensorFlow lists no device by a local name
+        raise ValueError(
+            "Mirrored trains in one process, and this process has joined a job of several workers. Use MultiWorker "
+            "here, or Mirrored in another process."
+        )
+    cluster.check_one_kind("Mirrored", found)
+    return found
+
+
+def _check_without_effect(
+    all_reduce: AllReduce, pack_bytes: int | None, batch_dependent_layers: BatchDependentLayers
+) -> None:
+    """Refuse arguments without a meaning for sharded weights."""
+    check_choice(batch_dependent_layers)
+    others = [
+        ("all_reduce", all_reduce, "auto"),
+        ("pack_bytes", pack_bytes, None),
+        ("batch_dependent_layers", batch_dependent_layers, "refuse"),
+    ]
+    for name, value, default in others:
+        if value != default:
+            raise ValueError(
+                f"{name} is for replicas with whole weights, received {name}={value!r} with shard='weights'. Leave "
+                "it out, or use shard='optimizer'."
+            )
 
 
 def chosen_all_reduce(all_reduce: AllReduce, devices: Sequence[str], cards: Sequence[int]) -> AllReduce:

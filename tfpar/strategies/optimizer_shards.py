@@ -34,10 +34,10 @@ from tfpar.strategies.base import Strategy
 Shard = Literal["optimizer"]
 
 
-def check_shard(shard: str | None) -> None:
-    """Raise ValueError unless a value says what to shard, or None."""
-    if shard not in (None, "optimizer"):
-        raise ValueError(f"shard must be 'optimizer' or None, received {shard!r}.")
+def check_shard(shard: str | None, known: Sequence[str] = ("optimizer",)) -> None:
+    """Raise ValueError unless a value says what to shard, one of the known values or None."""
+    if shard is not None and shard not in known:
+        raise ValueError(f"shard must be {', '.join(map(repr, known))} or None, received {shard!r}.")
 
 
 class OptimizerShards:

@@ -30,6 +30,7 @@ from tfpar.pipeline.analysis.link_timing import measure_transfers
 from tfpar.pipeline.execution.compiled_stages import StagesOfModel
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_synchronized
+from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.partition.layer_profile import CallCost, measure, update_trainable_bytes
 from tfpar.pipeline.partition.partitioner import Balance, MemoryNeeds, Partition, partition_model
 from tfpar.pipeline.partition.placement import place_weights
@@ -52,6 +53,7 @@ class StagePlanner:
         raising: Returns a context that raises an error of one worker of a job on all.
         agree: Returns the chief's value of a JSON structure in a job of several workers; None in one process.
         other_orders: Other orders of the same devices, on several machines; each model has the one of least traffic.
+        shards_weights: Whether the weights of a model are divided over the devices, each with all stages of a replica.
 
     Attributes:
         num_state_parts: The number of workers over which the optimizer's state of a stage is divided.
@@ -70,8 +72,10 @@ class StagePlanner:
         raising: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         agree: Callable[[Any], Any] | None = None,
         other_orders: Sequence[Sequence[str]] = (),
+        *,
+        shards_weights: bool = False,
     ) -> None:
-        self._schedule, self._devices = schedule, devices
+        self._schedule, self._devices, self._shards_weights = schedule, devices, shards_weights
         self._orders = [devices, *other_orders]
         self._grids: PerModel[list[Grid]] = PerModel()
         self._raising, self._agree = raising, agree
@@ -137,6 +141,8 @@ class StagePlanner:
                 self.stage_devices(model),
                 recompute=self._recompute,
                 splits_backward=self._schedule.splits_backward,
+                accumulates=self._schedule.microbatches_per_replica > 1,
+                shards_weights=self._shards_weights,
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
         return adds_losses
@@ -221,11 +227,11 @@ class StagePlanner:
         size: int,
         warns: bool = False,
     ) -> None:
-        self._schedules[model] = schedule = self._fitted_schedule(model, graph)
+        self._schedules[model] = schedule = self._fitted_schedule(model, graph, costs)
         memory = self.memory_of(model)
         cut = functools.partial(partition_model, graph, balance, schedule.num_stages, schedule.num_devices, costs, size)
         with self._raising():
-            if memory.limit_bytes is None and self._free_bytes is not None:
+            if memory.limit_bytes is None and not self._shards_weights and self._free_bytes is not None:
                 partition = self._within_free_memory(model, cut, memory, self._free_bytes, warns)
             else:
                 partition = cut(memory)
@@ -233,7 +239,8 @@ class StagePlanner:
             partition = partition.with_sizes(self._agree([len(stage.calls) for stage in partition.stages]))
         grids = [_stage_devices(schedule, order) for order in self._orders]
         self._grids[model] = by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
-        place_weights(model, partition.stages, self.stage_devices(model), self.other_stage_devices(model))
+        devices = self.stage_devices(model), self.other_stage_devices(model)
+        place_weights(model, partition.stages, *devices, shards_weights=self._shards_weights)
         self._partitions[model] = partition
         self._num_moves[model] = keras_variables.num_moves(model.variables)
         self._stages.pop(model)
@@ -285,8 +292,13 @@ class StagePlanner:
             )
         return partition
 
-    def _fitted_schedule(self, model: keras.Model, graph: model_graph.Graph) -> schedules.Schedule:
+    def _fitted_schedule(
+        self, model: keras.Model, graph: model_graph.Graph, costs: Sequence[CallCost]
+    ) -> schedules.Schedule:
         """Return the schedule, with fewer stages and a warning if the model has fewer layer calls than stages."""
+        if self._shards_weights:
+            number = num_blocks([cost.weight_bytes for cost in costs])
+            return schedules.on_one_device(number).replicated(self._schedule.num_replicas)
         num_calls = len(graph.calls)
         if not isinstance(self._balance, str) or num_calls >= self._schedule.num_stages:
             return self._schedule

@@ -48,6 +48,7 @@ class Staged(SingleReplica):
         devices: Those of the schedule, the devices of the first replica first.
         peers: The other workers of a job; None for none.
         other_orders: Other orders of the same devices, on several machines.
+        shards_weights: Whether the weights are divided over the devices, each with all stages of a replica.
     """
 
     compiles_with_xla = False
@@ -60,6 +61,8 @@ class Staged(SingleReplica):
         devices: Sequence[str],
         peers: Peers | None = None,
         other_orders: Sequence[Sequence[str]] = (),
+        *,
+        shards_weights: bool = False,
     ) -> None:
         self.settings, self.schedule, self.devices, self._peers = settings, schedule, list(devices), peers
         self.num_replicas = schedule.num_replicas
@@ -73,6 +76,7 @@ class Staged(SingleReplica):
             self.raising_on_all_workers,
             None if peers is None else self._agree,
             other_orders,
+            shards_weights=shards_weights,
         )
         self._adds_losses: PerModel[bool] = PerModel()
         self._steps: PerModel[PipelineSteps] = PerModel()

@@ -102,6 +102,8 @@ class StagesOfModel:
         devices: The device of each stage.
         recompute: Whether the backward pass recomputes the forward pass.
         splits_backward: Whether the weight gradient is a subgraph of its own.
+        accumulates: Whether a replica has several micro-batches.
+        shards_weights: Whether a device holds copies of the weights of a stage during an action alone.
         pads: Whether stages that XLA compiles may pad micro-batches to one size: all layers are batch-independent, and
             random layers differ from those of one device anyway.
     """
@@ -115,10 +117,13 @@ class StagesOfModel:
         *,
         recompute: bool,
         splits_backward: bool,
+        accumulates: bool,
+        shards_weights: bool,
         pads: bool,
     ) -> None:
         self.staged = StagedModel(model, graph, stages, devices)
         self._recompute, self._splits_backward, self._pads = recompute, splits_backward, pads
+        self._accumulates, self._shards_weights = accumulates, shards_weights
         self._compiled: dict[bool, tuple[Any, Programs]] = {}  # evaluate and predict share theirs
 
     def programs(self, inputs: Any, trainable: Any, ways: Sequence[Way] = (), *, training: bool) -> Programs:
@@ -153,6 +158,8 @@ class StagesOfModel:
         model = self.staged.model
         return StageOptions(
             training,
+            accumulates=self._accumulates,
+            shards_weights=self._shards_weights,
             recompute=training and self._recompute,
             splits_backward=training and self._splits_backward,
             jit_compile=bool(model.jit_compile),

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_function
+from tfpar.pipeline.execution.bundles import Bundle
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
 from tfpar.pipeline.execution.loss_program import LossPart
@@ -31,14 +32,6 @@ from tfpar.pipeline.graph.tracing import Value
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, needs_queues
 from tfpar.reduction.gradient_addition import plus, sum_of, tensors_of
-
-
-class Moment(NamedTuple):
-    """When an action ran, in seconds of TensorFlow's clock (float64 scalars)."""
-
-    action: Action
-    begin: tf.Tensor
-    end: tf.Tensor
 
 
 class Loss(Protocol):
@@ -63,6 +56,9 @@ class Execution:
             stages, float64 `[losses, 2]`; None where no loss is computed.
         first_microbatch: The index in the batch of micro-batch 0 of the schedule.
         timed: Whether to measure when each action runs.
+
+    Attributes:
+        moments: Each timed action with its begin and end in seconds of TensorFlow's clock, float64 scalars.
     """
 
     def __init__(
@@ -96,9 +92,10 @@ class Execution:
             RowSums(self.live, stage, program.trace.backward.sums, program.kinds, program.device)
             for stage, program in enumerate(programs.stages)
         ]
+        self._earlier: dict[str, Sequence[tf.Tensor]] = {}  # the ends before those of the last action, by device
         self._offset: tf.Tensor | None = None
         self._cut: dict[tuple[int, str], Microbatch] = {}
-        self.moments: list[Moment] = []
+        self.moments: list[tuple[Action, tf.Tensor, tf.Tensor]] = []
 
     def run(self, segments: Iterable[Segment]) -> None:
         """Add the actions of segments to the graph; each action comes after those that it depends on."""
@@ -241,27 +238,27 @@ class Execution:
         self, action: Action, device: str, arrived: Sequence[tf.Tensor], act: Callable[[], list[tf.Tensor]]
     ) -> None:
         """Run an action after the earlier ones of its device and, to be timed, after its transfers have arrived."""
-        with tf.device(device), tf.control_dependencies(self._before(device)):
+        before = self._before(device)
+        with tf.device(device), tf.control_dependencies(before):
             if not self._timed:
-                self.live[Key("end", device)] = act()
-                return
-            with tf.control_dependencies(arrived):
-                begin = tf_function.unordered_timestamp()
-            with tf.control_dependencies([begin]):
                 done = act()
-            with tf.control_dependencies(done):
-                end = tf_function.unordered_timestamp()
-        self.moments.append(Moment(action, begin, end))
-        self.live[Key("end", device)] = [end]
+            else:
+                with tf.control_dependencies(arrived):
+                    begin = tf_function.unordered_timestamp()
+                with tf.control_dependencies([begin]):
+                    done = act()
+                with tf.control_dependencies(done):
+                    done = [tf_function.unordered_timestamp()]
+                self.moments.append((action, begin, *done))
+        self.live[Key("end", device)], self._earlier[device] = done, before
 
     def _forward(self, stage: int, number: int, values: list[MaskedTensor]) -> list[tf.Tensor]:
-        program, device = self._programs.stages[stage], self.devices[stage]
-        one, scale = self.microbatch(number, device), self._scales[stage]
-        factors = self._factors(stage, one)
+        program, device, scale = self._programs.stages[stage], self.devices[stage], self._scales[stage]
+        one = self.microbatch(number, device)
+        factors, weights = self._factors(stage, one), self._weights_of(stage)
         scales = scale * (tf.stack(factors) if factors else tf.zeros([0], scale.dtype))
         place = Place(self.number(number, device), one.part, self._sums_in_call[stage])
-        parameters, states = self.variables.parameters[stage], self.variables.states(stage, number)
-        done = program.forward(parameters, states, values, place, scales, one.rows)
+        done = program.forward(weights, self.variables.states(stage, number), values, place, scales, one.rows)
         ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][:1]
         self._publish(program.stage.outputs, done.outputs, done.masks, number)
         self.variables.note(stage, number, done.new_states, one)
@@ -321,11 +318,10 @@ class Execution:
         return list(self._added_factors(microbatch)[first : first + counts[stage]])
 
     def _backward(self, stage: int, number: int, upstream: list[tf.Tensor | None]) -> list[tf.Tensor]:
-        program, key = self._programs.stages[stage], Key("totals", stage)
+        program, key, weights = self._programs.stages[stage], Key("totals", stage), self._weights_of(stage)
         saved = self.live.take_saved(Key("saved", stage, number), program.device, [])
         totals = None if program.splits_backward else self.live.get(key)
-        rows = self.microbatch(number, self.devices[stage]).rows
-        done = program.backward(self.variables.parameters[stage], saved, upstream, totals, rows)
+        done = program.backward(weights, saved, upstream, totals, self.microbatch(number, program.device).rows)
         self._send(done.input_gradients, program.stage.inputs, stage, number)
         if program.splits_backward:
             self.live.save(Key("saved for W", stage, number), done.saved, program.device)
@@ -333,10 +329,14 @@ class Execution:
             self._note_gradients(stage, done)
         return tensors_of(done)[:1] or [tf.zeros([])]
 
+    def _weights_of(self, stage: int) -> Bundle:
+        """Return the weights of a stage; sharded ones are on their way during the action before."""
+        return self.variables.weights(stage, self._earlier.get(self.devices[stage], ()))
+
     def _weights(self, stage: int, number: int) -> list[tf.Tensor]:
         program = self._programs.stages[stage]
         saved = self.live.take_saved(Key("saved for W", stage, number), program.device, [])
-        done = program.weight_gradients(self.variables.parameters[stage], saved, self.live.get(Key("totals", stage)))
+        done = program.weight_gradients(self._weights_of(stage), saved, self.live.get(Key("totals", stage)))
         self._note_gradients(stage, done)
         return tensors_of(done)[:1] or [tf.zeros([])]
 

@@ -126,7 +126,7 @@ def _row_numbers(programs: Programs, loss: LossProgram, flat: Flat, microbatch: 
         scale = tf.ones([program.num_losses], keras.config.floatx())
         sums = tf.ones([len(program.ways), 2], tf.float64)
         place = Place(tf.constant(0, tf.int64), tf.constant(1.0, tf.float64), sums)
-        parameters = variables.parameters[index]
+        parameters = variables.weights(index)
         done = program.forward(parameters, variables.states(index, 0), taken, place, scale, microbatch.rows)
         variables.note(index, 0, done.new_states, microbatch)
         outputs = list(map(MaskedTensor, done.outputs, done.masks))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpar._compat import tf_graph
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.loss_program import LossProgram
 from tfpar.pipeline.execution.peers import Peers
@@ -104,12 +105,24 @@ class StepContext:
         ]
         # The workers' messages about the last stage come first, which is the first to end its backward passes.
         per_user = [self._joined(program, sums) if any(sums) else [] for program, sums in reversed(users)][::-1]
+        self._keep_pace(per_user)
         found: dict[int, Any] = collections.defaultdict(lambda: None)
         for (program, _), gradients in zip(users, per_user, strict=True):
             for variable, gradient in zip(program.parameters, gradients, strict=False):
                 with tf.device(variable.value.device):
                     found[id(variable)] = plus(found[id(variable)], gradient)
         return {key: gradient for key, gradient in found.items() if gradient is not None}
+
+    def _keep_pace(self, gradients: Sequence[Sequence[Any]]) -> None:
+        """Let the weights of a block wait for the sums of the gradients of the block but one before.
+
+        A replica that is ahead of the others would hold the gradients of all its blocks.
+        """
+        for replica in self.replicas:
+            for stage, reads in replica.execution.variables.last_reads.items():
+                sums = tf.nest.flatten(gradients[stage + 2 : stage + 3], expand_composites=True)
+                with tf.control_dependencies([one for one in sums if one is not None]):
+                    tf_graph.run_before(tf.no_op(), reads)
 
     def _joined(self, program: StageProgram | LossProgram, replicas: Sequence[Sequence[Any]]) -> list[Any]:
         """Return summed gradients of the parameters of a program as tensors, slices or None."""

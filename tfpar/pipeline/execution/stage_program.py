@@ -19,7 +19,7 @@ from tfpar.pipeline.execution.stage_functions import (
     ForwardResults,
     StageFunctions,
 )
-from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables, trace_stage
+from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables, trace_stage, with_untrained_weights
 from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, ValueSpec
 from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
 from tfpar.pipeline.graph import tracing as model_graph
@@ -33,6 +33,8 @@ class StageOptions(NamedTuple):
 
     Args:
         training: Whether the model is trained.
+        accumulates: Whether gradients are added to those of earlier micro-batches.
+        shards_weights: Whether the device of a stage holds copies of its weights during an action alone.
         recompute: Whether the backward pass recomputes the forward pass, so that only stage inputs are saved.
         splits_backward: Whether the weight gradient is a subgraph of its own.
         jit_compile: Whether XLA compiles the subgraphs.
@@ -42,6 +44,8 @@ class StageOptions(NamedTuple):
     """
 
     training: bool
+    accumulates: bool = True
+    shards_weights: bool = False
     recompute: bool = False
     splits_backward: bool = False
     jit_compile: bool = False
@@ -69,6 +73,7 @@ class StageProgram:
         functions: The same as compiled functions.
         per_example: Whether each output is known to have one row for each example.
         pads: Whether they pad micro-batches.
+        shards_weights: Whether the device holds copies of the weights during an action alone.
     """
 
     stage: Stage
@@ -82,10 +87,11 @@ class StageProgram:
     functions: StageFunctions
     per_example: Sequence[bool]
     pads: bool
+    shards_weights: bool
 
     @property
     def parameters(self) -> Sequence[Any]:
-        """Weights that are trained."""
+        """Weights that are trained; then, of sharded weights, large ones that are not."""
         return self.variables.parameters
 
     @property
@@ -216,9 +222,9 @@ class StageProgram:
             totals: The summed dense gradients.
             rows: For each parameter a tuple with the summed rows of each lookup, or None.
         """
-        dense = iter(unbundle(totals, self._totals, self.device))
-        totals_and_rows = zip(self.trace.backward.totals, rows, strict=True)
-        return [next(dense) if total is not None else of_one for total, of_one in totals_and_rows]
+        found = self.trace.backward.sums
+        dense = iter(unbundle(totals, [one for one in found if isinstance(one, tf.Tensor)], self.device))
+        return [next(dense) if isinstance(one, tf.Tensor) else of_one for one, of_one in zip(found, rows, strict=True)]
 
     def on(self, device: str) -> StageProgram:
         """Return the same functions for another device, without another trace of the layers."""
@@ -275,8 +281,9 @@ def compile_stage(
 
     def trace(variables: StageVariables) -> StageTrace:
         return trace_stage(
-            stage, input_specs, variables, device, training=options.training, unused_outputs=unused_outputs, ways=ways
-        )
+            stage, input_specs, variables, device, training=options.training, accumulates=options.accumulates,
+            unused_outputs=unused_outputs, ways=ways,
+        )  # fmt: skip
 
     known = [*stage.variables, *metric_states, *random_state.states_of_no_layer()]
     variables = _by_role(known, training=options.training)
@@ -286,7 +293,9 @@ def compile_stage(
     if unseen:  # a Lambda may read the weight of a layer that is not its own
         variables = _by_role([*variables.parameters, *variables.states, *unseen], training=options.training)
         traced = trace(variables)
-    subgraphs = _extract(traced, device, options)
+    if options.shards_weights:
+        variables, traced = with_untrained_weights(variables, traced)
+    subgraphs = _extract(traced, len(variables.parameters), device, options)
     per_example = [options.pads and all(spec.per_example for spec in input_specs)] * len(stage.outputs)
     if any(per_example):
         per_example = outputs_per_example(traced, subgraphs[0])
@@ -304,6 +313,7 @@ def compile_stage(
         StageFunctions(traced, subgraphs, input_specs, len(variables.parameters), device, pads=pads),
         per_example,
         pads,
+        options.shards_weights,
     )
 
 
@@ -320,13 +330,13 @@ def _captured(trace: StageTrace, variables: Iterable[keras.Variable]) -> list[ke
     return [*unseen, random_state.state_of_no_layer()] if trace.draws_from_no_layer else unseen
 
 
-def _extract(trace: StageTrace, device: str, options: StageOptions) -> list[Subgraph]:
+def _extract(trace: StageTrace, num_parameters: int, device: str, options: StageOptions) -> list[Subgraph]:
     """Extract the subgraphs of the forward and backward pass, and of the weight gradient if it is apart."""
     backward, results = trace.backward, [trace.results]
     if options.training:
         of_inputs, of_weights = tensors_of(backward.input_gradients), tensors_of(backward.sums)
         results += [of_inputs, of_weights] if options.splits_backward else [[*of_inputs, *of_weights]]
-    sums = [one for one, total in zip(backward.sums, backward.totals, strict=True) if total is not None]
+    sums = [one for one in backward.sums if isinstance(one, tf.Tensor)]
     return extract_subgraphs(
         trace.graph,
         trace.inputs,
@@ -335,5 +345,6 @@ def _extract(trace: StageTrace, device: str, options: StageOptions) -> list[Subg
         late=tensors_of(backward.output_gradients),
         sums=sums,
         recompute=options.recompute,
+        weights=trace.variables[:num_parameters] if options.shards_weights else (),
         jit_compile=options.jit_compile,
     )

@@ -23,7 +23,7 @@ class StageVariables(NamedTuple):
     """The variables of a stage.
 
     Args:
-        parameters: Weights that are trained.
+        parameters: Weights that are trained; then, of sharded weights, large ones that are not.
         states: All others, such as moving averages and random seeds.
     """
 
@@ -38,7 +38,8 @@ class BackwardTrace(NamedTuple):
         output_gradients: A placeholder for the gradient of each output of the stage; None for one without a gradient.
         input_gradients: The gradient of each input of the stage; None for none.
         weight_gradients: The gradient of each parameter: a tensor, the rows of each lookup, or None for none.
-        totals: A placeholder for the sum of earlier gradients of each parameter; None where it has no dense gradient.
+        totals: A placeholder for the sum of earlier gradients of each parameter; None where it has no dense gradient,
+            and where no micro-batch is earlier.
         sums: Each weight gradient, added to its total if it has one.
     """
 
@@ -106,6 +107,31 @@ class StageTrace:
         ]
 
 
+def with_untrained_weights(variables: StageVariables, trace: StageTrace) -> tuple[StageVariables, StageTrace]:
+    """Return the same trace with its large untrained weights among the parameters.
+
+    Args:
+        variables: The variables of the stage.
+        trace: Its graph.
+    """
+    num_parameters = len(variables.parameters)
+    parameters, states = trace.variables[:num_parameters], trace.variables[num_parameters:]
+    rows = list(zip(variables.states, states, trace.new_states, strict=True))
+    is_weight = [new is None and old.dtype.is_floating and len(old.shape) > 1 for _, old, new in rows]
+    weights = [row for row, chosen in zip(rows, is_weight, strict=True) if chosen]
+    others = [row for row, chosen in zip(rows, is_weight, strict=True) if not chosen]
+    backward, none = trace.backward, (None,) * len(weights)
+    without_gradients = backward._replace(
+        weight_gradients=(*backward.weight_gradients, *none),
+        totals=(*backward.totals, *none),
+        sums=(*backward.sums, *none),
+    )
+    in_order = (*parameters, *(value for _, value, _ in weights), *(value for _, value, _ in others))
+    new_states = tuple(new for *_, new in others)
+    found = StageVariables((*variables.parameters, *(row[0] for row in weights)), tuple(row[0] for row in others))
+    return found, dataclasses.replace(trace, variables=in_order, new_states=new_states, backward=without_gradients)
+
+
 def trace_stage(
     stage: Stage,
     inputs: Sequence[ValueSpec],
@@ -113,6 +139,7 @@ def trace_stage(
     device: str,
     *,
     training: bool,
+    accumulates: bool = True,
     unused_outputs: frozenset[model_graph.Value] = frozenset(),
     ways: Sequence[Way] = (),
 ) -> StageTrace:
@@ -124,6 +151,7 @@ def trace_stage(
         variables: The variables whose values are arguments of the graph.
         device: The device of the stage.
         training: Whether the model is trained.
+        accumulates: Whether gradients are added to those of earlier micro-batches.
         unused_outputs: Outputs that no loss depends on.
         ways: What the losses computed by layers need of the whole batch, for this stage and all later ones.
 
@@ -151,7 +179,9 @@ def trace_stage(
             pairs = zip(inputs, values, strict=False)  # masks come after the values
             sources = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
             parameters = variable_values[: len(variables.parameters)]
-            backward = _differentiate(outputs, needs_gradient, losses, scale, sources, parameters, training=training)
+            backward = _differentiate(
+                outputs, needs_gradient, losses, scale, sources, parameters, training=training, accumulates=accumulates
+            )
         trace = StageTrace(
             tf.compat.v1.get_default_graph(), tuple(values), tuple(variable_values), place, scale, outputs,
             output_masks, forward.new_states, losses, forward.ways, forward.draws_from_no_layer, backward,
@@ -242,7 +272,7 @@ def _check_losses_in_call(
 
 def _differentiate(
     outputs: Sequence[Any], needs_gradient: Sequence[bool], losses: Sequence[tf.Tensor], scale: tf.Tensor,
-    sources: Sequence[Any], parameters: Sequence[tf.Tensor], *, training: bool,
+    sources: Sequence[Any], parameters: Sequence[tf.Tensor], *, training: bool, accumulates: bool,
 ) -> BackwardTrace:  # fmt: skip
     """Add the backward pass to the graph that is being traced."""
     given = [source for source in sources if source is not None]
@@ -264,7 +294,7 @@ def _differentiate(
     weight_gradients = tuple(map(by_lookup, found[len(given) :]))
     # A sum is added while its gradient is in the processor's cache, and overwrites its memory.
     totals = tuple(
-        tf.compat.v1.placeholder(one.dtype, one.shape) if isinstance(one, tf.Tensor) else None
+        tf.compat.v1.placeholder(one.dtype, one.shape) if accumulates and isinstance(one, tf.Tensor) else None
         for one in weight_gradients
     )
     pairs = zip(weight_gradients, totals, strict=True)

@@ -23,13 +23,17 @@ class StepVariables:
     """The weights and states of all stages in one step.
 
     Every weight and state (a moving average, a random seed) is read once: each micro-batch starts with its value before
-    the step. Where several stages use a layer, each starts with the value of its state after the stage before.
+    the step. Sharded weights are read for each action. Where several stages use a layer, each starts with the value of
+    its state after the stage before.
 
     Args:
         programs: The compiled stages.
         live: The tensors that the step holds between two actions.
         loss_states: The states that the loss, after the last stage, reads and changes.
         loss_parameters: The weights that the loss reads.
+
+    Attributes:
+        last_reads: The last reads of the sharded weights of each stage, by its index.
     """
 
     def __init__(
@@ -41,8 +45,13 @@ class StepVariables:
     ) -> None:
         self._programs, self._live, self._loss_states = programs, live, loss_states
         self._read: dict[int, tf.Tensor] = {}
+        self.last_reads: dict[int, list[tf.Operation]] = {}
         self._loss_device = programs[-1].device
-        self.parameters = [one.bundle(self._values(one.parameters, one.device)) for one in programs]
+        self._weights = {
+            stage: one.bundle(self._values(one.parameters, one.device))
+            for stage, one in enumerate(programs)
+            if not one.shards_weights
+        }
         self._states = [one.bundle(self._values(one.states, one.device)) for one in programs]
         self.loss_parameters = self._values(loss_parameters, self._loss_device)
         self._loss_values = self._values(loss_states, self._loss_device)
@@ -50,6 +59,25 @@ class StepVariables:
         users = collections.Counter(id(state) for program in programs for state in program.states)
         users.update(map(id, loss_states))
         self._shared = {key for key, count in users.items() if count > 1}
+
+    def weights(self, stage: int, after: Sequence[tf.Tensor] = ()) -> Bundle:
+        """Return the values of the weights of a stage on its device.
+
+        Args:
+            stage: The stage.
+            after: Tensors after which sharded weights are sent to the device.
+        """
+        if stage in self._weights:
+            return self._weights[stage]
+        program, reads = self._programs[stage], list[tf.Tensor]()
+        with tf.control_dependencies(None), tf.control_dependencies(after):
+            for weight in program.parameters:
+                with tf.device(weight.value.device):  # a read of its own: TensorFlow may merge copies of one read
+                    reads.append(tf.raw_ops.ReadVariableOp(resource=weight.value.handle, dtype=weight.value.dtype))
+            with tf.device(program.device):
+                copies = program.bundle(list(map(tf.identity, reads)))
+        self.last_reads[stage] = [value.op for value in reads if not tf.executing_eagerly()]
+        return copies
 
     def states(self, stage: int, number: int) -> Bundle:
         """Return the values of a stage's states for a micro-batch."""

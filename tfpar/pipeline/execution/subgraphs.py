@@ -90,6 +90,7 @@ def extract_subgraphs(
     late: Sequence[tf.Tensor] = (),
     sums: Sequence[tf.Tensor] = (),
     recompute: bool = False,
+    weights: Sequence[tf.Tensor] = (),
     jit_compile: bool = False,
 ) -> list[Subgraph]:
     """Split a traced function into subgraphs that run one after the other.
@@ -102,6 +103,7 @@ def extract_subgraphs(
         late: Those of `inputs` that the first subgraph does not have: the gradients of its outputs.
         sums: Tensors of the graph that a subgraph computes as early as possible.
         recompute: Whether later subgraphs recompute tensors of the first, instead of using saved tensors.
+        weights: Those of `inputs` from which later subgraphs recompute what depends on them alone, such as casts.
         jit_compile: Compile the subgraphs with XLA.
 
     Returns:
@@ -110,23 +112,35 @@ def extract_subgraphs(
     known = {tensor.op for tensor in (*inputs, *graph.inputs)}
     stateful = _by_subgraph([op for op in graph.control_outputs if op not in known], late)
     ops_of: list[set[tf.Operation]] = []
+    of_weights = _computed_from(weights, graph)
     for number, wanted in enumerate(results):
         ops = _needed(wanted, stateful.get(number, ()), stop=known)
         ops_of.append(ops)
         # A random operation with TensorFlow's own state would draw other numbers when it is recomputed.
-        known = known | ({op for op in ops if op.op_def.is_stateful} if recompute and number == 0 else ops)
+        known |= {op for op in ops if op.op_def.is_stateful} if recompute and number == 0 else ops - of_weights
     subgraphs, whole = [], graph.as_graph_def()
     for number, ops in enumerate(ops_of):
         outer = _outer_inputs(ops)
         later = _used(ops_of[number + 1 :], results[number + 1 :])
         if recompute and number == 0:
             later = [tensor for tensor in later if tensor.op.op_def.is_stateful]
+        later = [tensor for tensor in later if tensor.op not in of_weights]
         outputs = [tensor for tensor in _unique([*results[number], *later]) if tensor.op in ops]
         repeated = ops & ops_of[0] if number else set()
         recomputed = [tensor for tensor in (*_outer_inputs(ops - repeated), *outputs) if tensor.op in repeated]
         turns = _turns(graph, ops, sums)
         subgraphs.append(_subgraph(graph, whole, ops, outer, outputs, recomputed, turns, device, jit_compile))
     return subgraphs
+
+
+def _computed_from(weights: Sequence[tf.Tensor], graph: Any) -> set[tf.Operation]:
+    """Return the operations, without state, whose inputs are weights, constants or results of such operations."""
+    given, found = {tensor.op for tensor in weights}, set[tf.Operation]()
+    for op in graph.get_operations() if weights else ():
+        sources = [tensor.op for tensor in op.inputs if tensor.op.type != "Const"]
+        if sources and not op.op_def.is_stateful and all(one in given or one in found for one in sources):
+            found.add(op)
+    return found
 
 
 def _by_subgraph(ops: Iterable[tf.Operation], late: Sequence[tf.Tensor]) -> dict[int, list[tf.Operation]]:

@@ -17,12 +17,18 @@ _MANY = 2**62
 
 
 def place_weights(
-    model: keras.Model, stages: Sequence[Stage], devices: Sequence[str], others: Sequence[Sequence[str]] = ()
+    model: keras.Model,
+    stages: Sequence[Stage],
+    devices: Sequence[str],
+    others: Sequence[Sequence[str]] = (),
+    *,
+    shards_weights: bool = False,
 ) -> None:
     """Place every weight on the device of its stage; a weight of several stages on the device of the first.
 
     With several replicas, the trained weights of a stage are divided over their devices, with about as many bytes on
-    each, so that each replica updates a part of them and holds a part of the optimizer's state.
+    each, so that each replica updates a part of them and holds a part of the optimizer's state. Sharded weights are
+    divided over the replicas for the whole model, untrained ones too.
 
     A weight without allocated memory is allocated there, so that a model larger than any single device can be built.
     Existing optimizer state moves with its weight.
@@ -32,6 +38,7 @@ def place_weights(
         stages: The stages of the model.
         devices: The device of each stage.
         others: The device of each stage on each further replica.
+        shards_weights: Whether all stages of a replica are on one device.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
@@ -42,7 +49,7 @@ def place_weights(
         >>> layers[1].kernel.value.device[-5:]
         'CPU:1'
     """
-    owner_of_each = owners(model, stages, 1 + len(others))
+    owner_of_each = (sharded_owners if shards_weights else owners)(model, stages, 1 + len(others))
     all_devices = [devices, *others]
     moved = []
     for variable in model.variables:
@@ -68,6 +75,19 @@ def owners(model: keras.Model, stages: Sequence[Stage], num_replicas: int) -> di
         owners = largest_first(list(map(num_bytes, weights)), num_replicas)
         found.update((id(weight), (replica, stage)) for weight, replica in zip(weights, owners, strict=True))
     return found
+
+
+def sharded_owners(model: keras.Model, stages: Sequence[Stage], num_replicas: int) -> dict[int, tuple[int, int]]:
+    """Return the replica of each variable by the variable's `id`, with about as many bytes on each, and its stage.
+
+    Args:
+        model: A model with built layers.
+        stages: The stages of the model.
+        num_replicas: Number of replicas.
+    """
+    stage_of = owner_of(stages, model.variables)
+    replicas = largest_first(list(map(num_bytes, model.variables)), num_replicas)
+    return {id(one): (replica, stage_of[id(one)]) for one, replica in zip(model.variables, replicas, strict=True)}
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ The executor, the simulator, the pictures and the tests all read the same `Sched
 from __future__ import annotations
 
 from tfpar.pipeline.schedule import orders
-from tfpar.pipeline.schedule.actions import Schedule
+from tfpar.pipeline.schedule.actions import Action, Schedule
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -50,6 +50,22 @@ def make(name: str, num_stages: int, num_microbatches: int, num_devices: int | N
         )
     order = {"gpipe": orders.gpipe, "1f1b": orders.one_forward_one_backward, "zero_bubble": orders.zero_bubble}[name]
     return Schedule(name, num_stages, num_stages, num_microbatches, order(num_stages, num_microbatches))
+
+
+def on_one_device(num_stages: int) -> Schedule:
+    """Return the order of one micro-batch on one device with all stages.
+
+    Args:
+        num_stages: Number of stages.
+
+    Example:
+        >>> print(on_one_device(num_stages=3).to_text())
+        on one device
+        0: F0.0 F1.0 F2.0 B2.0 B1.0 B0.0
+    """
+    stages = range(num_stages)
+    order = [*(Action("F", stage, 0) for stage in stages), *(Action("B", stage, 0) for stage in reversed(stages))]
+    return Schedule("on one device", num_stages, 1, 1, (tuple(order),))
 
 
 def limit_stages(schedule: Schedule, max_stages: int) -> Schedule:

@@ -1,0 +1,202 @@
+"""`Mirrored(shard="weights")`: each weight on one device, copies of a block's weights in use, one device's result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpar
+from tests.support import checkpoint_matrix, objective_cases, parity_cases, small
+from tfpar.reduction.weight_owners import num_bytes
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
+NUM_LAYERS = 6
+
+
+def sharded(num_replicas: int = 3) -> Any:
+    return tfpar.Mirrored(DEVICES[:num_replicas], shard="weights")
+
+
+def classifier(optimizer: Any = "adam", frozen: bool = False) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(16, "tanh", trainable=not frozen) for _ in range(NUM_LAYERS)]
+        model = keras.Sequential([keras.Input((parity_cases.NUM_FEATURES,)), *layers, keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer() if callable(optimizer) else optimizer, loss, metrics=["accuracy"])
+        return model
+
+    return build
+
+
+def state(model: keras.Model) -> list[np.ndarray]:
+    return [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
+
+
+def assert_as_one_device(build: Any, data: Any, num_replicas: int = 3, **fit: Any) -> None:
+    found = []
+    for strategy in (tfpar.SingleDevice(), sharded(num_replicas)):
+        trainer = tfpar.Trainer(build, strategy, seed=0)
+        history = trainer.fit(data, epochs=2, verbose=0, **fit).history
+        found.append((history, state(trainer.model), trainer.evaluate(data, verbose=0)))
+    (history, arrays, evaluated), (of_shards, arrays_of_shards, evaluated_shards) = found
+    for name, values in history.items():
+        np.testing.assert_allclose(of_shards[name], values, rtol=1e-4)
+    np.testing.assert_allclose(evaluated_shards, evaluated, rtol=1e-4)
+    for one, other in zip(arrays, arrays_of_shards, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-5)
+
+
+OPTIMIZERS = {
+    "norm, average": lambda: keras.optimizers.AdamW(0.01, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=3),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, 0.9, clipnorm=0.1, gradient_accumulation_steps=2),
+    "whole tensors": lambda: keras.optimizers.Adafactor(0.01),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Lamb(0.01), 1024.0, 3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weights_state_and_logs_are_those_of_one_device(name: str) -> None:
+    assert_as_one_device(classifier(OPTIMIZERS[name]), small.data())  # the last batch is smaller than the replicas
+
+
+def test_frozen_weights_are_divided_too() -> None:
+    assert_as_one_device(classifier(frozen=True), small.data())
+    trainer = tfpar.Trainer(classifier(frozen=True), sharded(), seed=0)
+    trainer.build(small.data())
+    assert min(bytes_on_devices(trainer.model.variables)) > 0
+
+
+def bytes_on_devices(variables: Any) -> list[int]:
+    sizes = [0, 0, 0]
+    for variable in variables:
+        sizes[DEVICES.index(variable.value.device[-5:])] += num_bytes(variable)
+    return sizes
+
+
+def test_each_device_holds_about_the_same_bytes_and_the_preview_shows_them() -> None:
+    trainer = tfpar.Trainer(classifier(), sharded(), seed=0)
+    preview = trainer.preview(small.data())
+    weights, slots = trainer.model.variables, trainer.model.optimizer.variables
+    held = bytes_on_devices(weights)
+    largest = max(map(num_bytes, weights))
+    assert max(held) - min(held) <= largest
+    two_blocks = 2 * (largest + 16 * 4)
+    expected = [a + b + a for a, b in zip(held, bytes_on_devices(slots), strict=True)]
+    assert [row.state_bytes - two_blocks for row in preview.rows] == expected
+    assert f"weights sharded, in {NUM_LAYERS + 1} blocks" in str(preview)
+    assert "of weights are copied to each device in every step" in str(preview)
+
+
+def step_graph(trainer: tfpar.Trainer, train: bool) -> tf.Graph:
+    strategy, model = trainer.strategy, trainer.model
+    element = next(iter(strategy.distribute(small.data()).dataset))
+    step = strategy.train_step if train else strategy.evaluate_step
+    return tf.function(lambda: step(model, element)).get_concrete_function().graph
+
+
+def reads_of(graph: Any, weight: keras.Variable) -> list[Any]:
+    inner = next(inside for outside, inside in graph.captures if outside is weight.value.handle)
+    return [op for op in inner.consumers() if op.type == "ReadVariableOp"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_a_block_is_sent_after_the_block_but_one_before_it(train: bool, frozen: bool) -> None:
+    trainer = tfpar.Trainer(classifier(frozen=frozen), sharded(2), seed=0)
+    trainer.build(small.data())
+    graph = step_graph(trainer, train)
+    passes = 2 if train and not frozen else 1  # without a trained layer before it, a frozen one has no backward pass
+    for layer in trainer.model.layers[2:]:
+        copies = [read for read in reads_of(graph, layer.kernel) if read.outputs[0].consumers()]
+        waiting = [read for read in copies if read.control_inputs]
+        own_passes = 2 if train and layer.trainable else passes
+        assert len(waiting) >= 2 * own_passes, f"{layer.name}: {len(waiting)} of {len(copies)} reads wait"
+
+
+def test_mixed_precision_saves_no_cast_weights_for_the_backward_pass() -> None:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        trainer = tfpar.Trainer(classifier(), sharded(2), seed=0)
+        trainer.build(small.data())
+    finally:
+        keras.config.set_dtype_policy("float32")
+    strategy: Any = trainer.strategy
+    inputs, *_ = next(iter(small.data()))
+    for program in strategy._steps[trainer.model].compiler.stages(inputs, training=True).stages:
+        saved = {tuple(tensor.shape) for tensor in program.subgraphs[0].outputs}
+        assert not saved & {tuple(weight.shape) for weight in program.parameters}
+
+
+@pytest.mark.parametrize("name", ["embedding, sparse gradients", "rows looked up in several ways", "add_loss"])
+def test_lookups_and_added_losses_equal_one_device(name: str) -> None:
+    case = parity_cases.CASES[name]
+    assert_as_one_device(case.build, case.data(), 2, **case.fit)
+
+
+LAYOUTS = {
+    "sharded": sharded,
+    "optimizer": lambda: tfpar.Mirrored(DEVICES, shard="optimizer"),
+    **{name: checkpoint_matrix.IN_ONE_PROCESS[name] for name in ("one device", "pipeline of 2")},
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [("sharded", "one device"), ("optimizer", "sharded"), ("sharded", "pipeline of 2")]
+)
+def test_a_checkpoint_of_shards_continues_under_another_layout(first: str, then: str, tmp_path: Path) -> None:
+    checkpoint_matrix.begin(LAYOUTS[first](), tmp_path)
+    history, arrays = checkpoint_matrix.end(LAYOUTS[then](), tmp_path)
+    expected_history, expected = checkpoint_matrix.end(tfpar.SingleDevice(), tmp_path / "whole")
+    assert history.keys() == expected_history.keys()
+    for one, other in zip(arrays, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_saved_model_continues_in_plain_keras(tmp_path: Path) -> None:
+    trainer = tfpar.Trainer(classifier(), sharded(), seed=0)
+    trainer.fit(small.data(), verbose=0)
+    trainer.save(tmp_path / "model.keras")
+    loaded, inputs = keras.models.load_model(tmp_path / "model.keras"), parity_cases.inputs(20)
+    for one, other in zip(state(loaded), state(trainer.model), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_allclose(
+        loaded.predict(inputs, verbose=0), trainer.predict(inputs, verbose=0), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_a_model_moves_to_shards_and_back() -> None:
+    model, expected = classifier()(), classifier()()
+    expected.set_weights(model.get_weights())
+    for strategy in (tfpar.SingleDevice(), sharded(), tfpar.Mirrored(DEVICES)):
+        tfpar.Trainer(lambda: model, strategy).fit(small.data(), verbose=0)
+        tfpar.Trainer(lambda: expected, tfpar.SingleDevice()).fit(small.data(), verbose=0)
+    for one, other in zip(state(model), state(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"all_reduce": "reduction_to_one_device"}, "all_reduce is for replicas with whole weights, received all_red"),
+        ({"pack_bytes": 100}, "pack_bytes is for replicas with whole weights, received pack_bytes=100 with shard='wei"),
+        ({"batch_dependent_layers": "gather"}, "batch_dependent_layers is for replicas with whole weights"),
+        ({"devices": ["CPU:0", "CPU:99"]}, "CPU:99"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tfpar.Mirrored(**settings, shard="weights")
+
+
+def test_a_model_that_a_pipeline_cannot_train_is_refused_with_the_way_out() -> None:
+    message = r'shard="weights" runs a model in blocks.*GAN.*Or train with tfpar.Mirrored\(shard="optimizer"\)'
+    with pytest.raises(ValueError, match=message):
+        tfpar.Trainer(objective_cases.gan, sharded(), seed=0).fit(objective_cases.CASES["GAN"].data(), verbose=0)
