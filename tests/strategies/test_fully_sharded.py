@@ -1,4 +1,4 @@
-"""`Mirrored(shard="weights")`: each weight on one device, copies of a block's weights in use, one device's result."""
+"""`shard="weights"`: each weight on one device, copies of a block's weights in use, one device's result."""
 
 from __future__ import annotations
 
@@ -196,7 +196,33 @@ def test_settings_without_a_meaning_are_refused(settings: dict[str, Any], messag
         tfpar.Mirrored(**settings, shard="weights")
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"compression": "bfloat16"},
+            "compression is for replicas with whole weights, received compression='bfloat16'",
+        ),
+        ({"sync": "average", "every": 4}, "With sync='average' every replica updates its own weights.*shard='weights'"),
+        ({"silence_seconds": 0.0}, "silence_seconds at least 1"),
+    ],
+)
+def test_settings_of_workers_without_a_meaning_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tfpar.MultiWorker(**settings, shard="weights")
+
+
+def test_one_worker_shards_weights_over_its_devices() -> None:
+    strategy = tfpar.MultiWorker(["CPU:1", "CPU:2"], shard="weights")
+    assert strategy.describe() == "MultiWorker over 1 worker, 2 replicas on CPU:1, CPU:2, weights sharded"
+
+
+def test_a_grid_cannot_shard_weights() -> None:
+    with pytest.raises(ValueError, match="shard must be 'optimizer' or None, received 'weights'"):
+        tfpar.Hybrid(tfpar.Pipeline(2, 2), 2, shard="weights")  # type: ignore[arg-type]
+
+
 def test_a_model_that_a_pipeline_cannot_train_is_refused_with_the_way_out() -> None:
-    message = r'shard="weights" runs a model in blocks.*GAN.*Or train with tfpar.Mirrored\(shard="optimizer"\)'
+    message = r'shard="weights" runs a model in blocks.*GAN.*Or train with shard="optimizer"'
     with pytest.raises(ValueError, match=message):
         tfpar.Trainer(objective_cases.gan, sharded(), seed=0).fit(objective_cases.CASES["GAN"].data(), verbose=0)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests.properties.test_parity import computing_in, differences
+from tests.properties.test_parity import computing_in, differences, reference
 from tests.strategies.test_hybrid import wide
+from tests.support import checkpoint_matrix, pipeline_cases, small, workers
 from tests.support import multi_worker_cases as cases
-from tests.support import pipeline_cases, small, workers
 from tests.support.pipeline_cases import Row
+from tests.support.worker_program_grid import SHARDED
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 ROWS = pipeline_cases.on_replicas()
@@ -88,6 +89,25 @@ def test_predictions_and_logs_are_those_of_one_device(job: workers.Workers) -> N
     predicted, evaluated = result_of(job, "predict")
     np.testing.assert_allclose(predicted, trainer.predict(small.data(), verbose=0), rtol=1e-5, atol=1e-6)
     cases.assert_same(evaluated, trainer.evaluate(small.data(), verbose=0, return_dict=True), 1e-5)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_weights_over_workers_equal_one_device(job: workers.Workers, name: str) -> None:
+    found = result_of(job, f"{name}, weights sharded")
+    with computing_in("float64"):
+        assert not list(differences(found, reference(name, "float64"), "float64"))
+
+
+def test_each_worker_holds_weights_and_a_checkpoint_of_them_continues_on_one_device(job: workers.Workers) -> None:
+    description, preview, homes = result_of(job, "homes of shards")
+    assert description == "MultiWorker over 2 workers, 2 replicas on worker 0 CPU:0, worker 1 CPU:0, weights sharded"
+    assert {*homes} == {"0/CPU:0", "1/CPU:0"}
+    assert re.search(r"^worker 1 CPU:0 +\d+", preview, re.MULTILINE)
+    folder = job.folder / "shards"
+    _, arrays = checkpoint_matrix.end(tfpar.SingleDevice(), folder)
+    _, expected = checkpoint_matrix.end(tfpar.SingleDevice(), folder.with_name("whole"))
+    for one, other in zip(arrays, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_the_other_worker_ends_with_the_first(job: workers.Workers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,7 +12,9 @@ import keras
 import tfpar
 from tests.properties.test_parity import Result, computing_in, train
 from tests.strategies.test_hybrid import wide
-from tests.support import parity_cases, pipeline_cases, small, workers
+from tests.support import checkpoint_matrix, parity_cases, pipeline_cases, small, workers
+
+SHARDED = ("accumulation 4, ragged end, clipped", "embedding, sparse gradients")
 
 
 def grid(num_microbatches: int = 2, schedule: str = "1f1b", devices: Any = None, **settings: Any) -> tfpar.Hybrid:
@@ -52,6 +55,24 @@ def homes(units: int, length: int, devices: Any = None) -> Any:
     return homes, str(trainer.preview(small.data()))
 
 
+def train_sharded(name: str) -> Result:
+    """Train a case with each weight on one device of one worker."""
+    case = parity_cases.CASES[name]
+    with computing_in("float64"):
+        trainer = tfpar.Trainer(case.build, tfpar.MultiWorker(shard="weights"), seed=0)
+        return train(case, trainer.fit, trainer.model, steps_per_call=case.steps_per_call)
+
+
+def homes_of_shards(folder: Path) -> Any:
+    """Leave a checkpoint in a folder; return the description, the preview and the devices of weights."""
+    strategy = tfpar.MultiWorker(["CPU:0"], shard="weights")
+    checkpoint_matrix.begin(strategy, folder)
+    trainer = tfpar.Trainer(wide, strategy, seed=0)
+    preview = str(trainer.preview(small.data()))
+    homes = [tfpar.cluster.short_name(one.value.device) for one in trainer.model.trainable_variables]
+    return strategy.describe(), preview, homes
+
+
 def predict() -> Any:
     trainer = tfpar.Trainer(wide, grid(memory_limit_bytes=1 << 20), seed=0)
     return trainer.predict(small.data(), verbose=0), trainer.evaluate(small.data(), verbose=0, return_dict=True)
@@ -70,6 +91,8 @@ def main() -> None:
             "many weights": lambda: homes(units=64, length=1),
             "named devices": lambda: homes(units=64, length=1, devices=reversed_devices),
             "predict": predict,
+            **{f"{name}, weights sharded": functools.partial(train_sharded, name) for name in SHARDED},
+            "homes of shards": lambda: homes_of_shards(Path(sys.argv[1]) / "shards"),
         }
     )
 

@@ -46,6 +46,13 @@ _Shard = Annotated[
     OrNone[Literal["optimizer"]],
     Field(description="Divide the optimizer's state over the replicas; none: each holds all of it."),
 ]
+_ShardOfReplicas = Annotated[
+    OrNone[Literal["optimizer", "weights"]],
+    Field(
+        description="Divide the optimizer's state over the replicas, or the weights and gradients too; none: each "
+        "holds all of it."
+    ),
+]
 _FormSeconds = Annotated[
     float,
     Field(
@@ -108,11 +115,7 @@ class Mirrored(Section):
     )
     pack_bytes: _PackBytes = None
     batch_dependent_layers: _BatchDependentLayers = "refuse"
-    shard: OrNone[Literal["optimizer", "weights"]] = Field(
-        None,
-        description="Divide the optimizer's state over the replicas, or the weights and gradients too; none: each "
-        "holds all of it.",
-    )
+    shard: _ShardOfReplicas = None
 
 
 class MultiWorker(Section):
@@ -138,7 +141,7 @@ class MultiWorker(Section):
     every: Count = Field(1, description='sync = "average": steps between two averages.')
     average_optimizer: bool = Field(True, description='sync = "average": average the optimizer\'s state too.')
     batch_dependent_layers: _BatchDependentLayers = "refuse"
-    shard: _Shard = None
+    shard: _ShardOfReplicas = None
     form_seconds: _FormSeconds = 300.0
     silence_seconds: _SilenceSeconds = 30.0
 

@@ -12,30 +12,38 @@ state and compute the update.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 
-from tfpar import data
+from tfpar import cluster, data
 from tfpar._compat import keras_variables
+from tfpar.cluster import tf_config
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline import schedule as schedules
 from tfpar.reduction.weight_owners import num_bytes
+from tfpar.strategies import remote_devices
+from tfpar.strategies.job_roles import refuse_evaluator
+from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
 from tfpar.strategies.staged import Settings, Staged
+from tfpar.strategies.worker_watch import WorkerWatch
 
 _EXPLANATION = (
     'shard="weights" runs a model in blocks, as a pipeline with one micro-batch for each replica. {error} Or train '
-    'with tfpar.Mirrored(shard="optimizer").'
+    'with shard="optimizer".'
 )
 
 
 class FullySharded(Staged):
-    """Data parallelism on one machine with `shard="weights"`; see `tfpar.Mirrored`.
+    """Data parallelism with `shard="weights"`; see `tfpar.Mirrored` and `tfpar.MultiWorker`.
 
     Args:
-        devices: The devices of the replicas.
+        devices: The devices of the replicas; those of several workers with full names.
+        title: The beginning of the description.
+        watch: Notices the loss of a worker; None for devices of this machine.
 
     Example:
         >>> tfpar.use_logical_cpus(2)
@@ -45,7 +53,8 @@ class FullySharded(Staged):
 
     has_schedule = False
 
-    def __init__(self, devices: Sequence[str]) -> None:
+    def __init__(self, devices: Sequence[str], title: str = "Mirrored over", watch: WorkerWatch | None = None) -> None:
+        self._title, self._watch = title, watch
         settings = Settings("parameters", recompute=False, memory_limit_bytes=None, allow_batch_dependent_layers=False)
         schedule = schedules.on_one_device(1).replicated(len(devices))
         super().__init__(settings, schedule, devices, shards_weights=True)
@@ -53,7 +62,12 @@ class FullySharded(Staged):
     def describe(self) -> str:
         """Return one line with the devices of the replicas."""
         replicas = "1 replica" if self.num_replicas == 1 else f"{self.num_replicas} replicas"
-        return f"Mirrored over {replicas} on {', '.join(self.devices)}, weights sharded"
+        return f"{self._title} {replicas} on {', '.join(self.device_names)}, weights sharded"
+
+    @property
+    def device_names(self) -> list[str]:
+        """The devices of the replicas; those of several workers with their rank."""
+        return list(map(remote_devices.label, self.devices))
 
     @property
     def batch_parts(self) -> tuple[int, str]:
@@ -72,13 +86,15 @@ class FullySharded(Staged):
         return Preview(f"{table}\n{weights}" if self.num_replicas > 1 else table, rows)
 
     def _row(self, model: keras.Model, device: str, batch: Any, block_bytes: int) -> ReplicaRow:
+        full_name = device if device.startswith("/") else f"/device:{device}"
+
         def held(variables: Sequence[keras.Variable]) -> list[keras.Variable]:
-            return [variable for variable in variables if keras_variables.is_on(variable, f"/device:{device}")]
+            return [variable for variable in variables if keras_variables.is_on(variable, full_name)]
 
         gradient_bytes = sum(map(num_bytes, held(model.trainable_variables)))
         variables = [*held(model.variables), *held(model.optimizer.variables)]
         return ReplicaRow(
-            device=device,
+            device=remote_devices.label(device),
             num_examples=-(-int(data.num_rows(batch)) // self.num_replicas),
             num_parameters=sum(int(weight.value.shape.num_elements()) for weight in held(model.variables)),
             state_bytes=sum(map(num_bytes, variables)) + gradient_bytes + block_bytes,
@@ -93,9 +109,64 @@ class FullySharded(Staged):
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:
-        """Return a context in which an error about stages says what they are here."""
-        with _explained():
+        """Return a context in which an error about stages is explained, and one about a lost worker names it."""
+        watched = contextlib.nullcontext() if self._watch is None else self._watch.reported(self.user_message)
+        with _explained(), watched:
             yield
+
+
+def over_workers(devices: Sequence[str] | None, form_seconds: float, silence_seconds: float) -> FullySharded:
+    """Return the strategy on the devices of all workers of a job: the first process runs the steps on all of them.
+
+    In other processes it does not return. Without a job it is on the devices of this machine.
+
+    Args:
+        devices: The devices of each worker, such as `["GPU:0"]`; None for all.
+        form_seconds: The time limit for all workers to connect.
+        silence_seconds: The time without a heartbeat after which a worker counts as failed.
+
+    Raises:
+        ValueError: If the workers have different kinds of devices, or this process is an evaluator.
+    """
+    job = tf_config.from_environment(os.environ)
+    refuse_evaluator(job, "MultiWorker")
+    check_seconds(form_seconds, silence_seconds)
+    if job is None or job.num_workers == 1:
+        return FullySharded(cluster.resolve_devices(devices), "MultiWorker over 1 worker,")
+    connected = remote_devices.connect(job, form_seconds, silence_seconds)
+    names = None if devices is None else [name.upper() for name in devices]
+    found = [
+        device
+        for of_one in connected.of_workers
+        for device in of_one
+        if names is None or remote_devices.label(device).rpartition(" ")[2] in names
+    ]
+    if names is not None and len(found) < len(names) * job.num_workers:
+        raise ValueError(
+            f"Each worker must have the devices {list(names)}, received {list(map(remote_devices.label, found))}. Name "
+            "devices that every worker has."
+        )
+    kinds = [remote_devices.label(device).rpartition(" ")[2] for device in found]
+    cluster.check_one_kind("MultiWorker", kinds)
+    return FullySharded(found, f"MultiWorker over {job.num_workers} workers,", connected.watch)
+
+
+def check_without_effect(name: str, value: Any, default: Any) -> None:
+    """Refuse a setting of replicas with whole weights.
+
+    Args:
+        name: Its name.
+        value: Its value.
+        default: Its default.
+
+    Raises:
+        ValueError: If the value is not the default.
+    """
+    if value != default:
+        raise ValueError(
+            f"{name} is for replicas with whole weights, received {name}={value!r} with shard='weights'. Leave it out, "
+            "or use shard='optimizer'."
+        )
 
 
 @contextlib.contextmanager

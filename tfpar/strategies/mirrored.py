@@ -15,10 +15,9 @@ from tfpar.reduction import replicas
 from tfpar.strategies.batch_dependence import BatchDependentLayers, check_choice
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.data_parallel import DataParallel
-from tfpar.strategies.fully_sharded import FullySharded
-from tfpar.strategies.optimizer_shards import OptimizerShards, check_shard
+from tfpar.strategies.fully_sharded import FullySharded, check_without_effect
+from tfpar.strategies.optimizer_shards import OptimizerShards, Shard, check_shard
 
-Shard = Literal["optimizer", "weights"]
 AllReduce = Literal["auto", "nccl", "hierarchical_copy", "reduction_to_one_device"]
 
 PACK_BYTES = 32 << 20
@@ -68,7 +67,9 @@ class Mirrored(DataParallel):
         """Return the strategy: with sharded weights one that runs a model in blocks."""
         if shard != "weights":
             return super().__new__(cls)
-        _check_without_effect(all_reduce, pack_bytes, batch_dependent_layers)
+        check_without_effect("all_reduce", all_reduce, "auto")
+        check_without_effect("pack_bytes", pack_bytes, None)
+        check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
         return cast("Mirrored", FullySharded(_resolved(devices)))
 
     @keyword_arguments.named
@@ -81,7 +82,7 @@ class Mirrored(DataParallel):
         shard: Shard | None = None,
     ) -> None:
         check_choice(batch_dependent_layers)
-        check_shard(shard, ("optimizer", "weights"))
+        check_shard(shard)
         self.devices = _resolved(devices)
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
@@ -126,24 +127,6 @@ def _resolved(devices: Sequence[str] | None) -> list[str]:
         )
     cluster.check_one_kind("Mirrored", found)
     return found
-
-
-def _check_without_effect(
-    all_reduce: AllReduce, pack_bytes: int | None, batch_dependent_layers: BatchDependentLayers
-) -> None:
-    """Refuse arguments without a meaning for sharded weights."""
-    check_choice(batch_dependent_layers)
-    others = [
-        ("all_reduce", all_reduce, "auto"),
-        ("pack_bytes", pack_bytes, None),
-        ("batch_dependent_layers", batch_dependent_layers, "refuse"),
-    ]
-    for name, value, default in others:
-        if value != default:
-            raise ValueError(
-                f"{name} is for replicas with whole weights, received {name}={value!r} with shard='weights'. Leave "
-                "it out, or use shard='optimizer'."
-            )
 
 
 def chosen_all_reduce(all_reduce: AllReduce, devices: Sequence[str], cards: Sequence[int]) -> AllReduce:

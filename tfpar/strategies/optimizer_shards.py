@@ -31,10 +31,10 @@ from tfpar.reduction.replicas import replica_id
 from tfpar.reduction.weight_owners import largest_first, num_bytes
 from tfpar.strategies.base import Strategy
 
-Shard = Literal["optimizer"]
+Shard = Literal["optimizer", "weights"]
 
 
-def check_shard(shard: str | None, known: Sequence[str] = ("optimizer",)) -> None:
+def check_shard(shard: str | None, known: Sequence[str] = ("optimizer", "weights")) -> None:
     """Raise ValueError unless a value says what to shard, one of the known values or None."""
     if shard is not None and shard not in known:
         raise ValueError(f"shard must be {', '.join(map(repr, known))} or None, received {shard!r}.")

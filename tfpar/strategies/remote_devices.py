@@ -29,8 +29,8 @@ _AFTER_CHIEF_SECONDS = 1.0  # the launcher then names the chief as the first tha
 # The devices of the workers of a connected job, by their addresses: a process connects once.
 _CONNECTED: dict[tuple[str, ...], RemoteDevices] = {}
 _STARTED = (
-    "Pipeline(across_workers=True) must come before TensorFlow's first operation, and TensorFlow runs already. Create "
-    "it right after the imports, before datasets and models."
+    "A strategy on the devices of all workers must come before TensorFlow's first operation, and TensorFlow runs "
+    "already. Create it right after the imports, before datasets and models."
 )
 
 
@@ -114,7 +114,7 @@ def _lend(job: tf_config.Job, spec: tf.train.ClusterSpec, names: Sequence[str], 
     with _confined(job):
         server = tf.distribute.Server(spec, job_name=_JOB, task_index=job.rank, protocol="grpc", config=options)
     chief = job.addresses[0]
-    print(f"worker {job.rank} lends {', '.join(names)} to the pipeline of {chief}", flush=True)
+    print(f"worker {job.rank} lends {', '.join(names)} to {chief}", flush=True)
     while pings.is_alive():
         pings.join(_POLL_SECONDS)  # a signal interrupts it
     del server

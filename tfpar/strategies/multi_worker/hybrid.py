@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -26,7 +26,7 @@ from tfpar.strategies.multi_worker.collectives import AllReduce
 from tfpar.strategies.multi_worker.stage_shards import StageShards
 from tfpar.strategies.multi_worker.stage_sums import StageSums
 from tfpar.strategies.multi_worker.worker import Worker
-from tfpar.strategies.optimizer_shards import Shard, check_shard
+from tfpar.strategies.optimizer_shards import check_shard
 from tfpar.strategies.pipeline import Pipeline, describe_stages
 from tfpar.strategies.staged import Staged
 
@@ -85,12 +85,12 @@ class Hybrid(Worker, Staged):
         devices: Sequence[str] | None = None,
         *,
         all_reduce: AllReduce = "auto",
-        shard: Shard | None = None,
+        shard: Literal["optimizer"] | None = None,
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
         _check(pipeline, num_replicas)
-        check_shard(shard)
+        check_shard(shard, ("optimizer",))
         self._shard = shard
         preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
         schedule = pipeline.schedule.replicated(num_replicas)

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import keras
 import numpy as np
@@ -25,6 +25,7 @@ from tfpar.strategies import batch_dependence
 from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.data_parallel import DataParallel
+from tfpar.strategies.fully_sharded import check_without_effect, over_workers
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight, sufficient_factors
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Group
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
@@ -62,7 +63,8 @@ class MultiWorker(Worker, DataParallel):
         batch_dependent_layers: The treatment of layers in which examples depend on each other: `"refuse"` them before
             the first step, or `"gather"` the batch, so that every replica computes them on all of it.
         shard: `"optimizer"` divides the optimizer's state over the replicas of all workers (see
-            `tfpar.strategies.multi_worker.worker_shards`); None keeps all of it on each.
+            `tfpar.strategies.multi_worker.worker_shards`), `"weights"` also the weights and gradients, and the first
+            process runs all steps (see `tfpar.strategies.fully_sharded`); None keeps all of it on each.
         form_seconds: The time limit for all workers to connect.
         silence_seconds: The time without a heartbeat after which a worker counts as failed.
 
@@ -80,6 +82,31 @@ class MultiWorker(Worker, DataParallel):
     _shards: WorkerShards | None = None
     # Between two calls the workers reduce metrics and vote on the next call, which takes milliseconds.
     seconds_per_call = 0.5
+
+    @keyword_arguments.named
+    def __new__(
+        cls,
+        devices: Sequence[str] | None = None,
+        all_reduce: AllReduce = "auto",
+        pack_bytes: int | None = None,
+        compression: Compression | None = None,
+        sync: Literal["step", "average"] = "step",
+        every: int = 1,
+        average_optimizer: bool = True,
+        batch_dependent_layers: batch_dependence.BatchDependentLayers = "refuse",
+        shard: Shard | None = None,
+        form_seconds: float = 300.0,
+        silence_seconds: float = 30.0,
+    ) -> MultiWorker:
+        """Return the strategy: with sharded weights one that runs a model in blocks."""
+        if shard != "weights":
+            return super().__new__(cls)
+        preflight.check_sync(sync, every, average_optimizer, compression, shard)
+        check_without_effect("all_reduce", all_reduce, "auto")
+        check_without_effect("pack_bytes", pack_bytes, None)
+        check_without_effect("compression", compression, None)
+        check_without_effect("batch_dependent_layers", batch_dependent_layers, "refuse")
+        return cast("MultiWorker", over_workers(devices, form_seconds, silence_seconds))
 
     @keyword_arguments.named
     def __init__(
