@@ -9,7 +9,7 @@ memory of equal weights until one of them changes, so a replica on a GPU takes u
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 from benchmarks import process
@@ -37,7 +37,7 @@ class Shards:
 
 
 def measure(setting: Shards) -> Output:
-    """Return the steps per second, and the bytes of the process and the number of parameters at the peak of a step.
+    """Return the steps per second, the peak bytes of the process, and the number of parameters and bytes of `preview`.
 
     Args:
         setting: What to train.
@@ -67,17 +67,25 @@ _MOST_BYTES = 1.1 * (4 + 4 + 8 / _NUM_DEVICES)
 _MOST_BYTES_OF_WEIGHTS = 1.1 * (16 / _NUM_DEVICES + 4 * 2 / 24)
 
 
-def _bytes_per_parameter(name: str, tiny: str) -> Callable[[Mapping[str, Output]], float]:
-    def found(outputs: Mapping[str, Output]) -> float:
-        model_bytes = outputs[name]["process_bytes"] - outputs[tiny]["process_bytes"]
-        return model_bytes / outputs[name]["num_parameters"] / _NUM_DEVICES
-
-    return found
+def _bytes_per_parameter(outputs: Mapping[str, Output], name: str) -> float:
+    model_bytes = outputs[f"{name}, updates"]["process_bytes"] - outputs[f"{name}, tiny"]["process_bytes"]
+    return model_bytes / outputs[f"{name}, updates"]["num_parameters"] / _NUM_DEVICES
 
 
 def _memory(name: str, at_most: float | None = None) -> Finding:
-    found = _bytes_per_parameter(f"{name}, updates", f"{name}, tiny")
-    return Finding(f"bytes of a device for each parameter, {name}, updates", found, at_most=at_most)
+    text = f"bytes of a device for each parameter, {name}, updates"
+    return Finding(text, lambda outputs: _bytes_per_parameter(outputs, name), at_most=at_most)
+
+
+def _prediction(name: str, num_shared: int) -> Finding:
+    """Compare the memory of `preview` with the measured one, without copies of weights that logical CPUs share."""
+
+    def ratio(outputs: Mapping[str, Output]) -> float:
+        updates = outputs[f"{name}, updates"]
+        predicted = updates["predicted_bytes"] / updates["num_parameters"] - 4 * num_shared
+        return predicted / _NUM_DEVICES / _bytes_per_parameter(outputs, name)
+
+    return Finding(f"predicted / measured memory, {name}, updates", ratio, at_least=0.9, at_most=1.1)
 
 
 SHARDS = Experiment(
@@ -95,5 +103,7 @@ SHARDS = Experiment(
         _memory(_WITHOUT),
         _memory(_STATE, _MOST_BYTES),
         _memory(_WEIGHTS, _MOST_BYTES_OF_WEIGHTS),
+        _prediction(_STATE, _NUM_DEVICES - 1),
+        _prediction(_WEIGHTS, 0),
     ),
 )

@@ -55,6 +55,7 @@ def run(workload: str, shard: Any, num_replicas: int, num_steps: int) -> dict[st
         "steps_per_second": num_steps / seconds,
         "process_bytes": process_memory.peak_bytes() - before_bytes,
         "num_parameters": trainer.model.count_params(),
+        "predicted_bytes": sum(row.state_bytes for row in trainer.preview(dataset).rows),
     }
 
 
