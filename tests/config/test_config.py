@@ -405,7 +405,7 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         ),
         (
             [*PIPELINE, "strategy.num_replicas=2"],
-            'strategy.num_replicas = 2 is a setting of strategy.kind = "hybrid", received "pipeline": leave it out, or',
+            'strategy.num_replicas = 2 is a setting of strategy.kind = "hybrid" or "tensor_parallel", received ',
         ),
         (
             [*PIPELINE, "training.global_batch_size=7"],

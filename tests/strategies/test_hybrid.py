@@ -77,7 +77,9 @@ def test_a_grid_that_does_not_fit_is_refused(
 
 
 def test_another_strategy_has_no_replicas() -> None:
-    with pytest.raises(TypeError, match=r"pipeline must be a tfpar.Pipeline, received .*Mirrored"):
+    with pytest.raises(
+        TypeError, match=r"pipeline must be a tfpar.Pipeline or tfpar.TensorParallel, received .*Mirrored"
+    ):
         tfpar.Hybrid(tfpar.Mirrored(["CPU:0"]), 2)  # type: ignore[arg-type]
 
 

@@ -166,7 +166,7 @@ def _scaled(gradient: Any, square: tf.Tensor, limit: float) -> Any:
     values = _values(gradient)
     positive = square > 0
     norm = tf.where(positive, tf.sqrt(tf.where(positive, square, tf.ones_like(square))), square)
-    clipped = values * limit / tf.maximum(norm, tf.cast(limit, norm.dtype))
+    clipped = values * limit / tf.maximum(norm, tf.constant(limit, norm.dtype))
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(clipped, gradient.indices, gradient.dense_shape)
     return clipped

@@ -229,7 +229,7 @@ def num_devices(settings: config.Strategy, existing: int, *, on_gpus: bool) -> i
     if isinstance(settings, config.SingleDevice):
         return 1
     if isinstance(settings, config.TensorParallel):
-        return settings.num_shards
+        return settings.num_shards * settings.num_replicas
     named = len(named_devices(settings))
     if isinstance(settings, config.Pipeline):
         num_replicas = settings.num_replicas if isinstance(settings, config.Hybrid) else 1

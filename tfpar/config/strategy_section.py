@@ -216,6 +216,7 @@ class TensorParallel(Section):
         description='Rules for the weights to divide: regular expressions of their paths, each with "model" at the '
         'divided axis and "none" at the others; none: all large layers.',
     )
+    num_replicas: _DeviceCount = Field(1, description="Number of replicas, each with a part of every global batch.")
     devices: _Devices = None
     num_logical_cpus: _NumLogicalCPUs = 1
 
@@ -237,8 +238,10 @@ def num_replicas(strategy: Strategy) -> int:
     >>> num_replicas(Mirrored(num_logical_cpus=2))
     2
     """
-    if isinstance(strategy, SingleDevice | Pipeline | TensorParallel):
+    if isinstance(strategy, SingleDevice | Pipeline):
         return 1
+    if isinstance(strategy, TensorParallel):
+        return strategy.num_replicas
     num_logical_cpus = 1 if isinstance(strategy, Auto) else strategy.num_logical_cpus
     return len(strategy.devices or ()) or num_logical_cpus
 

@@ -59,6 +59,9 @@ def from_settings(settings: config.Strategy) -> Strategy:
         # A pipeline over all workers connects them, before the grid.
         seconds = {name: of_grid[name] for name in ("form_seconds", "silence_seconds")}
         return Hybrid(Pipeline(**arguments, **seconds), **of_grid)
+    if isinstance(settings, config.TensorParallel) and arguments.pop("num_replicas") > 1:
+        shards = TensorParallel(settings.num_shards, settings.layout)
+        return Hybrid(shards, settings.num_replicas, settings.devices)
     return _CLASSES[settings.kind](**arguments)
 
 

@@ -29,6 +29,8 @@ from tfpar.strategies.multi_worker.worker import Worker
 from tfpar.strategies.optimizer_shards import check_shard
 from tfpar.strategies.pipeline import Pipeline, describe_stages
 from tfpar.strategies.staged import Staged
+from tfpar.strategies.tensor_parallel import TensorParallel
+from tfpar.strategies.tensor_parallel.replicated import check_num_replicas, replicas_of
 
 
 class Hybrid(Worker, Staged):
@@ -50,8 +52,11 @@ class Hybrid(Worker, Staged):
     process runs the steps. Each worker has the stages of a replica, or the replicas of a stage, whichever lets fewer
     bytes cross between workers; `preview` says which.
 
+    Of a `TensorParallel`, each replica has the shards of every layer on its own devices, and a part of every global
+    batch. The loss is computed from the outputs of all replicas on the first device.
+
     Args:
-        pipeline: The pipeline of each replica; `num_microbatches` are those of one replica.
+        pipeline: The pipeline of each replica; `num_microbatches` are those of one replica. Or a `TensorParallel`.
         num_replicas: Number of replicas in each process; with `across_workers`, in all processes together.
         devices: Device names, those of the first replica first, with `across_workers` after the rank of their worker,
             such as `"1/GPU:0"`; None takes as many as the grid needs.
@@ -63,7 +68,7 @@ class Hybrid(Worker, Staged):
             `across_workers` has both time limits of its own.
 
     Raises:
-        TypeError: If `pipeline` is no `Pipeline`.
+        TypeError: If `pipeline` is neither a `Pipeline` nor a `TensorParallel`.
         ValueError: If the grid does not fit the devices, or TF_CONFIG is malformed.
         RuntimeError: If there are several workers, and TensorFlow has started already.
         TimeoutError: If a worker does not connect in time; the message names its address.
@@ -77,10 +82,15 @@ class Hybrid(Worker, Staged):
     # The owners of weights among several workers with `shard="optimizer"`.
     _shards: StageShards | None = None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Return a grid of pipelines, or the replicas of a `TensorParallel`, which is no `Hybrid`."""
+        inner = kwargs.get("pipeline", args[0] if args else None)
+        return replicas_of(*args, **kwargs) if isinstance(inner, TensorParallel) else super().__new__(cls)
+
     @keyword_arguments.named
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: Pipeline | TensorParallel,
         num_replicas: int = 1,
         devices: Sequence[str] | None = None,
         *,
@@ -89,7 +99,7 @@ class Hybrid(Worker, Staged):
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
-        _check(pipeline, num_replicas)
+        pipeline = _check(pipeline, num_replicas)
         check_shard(shard, ("optimizer",))
         self._shard = shard
         preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
@@ -282,16 +292,11 @@ class Hybrid(Worker, Staged):
         return batch, LocalPart(num_counted, self._size_of(element))
 
 
-def _check(pipeline: Pipeline, num_replicas: int) -> None:
+def _check(pipeline: Pipeline | TensorParallel, num_replicas: int) -> Pipeline:
     if not isinstance(pipeline, Pipeline):
         raise TypeError(
-            f"pipeline must be a tfpar.Pipeline, received {excerpt(repr(pipeline))}. Write "
+            f"pipeline must be a tfpar.Pipeline or tfpar.TensorParallel, received {excerpt(repr(pipeline))}. Write "
             "tfpar.Hybrid(tfpar.Pipeline(num_stages=2, num_microbatches=8), num_replicas=2)."
         )
-    if not isinstance(num_replicas, int) or isinstance(num_replicas, bool) or num_replicas < 1:
-        raise ValueError(f"num_replicas must be a whole number of at least 1, received {num_replicas!r}.")
-    if pipeline.given_devices is not None and num_replicas > 1:
-        raise ValueError(
-            f"The devices of all replicas are an argument of Hybrid, received devices={pipeline.given_devices} of the "
-            "pipeline. Leave them out there, and give devices to Hybrid."
-        )
+    check_num_replicas(pipeline, num_replicas)
+    return pipeline

@@ -95,9 +95,9 @@ def _run_filters(placed: Placed, call: Call, training: bool) -> Any:
     outputs = []
     for shard, device in enumerate(placed.devices):
         given = placed.on(value, shard)
-        bias = None if layer.bias is None else weight_piece(layer.bias, shard, layer.compute_dtype)
+        bias = None if layer.bias is None else weight_piece(layer.bias, shard, device, layer.compute_dtype)
         with tf.device(device):
-            output = _with_bias(layer, _convolved(layer, given, shard), bias)
+            output = _with_bias(layer, _convolved(layer, given, shard, device), bias)
             outputs.append(layer.activation(output) if activates and layer.activation is not None else output)
     mask = layer_mask(layer, placed, value)
     if activates:
@@ -115,7 +115,7 @@ def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
     partial = []
     for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
         with tf.device(device):
-            partial.append(_convolved(layer, given, shard))
+            partial.append(_convolved(layer, given, shard, device))
     output = pieces_of.added(partial, placed.devices)
     with tf.device(placed.devices[0]):
         bias = None if layer.bias is None else tf.cast(tf.convert_to_tensor(layer.bias), layer.compute_dtype)
@@ -124,8 +124,8 @@ def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
         return keras_model.with_mask(output, layer_mask(layer, placed, value))
 
 
-def _convolved(layer: Any, inputs: tf.Tensor, shard: int) -> tf.Tensor:
-    kernel = weight_piece(layer.kernel, shard, layer.compute_dtype)
+def _convolved(layer: Any, inputs: tf.Tensor, shard: int, device: str) -> tf.Tensor:
+    kernel = weight_piece(layer.kernel, shard, device, layer.compute_dtype)
     return keras.ops.conv(
         tf.cast(inputs, layer.compute_dtype),
         kernel,

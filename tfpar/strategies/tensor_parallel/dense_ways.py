@@ -92,9 +92,13 @@ def _run_columns(
     for shard, device in enumerate(placed.devices):
         given = placed.on(value, shard)
         with tf.device(device):
-            output = _multiply(layer, equation, given, weight_piece(layer.kernel, shard, layer.compute_dtype))
+            output = _multiply(layer, equation, given, weight_piece(layer.kernel, shard, device, layer.compute_dtype))
         if layer.bias is not None:
-            bias = weight_piece(layer.bias, shard) if divides_bias else _copy(layer.bias, placed.devices[0], device)
+            bias = (
+                weight_piece(layer.bias, shard, device)
+                if divides_bias
+                else _copy(layer.bias, placed.devices[0], device)
+            )
             with tf.device(device):
                 output = keras.ops.add(output, tf.cast(bias, layer.compute_dtype))
         with tf.device(device):
@@ -122,7 +126,9 @@ def _run_rows(equation: str, axis: int, placed: Placed, call: Call, training: bo
     partial = []
     for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
         with tf.device(device):
-            partial.append(_multiply(layer, equation, given, weight_piece(layer.kernel, shard, layer.compute_dtype)))
+            partial.append(
+                _multiply(layer, equation, given, weight_piece(layer.kernel, shard, device, layer.compute_dtype))
+            )
     output = pieces_of.added(partial, placed.devices)
     with tf.device(placed.devices[0]):
         if layer.bias is not None:

@@ -50,7 +50,7 @@ def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
     mask = layer_mask(layer, placed, value)
     outputs = []
     for shard, device in enumerate(placed.devices):
-        table = weight_piece(layer.embeddings, shard)
+        table = weight_piece(layer.embeddings, shard, device)
         with tf.device(device):
             own = tf.identity(numbers)
             if by_rows:

@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfpar import data
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
+from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.tensor_parallel.layout import Layout
+from tfpar.strategies.tensor_parallel.replicas import discarding_changes, joined
 from tfpar.strategies.tensor_parallel.shards import Placed, WholeValues
 from tfpar.strategies.tensor_parallel.wide_inputs import CutInputs, in_pieces
 
@@ -19,48 +22,62 @@ class DividedModel(NamedTuple):
     """A model with a layout.
 
     Args:
-        model: A built model; its divided weights are in pieces.
+        model: A built model; its divided weights are in pieces, on the devices of the first replica.
         graph: Its layer calls.
         layout: The way of each layer call.
-        devices: The device of each shard; the first runs what is not divided.
+        replicas: The device of each shard, for each replica; the first of a replica runs what is not divided.
     """
 
     model: keras.Model
     graph: Graph
     layout: Layout
-    devices: Sequence[str]
+    replicas: Sequence[Sequence[str]]
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """The device of each shard of the first replica."""
+        return self.replicas[0]
 
     def call(self, inputs: Any, training: bool) -> Any:
-        """Return the outputs of the model as whole tensors on the first device, `[batch, ...]` each."""
-        placed = self.placed(inputs, training)
-        return keras.tree.map_structure(lambda leaf: _output(leaf, placed), self.graph.outputs)
-
-    def placed(self, inputs: Any, training: bool) -> Placed:
-        """Run all layer calls; return all values, whole or in pieces.
+        """Return the outputs of the model as whole tensors on the first device, `[batch, ...]` each.
 
         Args:
             inputs: The inputs of the model, `[batch, ...]` each, or as `wide_inputs` cuts them.
             training: Whether the model trains.
         """
         if isinstance(inputs, CutInputs):
-            values = in_pieces(inputs)
-        else:
-            with tf.device(self.devices[0]):
-                values = model_graph.standardize(self.model, inputs)
-        tensors = dict(zip(self.graph.inputs, values, strict=True))
-        placed = Placed(tensors, self.devices)
+            return self._outputs(in_pieces(inputs), self.devices, training)
+        with tf.device(self.devices[0]):
+            given = model_graph.standardize(self.model, inputs)
+        if len(self.replicas) == 1:
+            return self._outputs(given, self.devices, training)
+        parts, _, _, num_examples = split_into_parts(given, data.num_rows(given), len(self.replicas), slice(None))
+        outputs = [self._outputs(_on(self.devices[0], parts[0]), self.devices, training)]
+        for number, devices in enumerate(self.replicas[1:], 1):
+            with discarding_changes(self.model, number):
+                outputs.append(self._outputs(_on(devices[0], parts[number]), devices, training))
+        return joined(outputs, [devices[0] for devices in self.replicas], num_examples)
+
+    def _outputs(self, given: Sequence[Any], devices: Sequence[str], training: bool) -> Any:
+        """Run all layer calls on the devices of a replica; return the outputs for its part of the batch."""
+        placed = Placed(dict(zip(self.graph.inputs, given, strict=True)), devices)
         ways = {id(call): way for call, way in zip(self.graph.calls, self.layout.ways, strict=True)}
 
         def run_one(call: Call, tensors: dict[Value, Any], training: bool) -> Any:
             way = ways[id(call)]
             if way is not None and way.run is not None:
                 return way.run(placed, call, training)
-            with tf.device(self.devices[0]):
+            with tf.device(devices[0]):
                 return run_call(call, WholeValues(placed), training)
 
-        model_graph.run(self.graph.calls, tensors, training, run_one)
-        return placed
+        model_graph.run(self.graph.calls, placed.tensors, training, run_one)
+        return keras.tree.map_structure(lambda leaf: _output(leaf, placed), self.graph.outputs)
 
 
 def _output(leaf: Any, placed: Placed) -> Any:
     return placed.whole(leaf) if isinstance(leaf, Value) else leaf
+
+
+def _on(device: str, values: Sequence[Any]) -> list[Any]:
+    with tf.device(device):
+        return [tf.nest.map_structure(tf.identity, one, expand_composites=True) for one in values]

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar._compat import keras_model, tf_divided_memory
+from tfpar._compat import keras_model, keras_variables, tf_divided_memory
 from tfpar.pipeline.graph.ir import Value
 from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.pieces import Pieces
+from tfpar.strategies.tensor_parallel.pieces import Pieces, sent
 
 
 class Placed:
@@ -71,18 +71,21 @@ class WholeValues(Mapping[Value, Any]):
         return len(self._placed.tensors)
 
 
-def weight_piece(variable: Any, shard: int, dtype: str | None = None) -> tf.Tensor:
-    """Return the piece of a weight for a shard, on its device, perhaps in another type.
+def weight_piece(variable: Any, shard: int, device: str, dtype: str | None = None) -> tf.Tensor:
+    """Return the piece of a weight for a shard on a device, perhaps in another type.
 
     Args:
         variable: A divided Keras variable.
         shard: The number of the shard.
+        device: The device of the shard, that of the piece or that of another replica.
         dtype: The type; None for that of the variable.
     """
     memory = tf_divided_memory.memories_of(variable)[shard]
     with tf.device(memory.device):
         value = memory.read_value()
-        return value if dtype is None else tf.cast(value, dtype)
+    arrived = sent(value, keras_variables.full_name(memory.device), keras_variables.full_name(device))
+    with tf.device(device):
+        return arrived if dtype is None else tf.cast(arrived, dtype)
 
 
 def layer_mask(layer: Any, placed: Placed, value: Value) -> Any:

@@ -21,6 +21,7 @@ from tfpar.strategies.preview import Preview
 from tfpar.strategies.single_device import update_metrics
 from tfpar.strategies.single_replica import SingleReplica
 from tfpar.strategies.tensor_parallel import updates
+from tfpar.strategies.tensor_parallel.replicas import check_examples_apart
 from tfpar.strategies.tensor_parallel.rules import check_rules
 from tfpar.strategies.tensor_parallel.runner import DividedModel
 from tfpar.strategies.tensor_parallel.table import preview_of
@@ -72,11 +73,21 @@ class TensorParallel(SingleReplica):
                 f"num_shards must be a whole number of at least 2, received {num_shards!r}. On one device, use "
                 "SingleDevice()."
             )
-        self.num_shards, self.layout = num_shards, check_rules(layout)
-        self.devices = _devices(num_shards, devices)
-        self._names = [keras_variables.full_name(device) for device in self.devices]
+        self.num_shards, self.layout, self.given_devices = num_shards, check_rules(layout), devices
+        self._take(devices_of(num_shards, 1, devices))
         self._divided: PerModel[DividedModel] = PerModel()
         self._num_moves: PerModel[int] = PerModel()
+
+    def _take(self, devices: Sequence[str]) -> None:
+        """Set the devices, those of the first replica first."""
+        self.devices, self.num_replicas = list(devices), len(devices) // self.num_shards
+        self._names = [keras_variables.full_name(device) for device in devices[: self.num_shards]]
+
+    @property
+    def _replicas(self) -> list[list[str]]:
+        """The devices of the shards of each replica."""
+        names = [f"/device:{name}" for name in self.devices]
+        return [names[first : first + self.num_shards] for first in range(0, len(names), self.num_shards)]
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created; its large weights are allocated in pieces."""
@@ -134,7 +145,7 @@ class TensorParallel(SingleReplica):
             graph = model_graph.trace(model, inputs)
         layout = layout_of(model, graph, self.num_shards, self.layout)
         updates.place(model, layout, self._names)
-        self._divided[model] = DividedModel(model, graph, layout, [f"/device:{name}" for name in self.devices])
+        self._divided[model] = DividedModel(model, graph, layout, self._replicas)
         self._num_moves[model] = keras_variables.num_moves(model.variables)
 
     def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
@@ -144,6 +155,18 @@ class TensorParallel(SingleReplica):
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Accept every model that has a layout: what is not divided is computed as on one device."""
 
+    def prepare_outputs(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Check that the parts of a batch have the outputs of the whole batch, with several replicas.
+
+        Raises:
+            ValueError: If a layer uses the whole batch.
+        """
+        if self.num_replicas > 1:
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            with tf.device(self.devices[0]):
+                given = model_graph.standardize(model, inputs)
+                check_examples_apart(self._divided[model].graph, given, training)
+
     def preview(self, model: keras.Model, batch: Any) -> Preview:
         """Return the bytes of each device, and the divided and whole layers."""
         return preview_of(self.describe(), self._divided[model], int(data.num_rows(batch)), self.device_names)
@@ -151,7 +174,7 @@ class TensorParallel(SingleReplica):
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the batch, for the first device but for the columns of wide inputs."""
         divided, own = self._divided[model], ("compute_loss", "compute_metrics")
-        cuts = cut_sizes(divided.graph, divided.layout)
+        cuts = cut_sizes(divided.graph, divided.layout) if self.num_replicas == 1 else {}
         if not cuts or any(keras_model.overridden(model, method) for method in own):
             return StepBatch(element, self.device_names[:1] * len(tf.nest.flatten(element)))
         inputs, *others = element if isinstance(element, tuple) else (element,)
@@ -201,17 +224,28 @@ class TensorParallel(SingleReplica):
         updates.finalize(model)
 
 
-def _devices(num_shards: int, devices: Sequence[str] | None) -> list[str]:
-    found = cluster.resolve_devices(devices)
-    if devices is not None and len(found) != num_shards:
+def devices_of(num_shards: int, num_replicas: int, devices: Sequence[str] | None) -> list[str]:
+    """Return the devices of all replicas.
+
+    Args:
+        num_shards: The number of shards.
+        num_replicas: The number of replicas.
+        devices: Names of devices; None for the first ones of this machine.
+
+    Raises:
+        ValueError: If there are others, or too few.
+    """
+    found, number = cluster.resolve_devices(devices), num_shards * num_replicas
+    replicas = f" x num_replicas={num_replicas}" * (num_replicas > 1)
+    if devices is not None and len(found) != number:
         raise ValueError(
-            f"TensorParallel needs one device for each shard, received num_shards={num_shards} and "
-            f"{len(found)} devices: {found}. Name {num_shards} devices."
+            f"TensorParallel needs one device for each shard, received num_shards={num_shards}{replicas} and "
+            f"{len(found)} devices: {found}. Name {number} devices."
         )
-    if len(found) < num_shards:
+    if len(found) < number:
         others = "" if found[0].startswith("GPU") else ", or tfpar.use_logical_cpus(n)"
         raise ValueError(
-            f"num_shards={num_shards} needs {num_shards} devices, and there are {len(found)}: {found}. Use fewer "
+            f"num_shards={num_shards}{replicas} needs {number} devices, and there are {len(found)}: {found}. Use fewer "
             f"shards{others}."
         )
-    return found[:num_shards]
+    return found[:number]

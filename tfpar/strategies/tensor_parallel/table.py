@@ -16,8 +16,8 @@ def preview_of(title: str, divided: DividedModel, num_examples: int, device_name
     Args:
         title: The first line.
         divided: A model with a layout.
-        num_examples: The size of the global batch, all of which each device computes with.
-        device_names: The devices of the shards.
+        num_examples: The size of the global batch, all of which each device of a replica computes with.
+        device_names: The devices of the shards, those of the first replica first.
     """
     model = divided.model
     optimizer = keras_variables.optimizer_of(model)
@@ -25,15 +25,19 @@ def preview_of(title: str, divided: DividedModel, num_examples: int, device_name
     weights = [piece for one in model.variables for piece in tf_divided_memory.pieces_of(one)]
     slots = [piece for one in (optimizer.variables if optimizer else ()) for piece in tf_divided_memory.pieces_of(one)]
     rows = []
-    for device, name in zip(divided.devices, device_names, strict=True):
+    num_shards, num_parts = len(divided.devices), len(divided.replicas)
+    for number, name in enumerate(device_names):
         own, own_slots, own_trained = (
-            [one for one in some if keras_variables.is_on(one, device)] for some in (weights, slots, trained)
+            [one for one in some if keras_variables.is_on(one, divided.devices[number % num_shards])]
+            for some in (weights, slots, trained)
         )
         gradient_bytes = sum(map(num_bytes, own_trained))
+        if number >= num_shards:  # a copy of the weights, during a step
+            own_slots = []
         state_bytes = sum(map(num_bytes, [*own, *own_slots])) + gradient_bytes
         num_parameters = sum(int(one.shape.num_elements() or 0) for one in own)
-        rows.append(ReplicaRow(name, num_examples, num_parameters, state_bytes, gradient_bytes))
-    table = replicas_table(title, tuple(rows), 1)
+        rows.append(ReplicaRow(name, -(-num_examples // num_parts), num_parameters, state_bytes, gradient_bytes))
+    table = replicas_table(title, tuple(rows), num_parts)
     return Preview("\n".join([table, "", *_lines(divided)]), tuple(rows))
 
 

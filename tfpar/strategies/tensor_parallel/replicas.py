@@ -1,0 +1,101 @@
+"""Replicas of the devices of a tensor-parallel model, each with a part of every global batch.
+
+    replica 0   examples 0 1 2   devices 0 1 ─► outputs ─┐
+                                                         ├─► loss and metrics of the whole batch, on device 0
+    replica 1   examples 3 4 5   devices 2 3 ─► outputs ─┘
+
+The loss is computed from the outputs of all replicas, as one device computes it. Weights belong to the first replica,
+and the others copy them at the beginning of a step; TensorFlow adds their gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_model, random_state
+from tfpar.pipeline.graph.batch_dependence import find_batch_dependence
+from tfpar.pipeline.graph.ir import Graph
+from tfpar.pipeline.graph.known_layers import uses_batch_statistics
+from tfpar.strategies.tensor_parallel.pieces import sent
+
+_SEED = "seed_generator_state"  # the name that Keras gives to the states of its generators
+
+
+def check_examples_apart(graph: Graph, inputs: Sequence[Any], training: bool) -> None:
+    """Refuse layers whose output for one example depends on the others of its batch.
+
+    Args:
+        graph: A model.
+        inputs: A batch of its flat inputs.
+        training: Whether to check it in training or in inference.
+
+    Raises:
+        ValueError: If there is one, or an output has the examples not as its first axis.
+    """
+    found = find_batch_dependence(graph, inputs, training)
+    calls = [*found.calls, *(call.name for call in graph.calls if uses_batch_statistics(call, training))]
+    if calls:
+        raise ValueError(
+            "Replicas compute parts of a batch, so every layer must compute each example separately, received "
+            f"{', '.join(map(repr, calls))}{'' if training else ' in inference'}, which uses the whole batch. Use "
+            "TensorParallel without replicas."
+        )
+    if found.outputs:
+        raise ValueError(
+            "Replicas join their outputs along the first axis, so it must have the examples, received "
+            f"{', '.join(map(repr, found.outputs))}. Use TensorParallel without replicas."
+        )
+
+
+@contextlib.contextmanager
+def discarding_changes(model: keras.Model, replica: int) -> Iterator[None]:
+    """Run a replica after the first inside this context: its random draws differ, and changes of seeds are discarded.
+
+    Args:
+        model: The model.
+        replica: The number of the replica.
+
+    Raises:
+        ValueError: If a layer adds a loss, or changes a state other than a seed.
+    """
+    with keras.StatelessScope(collect_losses=True) as scope, random_state.replica_seeds(lambda: replica):
+        yield
+    changed = [one.path for one in model.variables if scope.get_current_value(one) is not None and one.name != _SEED]
+    if scope.losses or changed:
+        what = f"a change of {changed[0]!r}" if changed else "a loss that a layer adds"
+        raise ValueError(
+            "Replicas compute parts of a batch, so a layer can neither add a loss nor change a state, received "
+            f"{what}. Use TensorParallel without replicas."
+        )
+
+
+def joined(outputs: Sequence[Any], homes: Sequence[str], num_examples: tf.Tensor) -> Any:
+    """Return the outputs of all replicas as those of the whole batch, on the first device.
+
+    Args:
+        outputs: The outputs of each replica, in the structure of the model's.
+        homes: The first device of each replica.
+        num_examples: The size of the batch; a smaller one than the number of replicas is computed by each.
+    """
+
+    def join(*parts: Any) -> Any:
+        if not tf.is_tensor(parts[0]):
+            return parts[0]
+        masks = [keras_model.mask_of(part) for part in parts]
+        here = [_sent(part, home, homes[0]) for part, home in zip(parts, homes, strict=True)]
+        with tf.device(homes[0]):
+            whole = data.take_rows(data.join_batches(here), 0, num_examples)
+            mask = None if masks[0] is None else data.take_rows(tf.concat(masks, 0), 0, num_examples)
+            return keras_model.with_mask(whole, mask) if isinstance(whole, tf.Tensor) else whole
+
+    return keras.tree.map_structure(join, *outputs)
+
+
+def _sent(value: Any, source: str, target: str) -> Any:
+    return tf.nest.map_structure(lambda part: sent(part, source, target), value, expand_composites=True)
