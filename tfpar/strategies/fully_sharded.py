@@ -46,8 +46,7 @@ class FullySharded(Staged):
         watch: Notices the loss of a worker; None for devices of this machine.
 
     Example:
-        >>> tfpar.use_logical_cpus(2)
-        >>> FullySharded(["CPU:0", "CPU:1"]).describe()
+        >>> tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights").describe()
         'Mirrored over 2 replicas on CPU:0, CPU:1, weights sharded'
     """
 
