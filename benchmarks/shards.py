@@ -20,36 +20,42 @@ Workload = Literal["updates", "tiny", "transformer"]
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """What one process trains with Adam.
+    """What one process, or each of several workers, trains with Adam.
 
     Args:
         workload: "updates": 24 Dense(2048) without biases, 100,663,296 parameters, 2 examples a replica. "tiny": the
             same with Dense(8). "transformer": that of the pipeline experiments, batch 32.
-        shard: The argument of `tfpar.Mirrored`.
-        num_replicas: Logical CPUs.
+        shard: The argument of `tfpar.Mirrored` and `tfpar.MultiWorker`.
+        num_replicas: Logical CPUs of each process.
         num_steps: Steps of the timed call of `fit`.
+        num_workers: Processes.
     """
 
     workload: Workload
     shard: Literal["optimizer", "weights"] | None
     num_replicas: int
     num_steps: int
+    num_workers: int = 1
 
 
 def measure(setting: Shards) -> Output:
-    """Return the steps per second, the peak bytes of the process, and the number of parameters and bytes of `preview`.
+    """Return steps per second, the bytes of a process at its peak, of optimizer state and of `preview`, and parameters.
 
     Args:
         setting: What to train.
 
     Raises:
-        WorkerError: If the process fails.
+        WorkerError: If a process fails.
     """
-    return process.ask("benchmarks.shards_worker", {"setting": vars(setting)})
+    outputs = process.ask_workers("benchmarks.shards_worker", setting, setting.num_workers)
+    return {name: max(output[name] for output in outputs) for name in outputs[0]}
 
 
 _WITHOUT, _STATE, _WEIGHTS = "Mirrored", 'Mirrored(shard="optimizer")', 'Mirrored(shard="weights")'
 _NUM_DEVICES = 4
+
+
+_WORKERS, _SHARDED_WORKERS = "MultiWorker over 2, updates", 'MultiWorker(shard="optimizer") over 2, updates'
 
 
 def _settings(workload: Workload, num_replicas: int, num_steps: int) -> dict[str, Shards]:
@@ -90,11 +96,15 @@ def _prediction(name: str, num_shared: int) -> Finding:
 
 SHARDS = Experiment(
     name="shards",
-    summary="Adam's state, or weights too, on one of 4 (100 million parameters) and 2 logical CPUs (transformer)",
+    summary="Adam's state, or weights too, on one of 4 (100 million parameters) and 2 logical CPUs, and of 2 workers",
     figure="steps_per_second",
     settings=_settings("updates", _NUM_DEVICES, 4)
     | _settings("tiny", _NUM_DEVICES, 4)
-    | _settings("transformer", 2, 6),
+    | _settings("transformer", 2, 6)
+    | {
+        _WORKERS: Shards("updates", None, 1, 4, num_workers=2),
+        _SHARDED_WORKERS: Shards("updates", "optimizer", 1, 4, num_workers=2),
+    },
     measure=measure,
     findings=(
         Target((f"{_STATE}, updates",), (f"{_WITHOUT}, updates",), 1.0),
@@ -105,5 +115,14 @@ SHARDS = Experiment(
         _memory(_WEIGHTS, _MOST_BYTES_OF_WEIGHTS),
         _prediction(_STATE, _NUM_DEVICES - 1),
         _prediction(_WEIGHTS, 0),
+        Finding(
+            "bytes of optimizer state of a worker for each parameter, sharded over 2",
+            lambda outputs: outputs[_SHARDED_WORKERS]["state_bytes"] / outputs[_SHARDED_WORKERS]["num_parameters"],
+            at_most=1.1 * 8 / 2,
+        ),
+        Finding(
+            "steps per second, sharded over 2 workers against unsharded",
+            lambda outputs: outputs[_SHARDED_WORKERS]["steps_per_second"] / outputs[_WORKERS]["steps_per_second"],
+        ),
     ),
 )

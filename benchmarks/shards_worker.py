@@ -1,4 +1,4 @@
-"""One process of `benchmarks.shards`: a step of Adam under `tfpar.Mirrored`, its time and its peak memory."""
+"""One process of `benchmarks.shards`: a step of Adam, alone or as a worker, its time and its peak memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ import tensorflow as tf
 
 import tfpar
 from benchmarks.pipelines import examples, models
+from tfpar._compat import keras_divided_state
+from tfpar.cluster import tf_config
+from tfpar.reduction.weight_owners import num_bytes
 
 _NUM_LAYERS = 24
 
@@ -31,10 +34,15 @@ def _transformer() -> tuple[keras.Model, tf.Tensor]:
 _WORKLOADS = {"updates": lambda: _dense(2048), "tiny": lambda: _dense(8), "transformer": _transformer}
 
 
-def run(workload: str, shard: Any, num_replicas: int, num_steps: int) -> dict[str, float]:
+def run(
+    workload: str, shard: Any, num_replicas: int, num_steps: int, num_workers: int, rank: int, addresses: list[str]
+) -> dict[str, float]:
     """Train, and return the figures of `benchmarks.shards.measure`."""
+    if addresses:
+        os.environ["TF_CONFIG"] = tf_config.to_tf_config(addresses, rank)
     tfpar.use_logical_cpus(num_replicas)
     tf.config.threading.set_intra_op_parallelism_threads(1)
+    strategy = tfpar.MultiWorker(shard=shard) if num_workers > 1 else tfpar.Mirrored(shard=shard)
     examples_of_batch = tf.zeros([])
 
     def build() -> keras.Model:
@@ -44,15 +52,17 @@ def run(workload: str, shard: Any, num_replicas: int, num_steps: int) -> dict[st
         return model
 
     before_bytes = process_memory.resident_bytes()
-    trainer = tfpar.Trainer(build, tfpar.Mirrored(shard=shard), seed=0)
+    trainer = tfpar.Trainer(build, strategy, seed=0)
     dataset = tf.data.Dataset.from_tensors((examples_of_batch, examples_of_batch)).repeat()
     trainer.fit(dataset, steps_per_epoch=2, verbose=0)
     process_memory.reset_peak()
     began_seconds = time.perf_counter()
     trainer.fit(dataset, steps_per_epoch=num_steps, verbose=0)
     seconds = time.perf_counter() - began_seconds
+    held = [one for one in trainer.model.optimizer.variables if not keras_divided_state.is_elsewhere(one)]
     return {
         "steps_per_second": num_steps / seconds,
+        "state_bytes": sum(map(num_bytes, held)),
         "process_bytes": process_memory.peak_bytes() - before_bytes,
         "num_parameters": trainer.model.count_params(),
         "predicted_bytes": sum(row.state_bytes for row in trainer.preview(dataset).rows),
@@ -60,4 +70,5 @@ def run(workload: str, shard: Any, num_replicas: int, num_steps: int) -> dict[st
 
 
 if __name__ == "__main__":
-    process.reply(run(**process.request()["setting"]))
+    request = process.request()
+    process.reply(run(**request["setting"], rank=request["rank"], addresses=request["addresses"]))
