@@ -99,9 +99,10 @@ def test_each_worker_holds_its_slots_alone_and_the_chief_saves_all(job: workers.
 
 
 def test_a_slot_of_another_worker_is_neither_read_nor_changed(job: workers.Workers) -> None:
-    for rank, (read, changed) in enumerate(results_of(job, "reads_alone")):
+    for rank, (read, changed, gathered) in enumerate(results_of(job, "reads_alone")):
         assert re.match(f"Worker {1 - rank} alone holds 'adam_w.*, and this worker cannot read it. Save with", read)
         assert "this worker cannot change it" in changed
+        assert "No such file or directory: '/nowhere" in gathered
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
@@ -113,3 +114,11 @@ def test_what_a_worker_cannot_do_alone_is_refused_before_the_first_step(job: wor
 def test_workers_with_different_owners_are_refused(job: workers.Workers) -> None:
     for result in results_of(job, "frozen_on_one_worker"):
         assert result.startswith("All workers must be equal, and worker 1")
+
+
+def test_state_that_begins_with_weights_needs_workers_with_the_same(job: workers.Workers) -> None:
+    for refused, accepted in results_of(job, "begins_with_other_weights"):
+        assert re.search(
+            "differs from the chief in the initial weights, with which the optimizer's state begins", refused
+        )
+        assert accepted == ""

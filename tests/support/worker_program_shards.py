@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -142,6 +143,11 @@ class Functions:
                 attempt()
             except RuntimeError as error:
                 found.append(str(error))
+        try:
+            with trainer.strategy.whole_state(trainer.model, Path("/nowhere")):
+                found.append("")
+        except (OSError, ValueError) as error:
+            found.append(str(error))
         return found
 
     def refused(self) -> Any:
@@ -155,9 +161,14 @@ class Functions:
 
         return refusal(build)
 
+    def begins_with_other_weights(self) -> Any:
+        """Begin with other weights on each worker; the chief's count."""
+        of_state = refusal(classifier(OPTIMIZERS["begins with the weights"]), seed=RANK)
+        return of_state, refusal(classifier(keras.optimizers.Adam), seed=RANK)
 
-def refusal(build: Any, *callbacks: Any) -> str:
-    trainer = tfpar.Trainer(build, strategy("optimizer"), seed=0)
+
+def refusal(build: Any, *callbacks: Any, seed: int = 0) -> str:
+    trainer = tfpar.Trainer(build, strategy("optimizer"), seed=seed)
     try:
         trainer.fit(small.data(), verbose=0, callbacks=[callback(FOLDER) for callback in callbacks])
     except ValueError as error:

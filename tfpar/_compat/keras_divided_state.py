@@ -108,13 +108,18 @@ def lent_array(variable: Any) -> np.ndarray | None:
 
 
 @contextlib.contextmanager
-def creating_slots(is_held_here: Callable[[Any], bool]) -> Iterator[None]:
+def creating_slots(is_held_here: Callable[[Any], bool]) -> Iterator[list[Any]]:
     """Create the slots of weights of other processes without memory inside this context.
 
     Args:
         is_held_here: Takes a weight, and returns whether this process holds its slots.
+
+    Returns:
+        The slots that were assigned after their creation, such as those of ScheduleFreeAdamW, which begin with the
+        weights.
     """
     elsewhere = False
+    assigned: list[Any] = []
 
     def add(optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal elsewhere
@@ -131,18 +136,26 @@ def creating_slots(is_held_here: Callable[[Any], bool]) -> Iterator[None]:
         else:
             original_initialize(variable, initializer)
 
-    def assign(optimizer: Any, variable: Any, value: Any) -> None:  # ScheduleFreeAdamW begins with the weights
+    def assign(optimizer: Any, variable: Any, value: Any) -> None:
+        assigned.append(variable)
         if keras_variables.is_allocated(variable):
             original_assign(optimizer, variable, value)
 
+    def assign_value(variable: Any, value: Any) -> None:
+        assigned.append(variable)
+        if keras_variables.is_allocated(variable):
+            original_assign_value(variable, value)
+
     original_add, original_assign = TFOptimizer.add_variable_from_reference, TFOptimizer.assign
+    original_assign_value = Variable._direct_assign
     original_initialize = Variable._initialize_with_initializer
     with (
         mock.patch.object(TFOptimizer, "add_variable_from_reference", add),
         mock.patch.object(TFOptimizer, "assign", assign),
+        mock.patch.object(Variable, "_direct_assign", assign_value),
         mock.patch.object(Variable, "_initialize_with_initializer", initialize),
     ):
-        yield
+        yield assigned
 
 
 def slots_of_weights(optimizer: keras.Optimizer) -> list[tuple[Any, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class DividedState(abc.ABC):
         keras_divided_state.refuse_changes_of_others()
         self._worker, self._hosts = worker, hosts
         self._tables: PerModel[dict[int, int]] = PerModel()
+        self._begins_with_weights: PerModel[bool] = PerModel()
         self._is_lent = False
 
     @abc.abstractmethod
@@ -56,10 +58,22 @@ class DividedState(abc.ABC):
             known = self._tables[model] = dict(zip(found, owners, strict=True))
         return known
 
-    def table(self, model: keras.Model) -> str:
-        """Return a line for each weight with its owner, equal on all workers."""
-        owners = self.owners(model)
-        return "".join(f"{weight.path} of owner {owners[id(weight)]}\n" for weight in trained(model))
+    def check(self, model: keras.Model) -> None:
+        """Refuse workers that differ in the owners, or in weights with which state begins; all must call this.
+
+        Without shards the chief's initial state is broadcast, which it does not have here.
+
+        Raises:
+            ValueError: If a worker differs from the chief.
+        """
+        owners, weights = self.owners(model), trained(model)
+        table = "".join(f"{weight.path} of owner {owners[id(weight)]}\n" for weight in weights)
+        self._worker.require_equal({"owners of the optimizer's state": table})
+        if self._begins_with_weights.get(model):
+            arrays = ((weight.path, np.ascontiguousarray(weight.numpy())) for weight in weights)
+            found = "".join(f"{path}: {hashlib.sha256(array.data).hexdigest()[:12]}\n" for path, array in arrays)
+            self._worker.require_equal({"the initial weights, with which the optimizer's state begins": found})
+            self._begins_with_weights[model] = False
 
     def _is_here(self, owner: int) -> bool:
         return self._rank_of(owner) == self._worker.rank
@@ -68,8 +82,9 @@ class DividedState(abc.ABC):
     def creating_slots(self, model: keras.Model) -> Iterator[None]:
         """Return the context in which each slot is created on the worker of its owner alone, within the scope."""
         owners = self.owners(model)
-        with keras_divided_state.creating_slots(lambda weight: self._is_here(owners[id(weight)])):
+        with keras_divided_state.creating_slots(lambda weight: self._is_here(owners[id(weight)])) as assigned:
             yield
+        self._begins_with_weights[model] = bool(assigned)
         for optimizer, _ in objective.updates_of(model):
             if optimizer.built:
                 self._divide(model, optimizer)

@@ -242,7 +242,7 @@ class MultiWorker(Worker, DataParallel):
                 "optimizers of their own. Leave sync out."
             )
         if self._shards is not None:
-            self.require_equal({"owners of the optimizer's state": self._shards.table(model)})
+            self._shards.check(model)
         super().prepare(model, batch)
         (self._num_rows[model],) = self.all_reduce_sum([float(data.num_rows(batch))])
         self._broadcast_losses(model)
