@@ -32,7 +32,8 @@ OPTIMIZERS = {
     "no slots": lambda: keras.optimizers.SGD(0.1, weight_decay=0.01),
 }
 
-STAGED = ("norm, average", "accumulation, norm", "scaled")
+OVER_WORKERS = ("norm, average", "accumulation, norm", "own shapes", "scaled", "begins with the weights", "no slots")
+STAGED = ("norm, average", "accumulation, norm")
 # Of the parity table: rows of lookups, losses of layers, several optimizers.
 CASES_HERE = (
     "embedding, sparse gradients",
