@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tests.support import checkpoint_matrix, objective_cases, parity_cases, small
+from tests.support import objective_cases, parity_cases, small
 from tfpar.reduction.weight_owners import num_bytes
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -139,25 +139,6 @@ def test_mixed_precision_saves_no_cast_weights_for_the_backward_pass() -> None:
 def test_lookups_and_added_losses_equal_one_device(name: str) -> None:
     case = parity_cases.CASES[name]
     assert_as_one_device(case.build, case.data(), 2, **case.fit)
-
-
-LAYOUTS = {
-    "sharded": sharded,
-    "optimizer": lambda: tfpar.Mirrored(DEVICES, shard="optimizer"),
-    **{name: checkpoint_matrix.IN_ONE_PROCESS[name] for name in ("one device", "pipeline of 2")},
-}
-
-
-@pytest.mark.parametrize(
-    ("first", "then"), [("sharded", "one device"), ("optimizer", "sharded"), ("sharded", "pipeline of 2")]
-)
-def test_a_checkpoint_of_shards_continues_under_another_layout(first: str, then: str, tmp_path: Path) -> None:
-    checkpoint_matrix.begin(LAYOUTS[first](), tmp_path)
-    history, arrays = checkpoint_matrix.end(LAYOUTS[then](), tmp_path)
-    expected_history, expected = checkpoint_matrix.end(tfpar.SingleDevice(), tmp_path / "whole")
-    assert history.keys() == expected_history.keys()
-    for one, other in zip(arrays, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_a_saved_model_continues_in_plain_keras(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ EPOCHS, STEPS_PER_EPOCH, INTERRUPTED_AT = 2, 10, 13
 IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
     "one device": lambda: tfpar.SingleDevice(),
     "mirrored over 2": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
+    "blocks over 3": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], shard="weights"),
     "pipeline of 2": lambda: tfpar.Pipeline(2, 3, "1f1b", balance=[1, 3]),
     "pipeline of 4": lambda: tfpar.Pipeline(4, 2, "zero_bubble", balance=[1, 1, 1, 1]),
     "tensor parallel over 3": lambda: tfpar.TensorParallel(3),
@@ -41,6 +42,7 @@ PIECES, WITH_PIECES = (
     "tensor parallel over 3",
     ("one device", "mirrored over 2", "two workers", "tensor parallel over 3"),
 )
+BLOCKS, WITH_BLOCKS = "blocks over 3", ("one device", "two workers", "pipeline of 2", "blocks over 3")
 SHARDS = "shards over two workers"
 WITH_SHARDS = ("one device", "mirrored over 2", "two workers", SHARDS, DRIVEN_BY_THE_FIRST[0])
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
@@ -51,10 +53,10 @@ def pairs(every: bool) -> list[tuple[str, str]]:
 
     Args:
         every: Whether to return all pairs with a grid over workers, whose parts other layouts have as well, and all
-            with weights in pieces or with shards over workers.
+            with weights in pieces, with sharded weights or with shards over workers.
     """
     found = itertools.product(LAYOUTS, LAYOUTS)
-    some = {GRID: WITH_GRID, PIECES: WITH_PIECES, SHARDS: WITH_SHARDS}
+    some = {GRID: WITH_GRID, PIECES: WITH_PIECES, BLOCKS: WITH_BLOCKS, SHARDS: WITH_SHARDS}
     return [pair for pair in found if every or all({*pair} <= {*some.get(layout, LAYOUTS)} for layout in pair)]
 
 
