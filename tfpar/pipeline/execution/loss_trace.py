@@ -12,7 +12,6 @@ import tensorflow as tf
 from tfpar._compat import (
     keras_losses_in_call,
     keras_metrics,
-    keras_model,
     random_state,
     tf_function,
 )
@@ -156,7 +155,9 @@ def _body(
     loss: ModelLoss, outputs: Any, flows: Sequence[ValueSpec], variables: LossVariables, given: LossArguments
 ) -> tuple[LossResults, LossTrace]:
     example_weight = tf.cast(given.num_counted > 0, keras.config.floatx())
-    tensors = [keras_model.with_mask(one, mask) for one, mask in zip(given.outputs, given.masks, strict=True)]
+    received = zip(flows, given.outputs, given.masks, strict=True)
+    with tf.device(loss.device):
+        tensors = [flow.received(one, mask) for flow, one, mask in received]
     divisors: list[tf.Tensor] = []
 
     def known(weight: tf.Tensor) -> tf.Tensor:
@@ -180,7 +181,7 @@ def _body(
             [scope.get_current_value(variable) for variable in some]
             for some in (trackers, variables.metric_states, variables.layer_states)
         )
-        sources = [dense_part(one) for one, flow in zip(tensors, flows, strict=True) if flow.needs_gradient]
+        sources = [dense_part(one) for one, flow in zip(given.outputs, flows, strict=True) if flow.needs_gradient]
         found: list[Any] = []
         if loss.training:
             found = tf.gradients(value, [*sources, *given.parameters], tf.cast(given.scale, value.dtype))

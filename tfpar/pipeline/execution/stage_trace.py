@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call, keras_model, random_state
+from tfpar._compat import keras_losses_in_call, keras_model, keras_probabilities, random_state
 from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
 from tfpar.pipeline.execution.trace_record import trace_with_record
@@ -60,7 +60,8 @@ class StageTrace:
         variables: The values of its parameters, then of its states.
         place: The micro-batch in its global batch.
         scale: The gradient of one unit of each added loss, `[losses]`.
-        outputs: The outputs of the stage.
+        outputs: The outputs of the stage, as they are sent.
+        activations: The activation of each output that is sent as logits; an empty text for others.
         masks: The Keras mask of each output; None for none.
         new_states: The new value of each state; None for an unchanged one.
         losses: The losses that the layers add, scalars.
@@ -75,6 +76,7 @@ class StageTrace:
     place: Place
     scale: tf.Tensor
     outputs: tuple[Any, ...]
+    activations: tuple[str, ...]
     masks: tuple[tf.Tensor | None, ...]
     new_states: tuple[tf.Tensor | None, ...]
     losses: tuple[tf.Tensor, ...]
@@ -100,10 +102,10 @@ class StageTrace:
     @property
     def output_specs(self) -> list[ValueSpec]:
         """The spec of each output, in the order of the outputs of the stage."""
-        tensors = zip(self.outputs, self.masks, self.backward.output_gradients, strict=True)
+        tensors = zip(self.outputs, self.masks, self.backward.output_gradients, self.activations, strict=True)
         return [
-            ValueSpec(spec_of_output(output), spec_of_output(mask), gradient is not None)
-            for output, mask, gradient in tensors
+            ValueSpec(spec_of_output(output), spec_of_output(mask), gradient is not None, activation=activation)
+            for output, mask, gradient, activation in tensors
         ]
 
 
@@ -166,11 +168,12 @@ def trace_stage(
             masks = iter(values[len(inputs) :])
             tensors: dict[model_graph.Value, Any] = {}
             for value, spec, tensor in zip(stage.inputs, inputs, values, strict=False):
-                tensors[value] = keras_model.with_mask(tensor, next(masks) if spec.mask is not None else None)
+                tensors[value] = spec.received(tensor, next(masks) if spec.mask is not None else None)
         forward = _forward_pass(stage, tensors, variables, variable_values, place, device, training, ways)
         with tf.device(device):
-            outputs = tuple(tensors[value] for value in stage.outputs)
-            output_masks = tuple(map(keras_model.mask_of, outputs))
+            output_masks = tuple(keras_model.mask_of(tensors[value]) for value in stage.outputs)
+            sent = [keras_probabilities.sent_as(tensors[value]) for value in stage.outputs]
+            outputs, activations = (tuple(one[place] for one in sent) for place in range(2))
             # A layer may add one value for each example; Keras sums them.
             losses = tuple(tf.reduce_sum(loss) for loss in forward.losses)
             if training:
@@ -183,7 +186,7 @@ def trace_stage(
                 outputs, needs_gradient, losses, scale, sources, parameters, training=training, accumulates=accumulates
             )
         trace = StageTrace(
-            tf.compat.v1.get_default_graph(), tuple(values), tuple(variable_values), place, scale, outputs,
+            tf.compat.v1.get_default_graph(), tuple(values), tuple(variable_values), place, scale, outputs, activations,
             output_masks, forward.new_states, losses, forward.ways, forward.draws_from_no_layer, backward,
         )  # fmt: skip
         return tensors_of([outputs, backward.input_gradients, backward.sums]), trace

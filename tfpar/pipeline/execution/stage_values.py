@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfpar._compat import keras_model, keras_probabilities
+
 
 @dataclasses.dataclass(frozen=True)
 class ValueSpec:
@@ -17,12 +19,18 @@ class ValueSpec:
         mask: Those of its Keras mask; None for none.
         needs_gradient: Whether the backward pass computes its gradient.
         per_example: Whether it is known to have one row for each example.
+        activation: The activation of probabilities that are sent as logits; an empty text for others.
     """
 
     spec: tf.TensorSpec
     mask: tf.TensorSpec | None = None
     needs_gradient: bool = False
     per_example: bool = False
+    activation: str = ""
+
+    def received(self, tensor: Any, mask: tf.Tensor | None) -> Any:
+        """Return the value from its tensor and its mask as they are sent."""
+        return keras_model.with_mask(keras_probabilities.received_as(tensor, self.activation), mask)
 
 
 @dataclasses.dataclass

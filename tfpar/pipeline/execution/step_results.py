@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call, keras_metrics, keras_model, tf_function
+from tfpar._compat import keras_losses_in_call, keras_metrics, tf_function
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.staged_model import StagedModel
 from tfpar.pipeline.partition.placement import follow_data
@@ -106,7 +106,8 @@ def compile_metrics_update(
     ) -> list[tf.Tensor]:
         def count() -> list[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-            packed = staged.packed_outputs(list(map(keras_model.with_mask, tensors, masks)))
+            received = zip(outputs, tensors, masks, strict=True)
+            packed = staged.packed_outputs([spec.received(tensor, mask) for spec, tensor, mask in received])
             with _states(variables, carried) as values, keras_losses_in_call.scalars_weighted(lambda _: part):
                 metric_logs.update_metrics(staged.model, inputs, targets, packed, weights, whole=False)
             return values or list(map(tf.identity, carried))

@@ -168,7 +168,10 @@ class PipelineSteps:
             whole = [data.join_batches(list(ones)) for ones in zip(*parts, strict=True)]
         if self._peers is not None:
             whole = self._peers.all_gather(whole, self._last_device)
-        return self._staged.packed_outputs(whole)
+        with tf.device(self._last_device):
+            specs = [programs[0].specs[value] for value in programs[0].outputs]
+            outputs = [spec.received(one, None) for spec, one in zip(specs, whole, strict=True)]
+        return self._staged.packed_outputs(outputs)
 
     def timed(self, batch: Any, schedule: Schedule) -> tuple[tf.Tensor, list[tf.Tensor]]:
         """Add the actions of a schedule on a batch to the graph, without an update, and measure when each runs.
