@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.properties.test_parity import computing_in
+from tfpar._compat.tf_divided_memory import is_divided
 from tfpar.reduction import gathered_classes
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -33,6 +34,17 @@ def language_model(loss: Any, metrics: list[Any], activation: str | None = None,
     return model
 
 
+def tied(**options: Any) -> keras.Model:
+    """The table of the tokens is the kernel of the last layer."""
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(CLASSES, 6, mask_zero=True, name="table", **options)
+    hidden = keras.layers.LayerNormalization()(table(tokens))
+    hidden = keras.layers.Masking()(keras.layers.Dense(6, "tanh")(hidden))
+    model = keras.Model(tokens, table(hidden, reverse=True))
+    model.compile(keras.optimizers.Adam(0.05), sparse(from_logits=True), weighted_metrics=[accuracy()])
+    return model
+
+
 def own_loss(labels: Any, outputs: Any) -> Any:
     return keras.ops.logsumexp(outputs, -1) - keras.ops.max(outputs, -1) + 0 * keras.ops.cast(labels, outputs.dtype)
 
@@ -44,6 +56,8 @@ CASES: dict[str, Callable[[], keras.Model]] = {
     ),
     "softmax": lambda: language_model(sparse(), [accuracy(), crossentropy()], "softmax"),
     "softmax as a layer": lambda: language_model(sparse(), [accuracy()], last=keras.layers.Activation("softmax")),
+    "tied": tied,
+    "soft cap, not tied": lambda: tied(tie_weights=False, logit_soft_cap=3.0),
     "dense, label_smoothing": lambda: language_model(
         dense(from_logits=True, label_smoothing=0.1, reduction="mean_with_sample_weight"),
         [keras.metrics.CategoricalAccuracy()],
@@ -84,9 +98,16 @@ def assert_equal(found: Any, expected: Any) -> None:
 def test_equals_one_device_and_never_gathers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES[name], name, tfpar.SingleDevice())
     note = gathered_classes.note_pieces
-    monkeypatch.setattr(gathered_classes, "note_pieces", lambda whole, pieces: note(whole * np.nan, pieces))
+
+    def spoilt(whole: tf.Tensor, pieces: Any) -> tf.Tensor:
+        return note(whole * np.nan if whole.shape[-1] == CLASSES else whole, pieces)
+
+    monkeypatch.setattr(gathered_classes, "note_pieces", spoilt)
     found = trained(CASES[name], name, tfpar.TensorParallel(3))
-    assert found[3].model.get_layer("classes").kernel.value.sizes == (4, 4, 3)
+    divided = {weight.name: weight.value.sizes for weight in found[3].model.weights if is_divided(weight)}
+    assert (4, 4, 3) in divided.values()
+    if name == "tied":
+        assert divided == {"embeddings": (4, 4, 3)} | divided
     assert_equal(found, expected)
 
 

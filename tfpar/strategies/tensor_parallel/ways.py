@@ -21,6 +21,7 @@ from tfpar.strategies.tensor_parallel.dense_ways import dense_ways
 from tfpar.strategies.tensor_parallel.elementwise import elementwise_ways
 from tfpar.strategies.tensor_parallel.embedding_ways import embedding_ways
 from tfpar.strategies.tensor_parallel.layout import Layout, Offer, Way, Weight, plan
+from tfpar.strategies.tensor_parallel.reversible_ways import reversible_ways
 from tfpar.strategies.tensor_parallel.rules import Rules, axes_by_rules
 
 # The least number of features for each output of a first layer whose features are divided: each device then receives
@@ -31,6 +32,7 @@ _WAYS: dict[type, Callable[[Call], tuple[Way, ...]]] = {
     keras.layers.Dense: dense_ways,
     keras.layers.EinsumDense: dense_ways,
     keras.layers.Embedding: embedding_ways,
+    keras.layers.ReversibleEmbedding: reversible_ways,
     keras.layers.MultiHeadAttention: attention_ways,
     keras.layers.GroupQueryAttention: attention_ways,
     keras.layers.BatchNormalization: normalization_ways,
