@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from benchmarks.harness import Experiment, Finding
 from benchmarks.pipelines.figures import quotient, ratio, saved, saved_share
+from benchmarks.pipelines.fully_sharded import FULLY_SHARDED
 from benchmarks.pipelines.setting import Setting
 from benchmarks.pipelines.speed import PIPELINE_MLP, PIPELINE_TRANSFORMER, TRANSFORMER
 from benchmarks.pipelines.worker import measure
@@ -142,4 +143,5 @@ PIPELINE_EXPERIMENTS = (
     PIPELINE_FIRST_STEP,
     PIPELINE_WORKERS,
     HYBRID,
+    FULLY_SHARDED,
 )

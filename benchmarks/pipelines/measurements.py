@@ -33,6 +33,8 @@ def _model_of(setting: Setting) -> Any:
 def _strategy_of(setting: Setting) -> tfpar.Strategy:
     if setting.trainer == "multi_worker":
         return tfpar.MultiWorker()
+    if setting.trainer in ("mirrored", "sharded_weights"):
+        return tfpar.Mirrored(shard="weights" if setting.trainer == "sharded_weights" else None)
     across = setting.trainer == "pipeline" and setting.num_workers > 1
     pipeline = tfpar.Pipeline(
         num_stages=setting.num_stages,

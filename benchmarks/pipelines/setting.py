@@ -6,7 +6,9 @@ import dataclasses
 from typing import Literal
 
 Workload = Literal["mlp", "transformer", "wide", "resnet50"]
-TrainerName = Literal["pipeline", "one_device", "keras", "torch", "hybrid", "multi_worker"]
+TrainerName = Literal[
+    "pipeline", "one_device", "keras", "torch", "hybrid", "multi_worker", "mirrored", "sharded_weights", "torch_sharded"
+]
 Quantity = Literal["laps", "prediction", "memory", "first_step", "parts"]
 
 
@@ -17,8 +19,9 @@ class Setting:
     Args:
         workload: Model and data, see `benchmarks.pipelines.examples`.
         trainer: `tfpar.Pipeline`, `tfpar.SingleDevice` (the whole batch at once), Keras' `fit`,
-            `torch.distributed.pipelining` in one process a stage, or over several workers `tfpar.Hybrid` or
-            `tfpar.MultiWorker`.
+            `torch.distributed.pipelining` in one process a stage, over several workers `tfpar.Hybrid` or
+            `tfpar.MultiWorker`, or on several devices `tfpar.Mirrored`, also with `shard="weights"`, or PyTorch's
+            `fully_shard` in one process a device.
         num_microbatches: Micro-batches of a step, of all replicas; of a trainer without any they only make the batch.
         microbatch_size: Rows of a micro-batch.
         schedule: Name of the schedule.
@@ -47,6 +50,11 @@ class Setting:
     quantity: Quantity = "laps"
     num_laps: int = 5
     steps_per_lap: int = 20
+
+    @property
+    def num_peer_processes(self) -> int:
+        """Processes of PyTorch."""
+        return self.num_devices if self.trainer == "torch_sharded" else self.num_stages
 
     @property
     def batch_size(self) -> int:

@@ -1,4 +1,7 @@
-"""`torch.distributed.pipelining` for comparison: one process per stage on gloo, one core and one thread each.
+"""PyTorch for comparison, on gloo, with one core and one thread a process.
+
+`torch.distributed.pipelining` has a process per stage, `fully_shard` (FSDP2) a process per part of the batch: the
+weights of each block are one group, as in PyTorch's tutorial.
 
     python -m benchmarks.pipelines.torch_peer '{"setting": {…}, "rank": 0, "addresses": ["127.0.0.1:1234"]}'
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import peers, process
@@ -29,23 +33,29 @@ SCHEDULES = {"1f1b": "Schedule1F1B", "gpipe": "ScheduleGPipe"}
 
 
 def run_here(setting: Setting, rank: int, addresses: list[str]) -> dict[str, Any]:
-    """Train this process' stage, in laps.
+    """Train this process' stage, or its part of the batch, in laps.
 
     Args:
         setting: What to train; with `num_stages=1` the whole batch at once, without a pipeline.
-        rank: Which stage this is.
+        rank: Which process this is.
         addresses: Of all processes; they meet at the first.
 
     Returns:
-        `lap_seconds` and `lap_processor_seconds` for a step, one of each lap, and `num_parameters` of this stage.
+        `lap_seconds` and `lap_processor_seconds` for a step, one of each lap, and `num_parameters` of this process.
     """
     os.sched_setaffinity(0, [sorted(os.sched_getaffinity(0))[rank]])
     torch = peers.load("torch")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    stage = _stage(torch, setting, rank)
+    if addresses:
+        _connect(torch, rank, addresses)
+    if setting.trainer == "torch_sharded":
+        stage = _sharded(torch, replace(setting, num_stages=1))
+        forward_backward = _whole(torch, stage, setting, rank, setting.num_devices)
+    else:
+        stage = _stage(torch, setting, rank)
+        forward_backward = _pipeline(torch, stage, setting, rank) if addresses else _whole(torch, stage, setting)
     optimizer = torch.optim.SGD(stage.parameters(), LEARNING_RATE)
-    forward_backward = _pipeline(torch, stage, setting, rank, addresses) if addresses else _whole(torch, stage, setting)
     laps = []
     for _ in range(1 + setting.num_laps):
         began, processor_began = time.perf_counter(), time.process_time()
@@ -59,16 +69,35 @@ def run_here(setting: Setting, rank: int, addresses: list[str]) -> dict[str, Any
     return {
         "lap_seconds": [seconds / setting.steps_per_lap for seconds, _ in laps[1:]],
         "lap_processor_seconds": [seconds / setting.steps_per_lap for _, seconds in laps[1:]],
-        "num_parameters": sum(parameter.numel() for parameter in stage.parameters()),
+        "num_parameters": sum(_num_held(parameter) for parameter in stage.parameters()),
     }
 
 
-def _pipeline(torch: Any, module: Any, setting: Setting, rank: int, addresses: list[str]) -> Any:
-    pipelining = peers.load("torch", "torch.distributed.pipelining")
+def _num_held(parameter: Any) -> int:
+    """Return the number of elements of a parameter that this process holds."""
+    held = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return int(held.numel())
+
+
+def _connect(torch: Any, rank: int, addresses: list[str]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://{addresses[0]}", rank=rank, world_size=setting.num_stages
+        "gloo", init_method=f"tcp://{addresses[0]}", rank=rank, world_size=len(addresses)
     )
+
+
+def _sharded(torch: Any, setting: Setting) -> Any:
+    """Return the whole model, each process with its share of each block's weights."""
+    fsdp = peers.load("torch", "torch.distributed.fsdp")
+    mesh = peers.load("torch", "torch.distributed.device_mesh").init_device_mesh("cpu", (setting.num_devices,))
+    model = _stage(torch, setting, 0)
+    for block in model:
+        fsdp.fully_shard(block, mesh=mesh)
+    return fsdp.fully_shard(model, mesh=mesh)
+
+
+def _pipeline(torch: Any, module: Any, setting: Setting, rank: int) -> Any:
+    pipelining = peers.load("torch", "torch.distributed.pipelining")
     stage = pipelining.PipelineStage(module, rank, setting.num_stages, torch.device("cpu"))
     make_schedule = getattr(pipelining, SCHEDULES[setting.schedule])
     schedule = make_schedule(stage, setting.num_microbatches, loss_fn=torch.nn.functional.mse_loss)
@@ -78,8 +107,10 @@ def _pipeline(torch: Any, module: Any, setting: Setting, rank: int, addresses: l
     return lambda: schedule.step(*given, **wanted, return_outputs=False)
 
 
-def _whole(torch: Any, module: Any, setting: Setting) -> Any:
-    inputs, targets = (torch.from_numpy(array) for array in arrays(setting.workload, setting.batch_size))
+def _whole(torch: Any, module: Any, setting: Setting, rank: int = 0, num_parts: int = 1) -> Any:
+    inputs, targets = (
+        torch.from_numpy(array).chunk(num_parts)[rank] for array in arrays(setting.workload, setting.batch_size)
+    )
     return lambda: torch.nn.functional.mse_loss(module(inputs), targets).backward()
 
 

@@ -21,14 +21,14 @@ def measure(setting: Setting) -> Output:
     Raises:
         WorkerError: If a process fails.
     """
-    if setting.trainer != "torch":
+    if setting.trainer not in ("torch", "torch_sharded"):
         return process.ask_workers("benchmarks.pipelines.worker", setting, setting.num_workers)[0]
     peers.install("torch")
-    stages = process.ask_workers("benchmarks.pipelines.torch_peer", setting, setting.num_stages)
+    ranks = process.ask_workers("benchmarks.pipelines.torch_peer", setting, setting.num_peer_processes)
     return {
-        "step_seconds": max(statistics.median(stage["lap_seconds"]) for stage in stages),
-        "processor_seconds": sum(statistics.median(stage["lap_processor_seconds"]) for stage in stages),
-        "num_parameters": sum(stage["num_parameters"] for stage in stages),
+        "step_seconds": max(statistics.median(rank["lap_seconds"]) for rank in ranks),
+        "processor_seconds": sum(statistics.median(rank["lap_processor_seconds"]) for rank in ranks),
+        "num_parameters": sum(rank["num_parameters"] for rank in ranks),
     }
 
 

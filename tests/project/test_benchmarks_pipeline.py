@@ -122,7 +122,10 @@ def test_a_workload_has_as_many_rows_as_asked_for(
 # Turns
 
 
-def test_torch_has_a_process_a_stage_and_the_slowest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("changes", [{"trainer": "torch"}, {"trainer": "torch_sharded", "num_stages": 1}])
+def test_torch_has_a_process_a_stage_or_part_and_the_slowest_counts(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Mapping[str, Any]] = []
 
     def ask_all(module: str, requests: list[Mapping[str, Any]], **_: Any) -> list[dict[str, Any]]:
@@ -134,7 +137,7 @@ def test_torch_has_a_process_a_stage_and_the_slowest_counts(monkeypatch: pytest.
 
     monkeypatch.setattr(process, "ask_all", ask_all)
     monkeypatch.setattr(peers, "install", lambda peer: None)
-    output = worker.measure(replace(OURS, trainer="torch"))
+    output = worker.measure(replace(OURS, **changes))
     assert output == pytest.approx({"step_seconds": 0.3, "processor_seconds": 0.3, "num_parameters": 30})
     assert [request["rank"] for request in asked] == [0, 1]
     assert len(set(asked[0]["addresses"])) == 2
