@@ -23,7 +23,7 @@ def sent_as(tensor: Any) -> tuple[Any, str]:
         tensor: A tensor of a graph, perhaps a ragged or sparse one.
     """
     logits = getattr(tensor, "_keras_logits", None)
-    if not isinstance(tensor, tf.Tensor) or not isinstance(logits, tf.Tensor):
+    if not isinstance(logits, tf.Tensor) or not tf.is_symbolic_tensor(tensor):
         return tensor, ""
     op = tensor.op
     while op.type == "Identity":  # a stage may send on what it received

@@ -49,6 +49,9 @@ def trained(build: Any, targets: Any, strategy: tfpar.Strategy) -> Any:
 
 STRATEGIES = {
     "pipeline": lambda: tfpar.Pipeline(2, 2, devices=["CPU:0", "CPU:1"], balance="parameters"),
+    "replicas of shards": lambda: tfpar.Hybrid(
+        tfpar.TensorParallel(2), num_replicas=2, devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
+    ),
     "sharded weights": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
 }
 

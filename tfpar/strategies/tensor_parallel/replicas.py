@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, random_state
+from tfpar._compat import keras_model, keras_probabilities, random_state
 from tfpar.pipeline.graph.batch_dependence import find_batch_dependence
 from tfpar.pipeline.graph.ir import Graph
 from tfpar.pipeline.graph.known_layers import uses_batch_statistics
@@ -88,9 +88,11 @@ def joined(outputs: Sequence[Any], homes: Sequence[str], num_examples: tf.Tensor
         if not tf.is_tensor(parts[0]):
             return parts[0]
         masks = [keras_model.mask_of(part) for part in parts]
-        here = [_sent(part, home, homes[0]) for part, home in zip(parts, homes, strict=True)]
+        logits = [keras_probabilities.sent_as(part) for part in parts]
+        here = [_sent(part, home, homes[0]) for (part, _), home in zip(logits, homes, strict=True)]
         with tf.device(homes[0]):
             whole = data.take_rows(data.join_batches(here), 0, num_examples)
+            whole = keras_probabilities.received_as(whole, logits[0][1])
             mask = None if masks[0] is None else data.take_rows(tf.concat(masks, 0), 0, num_examples)
             return keras_model.with_mask(whole, mask) if isinstance(whole, tf.Tensor) else whole
 
