@@ -172,6 +172,31 @@ def test_a_device_holds_its_pieces_of_weights_and_of_optimizer_state_only() -> N
     assert norm.gamma.value.device.endswith("CPU:2"), "a whole weight is on the first device"
 
 
+def test_no_step_gathers_a_divided_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2), seed=0)
+
+    def gather(memory: Any) -> tf.Tensor:
+        raise AssertionError(f"{memory.name} is gathered")
+
+    def train_step(strategy: tfpar.TensorParallel, *arguments: Any) -> tf.Tensor:
+        with monkeypatch.context() as patched:
+            patched.setattr(tf_divided_memory.DividedMemory, "read_value", gather)
+            return step(strategy, *arguments)
+
+    step = tfpar.TensorParallel.train_step
+    monkeypatch.setattr(tfpar.TensorParallel, "train_step", train_step)
+    trainer.fit(*of_features(8), verbose=0)
+
+
+def test_what_needs_whole_memory_is_refused(tmp_path: Path) -> None:
+    trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2), seed=0)
+    with pytest.raises(ValueError, match=r"Keras' own fit and export take it whole\. Train with tfpar\.fit"):
+        trainer.model.fit(*of_features(8), verbose=0)
+    with pytest.raises(ValueError, match=r"load the file that trainer\.save writes"):
+        trainer.model.export(tmp_path / "exported", verbose=False)
+    assert trainer.model.predict(of_features(8)[0], verbose=0).shape == (8, CLASSES)
+
+
 def test_preview_says_what_is_divided() -> None:
     trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2), seed=0)
     preview = trainer.preview(tf.data.Dataset.from_tensor_slices(of_features()).batch(8))

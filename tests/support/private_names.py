@@ -220,6 +220,10 @@ ROWS = [
         "optimizers/loss_scale_optimizer",
         "the same",
     ),
+    _keras(
+        "a layer", "_get_regularization_losses", "layers/layer", "penalties of weights in pieces are sums of theirs"
+    ),
+    _keras("a variable", "_export_to_saved_model_graph", "backend/tensorflow/core", "weights in pieces refuse it"),
     _keras("an optimizer", "_iterations", "optimizers/base_optimizer", "steps of accumulated gradients are counted"),
     _keras("an optimizer", "_distribution_strategy", "backend/tensorflow/optimizer", "an optimizer moves"),
     _keras(

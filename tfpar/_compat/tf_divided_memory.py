@@ -63,6 +63,17 @@ class DividedMemory:
         return str(self.pieces[0].device)
 
     @property
+    def handle(self) -> tf.Tensor:
+        """Refuse what needs the memory of the whole variable: Keras' own training, and exports."""
+        raise ValueError(
+            f"TensorParallel divides the memory of {self.name!r} over devices, and Keras' own fit and export take it "
+            "whole. Train with tfpar.fit or tfpar.Trainer; to export, load the file that trainer.save writes."
+        )
+
+    def _export_to_saved_model_graph(self, *_: Any, **__: Any) -> Any:
+        return self.handle
+
+    @property
     def name(self) -> str:
         """The name of the variable."""
         return str(self.pieces[0].name)

@@ -10,7 +10,14 @@ import keras
 import tensorflow as tf
 
 from tfpar import cluster, data
-from tfpar._compat import keras_divided_optimizer, keras_model, keras_variables, keras_weight_placement, random_state
+from tfpar._compat import (
+    keras_divided_optimizer,
+    keras_divided_penalties,
+    keras_model,
+    keras_variables,
+    keras_weight_placement,
+    random_state,
+)
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.pipeline.graph import tracing as model_graph
@@ -216,7 +223,7 @@ class TensorParallel(SingleReplica):
         """Return the loss, a scalar, and the outputs, `[batch, ...]` each."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
         outputs = self._divided[model].call(inputs, training)
-        with tf.device(self.devices[0]):
+        with tf.device(self.devices[0]), keras_divided_penalties.of_pieces():
             return keras_model.compute_loss(model, inputs, targets, outputs, weights, training), outputs
 
     def finalize_weights(self, model: keras.Model) -> None:
