@@ -15,7 +15,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, keras_model
+from tfpar._compat import keras_metrics, keras_model, keras_probabilities
 from tfpar.reduction import objective
 
 
@@ -47,6 +47,7 @@ def call_with_xla(model: keras.Model, inputs: Any, training: bool) -> Any:
         The outputs, `[examples, ...]` each, with their Keras masks.
     """
     communicates = []
+    activations: list[str] = []
 
     def refuse(*_: Any, **__: Any) -> None:
         communicates.append(True)
@@ -54,7 +55,10 @@ def call_with_xla(model: keras.Model, inputs: Any, training: bool) -> Any:
 
     def call(inputs: Any) -> Any:
         outputs = keras_model.call_model(model, inputs, training)
-        return outputs, tf.nest.map_structure(keras_model.mask_of, outputs)
+        masks = tf.nest.map_structure(keras_model.mask_of, outputs)
+        sent = [keras_probabilities.sent_as(output) for output in tf.nest.flatten(outputs)]
+        activations[:] = [activation for _, activation in sent]
+        return tf.nest.pack_sequence_as(outputs, [tensor for tensor, _ in sent]), masks
 
     try:
         with mock.patch.object(tf.distribute.ReplicaContext, "merge_call", refuse):
@@ -64,4 +68,5 @@ def call_with_xla(model: keras.Model, inputs: Any, training: bool) -> Any:
             raise
         with tf.xla.experimental.jit_scope():
             return keras_model.call_model(model, inputs, training)
-    return tf.nest.map_structure(keras_model.with_mask, outputs, masks)
+    received = list(map(keras_probabilities.received_as, tf.nest.flatten(outputs), activations))
+    return tf.nest.map_structure(keras_model.with_mask, tf.nest.pack_sequence_as(outputs, received), masks)
