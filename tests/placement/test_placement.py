@@ -13,10 +13,11 @@ from tfpar.placement.reading import Placed, Transfer
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 NAMES = list(placement_cases.STRATEGIES)
 each_strategy = pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=[pytest.mark.slow_start] * (name == "multi_worker")) for name in NAMES]
+    "strategy", [pytest.param(name, marks=[pytest.mark.slow_start] * ("multi_worker" in name)) for name in NAMES]
 )
 each_model = pytest.mark.parametrize("model", placement_cases.MODELS)
-REPLICATED, PIPELINES = ("mirrored", "mirrored, sharded", "multi_worker", "hybrid"), ("pipeline", "gpipe", "hybrid")
+REPLICATED = ("mirrored", "mirrored, sharded", "multi_worker", "multi_worker, sharded", "hybrid")
+PIPELINES = ("pipeline", "gpipe", "hybrid")
 
 # What the host waits for: the kind of the operation on a GPU and of its first reader, and the reason.
 WAITS_OF_KERAS_AND_TENSORFLOW = {
@@ -42,6 +43,7 @@ WAITS_OF_TFPAR = {
     "pipeline": {("AddV2", "Identity"): LOSS, ("SelectV2", "Identity"): LOOKUP},
 }
 WAITS_OF_TFPAR["mirrored, sharded"] = WAITS_OF_TFPAR["mirrored"]
+WAITS_OF_TFPAR["multi_worker, sharded"] = WAITS_OF_TFPAR["multi_worker"]
 WAITS_OF_TFPAR["gpipe"] = WAITS_OF_TFPAR["pipeline"]
 WAITS_OF_TFPAR["hybrid"] = {("AddN", "Identity"): LOSS, ("SelectV2", "Identity"): LOOKUP}
 

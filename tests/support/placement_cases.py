@@ -30,10 +30,13 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "mirrored": lambda: tfpar.Mirrored(list(GPUS)),
     "mirrored, sharded": lambda: tfpar.Mirrored(list(GPUS), shard="optimizer"),
     "multi_worker": lambda: tfpar.MultiWorker(list(GPUS)),
+    "multi_worker, sharded": lambda: tfpar.MultiWorker(list(GPUS), shard="optimizer"),
     "pipeline": lambda: tfpar.Pipeline(2, NUM_MICROBATCHES, balance="parameters", devices=list(GPUS)),
     "gpipe": lambda: tfpar.Pipeline(2, NUM_MICROBATCHES, "gpipe", balance="parameters", devices=list(GPUS)),
     "hybrid": lambda: tfpar.Hybrid(tfpar.Pipeline(1, NUM_MICROBATCHES), 2, devices=list(GPUS)),
 }
+
+WORKERS = ("multi_worker", "multi_worker, sharded")
 
 
 class Case(NamedTuple):
@@ -103,8 +106,8 @@ def data(model: str) -> tf.data.Dataset:
 @functools.cache
 def case(strategy: str, model: str) -> Case:
     """Trace and read the loop of train steps of a model under a strategy."""
-    if strategy == "multi_worker":  # TensorFlow's collectives can be set up once in a process
-        return _in_process_of_its_own()[model]
+    if strategy in WORKERS:  # TensorFlow's collectives can be set up once in a process
+        return _in_process_of_its_own()[strategy, model]
     return read(STRATEGIES[strategy](), model)
 
 
@@ -121,12 +124,12 @@ def read(strategy: tfpar.Strategy, model: str) -> Case:
 
 
 @functools.cache
-def _in_process_of_its_own() -> dict[str, Case]:
+def _in_process_of_its_own() -> dict[tuple[str, str], Case]:
     completed = subprocess.run(
         [sys.executable, "-m", __name__], cwd=ROOT, capture_output=True, check=False, timeout=300
     )
     assert completed.returncode == 0, completed.stderr.decode()[-2000:]
-    found: dict[str, Case] = pickle.loads(completed.stdout[completed.stdout.index(b"\x80") :])
+    found: dict[tuple[str, str], Case] = pickle.loads(completed.stdout[completed.stdout.index(b"\x80") :])
     return found
 
 
@@ -134,5 +137,8 @@ if __name__ == "__main__":
     from tests.support import placement_cases
 
     tfpar.use_logical_cpus(3)
-    strategy = STRATEGIES["multi_worker"]()
-    sys.stdout.buffer.write(pickle.dumps({name: placement_cases.read(strategy, name) for name in MODELS}))
+    cases = {}
+    for name in WORKERS:
+        strategy = STRATEGIES[name]()
+        cases |= {(name, model): placement_cases.read(strategy, model) for model in MODELS}
+    sys.stdout.buffer.write(pickle.dumps(cases))
