@@ -108,13 +108,16 @@ class WorkerShards(DividedState, OptimizerShards):
     def send_weights(self, model: keras.Model) -> None:
         """Send all trained weights from their owners to the other replicas; outside of a step."""
         for optimizer, _ in objective.updates_of(model):
-            tf.function(lambda of=optimizer: self._exchange(model, of, {}), autograph=False)()
+            self._exchange(model, optimizer, {})
 
     def _of_owners(self, model: keras.Model, optimizer: Any) -> contextlib.AbstractContextManager[None]:
         local = {weight: owner - self._first for weight, owner in self.owners(model).items()}
         return tf_replica_memory.of_owners(local, self._own(model, optimizer))
 
     def _exchange(self, model: keras.Model, optimizer: Any, before: Mapping[int, Sequence[tf.Tensor]]) -> None:
+        if tf.executing_eagerly():  # the messages of the first local replica would wait for those of the second
+            tf.function(lambda: self._exchange(model, optimizer, {}), autograph=False)()
+            return
         owners, weights = self.owners(model), keras_divided_state.weights_of(optimizer)
         exchange(
             list(map(tf_replica_memory.memories, weights)),
