@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -31,7 +31,8 @@ class Difference:
 
     Args:
         name: Path of the weight, or name in the logs.
-        after_first_step: Difference relative to the largest value, after one step; NaN for logs.
+        after_first_step: Difference after one step, relative to the largest value of the weight, or to a thousandth of
+            the largest of all weights where that is more; NaN for logs.
         after_last_step: The same after the last step.
     """
 
@@ -168,11 +169,11 @@ def check_parity(
         len(batches),
         TOLERANCES[dtype],
         tuple(
-            Difference(variable.path, relative_difference(*first), relative_difference(*last))
+            Difference(variable.path, first, last)
             for variable, first, last in zip(
                 reference.weights,
-                zip(actual.weights, expected.weights, strict=True),
-                zip(trainer.model.get_weights(), reference.get_weights(), strict=True),
+                weight_differences(actual.weights, expected.weights),
+                weight_differences(trainer.model.get_weights(), reference.get_weights()),
                 strict=True,
             )
         ),
@@ -191,19 +192,38 @@ def _without_numbers(logs: dict[str, list[float]]) -> dict[str, list[float]]:
     return {re.sub(r"_\d+$", "", name): values for name, values in logs.items()}
 
 
-def relative_difference(actual: np.ndarray, expected: np.ndarray) -> float:
+def weight_differences(actual: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> list[float]:
+    """Return the relative difference of each weight of a model.
+
+    A weight whose gradient is zero, as the bias of attention's keys, is the sum of rounding errors: it is compared with
+    a thousandth of the largest weight.
+
+    Args:
+        actual: The weights.
+        expected: Those of one device.
+
+    Example:
+        >>> weight_differences([np.array([4.0]), np.array([0.002])], [np.array([4.0]), np.array([0.001])])
+        [0.0, 0.25]
+    """
+    least = 1e-3 * max((float(np.abs(one).max(initial=0.0)) for one in expected), default=0.0)
+    return [relative_difference(*pair, least) for pair in zip(actual, expected, strict=True)]
+
+
+def relative_difference(actual: np.ndarray, expected: np.ndarray, least: float = 0.0) -> float:
     """Return the largest difference of two arrays, relative to the largest value expected.
 
     Args:
         actual: Array of any shape.
         expected: Array of the same shape.
+        least: The difference is relative to this value if it is larger.
 
     Example:
         >>> relative_difference(np.array([1.0, 2.0]), np.array([1.0, 2.5]))
         0.2
     """
     difference = np.abs(np.asarray(actual, "float64") - np.asarray(expected, "float64")).max(initial=0.0)
-    scale = np.abs(np.asarray(expected, "float64")).max(initial=0.0)
+    scale = max(np.abs(np.asarray(expected, "float64")).max(initial=0.0), least)
     return float(difference / scale) if scale > 0 else float(difference)
 
 

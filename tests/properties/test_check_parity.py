@@ -99,6 +99,23 @@ def test_nothing_is_printed_when_not_asked_for(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == ""
 
 
+def test_a_weight_without_a_gradient_but_rounding_errors_is_equal() -> None:
+    """A bias of the keys adds the same score to all keys, so its gradient is zero, and Adam enlarges its rounding."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((4, 6))
+        outputs = keras.layers.Dense(3)(keras.layers.MultiHeadAttention(2, 3)(inputs, inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    rng = np.random.default_rng(0)
+    data = tf.data.Dataset.from_tensors((rng.normal(size=(8, 4, 6)), rng.integers(0, 3, (8, 4)))).repeat(2)
+    report = tfpar.check_parity(build, data, mirrored(), verbose=False)
+    assert report.equal, report.first_difference
+    assert any("key/bias" in weight.name for weight in report.weights)
+
+
 @pytest.mark.parametrize("fails", ["build", "data"])
 def test_the_types_of_keras_are_as_before_after_an_exception(fails: str) -> None:
     def build() -> keras.Model:

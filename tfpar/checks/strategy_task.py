@@ -16,10 +16,9 @@ from tfpar._compat import keras_model
 from tfpar.checks.child_program import at_stage
 from tfpar.checks.model_source import ModelSource, first_batch, make_trainer, source_of
 from tfpar.full_precision import full_precision
-from tfpar.parity import relative_difference
+from tfpar.parity import relative_difference, weight_differences
 
 NUM_STEPS = 3
-_LEAST_PART = 1e-3  # of the largest weight
 
 
 def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
@@ -37,12 +36,8 @@ def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
         logs, weights, _ = _trained(found, tfpar.SingleDevice(devices[0]))
         at_stage(f"three steps of {settings.kind}")
         own_logs, own_weights, model = _trained(found, strategy)
-    # A weight whose gradient is zero, as the bias of attention's keys, is the sum of rounding errors.
-    least = _LEAST_PART * max((float(np.abs(one).max(initial=0.0)) for one in weights), default=0.0)
-    differences = {
-        variable.path: _difference(own, other, least)
-        for variable, own, other in zip(model.weights, own_weights, weights, strict=True)
-    }
+    by_weight = weight_differences(own_weights, weights)
+    differences = {variable.path: value for variable, value in zip(model.weights, by_weight, strict=True)}
     return {
         "strategy": strategy.describe(),
         "loss": relative_difference(np.array(own_logs["loss"]), np.array(logs["loss"])),
@@ -55,13 +50,6 @@ def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
 def default_device(devices: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which the first device has what requests none, as the first GPU of a machine has it."""
     return contextlib.nullcontext() if devices[0].startswith("GPU") else tf.device(devices[0])
-
-
-def _difference(actual: np.ndarray, expected: np.ndarray, least: float) -> float:
-    """Return the largest difference of two arrays, relative to the largest value, or to `least` if that is larger."""
-    scale = max(float(np.abs(expected).max(initial=0.0)), least)
-    difference = float(np.abs(actual - expected).max(initial=0.0))
-    return difference / scale if scale > 0 else difference
 
 
 def settings_on(settings: config.Strategy, devices: Sequence[str]) -> config.Strategy:
