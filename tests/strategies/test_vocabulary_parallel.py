@@ -94,8 +94,16 @@ def assert_equal(found: Any, expected: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_equals_one_device_and_never_gathers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+STRATEGIES = {
+    "shards": lambda: tfpar.TensorParallel(3),
+    "replicas of shards": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), num_replicas=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*((name, "shards") for name in CASES), ("softmax", "replicas of shards")]
+)
+def test_equals_one_device_and_never_gathers(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES[name], name, tfpar.SingleDevice())
     note = gathered_classes.note_pieces
 
@@ -103,11 +111,12 @@ def test_equals_one_device_and_never_gathers(name: str, monkeypatch: pytest.Monk
         return note(whole * np.nan if whole.shape[-1] == CLASSES else whole, pieces)
 
     monkeypatch.setattr(gathered_classes, "note_pieces", spoilt)
-    found = trained(CASES[name], name, tfpar.TensorParallel(3))
+    found = trained(CASES[name], name, STRATEGIES[strategy]())
     divided = {weight.name: weight.value.sizes for weight in found[3].model.weights if is_divided(weight)}
-    assert (4, 4, 3) in divided.values()
+    sizes = (4, 4, 3) if strategy == "shards" else (6, 5)
+    assert sizes in divided.values()
     if name == "tied":
-        assert divided == {"embeddings": (4, 4, 3)} | divided
+        assert divided["embeddings"] == sizes
     assert_equal(found, expected)
 
 

@@ -22,6 +22,8 @@ from tfpar._compat import keras_model, keras_probabilities, random_state
 from tfpar.pipeline.graph.batch_dependence import find_batch_dependence
 from tfpar.pipeline.graph.ir import Graph
 from tfpar.pipeline.graph.known_layers import uses_batch_statistics
+from tfpar.reduction import gathered_classes
+from tfpar.reduction.vocabulary_losses import ClassPieces
 from tfpar.strategies.tensor_parallel.pieces import sent
 
 _SEED = "seed_generator_state"  # the name that Keras gives to the states of its generators
@@ -92,11 +94,26 @@ def joined(outputs: Sequence[Any], homes: Sequence[str], num_examples: tf.Tensor
         here = [_sent(part, home, homes[0]) for (part, _), home in zip(logits, homes, strict=True)]
         with tf.device(homes[0]):
             whole = data.take_rows(data.join_batches(here), 0, num_examples)
+        whole = _with_joined_pieces(whole, [part for part, _ in logits], num_examples)
+        with tf.device(homes[0]):
             whole = keras_probabilities.received_as(whole, logits[0][1])
             mask = None if masks[0] is None else data.take_rows(tf.concat(masks, 0), 0, num_examples)
             return keras_model.with_mask(whole, mask) if isinstance(whole, tf.Tensor) else whole
 
     return keras.tree.map_structure(join, *outputs)
+
+
+def _with_joined_pieces(whole: Any, parts: Sequence[Any], num_examples: tf.Tensor) -> Any:
+    """Note the pieces of joined scores of classes, each on the device of its shard in the first replica."""
+    found = [pieces for pieces in map(gathered_classes.pieces_of, parts) if pieces is not None]
+    if len(found) < len(parts):
+        return whole
+    joined_pieces = []
+    for shard, device in enumerate(found[0].devices):
+        here = [sent(of_one.tensors[shard], of_one.devices[shard], device) for of_one in found]
+        with tf.device(device):
+            joined_pieces.append(data.take_rows(tf.concat(here, 0), 0, num_examples))
+    return gathered_classes.note_pieces(whole, ClassPieces(joined_pieces, found[0].devices))
 
 
 def _sent(value: Any, source: str, target: str) -> Any:
