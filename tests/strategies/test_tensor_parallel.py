@@ -188,6 +188,31 @@ def test_no_step_gathers_a_divided_weight(monkeypatch: pytest.MonkeyPatch) -> No
     trainer.fit(*of_features(8), verbose=0)
 
 
+def test_a_step_transfers_the_input_and_the_output_of_a_pair_and_their_gradients() -> None:
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(64, "gelu", kernel_regularizer="l2"), keras.layers.Dense(FEATURES)]
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Rescaling(2.0), *layers])
+        model.compile("adam", "mse")
+        return model
+
+    strategy, (inputs, _) = tfpar.TensorParallel(2), of_features(8)
+    trainer = tfpar.Trainer(build, strategy, seed=0)
+    trainer.fit(inputs, inputs, verbose=0)
+    spec = tf.TensorSpec([None, FEATURES], "float64")
+    step = tf.function(lambda *batch: strategy.train_step(trainer.model, batch), autograph=False)
+    transfers = set()
+    for operation in step.get_concrete_function(spec, spec).graph.get_operations():
+        for tensor in operation.inputs:
+            is_free = not tensor.op.device and tensor.op.type in ("Placeholder", "ReadVariableOp", "Const")
+            pair = tuple((op.device or "CPU:0")[-5:] for op in (tensor.op, operation))
+            if tensor.shape.rank and tensor.dtype.is_floating and not is_free and pair[0] != pair[1]:
+                transfers.add((*pair, tensor.name, tuple(tensor.shape)))
+    activation = (None, FEATURES)
+    assert sorted((source, target, shape) for source, target, _, shape in transfers) == [
+        ("CPU:0", "CPU:1", activation), ("CPU:0", "CPU:1", activation), ("CPU:1", "CPU:0", activation),
+    ], "the inputs of the model need no gradient"  # fmt: skip
+
+
 def test_what_needs_whole_memory_is_refused(tmp_path: Path) -> None:
     trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2), seed=0)
     with pytest.raises(ValueError, match=r"Keras' own fit and export take it whole\. Train with tfpar\.fit"):

@@ -53,7 +53,8 @@ def sent(tensor: tf.Tensor, source: str, target: str) -> tf.Tensor:
 
         return arrived, back
 
-    return transfer(tensor)
+    with tf.device(target):  # else the operation of the custom gradient would take both tensors to the first device
+        return transfer(tensor)
 
 
 def gathered(pieces: Sequence[tf.Tensor], axis: int, devices: Sequence[str]) -> tf.Tensor:

@@ -21,6 +21,7 @@ from tfpar._compat import (
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import gathered_classes, objective
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies.batches_ahead import HOST, StepBatch
@@ -198,7 +199,9 @@ class TensorParallel(SingleReplica):
             with tf.device(self.devices[0]):
                 scaled = model.optimizer.scale_loss(loss)
         found = updates.gradients(tape, scaled, model)
-        after = after_reads(found, (loss, gathered_classes.tensors_in_pieces(outputs)), True)
+        with follow_data():  # each gradient stays on the device of its piece
+            reads = loss, gathered_classes.tensors_in_pieces(outputs)
+            after = after_reads(found, reads, keras_model.recomputes(model))
         if any(gradient is not None for gradient in after):
             updates.apply(model, after)
         with tf.device(self.devices[0]), gathered_classes.read_in_pieces():
