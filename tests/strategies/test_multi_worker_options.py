@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import keras
+import numpy as np
 import pytest
 
 import tfpar
@@ -74,3 +76,18 @@ def test_an_evaluator_does_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         tfpar.MultiWorker(**options)
+
+
+def test_eager_steps_on_several_devices_of_a_worker_are_refused() -> None:
+    """They waited for each other without end."""
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        return model
+
+    trainer = tfpar.Trainer(build, tfpar.MultiWorker(["CPU:0", "CPU:1"]), seed=0)
+    with pytest.raises(ValueError, match="With run_eagerly=True a worker can have one device, received one with 2"):
+        trainer.predict(np.zeros([4, 5], "float32"), verbose=0)
+    with pytest.raises(ValueError, match="With run_eagerly=True a worker can have one device"):
+        trainer.fit(np.zeros([4, 5], "float32"), np.zeros([4, 3], "float32"), verbose=0)

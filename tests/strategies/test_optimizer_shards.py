@@ -13,7 +13,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import checkpoint_matrix, objective_cases, parity_cases, small
 from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, classifier
-from tfpar._compat import tf_replica_memory
+from tfpar._compat import keras_optimizer, tf_replica_memory
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -121,6 +121,13 @@ def test_swap_ema_weights_swaps_an_average_once(swap_on_epoch: bool) -> None:
     assert found[0][0] == found[1][0]
     for one, other in zip(found[0][1], found[1][1], strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_slots_belong_to_the_weight_with_the_longest_matching_path() -> None:
+    first, second = (keras.Variable(np.zeros([2], "float32"), name=name) for name in ("kernel", "kernel_2"))
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build([first, second])
+    assert [weight for _, weight in keras_optimizer.slots_of(optimizer, [first, second])] == [first, second]
 
 
 LAYOUTS = {

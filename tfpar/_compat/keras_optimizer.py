@@ -73,8 +73,9 @@ def slots_of(optimizer: keras.Optimizer, variables: Sequence[Any]) -> list[tuple
     found = []
     for slot in keras_variables.innermost(optimizer).variables:
         of = [variable for variable in variables if slot.name.startswith(variable.path.replace("/", "_") + "_")]
-        if of and slot.shape == of[0].shape:
-            found.append((slot, of[0]))
+        weight = max(of, key=lambda variable: len(variable.path), default=None)  # kernel_2, where there is a kernel too
+        if weight is not None and slot.shape == weight.shape:
+            found.append((slot, weight))
     return found
 
 

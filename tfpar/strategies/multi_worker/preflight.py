@@ -70,6 +70,25 @@ def check_sync(
         )
 
 
+def check_eager(model: keras.Model, num_local_replicas: int) -> None:
+    """Refuse a model that runs eagerly on several devices of a worker.
+
+    TensorFlow 2.21 runs eager replicas one after the other, and the first would wait for a message of the second.
+
+    Args:
+        model: A compiled model.
+        num_local_replicas: Replicas of this worker.
+
+    Raises:
+        ValueError: If it does.
+    """
+    if model.run_eagerly and num_local_replicas > 1:
+        raise ValueError(
+            f"With run_eagerly=True a worker can have one device, received one with {num_local_replicas}. Give it one, "
+            "such as devices=['GPU:0'], train with Mirrored, or compile without run_eagerly."
+        )
+
+
 def form_cluster(
     job: tf_config.Job | None, devices: Sequence[str] | None, form_seconds: float, silence_seconds: float
 ) -> tf.distribute.MultiWorkerMirroredStrategy:

@@ -271,6 +271,7 @@ class MultiWorker(Worker, DataParallel):
         return found
 
     def _check_batch_dependence(self, model: keras.Model, batch: Any, training: bool) -> None:
+        preflight.check_eager(model, self._num_local_replicas)
         # With local SGD a replica trains on its own examples, also in batch-dependent layers.
         if self._averaging is None or not training:
             super()._check_batch_dependence(model, batch, training)
