@@ -311,6 +311,32 @@ def test_weights_without_decay_frozen_layers_and_another_compilation() -> None:
     assert_equal(run(tfpar.TensorParallel(2)), run(tfpar.SingleDevice()))
 
 
+def test_layers_with_lora_become_whole() -> None:
+    def build() -> keras.Model:
+        inputs = keras.Input((4, 8))
+        hidden = keras.layers.MultiHeadAttention(2, 4, name="heads")(inputs, inputs)
+        hidden = keras.layers.Dense(8, name="low")(keras.layers.Dense(16, "relu", name="plain")(hidden))
+        model = keras.Model(inputs, hidden)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    def run(strategy: tfpar.Strategy) -> tuple[list[np.ndarray], set[str]]:
+        random = np.random.default_rng(3)
+        data = random.normal(size=(8, 4, 8)), random.normal(size=(8, 4, 8))
+        trainer = tfpar.Trainer(build, strategy, seed=0)
+        trainer.fit(*data, batch_size=4, shuffle=False, verbose=0)
+        keras.utils.set_random_seed(1)
+        trainer.model.get_layer("low").enable_lora(2)
+        trainer.model.get_layer("heads").query_dense.enable_lora(2)
+        trainer.compile(keras.optimizers.SGD(0.1), "mse")
+        trainer.fit(*data, batch_size=4, shuffle=False, verbose=0)
+        return state(trainer.model), set(divided(trainer.model))
+
+    found, pieces = run(tfpar.TensorParallel(2))
+    assert_equal(found, run(tfpar.SingleDevice())[0])
+    assert pieces == {"plain/kernel", "plain/bias"}
+
+
 def test_mixed_precision_rounds_as_on_one_device() -> None:
     def build() -> keras.Model:
         layers = [keras.layers.Dense(8, "gelu", dtype="mixed_bfloat16"), keras.layers.Dense(CLASSES)]

@@ -40,6 +40,8 @@ def attention_ways(call: Call) -> tuple[Way, ...]:
         return ()
     if layer.dropout and any(len(value.shape) != 3 for value in _query_and_value(call)):
         return ()  # scores of other ranks have their heads at another axis
+    if any(variable.path.split("/")[-1] not in ("kernel", "bias") for variable in layer.weights):
+        return ()  # LoRA or quantization
     is_grouped = isinstance(layer, keras.layers.GroupQueryAttention)
     num_units = layer.num_key_value_heads if is_grouped else layer.num_heads
     cuts: dict[Hashable, Cut] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -35,6 +35,23 @@ from tfpar.strategies.tensor_parallel.runner import DividedModel
 from tfpar.strategies.tensor_parallel.table import preview_of
 from tfpar.strategies.tensor_parallel.ways import layout_of
 from tfpar.strategies.tensor_parallel.wide_inputs import cut_inputs, cut_sizes
+
+
+class _State(NamedTuple):
+    """What the layout of a model depends on, besides its shapes: LoRA, for one, is enabled before another `compile`."""
+
+    num_moves: int
+    num_variables: int
+    compilation: Any
+
+    @classmethod
+    def of(cls, model: keras.Model) -> _State:
+        variables = model.variables
+        return cls(keras_variables.num_moves(variables), len(variables), keras_model.compilation(model))
+
+    def is_of(self, model: keras.Model) -> bool:
+        now = _State.of(model)
+        return self[:2] == now[:2] and self.compilation is now.compilation
 
 
 class TensorParallel(SingleReplica):
@@ -84,7 +101,7 @@ class TensorParallel(SingleReplica):
         self.num_shards, self.layout, self.given_devices = num_shards, check_rules(layout), devices
         self._take(devices_of(num_shards, 1, devices))
         self._divided: PerModel[DividedModel] = PerModel()
-        self._num_moves: PerModel[int] = PerModel()
+        self._known: PerModel[_State] = PerModel()
 
     def _take(self, devices: Sequence[str]) -> None:
         """Set the devices, those of the first replica first."""
@@ -146,15 +163,15 @@ class TensorParallel(SingleReplica):
             updates.check_optimizer(model)
 
     def _divide(self, model: keras.Model, inputs: Any) -> None:
-        num_moves = keras_variables.num_moves(model.variables)
-        if model in self._divided and self._num_moves.get(model) == num_moves:
+        known = self._known.get(model)
+        if known is not None and known.is_of(model):
             return
         with random_state.stand_in_generator():
             graph = model_graph.trace(model, inputs)
         layout = layout_of(model, graph, self.num_shards, self.layout)
         updates.place(model, layout, self._names)
         self._divided[model] = DividedModel(model, graph, layout, self._replicas)
-        self._num_moves[model] = keras_variables.num_moves(model.variables)
+        self._known[model] = _State.of(model)
 
     def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the slots of divided weights are created in pieces."""
