@@ -61,6 +61,15 @@ def classifier(
     return build
 
 
+def confident() -> keras.Model:
+    """Probabilities below those that Keras clips where it does not know the logits."""
+    large = keras.initializers.RandomNormal(stddev=10.0)
+    layers = [keras.layers.Dense(8, "tanh"), keras.layers.Dense(NUM_CLASSES, "softmax", kernel_initializer=large)]
+    model = keras.Sequential([keras.Input((NUM_FEATURES,)), *layers])
+    model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
 def sequence_model() -> keras.Model:
     """A masked sequence: padded tokens count neither in the loss nor in its divisor."""
     tokens = keras.Input((6,), dtype="int32")
@@ -220,6 +229,7 @@ CASES: dict[str, Case] = {
     "AUC, precision, recall": Case(binary(metrics=["AUC", "Precision", "Recall"]), binary_data, validates=True),
     "embedding, sparse gradients": Case(lambda: _embedding(), lambda: _tokens(), epochs=2),
     "rows looked up in several ways": Case(lambda: lookups(), lambda: _tokens(11), epochs=2),
+    "softmax of large logits": Case(confident, RAGGED),
 }
 
 
