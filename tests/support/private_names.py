@@ -188,6 +188,13 @@ ROWS = [
     _keras("", "_exclude_from_weight_decay", "optimizers/base_optimizer", "the same"),
     _keras(
         "keras.src.optimizers.base_optimizer.BaseOptimizer",
+        "_use_weight_decay",
+        "optimizers/base_optimizer",
+        "a weight that moved is excluded from weight decay by its former keys",
+    ),
+    _tensorflow("", "_unique_id", "ops/resource_variable_ops", "the same"),
+    _keras(
+        "keras.src.optimizers.base_optimizer.BaseOptimizer",
         "add_variable_from_reference",
         "optimizers/base_optimizer",
         "the same",

@@ -16,7 +16,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfpar._compat import keras_variables
+from tfpar._compat import keras_variables, keras_weight_keys
 from tfpar._compat.keras_weight_placement import place
 
 
@@ -44,6 +44,7 @@ def one_device_optimizer() -> Iterator[None]:
         for name in names:
             stack.enter_context(mock.patch.object(TFOptimizer, name, getattr(BaseOptimizer, name)))
         stack.enter_context(mock.patch.object(TFOptimizer, "_backend_update_step", update_all))
+        stack.enter_context(keras_weight_keys.excluding_moved_weights())
         stack.enter_context(mock.patch.object(LossScaleOptimizer, "_tf_apply", LossScaleOptimizer._common_apply))
         yield
 

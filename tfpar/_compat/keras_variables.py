@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfpar._compat import tf_distribute, tf_divided_memory, versions
+from tfpar._compat import keras_weight_keys, tf_distribute, tf_divided_memory, versions
 
 
 def state(model: keras.Model) -> list[Any]:
@@ -87,6 +87,7 @@ def re_create(variable: Any, value: Any = None) -> None:
         variable: A Keras variable, perhaps without memory yet.
         value: Its new value; None runs its deferred initializer.
     """
+    keras_weight_keys.note_key(variable)
     if value is None:
         variable._initialize_with_initializer(variable._initializer)
         variable._initializer = None

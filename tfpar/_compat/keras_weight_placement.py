@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfpar._compat import keras_variables, versions
+from tfpar._compat import keras_variables, keras_weight_keys, versions
 
 
 @contextlib.contextmanager
@@ -28,6 +28,7 @@ def deferred_weights() -> Iterator[None]:
     host, and so does one whose initializer gives other values each time.
     """
     making = False
+    keras_weight_keys.give_keys_without_memory()
     versions.require_mentioned(Variable._deferred_initialize, "_value")
 
     def add_weight(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfpar._compat import keras_weight_keys
+
 _HOST = "/device:CPU:0"
 
 
@@ -171,6 +173,7 @@ def divide(variable: Any, axis: int, sizes: Sequence[int], devices: Sequence[str
         devices: The device of each piece.
     """
     memory = variable._value
+    keras_weight_keys.note_key(variable)
     with tf.init_scope(), tf.device(_HOST):
         if memory is None:
             value = tf.convert_to_tensor(variable._initializer(variable._shape, dtype=variable._dtype))
