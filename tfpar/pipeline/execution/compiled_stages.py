@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +62,8 @@ def compile_stages(
     for stage, device in zip(stages, devices, strict=True):
         program = compile_stage(stage, [specs[value] for value in stage.inputs], device, options, ways=remaining)
         remaining = remaining[len(program.ways) :]
+        inputs_after = zip(stage.inputs, program.trace.unmasked, strict=True)
+        specs.update((one, dataclasses.replace(specs[one], mask=None)) for one, unmasked in inputs_after if unmasked)
         specs.update(zip(stage.outputs, program.output_specs, strict=True))
         programs.append(program)
     return Programs(programs, tuple(outputs), specs)

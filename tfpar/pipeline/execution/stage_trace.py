@@ -67,6 +67,7 @@ class StageTrace:
         losses: The losses that the layers add, scalars.
         ways: What the losses computed by its layers need of the whole batch.
         draws_from_no_layer: Whether a layer draws from Keras' global generator, whose state is not an argument.
+        unmasked: Whether each input has no mask afterwards: Keras' MultiHeadAttention removes those of its inputs.
         backward: The backward pass.
     """
 
@@ -82,6 +83,7 @@ class StageTrace:
     losses: tuple[tf.Tensor, ...]
     ways: tuple[Way, ...]
     draws_from_no_layer: bool
+    unmasked: tuple[bool, ...]
     backward: BackwardTrace
 
     @property
@@ -172,6 +174,7 @@ def trace_stage(
         forward = _forward_pass(stage, tensors, variables, variable_values, place, device, training, ways)
         with tf.device(device):
             output_masks = tuple(keras_model.mask_of(tensors[value]) for value in stage.outputs)
+            unmasked = tuple(keras_model.mask_of(tensors[value]) is None for value in stage.inputs)
             sent = [keras_probabilities.sent_as(tensors[value]) for value in stage.outputs]
             outputs, activations = (tuple(one[place] for one in sent) for place in range(2))
             # A layer may add one value for each example; Keras sums them.
@@ -187,7 +190,8 @@ def trace_stage(
             )
         trace = StageTrace(
             tf.compat.v1.get_default_graph(), tuple(values), tuple(variable_values), place, scale, outputs, activations,
-            output_masks, forward.new_states, losses, forward.ways, forward.draws_from_no_layer, backward,
+            output_masks, forward.new_states, losses, forward.ways, forward.draws_from_no_layer, unmasked,
+            backward,
         )  # fmt: skip
         return tensors_of([outputs, backward.input_gradients, backward.sums]), trace
 

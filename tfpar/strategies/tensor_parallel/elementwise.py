@@ -79,9 +79,7 @@ def _is_plain_dropout(call: Call) -> bool:
 def _run(placed: Placed, call: Call, training: bool) -> Pieces:
     """Run a call on each device, with the pieces of its inputs."""
     held = [placed.tensors[value] for value in call.inputs]
-    axis, mask = held[0].axis, held[0].mask
-    masked = any(one.mask is not None for one in held)
-    outputs = []
+    axis, outputs = held[0].axis, []
     drops = isinstance(call.operation, keras.layers.Dropout) and (training if call.training is None else call.training)
     if drops and call.operation.rate > 0:
         factors = _dropout_factors(placed, call, held[0])
@@ -92,8 +90,16 @@ def _run(placed: Placed, call: Call, training: bool) -> Pieces:
                 outputs.append(dropped(tensors[call.inputs[0]], factors[shard]))
             else:
                 outputs.append(run_call(call, tensors, training))
-    keeps_mask = masked and len(held) == 1 and getattr(call.operation, "supports_masking", False)
-    return Pieces(tuple(outputs), axis, mask if keeps_mask else None)
+    with tf.device(placed.devices[0]):
+        return Pieces(tuple(outputs), axis, _mask(call, [one.mask for one in held]))
+
+
+def _mask(call: Call, masks: list[Any]) -> Any:
+    """Return the Keras mask of the output of a call, for those of its inputs; None for none."""
+    if not getattr(call.operation, "supports_masking", False):
+        return None
+    is_merge = isinstance(call.args[0] if call.args else None, list | tuple)
+    return call.operation.compute_mask([None] * len(masks), masks) if is_merge else masks[0]
 
 
 def _dropout_factors(placed: Placed, call: Call, held: Pieces) -> tuple[tf.Tensor, ...]:

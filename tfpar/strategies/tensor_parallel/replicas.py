@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_probabilities, random_state
+from tfpar._compat import keras_model, keras_probabilities, random_state, tf_divided_memory
 from tfpar.pipeline.graph.batch_dependence import find_batch_dependence
 from tfpar.pipeline.graph.ir import Graph
 from tfpar.pipeline.graph.known_layers import uses_batch_statistics
@@ -56,19 +56,28 @@ def check_examples_apart(graph: Graph, inputs: Sequence[Any], training: bool) ->
 
 
 @contextlib.contextmanager
-def discarding_changes(model: keras.Model, replica: int) -> Iterator[None]:
+def discarding_changes(model: keras.Model, replica: int, homes: Sequence[str]) -> Iterator[None]:
     """Run a replica after the first inside this context: its random draws differ, and changes of seeds are discarded.
+
+    It has copies of the weights of grouped convolutions on its first device: Keras compiles these with XLA on a CPU,
+    which reads weights of its own device only.
 
     Args:
         model: The model.
         replica: The number of the replica.
+        homes: The first device of each replica.
 
     Raises:
         ValueError: If a layer adds a loss, or changes a state other than a seed.
     """
-    with keras.StatelessScope(collect_losses=True) as scope, random_state.replica_seeds(lambda: replica):
+    grouped = [layer for layer in keras_model.all_layers(model) if getattr(layer, "groups", 1) != 1]
+    copied = [weight for layer in grouped for weight in layer.weights if not tf_divided_memory.is_divided(weight)]
+    mapping = [(weight, sent(tf.convert_to_tensor(weight), homes[0], homes[replica])) for weight in copied]
+    with keras.StatelessScope(mapping, collect_losses=True) as scope, random_state.replica_seeds(lambda: replica):
+        before = list(map(scope.get_current_value, model.variables))
         yield
-    changed = [one.path for one in model.variables if scope.get_current_value(one) is not None and one.name != _SEED]
+    states = [(one, old) for one, old in zip(model.variables, before, strict=True) if one.name != _SEED]
+    changed = [one.path for one, old in states if scope.get_current_value(one) is not old]
     if scope.losses or changed:
         what = f"a change of {changed[0]!r}" if changed else "a loss that a layer adds"
         raise ValueError(

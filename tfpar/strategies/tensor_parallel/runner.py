@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
+from tfpar._compat import keras_model
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
 from tfpar.strategies.batch_parts import split_into_parts
@@ -53,10 +54,11 @@ class DividedModel(NamedTuple):
             return self._outputs(given, self.devices, training)
         parts, _, _, num_examples = split_into_parts(given, data.num_rows(given), len(self.replicas), slice(None))
         outputs = [self._outputs(_on(self.devices[0], parts[0]), self.devices, training)]
+        homes = [devices[0] for devices in self.replicas]
         for number, devices in enumerate(self.replicas[1:], 1):
-            with discarding_changes(self.model, number):
+            with discarding_changes(self.model, number, homes):
                 outputs.append(self._outputs(_on(devices[0], parts[number]), devices, training))
-        return joined(outputs, [devices[0] for devices in self.replicas], num_examples)
+        return joined(outputs, homes, num_examples)
 
     def _outputs(self, given: Sequence[Any], devices: Sequence[str], training: bool) -> Any:
         """Run all layer calls on the devices of a replica; return the outputs for its part of the batch."""
@@ -68,7 +70,11 @@ class DividedModel(NamedTuple):
             if way is not None and way.run is not None:
                 return way.run(placed, call, training)
             with tf.device(devices[0]):
-                return run_call(call, WholeValues(placed), training)
+                results = run_call(call, WholeValues(placed), training)
+            for value in call.inputs:
+                if placed.mask(value) is not None and keras_model.mask_of(placed.whole(value)) is None:
+                    placed.remove_mask(value)
+            return results
 
         model_graph.run(self.graph.calls, placed.tensors, training, run_one)
         return keras.tree.map_structure(lambda leaf: _output(leaf, placed), self.graph.outputs)

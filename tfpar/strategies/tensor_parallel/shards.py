@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,16 @@ class Placed:
         """Return the Keras mask of a value, None for none."""
         held = self.tensors[value]
         return held.mask if isinstance(held, Pieces) else keras_model.mask_of(held)
+
+    def remove_mask(self, value: Value) -> None:
+        """Remove the Keras mask of a value, as a layer does that removes those of its inputs."""
+        held = self.tensors[value]
+        if isinstance(held, Pieces):
+            self.tensors[value] = dataclasses.replace(held, mask=None)
+            self._whole.pop(value, None)
+        elif keras_model.mask_of(held) is not None:
+            with tf.device(self.devices[0]):
+                self.tensors[value] = keras_model.with_mask(held, None)
 
     def __iter__(self) -> Iterator[Value]:
         return iter(self.tensors)
