@@ -47,6 +47,15 @@ def gated() -> keras.Model:
     return compiled(keras.Model(numbers, keras.layers.Dense(5)(weights * keras.layers.Dense(8)(embedded) + 1.0)))
 
 
+def gated_channels() -> keras.Model:
+    """The same after a convolution by filters."""
+    numbers = keras.Input((6,), dtype="int32")
+    embedded = keras.layers.Embedding(20, 8)(numbers)
+    weights = keras.layers.Conv1D(8, 3, padding="same", activation="softmax")(embedded)
+    filtered = keras.layers.Conv1D(8, 3, padding="same")(embedded)
+    return compiled(keras.Model(numbers, keras.layers.Dense(5)(weights * filtered + 1.0)))
+
+
 def compiled(model: keras.Model) -> keras.Model:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
@@ -67,7 +76,7 @@ def test_a_sum_after_attention_has_no_mask(strategy: str) -> None:
     assert_parity(attention, STRATEGIES[strategy]())
 
 
-@pytest.mark.parametrize("build", [two_branches, gated], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", [two_branches, gated, gated_channels], ids=lambda build: build.__name__)
 def test_operations_on_pieces_equal_one_device(build: Any) -> None:
     assert_parity(build, tfpar.TensorParallel(2))
 

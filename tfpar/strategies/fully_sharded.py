@@ -100,11 +100,9 @@ class FullySharded(Staged):
             gradient_bytes=sum(map(num_bytes, model.trainable_variables)),
         )
 
-    @contextlib.contextmanager
-    def raising_on_all_workers(self, what: str | None = None) -> Iterator[None]:
+    def raising_on_all_workers(self, what: str | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context in which an error about stages says what they are here."""
-        with _explained():
-            yield
+        return _explained()
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:

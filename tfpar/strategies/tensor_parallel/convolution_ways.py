@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfpar._compat import keras_model, tf_divided_memory
 from tfpar.pipeline.graph.ir import Call, run_call
 from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.elementwise import is_elementwise
+from tfpar.strategies.tensor_parallel.elementwise import activates_pieces
 from tfpar.strategies.tensor_parallel.layout import Cut, Way
 from tfpar.strategies.tensor_parallel.pieces import Pieces
 from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
@@ -48,7 +48,7 @@ def convolution_ways(call: Call) -> tuple[Way, ...]:
         cuts[id(layer.bias)] = Cut(0)
     return (
         Way("channels", int(inputs), {id(layer.kernel): Cut(rank - 2)}, channels, None, _run_channels),
-        Way("filters", int(filters), cuts, None, Cut(channels), _run_filters),
+        Way("filters", int(filters), cuts, None, Cut(channels) if activates_pieces(layer) else None, _run_filters),
     )
 
 
@@ -91,7 +91,7 @@ def _channel_axis(layer: Any, rank: int | None = None) -> int:
 
 def _run_filters(placed: Placed, call: Call, training: bool) -> Any:
     layer, (value,) = call.operation, call.inputs
-    activates = layer.activation is None or is_elementwise(layer.activation)
+    activates = activates_pieces(layer)
     outputs = []
     for shard, device in enumerate(placed.devices):
         given = placed.on(value, shard)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfpar._compat import keras_model
 from tfpar.pipeline.graph.ir import Call
 from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.elementwise import is_elementwise
+from tfpar.strategies.tensor_parallel.elementwise import activates_pieces
 from tfpar.strategies.tensor_parallel.layout import Cut, Way
 from tfpar.strategies.tensor_parallel.pieces import Pieces
 from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
@@ -55,7 +55,7 @@ def dense_ways(call: Call) -> tuple[Way, ...]:
             if layer.bias is not None and label in bias:
                 cuts[id(layer.bias)] = Cut(bias.index(label))
             run = functools.partial(_run_columns, equation, axis, label in bias)
-            result = Cut(axis) if _activates_pieces(layer) else None
+            result = Cut(axis) if activates_pieces(layer) else None
             found.append(Way("columns", _size(layer, kernel, label), cuts, None, result, run))
     # Outputs of many classes would take more memory and time to add than the inputs take to send.
     is_wide = isinstance(layer, keras.layers.Dense) and layer.kernel.shape[1] >= WIDE_OUTPUT * layer.kernel.shape[0]
@@ -77,10 +77,6 @@ def _is_plain(layer: Any) -> bool:
     return not (layer.lora_enabled or layer.quantization_mode or layer.activity_regularizer)
 
 
-def _activates_pieces(layer: Any) -> bool:
-    return layer.activation is None or is_elementwise(layer.activation)
-
-
 def _multiply(layer: Any, equation: str, inputs: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
     inputs = tf.cast(inputs, layer.compute_dtype)
     if isinstance(layer, keras.layers.Dense):
@@ -92,7 +88,7 @@ def _run_columns(
     equation: str, axis: int, divides_bias: bool, placed: Placed, call: Call, training: bool
 ) -> Pieces | tf.Tensor:
     layer, (value,) = call.operation, call.inputs
-    activates = _activates_pieces(layer)
+    activates = activates_pieces(layer)
     outputs = []
     for shard, device in enumerate(placed.devices):
         given = placed.on(value, shard)

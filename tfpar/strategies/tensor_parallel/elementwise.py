@@ -42,6 +42,15 @@ def is_elementwise(activation: Any) -> bool:
     return activation in _FUNCTIONS
 
 
+def activates_pieces(layer: Any) -> bool:
+    """Return whether a layer can activate each piece of its output separately.
+
+    Args:
+        layer: A layer with an activation, or with None for none.
+    """
+    return layer.activation is None or is_elementwise(layer.activation)
+
+
 def elementwise_ways(call: Call) -> tuple[Way, ...]:
     """Return the ways to run a call on the pieces of its inputs, for each axis that may be divided.
 
