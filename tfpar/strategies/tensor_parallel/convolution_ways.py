@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfpar._compat import keras_model, tf_divided_memory
 from tfpar.pipeline.graph.ir import Call, run_call
 from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.elementwise import activates_pieces
+from tfpar.strategies.tensor_parallel.elementwise import activated, activates_pieces
 from tfpar.strategies.tensor_parallel.layout import Cut, Way
 from tfpar.strategies.tensor_parallel.pieces import Pieces
 from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
@@ -91,20 +91,13 @@ def _channel_axis(layer: Any, rank: int | None = None) -> int:
 
 def _run_filters(placed: Placed, call: Call, training: bool) -> Any:
     layer, (value,) = call.operation, call.inputs
-    activates = activates_pieces(layer)
     outputs = []
     for shard, device in enumerate(placed.devices):
         given = placed.on(value, shard)
         bias = None if layer.bias is None else weight_piece(layer.bias, shard, device, layer.compute_dtype)
         with tf.device(device):
-            output = _with_bias(layer, _convolved(layer, given, shard, device), bias)
-            outputs.append(layer.activation(output) if activates and layer.activation is not None else output)
-    mask = layer_mask(layer, placed, value)
-    if activates:
-        return Pieces(tuple(outputs), _channel_axis(layer), mask)
-    whole = pieces_of.gathered(outputs, _channel_axis(layer), placed.devices)
-    with tf.device(placed.devices[0]):
-        return keras_model.with_mask(layer.activation(whole), mask)
+            outputs.append(_with_bias(layer, _convolved(layer, given, shard, device), bias))
+    return activated(outputs, _channel_axis(layer), placed, call)
 
 
 def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:

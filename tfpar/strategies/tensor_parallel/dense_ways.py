@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfpar._compat import keras_model
 from tfpar.pipeline.graph.ir import Call
 from tfpar.strategies.tensor_parallel import pieces as pieces_of
-from tfpar.strategies.tensor_parallel.elementwise import activates_pieces
+from tfpar.strategies.tensor_parallel.elementwise import activated, activates_pieces
 from tfpar.strategies.tensor_parallel.layout import Cut, Way
 from tfpar.strategies.tensor_parallel.pieces import Pieces
 from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
@@ -88,7 +88,6 @@ def _run_columns(
     equation: str, axis: int, divides_bias: bool, placed: Placed, call: Call, training: bool
 ) -> Pieces | tf.Tensor:
     layer, (value,) = call.operation, call.inputs
-    activates = activates_pieces(layer)
     outputs = []
     for shard, device in enumerate(placed.devices):
         given = placed.on(value, shard)
@@ -102,14 +101,8 @@ def _run_columns(
             )
             with tf.device(device):
                 output = keras.ops.add(output, tf.cast(bias, layer.compute_dtype))
-        with tf.device(device):
-            outputs.append(layer.activation(output) if activates and layer.activation is not None else output)
-    mask = layer_mask(layer, placed, value)
-    if activates:
-        return Pieces(tuple(outputs), axis, mask)
-    whole = pieces_of.gathered(outputs, axis, placed.devices)
-    with tf.device(placed.devices[0]):
-        return keras_model.with_mask(layer.activation(whole), mask)
+        outputs.append(output)
+    return activated(outputs, axis, placed, call)
 
 
 def _copy(variable: Any, home: str, device: str) -> tf.Tensor:

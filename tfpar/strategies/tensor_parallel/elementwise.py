@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,7 +13,7 @@ from tfpar.pipeline.graph.ir import Call, Value, run_call
 from tfpar.strategies.tensor_parallel import pieces as pieces_of
 from tfpar.strategies.tensor_parallel.layout import Cut, Way
 from tfpar.strategies.tensor_parallel.pieces import Pieces
-from tfpar.strategies.tensor_parallel.shards import Placed
+from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask
 
 _ACTIVATIONS = {
     "celu", "elu", "exponential", "gelu", "hard_shrink", "hard_sigmoid", "hard_silu", "hard_tanh",
@@ -49,6 +50,28 @@ def activates_pieces(layer: Any) -> bool:
         layer: A layer with an activation, or with None for none.
     """
     return layer.activation is None or is_elementwise(layer.activation)
+
+
+def activated(outputs: Sequence[tf.Tensor], axis: int, placed: Placed, call: Call) -> Pieces | tf.Tensor:
+    """Return the output of a layer call after its activation, in pieces if that treats elements separately.
+
+    Args:
+        outputs: The piece of each shard before the activation.
+        axis: The divided axis, from the end.
+        placed: The values of the run.
+        call: A call of a layer with one input.
+    """
+    layer, (value,) = call.operation, call.inputs
+    mask = layer_mask(layer, placed, value)
+    if not activates_pieces(layer):
+        whole = pieces_of.gathered(outputs, axis, placed.devices)
+        with tf.device(placed.devices[0]):
+            return keras_model.with_mask(layer.activation(whole), mask)
+    found = []
+    for output, device in zip(outputs, placed.devices, strict=True):
+        with tf.device(device):
+            found.append(output if layer.activation is None else layer.activation(output))
+    return Pieces(tuple(found), axis, mask)
 
 
 def elementwise_ways(call: Call) -> tuple[Way, ...]:
