@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 from benchmarks import process, process_memory
@@ -15,6 +14,7 @@ import tensorflow as tf
 
 import tfpar
 from benchmarks.pipelines import examples, models
+from benchmarks.timed_fit import steps_per_second
 from tfpar._compat import keras_divided_state
 from tfpar.cluster import tf_config
 from tfpar.reduction.weight_owners import num_bytes
@@ -56,12 +56,10 @@ def run(
     dataset = tf.data.Dataset.from_tensors((examples_of_batch, examples_of_batch)).repeat()
     trainer.fit(dataset, steps_per_epoch=2, verbose=0)
     process_memory.reset_peak()
-    began_seconds = time.perf_counter()
-    trainer.fit(dataset, steps_per_epoch=num_steps, verbose=0)
-    seconds = time.perf_counter() - began_seconds
+    speed = steps_per_second(trainer, dataset, num_steps)
     held = [one for one in trainer.model.optimizer.variables if not keras_divided_state.is_elsewhere(one)]
     return {
-        "steps_per_second": num_steps / seconds,
+        "steps_per_second": speed,
         "state_bytes": sum(map(num_bytes, held)),
         "process_bytes": process_memory.peak_bytes() - before_bytes,
         "num_parameters": trainer.model.count_params(),

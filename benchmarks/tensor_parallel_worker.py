@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 from benchmarks import process
 
@@ -13,6 +12,7 @@ import keras
 import tensorflow as tf
 
 import tfpar
+from benchmarks.timed_fit import steps_per_second
 
 _DENSE_WIDTH, _DENSE_BATCH = 4096, 256
 _WIDTH, _NUM_HEADS, _CONTEXT, _BATCH = 1024, 16, 128, 8
@@ -54,9 +54,7 @@ def run(workload: str, num_shards: int, num_steps: int) -> dict[str, float]:
     trainer = tfpar.Trainer(build, strategy, seed=0)
     dataset = tf.data.Dataset.from_tensors((examples, examples)).repeat()
     trainer.fit(dataset, steps_per_epoch=2, verbose=0)
-    began_seconds = time.perf_counter()
-    trainer.fit(dataset, steps_per_epoch=num_steps, verbose=0)
-    return {"steps_per_second": num_steps / (time.perf_counter() - began_seconds)}
+    return {"steps_per_second": steps_per_second(trainer, dataset, num_steps)}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import os
-import time
 from typing import Any
 
 from benchmarks import process
@@ -16,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfpar
+from benchmarks.timed_fit import steps_per_second
 
 NUM_FEATURES, NUM_OUTPUTS = 10_000_000, 10
 _BATCH = {"dense": 4, "sparse": 256}
@@ -42,9 +42,7 @@ def run(kind: str, num_shards: int, num_steps: int) -> dict[str, float]:
     dataset = tf.data.Dataset.from_tensors((_features(kind), labels)).repeat()
     trainer.fit(dataset, steps_per_epoch=2, verbose=0)
     received = _received_bytes(strategy, trainer.model, next(iter(dataset)))
-    began_seconds = time.perf_counter()
-    trainer.fit(dataset, steps_per_epoch=num_steps, verbose=0)
-    return {"steps_per_second": num_steps / (time.perf_counter() - began_seconds), "received_bytes": received}
+    return {"steps_per_second": steps_per_second(trainer, dataset, num_steps), "received_bytes": received}
 
 
 def _features(kind: str) -> Any:
