@@ -31,7 +31,7 @@ LADDER = [
     ["strategies.factory", "strategies.resolve"],
     ["loops"],
     ["trainer"],
-    ["drop_in", "interruption", "parity"],
+    ["drop_in", "interruption", "parity", "planning"],
     ["runs"],
     ["checks", "train"],
     ["doctor"],

@@ -1,0 +1,194 @@
+"""The layouts of a run: which strategy, with which sizes, on how many devices. Pure Python, no TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal
+
+Shard = Literal["optimizer", "weights"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One way to divide the training of a model over devices.
+
+    The batch is divided over `num_replicas`. Each replica is one device, a pipeline of `num_stages` devices, or
+    `num_shards` devices that divide each layer.
+
+    Args:
+        num_replicas: Replicas of the model, on all hosts together.
+        num_stages: Stages of a replica; 1 for no pipeline.
+        num_microbatches: Micro-batches of the share of a replica.
+        schedule: Order of the actions of a pipeline.
+        recompute: Whether a pipeline recomputes activations in the backward pass.
+        shard: What is divided over the replicas; None for nothing.
+        num_shards: Devices that divide each layer of a replica; 1 for tensor parallelism of none.
+        num_hosts: Hosts, each with the same number of devices.
+
+    Example:
+        >>> str(Layout(num_replicas=2, num_stages=2, num_microbatches=8))
+        'Hybrid(2 x Pipeline(2, 8))'
+        >>> Layout(num_replicas=4, shard="optimizer").num_devices
+        4
+    """
+
+    num_replicas: int = 1
+    num_stages: int = 1
+    num_microbatches: int = 1
+    schedule: Literal["gpipe", "1f1b", "zero_bubble"] = "1f1b"
+    recompute: bool = False
+    shard: Shard = None
+    num_shards: int = 1
+    num_hosts: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of all hosts."""
+        return self.num_replicas * self.num_stages * self.num_shards
+
+    @property
+    def kind(self) -> str:
+        """The `strategy.kind` of the train command."""
+        if self.num_stages > 1:
+            return "hybrid" if self.num_replicas > 1 or self.num_hosts > 1 else "pipeline"
+        if self.num_shards > 1:
+            return "tensor_parallel"
+        if self.num_hosts > 1:
+            return "multi_worker"
+        return "mirrored" if self.num_replicas > 1 else "single_device"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of section `[strategy]`, with its kind, without devices.
+
+        Example:
+            >>> Layout(num_stages=2, num_microbatches=8).settings
+            {'kind': 'pipeline', 'num_stages': 2, 'num_microbatches': 8}
+        """
+        found: dict[str, Any] = {"kind": self.kind}
+        if self.num_stages > 1:
+            found |= {"num_stages": self.num_stages, "num_microbatches": self.num_microbatches}
+            found |= {"schedule": self.schedule} if self.schedule != "1f1b" else {}
+            found |= {"recompute": True} if self.recompute else {}
+        if self.num_shards > 1:
+            found |= {"num_shards": self.num_shards}
+        if self.kind in ("hybrid", "tensor_parallel") and self.replicas_per_host > 1:
+            found |= {"num_replicas": self.replicas_per_host}
+        if self.shard is not None:
+            found |= {"shard": self.shard}
+        return found
+
+    @property
+    def replicas_per_host(self) -> int:
+        """The replicas of one host."""
+        return self.num_replicas // self.num_hosts
+
+    def __str__(self) -> str:
+        """Return the name of the layout in a table."""
+        shard = [f'shard="{self.shard}"'] if self.shard else []
+        hosts = [f"hosts={self.num_hosts}"] if self.num_hosts > 1 else []
+        if self.num_stages > 1:
+            options = [f'"{self.schedule}"'] if self.schedule != "1f1b" else []
+            options += ["recompute"] if self.recompute else []
+            one = f"Pipeline({', '.join([str(self.num_stages), str(self.num_microbatches), *options])})"
+        elif self.num_shards > 1:
+            one = f"TensorParallel({self.num_shards})"
+        elif self.num_hosts > 1:
+            return f"MultiWorker({', '.join([str(self.num_replicas), *shard, *hosts])})"
+        elif self.num_replicas > 1:
+            return f"Mirrored({', '.join([str(self.num_replicas), *shard])})"
+        else:
+            return "SingleDevice"
+        if self.kind in ("pipeline", "tensor_parallel") and self.num_replicas == 1:
+            return one
+        return f"Hybrid({', '.join([f'{self.num_replicas} x {one}', *shard, *hosts])})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A layout that is not considered, and why.
+
+    Args:
+        layout: The layout.
+        reason: Why, in a few words: "5 blocks".
+    """
+
+    layout: Layout
+    reason: str
+
+
+_MICROBATCHES_PER_STAGE = (1, 2, 4, 8)
+_SCHEDULES: tuple[Literal["1f1b", "zero_bubble"], ...] = ("1f1b", "zero_bubble")
+
+
+def candidates(
+    num_devices: int, num_hosts: int, batch: int, num_blocks: int, divides_layers: bool
+) -> Iterator[Layout | Refusal]:
+    """Yield the layouts that give one device's result on some devices, and those refused.
+
+    Fewer devices than there are count too: one device may be faster than two. Of pipelines there are several numbers
+    of micro-batches, two schedules, and recomputation.
+
+    Args:
+        num_devices: Devices of each host.
+        num_hosts: Number of hosts.
+        batch: Examples of the global batch.
+        num_blocks: Layer calls between which the model can be cut; 0 if it cannot be cut.
+        divides_layers: Whether the model has layers that tensor parallelism divides.
+
+    Example:
+        >>> [str(one) for one in candidates(2, 1, batch=4, num_blocks=0, divides_layers=False)]
+        ['SingleDevice', 'Mirrored(2)', 'Mirrored(2, shard="optimizer")']
+    """
+    if num_hosts == 1:
+        yield Layout()
+    for used in _divisors_of_use(num_devices):
+        total = used * num_hosts
+        if total == 1:
+            continue
+        yield from _replicas(total, num_hosts, batch, num_blocks)
+        for size in (size for size in range(2, used + 1) if used % size == 0):
+            replicas = total // size
+            yield from _pipelines(size, replicas, num_hosts, batch, num_blocks)
+            if divides_layers and num_hosts == 1:
+                layout = Layout(num_replicas=replicas, num_shards=size)
+                yield layout if batch >= replicas else _too_small(layout, batch)
+
+
+def _divisors_of_use(num_devices: int) -> list[int]:
+    """Return the numbers of devices to consider: all, the powers of two below, and one."""
+    powers = [1 << power for power in range(num_devices.bit_length()) if 1 << power < num_devices]
+    return [*powers, num_devices]
+
+
+def _too_small(layout: Layout, batch: int) -> Refusal:
+    return Refusal(layout, f"the batch has {batch} example{'s' * (batch != 1)}")
+
+
+def _replicas(total: int, num_hosts: int, batch: int, num_blocks: int) -> Iterator[Layout | Refusal]:
+    shards: tuple[Shard, ...] = (None, "optimizer", "weights") if num_blocks > 1 else (None, "optimizer")
+    for shard in shards:
+        layout = Layout(num_replicas=total, shard=shard, num_hosts=num_hosts)
+        yield layout if batch >= total else _too_small(layout, batch)
+
+
+def _pipelines(
+    num_stages: int, replicas: int, num_hosts: int, batch: int, num_blocks: int
+) -> Iterator[Layout | Refusal]:
+    if num_blocks == 0:
+        return
+    if num_stages > num_blocks:
+        layout = Layout(replicas, num_stages, num_stages, num_hosts=num_hosts)
+        yield Refusal(layout, f"{num_blocks} block{'s' * (num_blocks != 1)}")
+        return
+    counts = [per_stage * num_stages for per_stage in _MICROBATCHES_PER_STAGE]
+    possible = [count for count in counts if count * replicas <= batch]
+    if not possible:
+        yield _too_small(Layout(replicas, num_stages, counts[0], num_hosts=num_hosts), batch)
+    for count in possible:
+        for schedule in _SCHEDULES:
+            layout = Layout(replicas, num_stages, count, schedule, num_hosts=num_hosts)
+            yield layout
+            if schedule == "1f1b":
+                yield dataclasses.replace(layout, recompute=True)
