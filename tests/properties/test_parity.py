@@ -24,10 +24,12 @@ STRATEGIES = {
     "mirrored over 3, packed": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], pack_bytes=256),
     "mirrored over 3, sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], shard="optimizer"),
     "mirrored over 3, weights sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], shard="weights"),
+    "mirrored over 1": lambda: tfpar.Mirrored(["CPU:0"]),
     "tensor parallel over 3": lambda: tfpar.TensorParallel(3),
 }
 # A case has its turn under one of these, and under all of them in the whole table.
 IN_TURN = (
+    "mirrored over 1",
     "mirrored over 3, packed",
     "mirrored over 3, sharded",
     "mirrored over 3, weights sharded",

@@ -258,10 +258,11 @@ class DataParallel(DividesState):
             number: The number of the objective, where the model has several.
             own_sums: For some gradients, by number, a function that sums them over all replicas in another way.
         """
+        if self.num_replicas == 1:
+            return after_reads(list(gradients), forward, keras_model.recomputes(model))
         found = self._runs_of(model).lookup_kinds
         lookups = None if found is None else found[number]
-        if self.num_replicas > 1:
-            compute_early(gradients, forward[0])
+        compute_early(gradients, forward[0])
         owners = self._owners(model, number)
         summed_there = owners if self._merges else []  # between workers every replica receives all sums
         sums = sum_gradients(
