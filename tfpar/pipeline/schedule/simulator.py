@@ -13,6 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from tfpar.pipeline.schedule import Action, Kind, Schedule
+from tfpar.pipeline.schedule.contention import contended_times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,8 @@ class Durations:
         microbatch_scale: Size of each micro-batch, relative to a full one: one entry for each micro-batch. Durations
             of actions and transfers, and bytes of activations, are proportional to it. () if all micro-batches are
             full; (1, 1, 1, 0.5) if the last of four is half as large.
+        slowdown: Seconds of an action with 1, 2 and so on devices at once, relative to one; the last holds for more. ()
+            for devices that do not slow each other down.
 
     Example:
         >>> two_stages = Durations((1.0, 1.0), (2.0, 2.0), (), (), transfer_seconds=(0.1,))
@@ -63,6 +66,7 @@ class Durations:
     until_weight_gradient_bytes: tuple[int, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
     microbatch_scale: tuple[float, ...] = ()
+    slowdown: tuple[float, ...] = ()
 
 
 def microbatch_scale(num_examples: int, num_microbatches: int) -> tuple[float, ...]:
@@ -124,8 +128,9 @@ class Timeline:
 def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     """Compute the start and end of each action, the longest path through the schedule.
 
-    An action starts as soon as its device is free and its inputs have arrived. Transfers overlap with actions and with
-    each other, and start when their tensor is ready. There are no transfers between stages of one device.
+    An action starts as soon as its device is free and its inputs have arrived, and takes longer where devices slow each
+    other down. Transfers overlap with actions and with each other, and start when their tensor is ready. There are no
+    transfers between stages of one device.
 
     Args:
         schedule: A valid schedule (`schedule.check`).
@@ -145,33 +150,37 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
         (15.0, 0.2)
     """
     _check(schedule, durations)
-    seconds = _seconds_of(schedule, durations)
-    scale = _scale(schedule, durations)
-    spans: dict[Action, Span] = {}
-    free_seconds = [0.0] * len(schedule.actions)
-    for action in schedule.in_order():
-        device = schedule.device_of(action.stage, action.microbatch)
-        begin_seconds = free_seconds[device]
-        for dependency in schedule.dependencies(action):
-            arrival_seconds = spans[dependency].end_seconds
-            if schedule.device_of(dependency.stage, dependency.microbatch) != device:
-                cut = min(dependency.stage, action.stage)
-                arrival_seconds += durations.transfer_seconds[cut] * scale[action.microbatch]
-            begin_seconds = max(begin_seconds, arrival_seconds)
-        end_seconds = begin_seconds + seconds[action.kind][action.stage] * scale[action.microbatch]
-        spans[action] = Span(action, device, begin_seconds, end_seconds)
-        free_seconds[device] = end_seconds
+    spans = _spans(schedule, durations)
+    free_seconds = [0.0, *(span.end_seconds for span in spans)]
     update_seconds = max(_sum_per_device(schedule, durations.update_seconds))
     return Timeline(
         len(schedule.actions),
-        tuple(sorted(spans.values(), key=lambda span: (span.begin_seconds, span.device))),
-        max(*free_seconds, *_gradient_ends(schedule, durations, last_ends(schedule, spans.values()))) + update_seconds,
+        tuple(sorted(spans, key=lambda span: (span.begin_seconds, span.device))),
+        max(*free_seconds, *_gradient_ends(schedule, durations, last_ends(schedule, spans))) + update_seconds,
         tuple(
             peak_bytes(schedule, durations, range(device, schedule.num_stages, schedule.num_devices), replica)
             for replica in range(schedule.num_replicas)
             for device in range(schedule.num_devices)
         ),
     )
+
+
+def _spans(schedule: Schedule, durations: Durations) -> list[Span]:
+    seconds, scale = _seconds_of(schedule, durations), _scale(schedule, durations)
+
+    def device_of(action: Action) -> int:
+        return schedule.device_of(action.stage, action.microbatch)
+
+    def seconds_of(action: Action) -> float:
+        return seconds[action.kind][action.stage] * scale[action.microbatch]
+
+    def transfer_seconds_of(sent: Action, action: Action) -> float:
+        if device_of(sent) == device_of(action):
+            return 0.0
+        return durations.transfer_seconds[min(sent.stage, action.stage)] * scale[action.microbatch]
+
+    times = contended_times(schedule, seconds_of, transfer_seconds_of, durations.slowdown or (1.0,))
+    return [Span(action, device_of(action), *times[action]) for action in schedule.in_order()]
 
 
 def last_ends(schedule: Schedule, spans: Iterable[Span]) -> list[float]:
