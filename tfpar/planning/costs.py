@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from tfpar.pipeline.schedule.links import Link
 
@@ -49,6 +49,8 @@ class Bytes(NamedTuple):
         """Return the bytes of some examples."""
         return round(self.start_bytes + self.bytes_per_example * num_examples)
 
+
+Entry = TypeVar("Entry")
 
 NO_BYTES = Bytes()
 _UNMEASURED = Link(latency_seconds=0.0, bytes_per_second=1e9)
@@ -94,7 +96,7 @@ class BlockCost:
         saved: Bytes that its backward pass needs, from the forward pass on.
         temporary: Bytes of its largest temporary in the backward pass.
         divided_bytes: Bytes of its weights that tensor parallelism divides.
-        summed: Bytes of its outputs that tensor parallelism sums or gathers over shards, in each direction.
+        summed: Bytes that tensor parallelism sums over the shards, in both passes together.
         is_divided: Whether tensor parallelism computes a part of it on each shard.
     """
 
@@ -126,12 +128,20 @@ class ModelCosts:
         batch: Examples of the global batch.
         compute: Seconds of forward pass, loss, metrics and backward pass on one device, by the number of examples.
         update_seconds: Seconds of the optimizer's update on one device.
+        replica_seconds: Seconds of a step on one device of `tf.distribute` beyond those without it.
+        staged: Seconds of forward and backward pass of a micro-batch in a pipeline of one stage, with the sum of the
+            gradients; None where the model cannot be cut.
+        split_factor: Seconds of such a micro-batch with a split backward pass, relative to a whole one.
+        loss_seconds: Seconds of the loss of an example and of its gradient.
+        divides_loss: Whether tensor parallelism leaves the outputs of the model in pieces, and the loss with them.
         data_seconds: Seconds until the next batch of the dataset is there.
         input_bytes: Bytes of the inputs and targets of an example.
         working: Bytes of a training step on one device beyond weights, slots and runtime: saved tensors, gradients and
             temporaries at the peak.
         blocks: The layer calls in the order of the graph; empty where the model cannot be cut.
         uncut: Why the model cannot be cut, a sentence; "" where it can.
+        mixing: Layers that mix the examples of a batch, which replicas refuse.
+        normalizing: Layers that normalize the examples of each replica, or micro-batch, by themselves.
         spread: Relative spread of repeated measurements: 0.02 for 2 %.
         seconds: Duration of the measurement.
     """
@@ -145,11 +155,18 @@ class ModelCosts:
     batch: int
     compute: Curve
     update_seconds: float
+    replica_seconds: float = 0.0
+    staged: Curve | None = None
+    split_factor: float = 1.0
+    loss_seconds: float = 0.0
+    divides_loss: bool = False
     data_seconds: float = 0.0
     input_bytes: int = 0
     working: Bytes = NO_BYTES
     blocks: tuple[BlockCost, ...] = ()
     uncut: str = ""
+    mixing: tuple[str, ...] = ()
+    normalizing: tuple[str, ...] = ()
     spread: float = 0.0
     seconds: float = 0.0
 
@@ -163,9 +180,10 @@ class MachineCosts:
         num_devices: Devices of each host, those planned for.
         num_measured: Devices that are there.
         num_hosts: Number of hosts.
-        slowdown: Seconds of the model's forward and backward pass with n devices at once, relative to one device, by n;
-            a larger number takes the largest measured.
+        slowdown: Seconds of the model's training step with n devices at once, relative to one device, by n; a larger
+            number takes the largest measured.
         copy: A copy between two devices of a host.
+        add: The sum of two gradients on a device, as a pipeline accumulates them.
         reduce: The sum of the gradients of a variable over n devices of a host and its broadcast, by n: bytes are
             those of the variable.
         network: An all-reduce between two hosts.
@@ -182,6 +200,7 @@ class MachineCosts:
     num_hosts: int = 1
     slowdown: Mapping[int, float] = dataclasses.field(default_factory=lambda: {1: 1.0})
     copy: Link = _UNMEASURED
+    add: Link = _UNMEASURED
     reduce: Mapping[int, Link] = dataclasses.field(default_factory=dict)
     network: Link = _UNMEASURED
     action_seconds: float = 0.0
@@ -191,7 +210,7 @@ class MachineCosts:
     assumed: tuple[str, ...] = ()
 
 
-def nearest(of_number: Mapping[int, Link] | Mapping[int, float], number: int) -> Link | float | None:
+def nearest(of_number: Mapping[int, Entry], number: int) -> Entry | None:
     """Return the entry of a number, else that of the next larger, else that of the largest; None for an empty table.
 
     Example:

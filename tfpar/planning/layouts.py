@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 Shard = Literal["optimizer", "weights"] | None
@@ -123,7 +123,7 @@ _SCHEDULES: tuple[Literal["1f1b", "zero_bubble"], ...] = ("1f1b", "zero_bubble")
 
 
 def candidates(
-    num_devices: int, num_hosts: int, batch: int, num_blocks: int, divides_layers: bool
+    num_devices: int, num_hosts: int, batch: int, num_blocks: int, divides_layers: bool, mixing: Sequence[str] = ()
 ) -> Iterator[Layout | Refusal]:
     """Yield the layouts that give one device's result on some devices, and those refused.
 
@@ -136,6 +136,7 @@ def candidates(
         batch: Examples of the global batch.
         num_blocks: Layer calls between which the model can be cut; 0 if it cannot be cut.
         divides_layers: Whether the model has layers that tensor parallelism divides.
+        mixing: Layers that mix the examples of a batch, which replicas refuse.
 
     Example:
         >>> [str(one) for one in candidates(2, 1, batch=4, num_blocks=0, divides_layers=False)]
@@ -147,7 +148,7 @@ def candidates(
         total = used * num_hosts
         if total == 1:
             continue
-        yield from _replicas(total, num_hosts, batch, num_blocks)
+        yield from _replicas(total, num_hosts, batch, num_blocks, mixing)
         for size in (size for size in range(2, used + 1) if used % size == 0):
             replicas = total // size
             yield from _pipelines(size, replicas, num_hosts, batch, num_blocks)
@@ -166,11 +167,16 @@ def _too_small(layout: Layout, batch: int) -> Refusal:
     return Refusal(layout, f"the batch has {batch} example{'s' * (batch != 1)}")
 
 
-def _replicas(total: int, num_hosts: int, batch: int, num_blocks: int) -> Iterator[Layout | Refusal]:
+def _replicas(
+    total: int, num_hosts: int, batch: int, num_blocks: int, mixing: Sequence[str]
+) -> Iterator[Layout | Refusal]:
     shards: tuple[Shard, ...] = (None, "optimizer", "weights") if num_blocks > 1 else (None, "optimizer")
     for shard in shards:
         layout = Layout(num_replicas=total, shard=shard, num_hosts=num_hosts)
-        yield layout if batch >= total else _too_small(layout, batch)
+        if mixing:
+            yield Refusal(layout, f"{' and '.join(mixing)} mix{'es' * (len(mixing) == 1)} examples")
+        else:
+            yield layout if batch >= total else _too_small(layout, batch)
 
 
 def _pipelines(

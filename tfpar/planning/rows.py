@@ -23,5 +23,5 @@ class PredictedStep:
     layout: Layout
     seconds: float
     waits: dict[str, float]
-    memory_bytes: int
+    memory_bytes: int = 0
     largest_batch: int | None = None

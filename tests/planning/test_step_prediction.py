@@ -1,0 +1,149 @@
+"""The predicted step of each layout, from costs that the test states; no TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tfpar.pipeline.schedule.links import Link
+from tfpar.planning.costs import BlockCost, Bytes, Curve, Line, MachineCosts, ModelCosts
+from tfpar.planning.layouts import Layout, Refusal, candidates
+from tfpar.planning.stage_costs import stages_of
+from tfpar.planning.step_prediction import predict
+
+NO_COST = Link(0.0, 1e30)
+BLOCKS = tuple(
+    BlockCost(f"dense_{number}", Line(0, 1.0), Line(0, 2.0), 40, 40, divided_bytes=40, is_divided=True)
+    for number in range(4)
+)
+MODEL = ModelCosts(
+    "four blocks", 40, 160, 160, 320, (40,) * 4, batch=8, compute=Curve((4, 8), (48.0, 96.0)), update_seconds=8.0,
+    blocks=BLOCKS,
+)  # fmt: skip
+MACHINE = MachineCosts("CPU", 4, 4, copy=NO_COST, add=NO_COST, reduce={2: NO_COST, 4: NO_COST})
+
+
+def seconds(layout: Layout, model: ModelCosts = MODEL, machine: MachineCosts = MACHINE) -> float:
+    return predict(layout, model, machine).seconds
+
+
+def test_one_device_takes_the_measured_step() -> None:
+    assert seconds(Layout()) == 96 + 8
+
+
+def test_replicas_share_the_batch_and_each_updates_all_weights() -> None:
+    assert seconds(Layout(2)) == 48 + 8
+
+
+def test_an_uneven_batch_takes_the_time_of_the_largest_share() -> None:
+    assert seconds(Layout(3)) == 3 * 12 + 8
+
+
+def test_a_sharded_optimizer_divides_the_update() -> None:
+    assert seconds(Layout(2, shard="optimizer")) == 48 + 4
+
+
+def test_the_sum_of_gradients_adds_its_latency_and_bytes() -> None:
+    slow = dataclasses.replace(MACHINE, reduce={2: Link(0.5, 160.0)})
+    assert seconds(Layout(2), machine=slow) == 48 + 4 * 0.5 + 1 + 8
+
+
+def test_a_replica_under_tf_distribute_adds_its_own_seconds() -> None:
+    assert seconds(Layout(2), dataclasses.replace(MODEL, replica_seconds=3.0)) == 48 + 8 + 3
+
+
+def test_devices_that_share_cores_slow_each_other_down() -> None:
+    shared = dataclasses.replace(MACHINE, slowdown={1: 1.0, 2: 1.5})
+    assert seconds(Layout(2), machine=shared) == 1.5 * (48 + 8)
+    assert seconds(Layout(), machine=shared) == 96 + 8
+
+
+def test_a_pipeline_has_the_bubble_of_its_schedule() -> None:
+    # two equal stages of 6 seconds an example, 4 micro-batches of 2 examples: 5 of them one after another
+    found = predict(Layout(1, 2, 4), MODEL, MACHINE)
+    assert found.seconds == pytest.approx(5 * 12 + 4)
+    assert found.waits["bubble"] == pytest.approx(12)
+
+
+def test_recomputation_adds_the_forward_pass_but_for_the_last_block_of_a_stage() -> None:
+    assert seconds(Layout(1, 2, 4, recompute=True)) == pytest.approx(5 * (12 + 2) + 4)
+
+
+def test_a_split_backward_pass_fills_the_bubble() -> None:
+    assert seconds(Layout(1, 2, 4, "zero_bubble")) < seconds(Layout(1, 2, 4))
+
+
+def test_a_pipeline_is_predicted_from_a_measured_pipeline_of_one_stage() -> None:
+    slower = dataclasses.replace(MODEL, staged=Curve((1, 2), (24.0, 48.0)))
+    assert seconds(Layout(1, 2, 4), slower) == pytest.approx(2 * 5 * 12 + 4)
+
+
+def test_replicas_of_a_pipeline_share_the_batch() -> None:
+    assert seconds(Layout(2, 2, 2)) == pytest.approx(3 * 12 + 4)
+
+
+def test_divided_layers_share_the_work_of_each_layer() -> None:
+    assert seconds(Layout(num_shards=2)) == pytest.approx(48 + 4)
+
+
+def test_whole_layers_and_the_loss_are_computed_on_each_shard() -> None:
+    whole = tuple(dataclasses.replace(block, is_divided=False, divided_bytes=0) for block in BLOCKS)
+    assert seconds(Layout(num_shards=2), dataclasses.replace(MODEL, blocks=whole)) == pytest.approx(96 + 8)
+
+
+def test_sums_of_activations_count_for_divided_layers() -> None:
+    summed = tuple(dataclasses.replace(block, summed=Bytes(0, 20)) for block in BLOCKS)
+    slow = dataclasses.replace(MACHINE, reduce={2: Link(0.0, 160.0)})
+    assert seconds(Layout(num_shards=2), dataclasses.replace(MODEL, blocks=summed), slow) == pytest.approx(48 + 4 + 4)
+
+
+def test_slow_data_is_waited_for() -> None:
+    found = predict(Layout(), dataclasses.replace(MODEL, data_seconds=110.0), MACHINE)
+    assert found.seconds == 110
+    assert found.waits["data"] == 6
+
+
+def test_a_planned_device_of_another_speed_computes_in_proportion() -> None:
+    assert seconds(Layout(), machine=dataclasses.replace(MACHINE, speed=2.0)) == (96 + 8) / 2
+
+
+def test_hosts_add_an_all_reduce_over_the_network() -> None:
+    linked = dataclasses.replace(MACHINE, num_hosts=2, network=Link(1.0, 160.0))
+    assert seconds(Layout(2, num_hosts=2), machine=linked) == 48 + 8 + 1 + 1
+
+
+def test_stages_balance_the_time_of_their_blocks() -> None:
+    heavy = (dataclasses.replace(BLOCKS[0], backward=Line(0, 8.0)), *BLOCKS[1:])
+    stages = stages_of(dataclasses.replace(MODEL, blocks=heavy), Layout(1, 2, 4), 8)
+    assert [len(stage) for stage in stages] == [1, 3]
+
+
+def test_the_candidates_cover_every_kind_on_all_and_on_fewer_devices() -> None:
+    found = [one for one in candidates(4, 1, 64, num_blocks=3, divides_layers=True) if isinstance(one, Layout)]
+    assert {layout.kind for layout in found} == {
+        "single_device", "mirrored", "pipeline", "hybrid", "tensor_parallel",
+    }  # fmt: skip
+    assert {layout.num_devices for layout in found} == {1, 2, 4}
+    assert {layout.shard for layout in found} == {None, "optimizer", "weights"}
+    assert {(one.schedule, one.recompute) for one in found} == {("1f1b", False), ("1f1b", True), ("zero_bubble", False)}
+
+
+def test_candidates_are_refused_with_the_reason() -> None:
+    found = [one for one in candidates(4, 1, 3, num_blocks=2, divides_layers=False) if isinstance(one, Refusal)]
+    assert {str(one.layout): one.reason for one in found} == {
+        "Mirrored(4)": "the batch has 3 examples",
+        'Mirrored(4, shard="optimizer")': "the batch has 3 examples",
+        'Mirrored(4, shard="weights")': "the batch has 3 examples",
+        "Hybrid(2 x Pipeline(2, 2))": "the batch has 3 examples",
+        "Pipeline(4, 4)": "2 blocks",
+    }
+
+
+def test_replicas_are_refused_for_layers_that_mix_examples() -> None:
+    found = list(candidates(2, 1, 8, num_blocks=0, divides_layers=False, mixing=["norm"]))
+    assert found == [
+        Layout(),
+        Refusal(Layout(2), "norm mixes examples"),
+        Refusal(Layout(2, shard="optimizer"), "norm mixes examples"),
+    ]

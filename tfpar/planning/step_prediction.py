@@ -1,0 +1,282 @@
+"""The predicted step of a layout, from measured costs, by the simulator of pipelines. Pure Python, no TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.partition.blocks import num_blocks
+from tfpar.pipeline.schedule import Schedule
+from tfpar.pipeline.schedule.links import Link
+from tfpar.pipeline.schedule.simulator import Durations, microbatch_scale, simulate
+from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts, nearest
+from tfpar.planning.layouts import Layout
+from tfpar.planning.rows import PredictedStep
+from tfpar.planning.stage_costs import stages_of
+
+_MOST_OF_STAGE = 0.25
+
+
+def predict(layout: Layout, model: ModelCosts, machine: MachineCosts, batch: int | None = None) -> PredictedStep:
+    """Predict the step of a layout.
+
+    Args:
+        layout: The layout.
+        model: The costs of the model.
+        machine: The costs of the devices.
+        batch: Examples of the global batch; None for the measured one.
+
+    Returns:
+        The step, without its memory.
+
+    Example:
+        >>> model = ModelCosts("mlp", 10, 40, 40, 80, (40,), batch=8, compute=Curve((8,), (0.8,)), update_seconds=0.1)
+        >>> machine = MachineCosts("CPU", num_devices=2, num_measured=2)
+        >>> round(predict(Layout(), model, machine).seconds, 3), round(predict(Layout(2), model, machine).seconds, 3)
+        (0.9, 0.5)
+    """
+    step = _Step(layout, model, machine, batch or model.batch)
+    return step.predicted()
+
+
+class _Step:
+    """The step of one layout.
+
+    Args:
+        layout: The layout.
+        model: The costs of the model.
+        machine: The costs of the devices.
+        batch: Examples of the global batch.
+    """
+
+    def __init__(self, layout: Layout, model: ModelCosts, machine: MachineCosts, batch: int) -> None:
+        self._layout, self._model, self._machine, self._batch = layout, model, machine, batch
+        self._share = -(-batch // layout.num_replicas)
+        self._size = -(-self._share // layout.num_microbatches)
+
+    def predicted(self) -> PredictedStep:
+        durations, schedule = self._durations(), self._schedule
+        planned = simulate(schedule, durations)
+        waits = self._waits(schedule, durations, planned.step_seconds)
+        seconds = planned.step_seconds / self._machine.speed + self._network_seconds
+        data_seconds = max(0.0, self._model.data_seconds - seconds)
+        waits |= {"network": self._network_seconds, "data": data_seconds}
+        return PredictedStep(
+            self._layout, seconds + data_seconds, {name: one for name, one in waits.items() if one > 0}
+        )
+
+    @functools.cached_property
+    def _schedule(self) -> Schedule:
+        layout = self._layout
+        if layout.num_stages == 1:
+            one = schedules.make("gpipe", 1, 1)
+        else:
+            one = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
+        return one.replicated(layout.replicas_per_host * layout.num_shards)
+
+    @functools.cached_property
+    def _slowdown(self) -> tuple[float, ...]:
+        """The slow-down with 1, 2 and so on devices of a host at once."""
+        table = self._machine.slowdown
+        return tuple(nearest(table, number) or 1.0 for number in range(1, max(table) + 1))
+
+    def _together(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        """Return the seconds of tasks of the stages that start together on all replicas, alone as given."""
+        layout = self._layout
+        copies = layout.replicas_per_host * layout.num_shards
+        ends, now, done = [0.0] * len(seconds), 0.0, 0.0
+        order = sorted(range(len(seconds)), key=seconds.__getitem__)
+        for position, stage in enumerate(order):
+            running = copies * (len(order) - position)
+            now += (seconds[stage] - done) * self._slowdown[min(running, len(self._slowdown)) - 1]
+            ends[stage], done = now, seconds[stage]
+        return tuple(ends)
+
+    def _durations(self) -> Durations:
+        layout = self._layout
+        stages = [_Stage(blocks, self) for blocks in self._stages()]
+        weights = [stage.weight_gradient_seconds if self.splits_backward else 0.0 for stage in stages]
+        backward = [stage.backward_seconds - weight for stage, weight in zip(stages, weights, strict=True)]
+        scale = microbatch_scale(self._batch, self._schedule.num_microbatches) if layout.num_stages > 1 else ()
+        return Durations(
+            forward_seconds=tuple(stage.forward_seconds for stage in stages),
+            backward_seconds=tuple(backward),
+            input_gradient_seconds=tuple(backward),
+            weight_gradient_seconds=tuple(weights),
+            transfer_seconds=tuple(stage.transfer_seconds for stage in stages[:-1]),
+            update_seconds=self._together([stage.update_seconds for stage in stages]),
+            reduction_seconds=tuple(stage.reduction_seconds for stage in stages),
+            microbatch_scale=scale,
+            slowdown=self._slowdown,
+        )
+
+    def _stages(self) -> Sequence[Sequence[BlockCost]]:
+        if self._layout.num_stages > 1:
+            return stages_of(self._model, self._layout, self._batch)
+        return [self._model.blocks]
+
+    @functools.cached_property
+    def runs_stages(self) -> bool:
+        """Whether a replica runs compiled stages, as a pipeline and blocks with sharded weights do."""
+        return self._layout.num_stages > 1 or self._layout.shard == "weights"
+
+    @functools.cached_property
+    def compute_scale(self) -> float:
+        """The seconds of the whole model, relative to the sum of its blocks, each measured by itself."""
+        model, size = self._model, self._size
+        apart = sum(block.forward.seconds(size) + block.backward.seconds(size) for block in model.blocks)
+        if not self.runs_stages or model.staged is None:
+            whole = model.compute.at(size)
+        else:
+            overhead_seconds = 2 * self._machine.action_seconds + self.sum_of_gradients_seconds
+            whole = max(0.0, model.staged.at(size) * self._split_factor - overhead_seconds)
+        return max(0.0, whole - model.loss_seconds * size) / apart if apart else 1.0
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of the inputs and of the weights are computed in passes of their own."""
+        return self._layout.num_stages > 1 and self._layout.schedule == "zero_bubble"
+
+    @property
+    def _split_factor(self) -> float:
+        return self._model.split_factor if self.splits_backward else 1.0
+
+    @functools.cached_property
+    def sum_of_gradients_seconds(self) -> float:
+        """The seconds in which the gradients of a micro-batch are added to those before, for all weights."""
+        model = self._model
+        seconds = self._machine.add.seconds(model.trainable_bytes, len(model.variable_bytes))
+        if model.staged is not None:  # small sums overlap with other operations
+            seconds = min(seconds, _MOST_OF_STAGE * model.staged.at(self._size))
+        return seconds
+
+    @property
+    def _network_seconds(self) -> float:
+        """The seconds of an all-reduce of the gradients between hosts, each of which sends them once and again."""
+        hosts = self._layout.num_hosts
+        if hosts == 1:
+            return 0.0
+        sent_bytes = 2 * (hosts - 1) / hosts * self._model.trainable_bytes / self._layout.num_stages
+        if self._layout.shard is not None:
+            sent_bytes *= 1.5  # the sums, and the new weights
+        return self._machine.network.seconds(sent_bytes)
+
+    def _waits(self, schedule: Schedule, durations: Durations, step_seconds: float) -> dict[str, float]:
+        """Return the seconds of a step in which a device does not compute, by reason."""
+        none = (0.0,) * schedule.num_stages
+        reduction = sum(durations.reduction_seconds or none)
+        update = max(durations.update_seconds or none)
+        without = dataclasses.replace(durations, reduction_seconds=(), update_seconds=())
+        actions = simulate(schedule, without)
+        busy = sum(span.end_seconds - span.begin_seconds for span in actions.spans) / actions.num_devices
+        bubble = actions.step_seconds - busy if self._layout.num_stages > 1 else 0.0
+        name = "sums of activations" if self._layout.num_shards > 1 else "all-reduce"
+        return {"bubble": bubble, name: min(reduction, step_seconds), "update": update}
+
+
+class _Stage:
+    """One stage of a replica: all blocks where there is no pipeline."""
+
+    def __init__(self, blocks: Sequence[BlockCost], step: _Step) -> None:
+        self._blocks, self._step = blocks, step
+        self._is_only = step._layout.num_stages == 1
+
+    @property
+    def _trainable_bytes(self) -> int:
+        return self._step._model.trainable_bytes if self._is_only else sum(one.trainable_bytes for one in self._blocks)
+
+    @property
+    def _num_weights(self) -> int:
+        model = self._step._model
+        if self._is_only:
+            return len(model.variable_bytes)
+        return max(1, round(len(model.variable_bytes) * self._trainable_bytes / max(1, model.trainable_bytes)))
+
+    @property
+    def forward_seconds(self) -> float:
+        step = self._step
+        if self._is_only and not self._blocks:
+            return step._model.compute.at(step._size) / 3
+        return self._sum_of("forward") + self._action_seconds
+
+    @property
+    def backward_seconds(self) -> float:
+        step, model = self._step, self._step._model
+        if self._is_only and not self._blocks:
+            return model.compute.at(step._size) * 2 / 3
+        seconds = self._sum_of("backward") + self._action_seconds
+        if self._is_only or self._blocks[-1] is model.blocks[-1]:
+            is_divided = step._layout.num_shards > 1 and model.divides_loss
+            seconds += model.loss_seconds * step._size / (step._layout.num_shards if is_divided else 1)
+        if step._layout.recompute:  # no gradient needs the outputs of the last block
+            seconds += self._sum_of("forward", self._blocks[:-1])
+        return seconds + self._accumulation_seconds
+
+    @property
+    def weight_gradient_seconds(self) -> float:
+        """The part of the backward pass that only the gradients of weights need: half of it where there are weights."""
+        trained = [block for block in self._blocks if block.trainable_bytes]
+        own = sum(block.backward.seconds(self._step._size) for block in trained) * self._step.compute_scale
+        return own / 2 + self._accumulation_seconds
+
+    @property
+    def _action_seconds(self) -> float:
+        return 0.0 if self._is_only else self._step._machine.action_seconds
+
+    @property
+    def _accumulation_seconds(self) -> float:
+        if self._step._layout.num_microbatches == 1:
+            return 0.0
+        part = self._trainable_bytes / max(1, self._step._model.trainable_bytes)
+        return self._step.sum_of_gradients_seconds * part
+
+    def _sum_of(self, name: str, blocks: Sequence[BlockCost] | None = None) -> float:
+        step = self._step
+        shards = step._layout.num_shards
+        total = 0.0
+        for block in self._blocks if blocks is None else blocks:
+            seconds = getattr(block, name).seconds(step._size)
+            total += seconds / shards if block.is_divided else seconds
+        return total * step.compute_scale
+
+    @property
+    def transfer_seconds(self) -> float:
+        return self._step._machine.copy.seconds(self._blocks[-1].cut.of(self._step._size))
+
+    @property
+    def update_seconds(self) -> float:
+        layout, model = self._step._layout, self._step._model
+        seconds = model.update_seconds * self._trainable_bytes / max(1, model.trainable_bytes)
+        if layout.shard is not None:
+            seconds /= layout.num_replicas
+        if layout.num_shards > 1:
+            divided = sum(block.divided_bytes for block in self._blocks) / max(1, model.weight_bytes)
+            seconds *= 1 - divided + divided / layout.num_shards
+        if layout.num_stages == layout.num_shards == 1 < layout.num_replicas and layout.shard is None:
+            seconds += model.replica_seconds
+        return seconds
+
+    @property
+    def reduction_seconds(self) -> float:
+        layout, machine = self._step._layout, self._step._machine
+        seconds = 0.0
+        if layout.num_shards > 1:
+            summed = [block.summed.of(self._step._size) for block in self._blocks]
+            seconds += _link(machine, layout.num_shards).seconds(sum(summed), sum(map(bool, summed)))
+        replicas = layout.replicas_per_host
+        if replicas > 1:
+            gradients = _link(machine, replicas).seconds(self._trainable_bytes, self._num_weights)
+            seconds += gradients / replicas if layout.shard is not None else gradients
+        if replicas > 1 and layout.shard is not None:  # the new weights, from their owners
+            seconds += machine.add.seconds(self._trainable_bytes, self._num_weights)
+        if replicas > 1 and layout.shard == "weights":  # once for each pass
+            seconds += machine.copy.seconds(self._step._model.weight_bytes, self._num_weights)
+            blocks = num_blocks([block.weight_bytes for block in self._blocks]) if self._blocks else 1
+            seconds += 2 * blocks * machine.action_seconds
+        return seconds
+
+
+def _link(machine: MachineCosts, number: int) -> Link:
+    return nearest(machine.reduce, number) or machine.copy
