@@ -1,0 +1,107 @@
+"""The costs of a small model, measured on two logical CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpar
+from tfpar.planning import step_timing
+from tfpar.planning.costs import MachineCosts, ModelCosts
+from tfpar.planning.layouts import Layout, candidates
+from tfpar.planning.measurement import measure, sizes_of
+from tfpar.planning.step_prediction import predict
+from tfpar.strategies import Strategy
+
+DEVICES = ["CPU:0", "CPU:1"]
+
+
+def build() -> keras.Model:
+    hidden = [keras.layers.Dense(64, activation="relu") for _ in range(3)]
+    model = keras.Sequential([keras.Input((32,)), *hidden, keras.layers.Dense(8)])
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def data(num_examples: int = 16) -> tf.data.Dataset:
+    generator = np.random.default_rng(0)
+    arrays = generator.normal(size=(num_examples, 32)), generator.normal(size=(num_examples, 8))
+    return tf.data.Dataset.from_tensor_slices(tuple(one.astype("float32") for one in arrays)).batch(16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short() -> Iterator[None]:
+    """Measure for a moment only: no test here depends on how exact the seconds are."""
+    with mock.patch.object(step_timing, "SECONDS_OF_REPEAT", 0.002), mock.patch.object(step_timing, "ROUNDS", 1):
+        yield
+
+
+@pytest.fixture(scope="module")
+def costs(logical_cpus: list[str]) -> tuple[ModelCosts, MachineCosts]:
+    return measure(lambda strategy: (tfpar.Trainer(build, strategy), data()), DEVICES)
+
+
+def test_the_bytes_are_those_of_weights_and_optimizer(costs: tuple[ModelCosts, MachineCosts]) -> None:
+    model, _ = costs
+    number = 32 * 64 + 64 + 2 * (64 * 64 + 64) + 64 * 8 + 8
+    assert model.num_parameters == number
+    assert model.weight_bytes == model.trainable_bytes == sum(model.variable_bytes) == 4 * number
+    assert 8 * number <= model.slot_bytes < 8 * number + 64  # two moments, the step and the learning rate
+    assert model.batch == 16
+
+
+def test_every_size_and_every_block_is_measured(costs: tuple[ModelCosts, MachineCosts]) -> None:
+    model, machine = costs
+    assert model.compute.sizes == tuple(sizes_of(16, 2))
+    assert model.staged is not None
+    assert [block.weight_bytes for block in model.blocks] == [8448, 16640, 16640, 2080]
+    assert all(block.is_divided for block in model.blocks[:2])
+    assert set(machine.slowdown) == {1, 2}
+    assert set(machine.reduce) == {2}
+    assert machine.action_seconds > 0
+
+
+def test_every_layout_has_a_predicted_step(costs: tuple[ModelCosts, MachineCosts]) -> None:
+    model, machine = costs
+    layouts = [one for one in candidates(2, 1, 16, len(model.blocks), divides_layers=True) if isinstance(one, Layout)]
+    assert all(0 < predict(layout, model, machine).seconds < 10 for layout in layouts)
+
+
+def compiled(layer: keras.Layer) -> keras.Model:
+    model = keras.Sequential([keras.Input((32,)), layer, keras.layers.Dense(8)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def measured(layer: keras.Layer) -> ModelCosts:
+    return measure(lambda strategy: (tfpar.Trainer(lambda: compiled(layer), strategy), data()), DEVICES[:1])[0]
+
+
+def test_a_model_that_mixes_examples_has_no_blocks_and_names_the_layer(logical_cpus: list[str]) -> None:
+    model = measured(keras.layers.UnitNormalization(axis=0, name="mixer"))
+    assert not model.blocks
+    assert "'mixer'" in model.uncut
+    assert model.mixing == ("mixer",)
+
+
+def test_layers_with_the_statistics_of_a_share_are_named(logical_cpus: list[str]) -> None:
+    model = measured(keras.layers.BatchNormalization(name="normal"))
+    assert (model.normalizing, model.mixing) == (("normal",), ())
+
+
+def test_the_random_state_of_the_process_does_not_change(logical_cpus: list[str]) -> None:
+    def made(strategy: Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
+        return tfpar.Trainer(build, strategy), data()
+
+    keras.utils.set_random_seed(7)
+    expected = keras.random.normal([3]).numpy(), np.random.rand(), float(tf.random.normal([]))
+    keras.utils.set_random_seed(7)
+    measure(made, DEVICES[:1])
+    found = keras.random.normal([3]).numpy(), np.random.rand(), float(tf.random.normal([]))
+    np.testing.assert_array_equal(found[0], expected[0])
+    assert found[1:] == expected[1:]

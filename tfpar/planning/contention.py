@@ -1,0 +1,59 @@
+"""The slow-down of training steps on a device while other devices compute too."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+
+from tfpar.planning.step_timing import TimedLoop
+
+_ROUNDS = 5
+_SECONDS_OF_ROUND = 0.25
+
+
+def measure_slowdown(loops: Sequence[TimedLoop]) -> dict[int, float]:
+    """Measure how much longer a training step takes with several devices at once, each with a copy of the model.
+
+    Logical CPUs share cores and memory; GPUs share the threads of the host.
+
+    Args:
+        loops: The steps on each device of one process, with batches of one size.
+
+    Returns:
+        The seconds relative to those of one device, at least 1, by the number of devices: 1, 2, 4 and so on, and all.
+    """
+    for loop in loops:
+        loop.run(2)  # compiles
+    alone_seconds = _seconds_together(loops[:1], 1)
+    count = max(1, round(_SECONDS_OF_ROUND / alone_seconds))
+    numbers = sorted({*(1 << power for power in range(len(loops).bit_length())), len(loops)})
+    rounds = [{number: _seconds_together(loops[:number], count) for number in numbers} for _ in range(_ROUNDS)]
+    return {number: max(1.0, statistics.median(one[number] / one[1] for one in rounds)) for number in numbers}
+
+
+def _seconds_together(loops: Sequence[TimedLoop], count: int) -> float:
+    """Return the seconds of a step while each device runs some, one after another, in a thread of its own."""
+    start = threading.Barrier(len(loops) + 1)
+    ends: list[float] = []
+    errors: list[BaseException] = []
+
+    def repeat(loop: TimedLoop) -> None:
+        start.wait()
+        try:
+            loop.run(count)
+        except BaseException as error:
+            errors.append(error)
+        ends.append(time.perf_counter())
+
+    threads = [threading.Thread(target=repeat, args=(loop,), daemon=True) for loop in loops]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    began_seconds = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return (statistics.mean(ends) - began_seconds) / count

@@ -1,0 +1,94 @@
+"""Copies and sums between the devices of one process, as latency and bandwidth."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar.pipeline.partition.layer_profile import wait_for_gpus
+from tfpar.pipeline.schedule.links import Link, fit_link
+from tfpar.reduction.gradient_addition import sum_of
+
+_MESSAGE_BYTES = (16 << 10, 256 << 10, 1 << 20, 8 << 20)
+_MESSAGES = 8
+_RUNS = 5
+
+
+def measure_copy(devices: Sequence[str]) -> Link:
+    """Measure copies from the first of two devices to the second and back.
+
+    Args:
+        devices: Two devices of one process.
+    """
+
+    def copies(tensors: list[tf.Tensor]) -> Any:
+        return [_moved(one, devices) for one in tensors]
+
+    return _fitted(copies, devices[:1], divide=2)
+
+
+def _moved(tensor: tf.Tensor, devices: Sequence[str]) -> tf.Tensor:
+    with tf.device(devices[1]):
+        there = tf.identity(tensor)
+    with tf.device(devices[0]):
+        return tf.identity(there)
+
+
+def measure_reduction(devices: Sequence[str]) -> Link:
+    """Measure the sum of a gradient over devices on the first of them, and the copies of the sum to all.
+
+    Args:
+        devices: Devices of one process.
+    """
+
+    def sums(gradients: list[tf.Tensor]) -> Any:
+        results = []
+        for index in range(0, len(gradients), len(devices)):
+            with tf.device(devices[0]):
+                total = sum_of(gradients[index : index + len(devices)])
+            for device in devices:
+                with tf.device(device):
+                    results.append(tf.identity(total)[0])
+        return results
+
+    return _fitted(sums, devices)
+
+
+def measure_addition(device: str) -> Link:
+    """Measure the sum of two tensors on a device, as a pipeline accumulates the gradients of micro-batches.
+
+    Args:
+        device: The device.
+    """
+    return measure_reduction([device, device])
+
+
+def _fitted(body: Callable[[list[tf.Tensor]], Any], devices: Sequence[str], divide: int = 1) -> Link:
+    """Return the link of messages, each with a tensor on every device."""
+    empty_seconds = _seconds(lambda tensors: [tf.identity(tensors[0])], devices[:1], 4, 1)
+    seconds = []
+    for size in _MESSAGE_BYTES:
+        taken = _seconds(body, devices, size, _MESSAGES) - empty_seconds
+        seconds.append(max(taken, 1e-9) / _MESSAGES / divide)
+    return fit_link(_MESSAGE_BYTES, seconds)
+
+
+def _seconds(body: Callable[[list[tf.Tensor]], Any], devices: Sequence[str], num_bytes: int, count: int) -> float:
+    tensors = []
+    for _ in range(count):
+        for device in devices:
+            with tf.device(device):
+                tensors.append(tf.ones([num_bytes // 4]))
+    run = tf.function(body, autograph=False)
+    seconds = []
+    for _ in range(_RUNS + 1):
+        began_seconds = time.perf_counter()
+        results = run(tensors)
+        wait_for_gpus()
+        seconds.append(time.perf_counter() - began_seconds)
+        del results
+    return statistics.median(seconds[1:])

@@ -1,0 +1,188 @@
+"""The measurement of a user's own model, and of the devices that are there."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import random_state
+from tfpar.planning.block_measurement import measure_blocks, trace_model
+from tfpar.planning.contention import measure_slowdown
+from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
+from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_reduction
+from tfpar.planning.pipeline_probe import action_seconds
+from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_steps, measure_update
+from tfpar.reduction.weight_owners import num_bytes
+from tfpar.strategies import Mirrored, Pipeline, SingleDevice, Strategy, batch_dependence
+from tfpar.trainer import Trainer
+
+MakeTrainer = Callable[[Strategy], tuple[Trainer, Any]]
+
+_MOST_SIZES = 7
+_MOST_DEVICES_AT_ONCE = 4
+_BATCHES = 5
+_MICROBATCHES = 4
+_SIZES_OF_STAGE = 4
+
+
+def measure(
+    make_trainer: MakeTrainer, devices: Sequence[str], num_planned: int | None = None
+) -> tuple[ModelCosts, MachineCosts]:
+    """Measure a model and its data on one device, and what several devices do at once.
+
+    Each device gets a model of its own, which is trained for the measurement and dropped.
+
+    Args:
+        make_trainer: Returns a trainer under a strategy and its training data, as for `Trainer.fit`.
+        devices: The devices of this machine to plan with, such as `["GPU:0", "GPU:1"]`.
+        num_planned: Devices to plan for; None for those that are there.
+
+    Returns:
+        The costs of the model and of the machine.
+
+    Raises:
+        ValueError: If the data has no examples, or one device cannot train the model.
+        MemoryError: If the smallest step does not fit in the memory of a device.
+    """
+    began_seconds = time.perf_counter()
+    num_planned = num_planned or len(devices)
+    with random_state.preserved_random_state():
+        trainer, loop, batch, dataset = _prepared(make_trainer, SingleDevice(devices[0]))
+        costs = _measure_model(trainer, loop, batch, devices[0], num_planned)
+        costs = dataclasses.replace(
+            costs,
+            data_seconds=_seconds_of_batches(dataset),
+            replica_seconds=_replica_seconds(make_trainer, devices, costs),
+            **_measure_stages(make_trainer, devices[0], costs),
+        )
+        machine = _measure_machine(make_trainer, loop, batch, devices, num_planned)
+    return dataclasses.replace(costs, seconds=time.perf_counter() - began_seconds), machine
+
+
+def _prepared(make_trainer: MakeTrainer, strategy: Strategy) -> tuple[Trainer, TimedLoop, Any, Any]:
+    """Return a trainer under a strategy of one device with its steps, its first batch and its data."""
+    trainer, dataset = make_trainer(strategy)
+    batch = trainer.build(dataset)
+    return trainer, TimedLoop(trainer.model, strategy, batch), batch, dataset
+
+
+def sizes_of(batch: int, num_devices: int) -> list[int]:
+    """Return the numbers of examples to measure: the batch, halves of it, and the share of each of all devices.
+
+    Args:
+        batch: Examples of the global batch.
+        num_devices: Number of devices.
+
+    Example:
+        >>> sizes_of(64, 2)
+        [1, 2, 4, 8, 16, 32, 64]
+    """
+    halves = {-(-batch // (1 << power)) for power in range(_MOST_SIZES)}
+    return sorted(halves | {-(-batch // num_devices)})
+
+
+def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, num_planned: int) -> ModelCosts:
+    model, num_examples = trainer.model, int(data.num_rows(batch))
+    sizes = sizes_of(num_examples, num_planned)
+    steps, spread = measure_steps(loop, sizes)
+    update_seconds = measure_update(model, device)
+    block_sizes = sorted({max(1, num_examples // (4 * num_planned)), -(-num_examples // num_planned)})
+    traced = trace_model(model, device, batch)
+    blocks = measure_blocks(model, traced, device, block_sizes)
+    return ModelCosts(
+        name=model.name,
+        num_parameters=model.count_params(),
+        weight_bytes=sum(map(num_bytes, model.variables)),
+        trainable_bytes=sum(map(num_bytes, model.trainable_variables)),
+        slot_bytes=sum(map(num_bytes, model.optimizer.variables)),
+        variable_bytes=tuple(map(num_bytes, model.trainable_variables)),
+        batch=num_examples,
+        compute=Curve(steps.sizes, tuple(max(0.0, one - update_seconds) for one in steps.seconds)),
+        update_seconds=update_seconds,
+        loss_seconds=measure_loss(model, device, batch) / num_examples,
+        input_bytes=_bytes_of(batch) // num_examples,
+        blocks=blocks.costs,
+        divides_loss=blocks.divides_loss,
+        uncut=traced.reason,
+        mixing=tuple(batch_dependence.find(model, batch)),
+        normalizing=traced.normalizing,
+        spread=spread,
+    )
+
+
+def _replica_seconds(make_trainer: MakeTrainer, devices: Sequence[str], costs: ModelCosts) -> float:
+    """Return the seconds of a step on one replica beyond those of the same step on one device."""
+    if len(devices) == 1:
+        return 0.0
+    _, loop, _, _ = _prepared(make_trainer, Mirrored([devices[0]]))
+    num_examples = -(-costs.batch // len(devices))
+    steps, _ = measure_steps(loop, [num_examples])
+    return max(0.0, steps.seconds[0] - costs.compute.at(num_examples) - costs.update_seconds)
+
+
+def _measure_stages(make_trainer: MakeTrainer, device: str, costs: ModelCosts) -> dict[str, Any]:
+    """Measure the micro-batches of a pipeline of one stage, whose steps add up gradients as those of more do."""
+    if not costs.blocks or costs.batch < _MICROBATCHES:
+        return {}
+    sizes = sorted({max(1, costs.batch // (_MICROBATCHES << power)) for power in range(_SIZES_OF_STAGE)})
+    whole = _stage_seconds(make_trainer, device, costs, "1f1b", sizes)
+    split = _stage_seconds(make_trainer, device, costs, "zero_bubble", sizes[-1:])
+    size, seconds = split.sizes[-1], split.seconds[-1]
+    return {"staged": whole, "split_factor": seconds / whole.at(size) if whole.at(size) else 1.0}
+
+
+def _stage_seconds(
+    make_trainer: MakeTrainer, device: str, costs: ModelCosts, schedule: Any, sizes: Sequence[int]
+) -> Curve:
+    layers = [len(costs.blocks)]
+    pipeline = Pipeline(1, _MICROBATCHES, schedule=schedule, balance=layers, devices=[device])
+    _, loop, _, _ = _prepared(make_trainer, pipeline)
+    steps, _ = measure_steps(loop, [_MICROBATCHES * size for size in sizes])
+    each = [max(0.0, one - costs.update_seconds) / _MICROBATCHES for one in steps.seconds]
+    return Curve(tuple(sizes[: len(each)]), tuple(each))
+
+
+def _bytes_of(batch: Any) -> int:
+    leaves = tf.nest.flatten(batch, expand_composites=True)
+    return sum(int(tf.size(leaf)) * tf.as_dtype(leaf.dtype).size for leaf in leaves)
+
+
+def _seconds_of_batches(dataset: Iterable[Any]) -> float:
+    """Return the median seconds until the next batch of the training data is there."""
+    seconds, iterator = [], iter(dataset)
+    for _ in range(_BATCHES + 1):
+        began_seconds = time.perf_counter()
+        if next(iterator, None) is None:
+            break
+        seconds.append(time.perf_counter() - began_seconds)
+    return statistics.median(seconds[1:] or seconds)
+
+
+def _measure_machine(
+    make_trainer: MakeTrainer, loop: TimedLoop, batch: Any, devices: Sequence[str], num_planned: int
+) -> MachineCosts:
+    kind = tf.DeviceSpec.from_string(devices[0]).device_type
+    if len(devices) == 1:
+        return MachineCosts(kind, num_planned, 1, add=measure_addition(devices[0]))
+    used = list(devices[:_MOST_DEVICES_AT_ONCE])
+    share = -(-int(data.num_rows(batch)) // min(len(devices), num_planned))
+    loops = [loop, *(_prepared(make_trainer, SingleDevice(device))[1] for device in used[1:])]
+    for one in loops:
+        one.resize(share)
+    numbers = sorted({2, len(devices)})
+    return MachineCosts(
+        device=kind,
+        num_devices=num_planned,
+        num_measured=len(devices),
+        slowdown=measure_slowdown(loops),
+        copy=measure_copy(devices[:2]),
+        add=measure_addition(devices[0]),
+        reduce={number: measure_reduction(devices[:number]) for number in numbers},
+        action_seconds=action_seconds(tuple(devices[:2])),
+    )

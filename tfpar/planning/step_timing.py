@@ -1,0 +1,209 @@
+"""The seconds of a model's training step on one device, by the number of examples."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_model, keras_optimizer
+from tfpar.loops.step_functions import StepFunctions
+from tfpar.pipeline.partition.layer_profile import wait_for_gpus
+from tfpar.planning.costs import Curve
+from tfpar.strategies import Strategy
+
+ROUNDS = 2
+_REPEATS = 4
+_REPEATS_OF_LONG = 2
+SECONDS_OF_REPEAT = 0.15
+_MOST_STEPS = 2000
+_PREFETCHED = 2
+
+
+class TimedLoop:
+    """The training steps of a model on one device, in the compiled loop of `fit`, with batches of any size.
+
+    The steps change the weights.
+
+    Args:
+        model: A compiled model that is built.
+        strategy: Its strategy, with one device.
+        batch: A global batch, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
+    """
+
+    def __init__(self, model: keras.Model, strategy: Strategy, batch: Any) -> None:
+        self._size = tf.Variable(1, dtype=tf.int64, trainable=False)
+        with tf.device("CPU:0"):
+            dataset = tf.data.Dataset.from_tensors(batch).cache().repeat()
+            dataset = dataset.map(lambda *parts: _first(parts, self._size), num_parallel_calls=1).prefetch(_PREFETCHED)
+        distributed = strategy.distribute(dataset)
+        self._loop = StepFunctions(model, strategy).loop("train", distributed)
+
+        self._iterator = iter(distributed.dataset)
+        self._upcoming = self._iterator.get_next_as_optional()
+
+    def resize(self, num_examples: int) -> None:
+        """Use batches of another size, at most that of the given batch."""
+        self._size.assign(num_examples)
+        self.run(1 + _PREFETCHED + 1)
+
+    def run(self, num_steps: int) -> None:
+        """Run steps, and wait for their end."""
+        result = self._loop(self._iterator, self._upcoming, num_steps)
+        result.num_steps.numpy()
+        self._upcoming = result.upcoming
+        wait_for_gpus()
+
+
+def measure_steps(loop: TimedLoop, sizes: Sequence[int]) -> tuple[Curve, float]:
+    """Measure training steps at several numbers of examples.
+
+    A size that does not fit in the memory of the device is left out, with all larger ones.
+
+    Args:
+        loop: The steps.
+        sizes: Numbers of examples, each at most those of the batch.
+
+    Returns:
+        The seconds of a step by its number of examples, ascending: the lower quartile, since other processes only make
+        steps longer. And the relative spread of the repeats.
+
+    Raises:
+        MemoryError: If the device has not enough memory for a step of the smallest size.
+    """
+    found: dict[int, list[float]] = {size: [] for size in sorted(set(sizes))}
+    for _ in range(ROUNDS):  # other processes of the machine disturb one round more than another
+        for size in list(found):
+            try:
+                loop.resize(size)
+                found[size] += repeated_seconds(loop.run)
+            except tf.errors.ResourceExhaustedError as error:
+                found = {smaller: seconds for smaller, seconds in found.items() if smaller < size}
+                if not found:
+                    raise _too_large(size) from error
+                break
+    lows = tuple(statistics.quantiles(seconds, n=4, method="inclusive")[0] for seconds in found.values())
+    return Curve(tuple(found), lows), statistics.median(map(relative_spread, found.values()))
+
+
+def _too_large(size: int) -> MemoryError:
+    return MemoryError(
+        f"A device must have the memory of a training step, and a step of {size} example{'s' * (size != 1)} ran out of "
+        "it. Measure with a smaller training.global_batch_size, or with fewer layers."
+    )
+
+
+def _first(parts: tuple[Any, ...], size: tf.Variable) -> Any:
+    return data.take_rows(parts if len(parts) > 1 else parts[0], 0, size.read_value())
+
+
+def repeated_seconds(run: Callable[[int], Any]) -> list[float]:
+    """Return the seconds of one of many steps, measured several times.
+
+    Args:
+        run: Runs a number of steps.
+
+    Example:
+        >>> len(repeated_seconds(lambda num_steps: None))
+        4
+    """
+    run(1)  # compiles
+    seconds = _timed(run, 2) / 2
+    if seconds > SECONDS_OF_REPEAT:
+        return [seconds, *(_timed(run, 1) for _ in range(_REPEATS_OF_LONG))]
+    count = max(2, min(_MOST_STEPS, round(SECONDS_OF_REPEAT / max(seconds, 1e-9))))
+    return [_timed(run, count) / count for _ in range(_REPEATS)]
+
+
+def _timed(run: Callable[[int], Any], num_steps: int) -> float:
+    began_seconds = time.perf_counter()
+    run(num_steps)
+    return time.perf_counter() - began_seconds
+
+
+def relative_spread(seconds: Sequence[float]) -> float:
+    """Return half of the distance between the quartiles, relative to the median.
+
+    Args:
+        seconds: Measurements, at least two.
+
+    Example:
+        >>> round(relative_spread([1.0, 1.0, 1.2, 1.4, 1.4]), 3)
+        0.167
+    """
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / 2 / middle if middle else 0.0
+
+
+def measure_update(model: keras.Model, device: str) -> float:
+    """Measure the optimizer's update of all weights of a model on one device. The weights change by it.
+
+    Args:
+        model: A compiled model whose optimizer is built.
+        device: Its device.
+
+    Returns:
+        The median seconds of an update.
+    """
+    weights = model.trainable_variables
+    if not weights:
+        return 0.0
+    with tf.device(device):
+        gradients = [tf.zeros(weight.shape, weight.dtype) for weight in weights]
+
+    @tf.function(autograph=False)
+    def update(num_steps: tf.Tensor, gradients: list[tf.Tensor]) -> tf.Tensor:
+        def one(done: tf.Tensor) -> tuple[tf.Tensor]:
+            with tf.device(device), keras_optimizer.one_device_optimizer():
+                model.optimizer.apply(gradients, weights)
+            return (done + 1,)
+
+        (done,) = tf.while_loop(lambda done: done < num_steps, one, (tf.constant(0),))
+        return done
+
+    def run(num_steps: int) -> None:
+        update(tf.constant(num_steps), gradients).numpy()
+        wait_for_gpus()
+
+    return statistics.median(repeated_seconds(run))
+
+
+def measure_loss(model: keras.Model, device: str, batch: Any) -> float:
+    """Measure the loss of a batch and its gradient by the outputs.
+
+    Args:
+        model: A compiled model.
+        device: Its device.
+        batch: Examples, `[batch, ...]` each.
+
+    Returns:
+        The median seconds, without those of a call.
+    """
+    inputs, targets, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    with tf.device(device):
+        outputs = tf.nest.map_structure(tf.identity, keras_model.call_model(model, inputs, training=True))
+
+    def loss_of(outputs: Any) -> Any:
+        sources = tf.nest.flatten(outputs)
+        with tf.device(device), tf.GradientTape() as tape:
+            tape.watch(sources)
+            loss = keras_model.compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
+        return [one for one in tape.gradient(loss, sources) if one is not None]
+
+    seconds = _seconds_of_call(tf.function(loss_of, autograph=False), outputs)
+    return max(0.0, seconds - _seconds_of_call(tf.function(tf.identity, autograph=False), tf.zeros([])))
+
+
+def _seconds_of_call(run: Callable[[Any], Any], argument: Any) -> float:
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        began_seconds = time.perf_counter()
+        run(argument)
+        wait_for_gpus()
+        seconds.append(time.perf_counter() - began_seconds)
+    return statistics.median(seconds[1:])
