@@ -19,6 +19,7 @@ def stages_of(model: ModelCosts, layout: Layout, batch: int) -> list[tuple[Block
         batch: Examples of the global batch.
 
     Example:
+        >>> from tfpar.planning.costs import Curve, Line
         >>> blocks = tuple(BlockCost(name, Line(0, 1), Line(0, 2), 8, 8) for name in "abcd")
         >>> model = ModelCosts("mlp", 8, 32, 32, 0, (8,) * 4, 4, Curve((4,), (48.0,)), 0.0, blocks=blocks)
         >>> [[block.name for block in stage] for stage in stages_of(model, Layout(1, 2, 4), 4)]

@@ -32,6 +32,7 @@ def predict(layout: Layout, model: ModelCosts, machine: MachineCosts, batch: int
         The step, without its memory.
 
     Example:
+        >>> from tfpar.planning.costs import Curve
         >>> model = ModelCosts("mlp", 10, 40, 40, 80, (40,), batch=8, compute=Curve((8,), (0.8,)), update_seconds=0.1)
         >>> machine = MachineCosts("CPU", num_devices=2, num_measured=2)
         >>> round(predict(Layout(), model, machine).seconds, 3), round(predict(Layout(2), model, machine).seconds, 3)
