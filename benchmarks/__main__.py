@@ -25,6 +25,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.parity_table import PARITY_TABLE
 from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
 from benchmarks.pipelines.sleeping import HYBRID_SLEEPING, WORKERS_SLEEPING
+from benchmarks.plan import PLAN
 from benchmarks.process import WorkerError
 from benchmarks.report import machine_table, print_result
 from benchmarks.restart import RESTART
@@ -59,6 +60,7 @@ ALL = {
         TENSOR_PARALLEL,
         VOCABULARY_LOSS,
         WIDE_FEATURES,
+        PLAN,
         PARITY_TABLE,
     )
 }

@@ -94,7 +94,7 @@ def test_whole_layers_and_the_loss_are_computed_on_each_shard() -> None:
 
 def test_sums_of_activations_count_for_divided_layers() -> None:
     summed = tuple(dataclasses.replace(block, summed=Bytes(0, 20)) for block in BLOCKS)
-    slow = dataclasses.replace(MACHINE, reduce={2: Link(0.0, 160.0)})
+    slow = dataclasses.replace(MACHINE, exchange={2: Link(0.0, 160.0)})
     assert seconds(Layout(num_shards=2), dataclasses.replace(MODEL, blocks=summed), slow) == pytest.approx(48 + 4 + 4)
 
 

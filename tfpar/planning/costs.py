@@ -186,6 +186,7 @@ class MachineCosts:
         add: The sum of two gradients on a device, as a pipeline accumulates them.
         reduce: The sum of the gradients of a variable over n devices of a host and its broadcast, by n: bytes are
             those of the variable.
+        exchange: A sum over n devices for which the next one waits, by n.
         network: An all-reduce between two hosts.
         action_seconds: Seconds of a pipeline's action beyond its operations.
         runtime_bytes: What TensorFlow itself takes of a device's memory.
@@ -202,6 +203,7 @@ class MachineCosts:
     copy: Link = _UNMEASURED
     add: Link = _UNMEASURED
     reduce: Mapping[int, Link] = dataclasses.field(default_factory=dict)
+    exchange: Mapping[int, Link] = dataclasses.field(default_factory=dict)
     network: Link = _UNMEASURED
     action_seconds: float = 0.0
     runtime_bytes: int = 0

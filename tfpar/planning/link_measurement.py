@@ -58,6 +58,26 @@ def measure_reduction(devices: Sequence[str]) -> Link:
     return _fitted(sums, devices)
 
 
+def measure_exchange(devices: Sequence[str]) -> Link:
+    """Measure sums over devices that wait for each other, as those of the activations of divided layers do.
+
+    Args:
+        devices: Devices of one process.
+    """
+
+    def sums(tensors: list[tf.Tensor]) -> Any:
+        current = list(tensors[: len(devices)])
+        for _ in range(_MESSAGES):
+            with tf.device(devices[0]):
+                total = sum_of(current)
+            for index, device in enumerate(devices):
+                with tf.device(device):
+                    current[index] = tf.nn.relu(total)  # an operation, or the sums would be merged into one
+        return [one[0] for one in current]
+
+    return _fitted(sums, devices)
+
+
 def measure_addition(device: str) -> Link:
     """Measure the sum of two tensors on a device, as a pipeline accumulates the gradients of micro-batches.
 

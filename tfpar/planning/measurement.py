@@ -15,7 +15,7 @@ from tfpar._compat import random_state
 from tfpar.planning.block_measurement import measure_blocks, trace_model
 from tfpar.planning.contention import measure_slowdown
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
-from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_reduction
+from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
 from tfpar.planning.pipeline_probe import action_seconds
 from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_steps, measure_update
 from tfpar.reduction.weight_owners import num_bytes
@@ -184,5 +184,6 @@ def _measure_machine(
         copy=measure_copy(devices[:2]),
         add=measure_addition(devices[0]),
         reduce={number: measure_reduction(devices[:number]) for number in numbers},
+        exchange={number: measure_exchange(devices[:number]) for number in numbers},
         action_seconds=action_seconds(tuple(devices[:2])),
     )

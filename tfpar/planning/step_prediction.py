@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.blocks import num_blocks
@@ -265,10 +265,10 @@ class _Stage:
         seconds = 0.0
         if layout.num_shards > 1:
             summed = [block.summed.of(self._step._size) for block in self._blocks]
-            seconds += _link(machine, layout.num_shards).seconds(sum(summed), sum(map(bool, summed)))
+            seconds += _link(machine, machine.exchange, layout.num_shards).seconds(sum(summed), sum(map(bool, summed)))
         replicas = layout.replicas_per_host
         if replicas > 1:
-            gradients = _link(machine, replicas).seconds(self._trainable_bytes, self._num_weights)
+            gradients = _link(machine, machine.reduce, replicas).seconds(self._trainable_bytes, self._num_weights)
             seconds += gradients / replicas if layout.shard is not None else gradients
         if replicas > 1 and layout.shard is not None:  # the new weights, from their owners
             seconds += machine.add.seconds(self._trainable_bytes, self._num_weights)
@@ -279,5 +279,5 @@ class _Stage:
         return seconds
 
 
-def _link(machine: MachineCosts, number: int) -> Link:
-    return nearest(machine.reduce, number) or machine.copy
+def _link(machine: MachineCosts, links: Mapping[int, Link], number: int) -> Link:
+    return nearest(links, number) or machine.copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -71,7 +72,7 @@ def measure_steps(loop: TimedLoop, sizes: Sequence[int]) -> tuple[Curve, float]:
 
     Returns:
         The seconds of a step by its number of examples, ascending: the lower quartile, since other processes only make
-        steps longer. And the relative spread of the repeats.
+        steps longer. And their relative error.
 
     Raises:
         MemoryError: If the device has not enough memory for a step of the smallest size.
@@ -88,7 +89,7 @@ def measure_steps(loop: TimedLoop, sizes: Sequence[int]) -> tuple[Curve, float]:
                     raise _too_large(size) from error
                 break
     lows = tuple(statistics.quantiles(seconds, n=4, method="inclusive")[0] for seconds in found.values())
-    return Curve(tuple(found), lows), statistics.median(map(relative_spread, found.values()))
+    return Curve(tuple(found), lows), statistics.median(map(relative_error, found.values()))
 
 
 def _too_large(size: int) -> MemoryError:
@@ -126,18 +127,18 @@ def _timed(run: Callable[[int], Any], num_steps: int) -> float:
     return time.perf_counter() - began_seconds
 
 
-def relative_spread(seconds: Sequence[float]) -> float:
-    """Return half of the distance between the quartiles, relative to the median.
+def relative_error(seconds: Sequence[float]) -> float:
+    """Return how far the median of other repeats would be, relative to it: half of the quartiles' distance by sqrt(n).
 
     Args:
         seconds: Measurements, at least two.
 
     Example:
-        >>> round(relative_spread([1.0, 1.0, 1.2, 1.4, 1.4]), 3)
-        0.167
+        >>> round(relative_error([1.0, 1.1, 1.2, 1.3]), 3)
+        0.033
     """
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return (high - low) / 2 / middle if middle else 0.0
+    return (high - low) / 2 / middle / math.sqrt(len(seconds)) if middle else 0.0
 
 
 def measure_update(model: keras.Model, device: str) -> float:

@@ -1,0 +1,101 @@
+"""The experiment `plan`: how well the planner predicts the step of each layout, and how good its choice is.
+
+    python -m benchmarks plan
+
+Every layout that two logical CPUs can run is predicted from the measurement of one device, and then trained. The regret
+is the measured step of the planner's choice, relative to the fastest that was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator
+
+from benchmarks import process
+from benchmarks.harness import Experiment, Finding, Output, Round
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What is planned and trained.
+
+    Args:
+        model: A model of `benchmarks.plan_models`.
+        batch: Examples of the global batch.
+    """
+
+    model: str
+    batch: int
+
+
+_SETTINGS = {
+    name: Planned(name, batch)
+    for name, batch in (
+        ("wide MLP", 256),
+        ("CNN", 64),
+        ("transformer", 32),
+        ("tied embeddings", 32),
+        ("one dominant layer", 256),
+        ("many tiny layers", 256),
+    )
+}
+MOST_REGRET, MEDIAN_ERROR, NINTH_DECILE = 1.05, 0.08, 0.15
+
+
+def measure(setting: Planned) -> Output:
+    """Return the predicted and measured steps of all layouts of a model, and the regret.
+
+    Args:
+        setting: The model.
+
+    Raises:
+        WorkerError: If the process fails.
+    """
+    return process.ask("benchmarks.plan_worker", vars(setting))
+
+
+def errors(outputs: Round) -> Iterator[float]:
+    """Yield the relative error of each prediction of a round: 0.1 for one that is 10 % too large or too small.
+
+    Args:
+        outputs: The outputs of each setting.
+
+    Example:
+        >>> list(errors({"model": {"predicted SingleDevice": 0.75, "measured SingleDevice": 1.0, "regret": 1.0}}))
+        [0.25]
+    """
+    for output in outputs.values():
+        for name, predicted in output.items():
+            if name.startswith("predicted "):
+                yield abs(predicted / output[name.replace("predicted", "measured", 1)] - 1)
+
+
+def _decile(values: Iterator[float]) -> float:
+    return statistics.quantiles(values, n=10, method="inclusive")[-1]
+
+
+def _regret(name: str) -> Finding:
+    return Finding(f"regret, {name}", lambda outputs: outputs[name]["regret"], at_most=MOST_REGRET)
+
+
+PLAN = Experiment(
+    name="plan",
+    summary="Six models: predicted and measured step of every layout of two logical CPUs, and the planner's choice",
+    figure="regret",
+    settings=_SETTINGS,
+    measure=measure,
+    findings=(
+        Finding(
+            "error of the predicted step, median",
+            lambda outputs: statistics.median(errors(outputs)),
+            at_most=MEDIAN_ERROR,
+        ),
+        Finding(
+            "error of the predicted step, 90th percentile",
+            lambda outputs: _decile(errors(outputs)),
+            at_most=NINTH_DECILE,
+        ),
+        *map(_regret, _SETTINGS),
+    ),
+)
