@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,6 +18,7 @@ import rich.table
 import tensorflow as tf
 
 from tfpar._compat import random_state
+from tfpar.files import atomic_file
 from tfpar.full_precision import full_precision
 from tfpar.loops.model_function import check_arguments
 from tfpar.messages import keyword_arguments
@@ -73,6 +76,27 @@ class ParityReport:
                     return entry.name
         return None
 
+    def save(self, path: str | Path) -> None:
+        """Write the report as JSON; as `parity.json` in the folder of a run it is part of that run's report.
+
+        Args:
+            path: The file, in an existing folder; an existing file is replaced.
+
+        Raises:
+            OSError: If it cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> path = Path(tempfile.mkdtemp()) / "parity.json"
+            >>> ParityReport("Mirrored", 20, 1e-9, (), ()).save(path)
+            >>> path.exists()
+            True
+        """
+        # The first difference of a log is NaN, which JSON does not have.
+        entries = {name: [_without_nan(entry) for entry in getattr(self, name)] for name in ("weights", "logs")}
+        table = {"strategy": self.strategy, "num_steps": self.num_steps, "tolerance": self.tolerance}
+        atomic_file.write(Path(path), json.dumps({**table, "equal": self.equal, **entries}, indent=2) + "\n")
+
     def table(self) -> rich.table.Table:
         """Return the report as a table for `rich.print`."""
         verdict = "equal to one device" if self.equal else f"differs first in {self.first_difference or 'the logs'}"
@@ -87,6 +111,10 @@ class ParityReport:
             mark = "" if entry.after_last_step <= self.tolerance else "differs"
             table.add_row(entry.name, first, f"{entry.after_last_step:.1e}", mark)
         return table
+
+
+def _without_nan(entry: Difference) -> dict[str, Any]:
+    return {name: None if value != value else value for name, value in dataclasses.asdict(entry).items()}
 
 
 @random_state.preserved_random_state()

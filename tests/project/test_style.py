@@ -32,7 +32,8 @@ LADDER = [
     ["loops"],
     ["trainer"],
     ["drop_in", "interruption", "parity", "planning"],
-    ["runs"],
+    ["reports"],
+    ["report", "runs"],
     ["checks", "train"],
     ["doctor"],
 ]

@@ -126,6 +126,11 @@ class Callbacks(Section):
     tensorboard: bool = Field(
         True, description="Write TensorBoard logs into the run directory.", json_schema_extra=CHANGES_NO_WEIGHT
     )
+    report: bool = Field(
+        True,
+        description="Write report.html and its pictures into the run directory at the end.",
+        json_schema_extra=CHANGES_NO_WEIGHT,
+    )
     check_replicas_every_steps: OrNone[Count] = Field(
         None,
         description="Steps between two checks that all replicas hold equal weights.",

@@ -17,14 +17,22 @@ def describe_precision(model: keras.Model) -> str:
         >>> describe_precision(keras.Sequential([keras.layers.Dense(1, dtype="mixed_bfloat16")]))
         'mixed_bfloat16'
     """
-    names = [layer.dtype_policy.name for layer in _layers(model) if layer.variables or not layer.built]
+    names = [layer.dtype_policy.name for layer in layers(model) if layer.variables or not layer.built]
     counts = {name: names.count(name) for name in names}
     return " and ".join(sorted(counts, key=lambda name: -counts[name])) or model.dtype_policy.name
 
 
-def _layers(model: keras.Model) -> list[keras.Layer]:
-    """All layers that hold no others."""
-    found = [layer for child in model.layers for layer in (_layers(child) if hasattr(child, "layers") else [child])]
+def layers(model: keras.Model) -> list[keras.Layer]:
+    """Return all layers that hold no others, in the order of the model.
+
+    Args:
+        model: Any model.
+
+    Example:
+        >>> [layer.name for layer in layers(keras.Sequential([keras.layers.Dense(1, name="scores")]))]
+        ['scores']
+    """
+    found = [layer for child in model.layers for layer in (layers(child) if hasattr(child, "layers") else [child])]
     return found or [model]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tfpar import config
-from tfpar.files import atomic_file
+from tfpar.files import atomic_file, json_file
 from tfpar.messages.received import excerpt
 from tfpar.runs import result_files
 
@@ -33,6 +33,9 @@ class RunDirectory:
                          model.keras and metrics.jsonl
         optimizer.json   the optimizer as it was built
         pipeline.png     with --trace: a step of the pipeline as planned and as run
+        report.html      the report, with its pictures in report/ too
+        record.json      what the report says of machine, model, layout, memory and time
+        events.jsonl     starts, interruptions and failures
         tensorflow.log   what TensorFlow's native code wrote
 
     A folder with other files is refused, whatever their names: without a `run.json` no file is a run's. An older
@@ -58,6 +61,7 @@ class RunDirectory:
         self.trace = self.path / "pipeline.png"
         self.native_log = self.path / "tensorflow.log"
         self.optimizer = self.path / "optimizer.json"
+        self.report = self.path / "report.html"
         self.resumed: config.Run | None = None  # the run that the folder held when it was claimed
         self.identity: str | None = None  # known once the folder is claimed; "" where an older version began the run
         self._lock: IO[bytes] | None = None
@@ -136,7 +140,7 @@ class RunDirectory:
         )
 
     def _known_identity(self) -> str | None:
-        identity = (result_files.read_table(self.path / "run.json") or {}).get("run")
+        identity = (json_file.read_table(self.path / "run.json") or {}).get("run")
         return identity if isinstance(identity, str) else None
 
     def _claim(self, run: config.Run) -> None:
@@ -265,7 +269,7 @@ class RunDirectory:
         return [path.name for path in files if not result_files.is_unchanged(path, digests)]
 
     def _results(self) -> dict[str, Any] | None:
-        results = result_files.read_table(self.results) or {}
+        results = json_file.read_table(self.results) or {}
         figures = {name: value for name, value in results.items() if name not in _OF_FILES}
         digests, owner = results.get("sha256"), results.get("run", "")
         is_whole = result_files.are_results(figures) and (digests is None or isinstance(digests, dict))

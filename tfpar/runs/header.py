@@ -26,12 +26,26 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: RunTrainer) 
         directory: Its folder.
         trainer: The trainer of the run.
     """
+    for name, text in lines(run, directory, trainer).items():
+        if text:
+            print(line(name, text))
+    print(flush=True)
+
+
+def lines(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> dict[str, str]:
+    """Return the lines of the header by their labels; some may be empty.
+
+    Args:
+        run: The resolved run.
+        directory: Its folder.
+        trainer: The trainer of the run.
+    """
     specs = [tf.DeviceSpec.from_string(device.name) for device in tf.config.list_logical_devices()]
     here = [spec for spec in specs if spec.task in (None, trainer.strategy.rank)]
     devices = ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in here)
     read = settings_read.read_keys(trainer_reads(run))
     steps = int(trainer.train_data.cardinality())
-    lines = {
+    return {
         "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
         "devices": f"{devices} ({_cores()})",
         "note": "" if any(spec.device_type == "GPU" for spec in here) else _note(trainer.strategy),
@@ -46,10 +60,6 @@ def print_header(run: config.Run, directory: RunDirectory, trainer: RunTrainer) 
         "batch": _batch_line(run, trainer.strategy, settings_read.BATCH in read),
         "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
     }
-    for name, text in lines.items():
-        if text:
-            print(line(name, text))
-    print(flush=True)
 
 
 def _cores() -> str:

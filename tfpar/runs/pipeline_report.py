@@ -12,6 +12,7 @@ from tfpar.messages.number_format import line
 from tfpar.pipeline.analysis import timeline_plot
 from tfpar.pipeline.analysis.stage_table import describe_step
 from tfpar.pipeline.schedule.simulator import simulate
+from tfpar.reports.timelines import PipelineRecord
 from tfpar.runs.run_trainer import RunTrainer
 from tfpar.strategies.preview import Preview
 
@@ -30,7 +31,20 @@ def measured_stages(trainer: RunTrainer, batch: Any) -> Preview:
     return preview
 
 
-def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path, tensorboard: Path | None) -> None:
+def predicted(preview: Preview) -> PipelineRecord:
+    """Return the predicted step of a pipeline, for the report.
+
+    Args:
+        preview: The predicted step.
+    """
+    assert preview.schedule is not None, "the strategy has a schedule"
+    assert preview.planned is not None, "the strategy has a schedule"
+    return PipelineRecord(preview.schedule, preview.planned, None, preview.durations)
+
+
+def draw_trace(
+    trainer: RunTrainer, preview: Preview, batch: Any, picture: Path, tensorboard: Path | None
+) -> PipelineRecord | None:
     """Measure when each action of a step really runs; the chief draws it below the plan, and prints where.
 
     Neither includes what follows the actions: the sums of gradients over replicas and workers, and the optimizer.
@@ -41,12 +55,15 @@ def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path,
         batch: A global batch.
         picture: The PNG file to write.
         tensorboard: The folder of TensorBoard's files; None for none.
+
+    Returns:
+        The step as planned and as run; None on other workers than the chief.
     """
     assert preview.schedule is not None, "the strategy has a schedule"
     assert preview.durations is not None, "the strategy has a schedule"
     measured = trainer.strategy.trace(trainer.model, batch)
     if not trainer.strategy.is_chief:
-        return
+        return None
     num_workers = measured.num_devices // len(preview.schedule.actions)
     schedule = preview.schedule.of_one_replica.replicated(preview.schedule.num_replicas * num_workers)
     actions = dataclasses.replace(
@@ -64,3 +81,4 @@ def draw_trace(trainer: RunTrainer, preview: Preview, batch: Any, picture: Path,
     print(line("planned", f"{describe_step(planned)}: as predicted, the actions alone"))
     print(line("run", f"{describe_step(measured)}: a step whose actions were timed, these alone"))
     print(line("picture", f"{picture}: planned above, run below"), end="\n\n", flush=True)
+    return PipelineRecord(schedule, planned, measured, preview.durations)

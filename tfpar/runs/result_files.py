@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import stat
 import zipfile
@@ -14,14 +13,18 @@ from typing import Any
 
 from tfpar.files import atomic_file, json_lines
 
-_MOST_BYTES = 16 << 20
 FILES = (
     *(".lock", "run.json", "config.toml", "metrics.jsonl", "model.keras", "results.json", "optimizer.json"),
-    *("pipeline.png", "tensorflow.log", "evaluations.jsonl"),
+    *("pipeline.png", "tensorflow.log", "evaluations.jsonl", "record.json", "events.jsonl", "report.html"),
 )
-FOLDERS = ("checkpoints", "tensorboard")
+FOLDERS = ("checkpoints", "tensorboard", "report")
 # The files that a run creates before its first step.
-_OF_CLAIM = frozenset({".lock", "run.json", "config.toml", "optimizer.json", "tensorflow.log", "checkpoints"})
+_OF_CLAIM = frozenset(
+    {
+        *(".lock", "run.json", "config.toml", "optimizer.json", "tensorflow.log", "checkpoints"),
+        *("record.json", "events.jsonl"),
+    }
+)
 # The files that an interrupted start can leave.
 _LEFTOVERS = frozenset({".lock", "run.json", "config.unfinished", "tensorflow.log"})
 
@@ -60,22 +63,6 @@ def require_kinds(folder: Path, names: Iterable[str]) -> None:
             raise ValueError(f"{path} must be a file, and is not. Remove it, or choose another --directory.")
         if name in FOLDERS and not path.is_dir():  # which may be a link to another disk
             raise ValueError(f"{path} must be a folder, and is not. Remove it, or choose another --directory.")
-
-
-def read_text(path: Path) -> str | None:
-    """Return a file that holds JSON; None if there is none, or it cannot be read."""
-    try:
-        text = atomic_file.read(path, _MOST_BYTES).decode()
-        json.loads(text)
-    except (OSError, ValueError, RecursionError):
-        return None
-    return text
-
-
-def read_table(path: Path) -> dict[str, Any] | None:
-    """Return the JSON table in a file; None if there is none, or it cannot be read."""
-    table = json.loads(read_text(path) or "null")
-    return table if isinstance(table, dict) else None
 
 
 def digest(path: Path) -> str:

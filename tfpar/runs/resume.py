@@ -10,9 +10,8 @@ import keras
 from tfpar import config
 from tfpar.checkpoint import Position
 from tfpar.config import toml
-from tfpar.files import atomic_file
+from tfpar.files import atomic_file, json_file
 from tfpar.reduction import objective
-from tfpar.runs import result_files
 from tfpar.runs.directory import RunDirectory, changes
 
 EPOCHS = "training.epochs"
@@ -35,7 +34,7 @@ def check(run: config.Run, directory: RunDirectory, position: Position | None, m
         atomic_file.write(directory.optimizer, built)
         return
     old, new = directory.resumed.training.epochs, run.training.epochs
-    recorded = result_files.read_text(directory.optimizer)
+    recorded = json_file.read_text(directory.optimizer)
     if old == new:
         if recorded is None:
             atomic_file.write(directory.optimizer, built)

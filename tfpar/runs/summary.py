@@ -55,6 +55,7 @@ def summary(directory: RunDirectory, results: Mapping[str, Any]) -> str:
     logs = [directory.metrics, *([directory.tensorboard] if directory.tensorboard.exists() else [])]
     rows |= {
         "model": f"{directory.model}, for keras.models.load_model",
+        **({"report": str(directory.report)} if directory.report.exists() else {}),
         "logs": ", ".join(map(str, logs)),
         "state": str(directory.checkpoints),
     }

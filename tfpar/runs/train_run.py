@@ -19,11 +19,14 @@ from tfpar.commands import standard_streams
 from tfpar.config import settings_read
 from tfpar.interruption import interruptible
 from tfpar.messages.number_format import line
+from tfpar.reports import events
+from tfpar.reports.timelines import PipelineRecord
 from tfpar.runs import header, pipeline_report, resume, summary
 from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
 from tfpar.runs.folder_watch import FolderWatch
+from tfpar.runs.run_reporter import RunReporter
 from tfpar.runs.run_trainer import RunTrainer, report_of, sharding_of
 from tfpar.runs.user_trainer import check_trainer, make_trainer, trainer_reads, trainer_source
 
@@ -47,8 +50,15 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
         OSError: If data cannot be had or files not be written.
         MemoryError: If the memory of a device is too small.
     """
+    reporter = RunReporter(run, directory)
+    with reporter.recording_failures():
+        return _explained(run, directory, trace, reporter)
+
+
+def _explained(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunReporter) -> bool:
+    """Train a run, with the errors of TensorFlow as those that `train` raises."""
     try:
-        return _train(run, directory, trace)
+        return _train(run, directory, trace, reporter)
     except tf.errors.OpError as error:
         if full := re.search(r"(\S+); No space left on device", error.message):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), full[1]) from error
@@ -65,7 +75,7 @@ def train(run: config.Run, directory: RunDirectory, *, trace: bool = False) -> b
             print()  # leave the line of the progress bar
 
 
-def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
+def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunReporter) -> bool:
     strategy = strategies.from_settings(run.strategy)
     strategy.user_message = functools.partial(data.user_message, settings=run.data)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
@@ -86,12 +96,12 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool) -> bool:
     _check_model(run, trainer)
     if strategy.is_chief:
         _record(run, directory, trainer, position)
-    if strategy.has_schedule:
-        _show_schedule(run, directory, trainer, trace)
+    pipeline = _show_schedule(run, directory, trainer, trace) if strategy.has_schedule else {}
     if strategy.is_chief:
         _print_repetition(run, directory, position, broken)
+        reporter.begin(trainer, "" if position is None else resume.describe(run, directory, position), pipeline)
     with standard_streams.outlived(trainer.interrupt):
-        return _fit_and_save(run, directory, trainer, checkpoints)
+        return _fit_and_save(run, directory, trainer, checkpoints, reporter)
 
 
 def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.Strategy) -> bool:
@@ -130,12 +140,17 @@ def _record(run: config.Run, directory: RunDirectory, trainer: RunTrainer, posit
     header.print_header(run, directory, trainer)
 
 
-def _show_schedule(run: config.Run, directory: RunDirectory, trainer: RunTrainer, trace: bool) -> None:
+def _show_schedule(
+    run: config.Run, directory: RunDirectory, trainer: RunTrainer, trace: bool
+) -> dict[str, str | PipelineRecord]:
+    """Print the stages, draw the trace, and return both for the report."""
     batch = trainer.build(trainer.train_data)
     preview = pipeline_report.measured_stages(trainer, batch)
+    record = pipeline_report.predicted(preview)
     if trace:
         tensorboard = directory.tensorboard if run.callbacks.tensorboard else None
-        pipeline_report.draw_trace(trainer, preview, batch, directory.trace, tensorboard)
+        record = pipeline_report.draw_trace(trainer, preview, batch, directory.trace, tensorboard) or record
+    return {"table": str(preview), "record": record}
 
 
 def _print_repetition(
@@ -148,14 +163,22 @@ def _print_repetition(
         print(line("", summary.written_again(broken), 0), end="\n\n", flush=True)
 
 
-def _fit_and_save(run: config.Run, directory: RunDirectory, trainer: RunTrainer, checkpoints: Checkpoints) -> bool:
+def _fit_and_save(
+    run: config.Run,
+    directory: RunDirectory,
+    trainer: RunTrainer,
+    checkpoints: Checkpoints,
+    reporter: RunReporter,
+) -> bool:
     """Train to the end or to an interruption, and write the results; return whether it came to its end."""
     throughput, metrics_file = callbacks.Throughput(), callbacks.MetricsFile(directory.metrics)
     watch = FolderWatch(directory, checkpoints, metrics_file, trainer.interrupt)
     table = EpochTable(trainer.validation_data is not None, directory.metrics)
     asked_for = callbacks_from_settings(run, directory, throughput)
     try:
-        _fit(run, trainer, checkpoints, [watch, throughput, metrics_file, *asked_for, table])
+        _fit(
+            run, trainer, checkpoints, [watch, throughput, reporter.clock(throughput), metrics_file, *asked_for, table]
+        )
     except OSError:
         # Its loss is the reason. A chief without all of the state cannot save, because the other workers have stopped.
         if trainer.strategy.is_chief and not trainer.strategy.divides_state:
@@ -164,11 +187,12 @@ def _fit_and_save(run: config.Run, directory: RunDirectory, trainer: RunTrainer,
     if trainer.interrupted:
         trainer.strategy.barrier()
         _print_interruption(directory, trainer, watch.kept_in)
+        reporter.end(events.INTERRUPTED)
         return False
     results = _results(trainer, throughput, metrics_file)
     with trainer.strategy.whole_state(trainer.model):
         if trainer.strategy.is_chief:
-            _save(directory, trainer, results)
+            _save(directory, trainer, results, reporter)
     trainer.strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
     return True
 
@@ -198,11 +222,12 @@ def _print_interruption(directory: RunDirectory, trainer: RunTrainer, kept_in: P
         print(f"\nStopped after step {_num_updates(trainer)}; a checkpoint is written.")
 
 
-def _save(directory: RunDirectory, trainer: RunTrainer, results: dict[str, float]) -> None:
+def _save(directory: RunDirectory, trainer: RunTrainer, results: dict[str, float], reporter: RunReporter) -> None:
     """Write the model and the results, and print them."""
     _require_folder(directory, trainer)
     trainer.save(directory.model)
     directory.finish(results)
+    reporter.end(events.TRAINED)
     print(f"\n{summary.summary(directory, results)}")
     if (report := report_of(trainer, results)) is not None:
         print(f"\n{report}")

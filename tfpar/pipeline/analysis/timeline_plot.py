@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # The colour-blind safe palette of Okabe and Ito; of different lightness for prints in grey.
 _COLOURS: dict[Kind, str] = {"F": "#0072B2", "B": "#E69F00", "W": "#009E73"}
+# And of different hatches, so that colour is never alone.
+_HATCHES: dict[Kind, str] = {"F": "", "B": "////", "W": "...."}
 _BUBBLE = "#E4E4E4"
 _MARGIN_INCHES = 1.1
 _BOX_HEIGHT = 0.84
@@ -102,13 +104,17 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, schedule: Schedule, 
         spans = [span for span in timeline.spans if span.device == device]
         row = (device - _BOX_HEIGHT / 2, _BOX_HEIGHT)
         axes.broken_barh([(0, 1e3 * timeline.step_seconds)], row, facecolors=_BUBBLE)
-        axes.broken_barh(
-            [(1e3 * span.begin_seconds, 1e3 * (span.end_seconds - span.begin_seconds)) for span in spans],
-            row,
-            facecolors=[_colour(span.action, schedule) for span in spans],
-            edgecolors="white",
-            linewidths=0.5,
-        )
+        for kind, hatch in _HATCHES.items():
+            of_kind = [span for span in spans if span.action.kind == kind]
+            axes.broken_barh(
+                [(1e3 * span.begin_seconds, 1e3 * (span.end_seconds - span.begin_seconds)) for span in of_kind],
+                row,
+                facecolors=[_colour(span.action, schedule) for span in of_kind],
+                edgecolors="white",
+                linewidths=0.5,
+                hatch=hatch,
+                hatch_linewidth=0.4,
+            )
     _label(axes, timeline, schedule, points_per_second)
     axes.set_yticks(range(num_devices), [_row_label(device, schedule) for device in range(num_devices)])
     axes.set_ylim(num_devices - 0.5, -0.5)
@@ -169,7 +175,14 @@ def _legend(schedule: Schedule) -> dict[str, Any]:
             last = first + schedule.num_devices - 1
             stages = f", stage {first}" if first == last else f", stages {first} to {last}"
             colour = _colour(Action(kind, first, 0), schedule)
-            handles.append(Patch(color=colour, label=word if stages_per_device == 1 else word + stages))
+            handles.append(
+                Patch(
+                    facecolor=colour,
+                    edgecolor="white",
+                    hatch=_HATCHES[kind],
+                    label=word if stages_per_device == 1 else word + stages,
+                )
+            )
     empty = [Patch(visible=False, label="") for _ in range(stages_per_device - 1)]
     return {
         "handles": [*handles, Patch(color=_BUBBLE, label="bubble (no action runs)"), *empty],

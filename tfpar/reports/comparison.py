@@ -1,0 +1,177 @@
+"""The comparison of several runs as a page, and as text of 80 columns. No TensorFlow."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tfpar.messages.number_format import figure
+from tfpar.planning.quantities import duration, memory
+from tfpar.reports import markup, page, pictures
+from tfpar.reports.markup import Markup, element
+from tfpar.reports.recorded_run import RecordedRun, is_number
+
+COLUMNS = 80
+MOST_SETTINGS = 200
+MOST_LABEL_COLUMNS = 40
+ABSENT = "-"
+
+
+def names(runs: Sequence[RecordedRun]) -> dict[str, RecordedRun]:
+    """Return runs by their names, by their paths where two folders have the same name.
+
+    Args:
+        runs: Recorded runs of different folders.
+    """
+    folders = [run.name for run in runs]
+    return {run.name if folders.count(run.name) == 1 else str(run.folder): run for run in runs}
+
+
+def differing(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
+    """Return the settings whose values differ, each with its value in every run; `ABSENT` where a run lacks it.
+
+    Args:
+        runs: Recorded runs.
+
+    Example:
+        >>> one, two = (RecordedRun(None, {"seed": seed}, (), {}, (), "", {}) for seed in (1, 2))
+        >>> differing([one, two])
+        {'seed': [1, 2]}
+    """
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    values = {key: [run.settings.get(key, ABSENT) for run in runs] for key in keys}
+    return {key: found for key, found in values.items() if len(set(map(repr, found))) > 1}
+
+
+def figures(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
+    """Return the figures of all runs by their names: state, metrics, step, speed, memory.
+
+    Args:
+        runs: Recorded runs.
+    """
+    rows: dict[str, list[str]] = {"state": [run.status for run in runs]}
+    rows["epochs"] = [_number(run.figures.get("epochs", run.figures.get("epoch"))) for run in runs]
+    for name in pictures.metric_names(*runs):
+        rows |= {log: [_number(run.figures.get(log)) for run in runs] for log in (name, f"val_{name}")}
+    rows["step"] = [ABSENT if run.step_seconds is None else duration(run.step_seconds) for run in runs]
+    rows["examples/s"] = [_number(run.figures.get("examples_per_second")) for run in runs]
+    rows["waiting for data"] = [_percent(run.figures.get("data_wait_share")) for run in runs]
+    rows["peak of the fullest device"] = [_memory(fullest_bytes(run)) for run in runs]
+    rows["peak of the process"] = [_memory(run.table("memory").get("process_peak_bytes")) for run in runs]
+    return {name: cells for name, cells in rows.items() if set(cells) != {ABSENT}}
+
+
+def fullest_bytes(run: RecordedRun) -> float | None:
+    """Return the peak memory of the fullest GPU of a run; None without one.
+
+    Args:
+        run: A recorded run.
+    """
+    peaks = [row["peak_bytes"] for row in run.rows("memory", "devices") if is_number(row.get("peak_bytes"))]
+    return max(peaks, default=None)
+
+
+def _number(value: Any) -> str:
+    return figure(value) if is_number(value) else ABSENT
+
+
+def _percent(value: Any) -> str:
+    return f"{100 * value:.0f} %" if is_number(value) else ABSENT
+
+
+def _memory(value: Any) -> str:
+    return memory(value) if is_number(value) else ABSENT
+
+
+def comparison(runs: Sequence[RecordedRun]) -> str:
+    """Return the comparison as a page.
+
+    Args:
+        runs: Two recorded runs or more, of different folders.
+
+    Returns:
+        One file of HTML that loads nothing.
+    """
+    named = names(runs)
+    sections = [
+        markup.section("settings", "Settings that differ", *_settings(named)),
+        markup.section("loss", "Loss", *_loss(named)),
+        markup.section("figures", "Figures", *_figures(named)),
+    ]
+    notes = [element("li", f"{name}: {note}") for name, run in named.items() for note in run.notes]
+    notes += [element("li", f"{name} is still training.") for name, run in named.items() if run.status == "training"]
+    head = [element("p", "Folders: ", ", ".join(str(run.folder) for run in runs), class_="note")]
+    head += [element("ul", *notes, class_="note")] if notes else []
+    return markup.page(f"Comparison of {len(runs)} runs", head, sections)
+
+
+def _settings(named: Mapping[str, RecordedRun]) -> Iterable[Markup]:
+    found = differing(list(named.values()))
+    rows = [
+        (key, *(value if value == ABSENT else element("code", page.show(value)) for value in values))
+        for key, values in found.items()
+    ]
+    if not rows:
+        yield element("p", "None: all settings are equal.")
+    yield markup.table("Values in each run", ["setting", *named], rows[:MOST_SETTINGS], numbers=False)
+
+
+def _loss(named: Mapping[str, RecordedRun]) -> Iterable[Markup]:
+    png = pictures.compared(named)
+    if png is None:
+        yield element("p", "No epoch of any run is complete.")
+        return
+    words = f"Curves of the loss by epoch of {', '.join(named)}. The final values are in the table of figures."
+    yield markup.picture(png, words, "Each run has a line style and a marker of its own.")
+
+
+def _figures(named: Mapping[str, RecordedRun]) -> Iterable[Markup]:
+    runs = list(named.values())
+    rows = [(name, *cells) for name, cells in figures(runs).items()]
+    yield markup.table("Final figures", ["figure", *named], rows)
+    steps = {name: 1e3 * run.step_seconds for name, run in named.items() if run.step_seconds is not None}
+    used = {name: (fullest_bytes(run), run.table("memory").get("process_peak_bytes")) for name, run in named.items()}
+    has_devices = any(one is not None for one, _ in used.values())
+    peaks = {name: (device if has_devices else process) for name, (device, process) in used.items()}
+    megabytes = {name: value / 1e6 for name, value in peaks.items() if is_number(value)}
+    of = "the fullest device" if has_devices else "the process"
+    for title, values, unit in (("step", steps, "milliseconds"), (f"peak memory of {of}", megabytes, "MB")):
+        png = pictures.bars(title, {title: values}, unit)
+        if png is not None:
+            yield markup.picture(png, f"Bars of the {title} of each run; the values are in the table above.")
+
+
+def text(runs: Sequence[RecordedRun]) -> str:
+    """Return the comparison as text that fits 80 columns: a block for each run, its settings and its figures.
+
+    Args:
+        runs: Recorded runs.
+    """
+    named = names(runs)
+    settings, rows = differing(runs), figures(runs)
+    columns = 4 + min(MOST_LABEL_COLUMNS, max(map(len, [*settings, *rows])))
+    lines = []
+    for number, name in enumerate(named):
+        lines += textwrap.wrap(page.shown(name), COLUMNS) or [ABSENT]
+        cells = {key: values[number] for key, values in settings.items()}
+        cells = {key: value if value == ABSENT else page.show(value) for key, value in cells.items()}
+        cells |= {key: values[number] for key, values in rows.items()}
+        for key, value in cells.items():
+            lines += _line(key, value, columns) if value != ABSENT else []
+        lines.append("")
+    lines += textwrap.wrap(
+        f"Settings that differ come first, {len(settings)}; a run without a line lacks that setting."
+        if settings
+        else "All settings are equal.",
+        COLUMNS,
+    )
+    return "\n".join(lines)
+
+
+def _line(label: str, value: str, columns: int) -> list[str]:
+    name = f"  {page.shown(label)}"
+    begin = f"{name:{columns}}" if len(name) < columns else f"{name} "
+    return textwrap.wrap(
+        page.shown(value), COLUMNS, initial_indent=begin, subsequent_indent=" " * min(columns, 30)
+    ) or [begin.rstrip()]

@@ -1,0 +1,118 @@
+"""The plan next to the measurement: predicted layouts, predicted and measured step, timeline of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tfpar.messages.number_format import figure
+from tfpar.pipeline.analysis.stage_table import describe_step
+from tfpar.planning.quantities import duration, memory, waits_in_words
+from tfpar.reports import markup, pictures
+from tfpar.reports.advice import own_row, plan_rows
+from tfpar.reports.markup import Markup, element
+from tfpar.reports.recorded_run import RecordedRun, is_number
+
+_FITS = {True: "yes", False: "no"}
+
+
+def plan_section(run: RecordedRun) -> tuple[list[Markup], dict[str, bytes]]:
+    """Return the table and the picture of a plan, and predicted next to measured figures.
+
+    Args:
+        run: A recorded run.
+
+    Returns:
+        The parts of the page, and its pictures by their names.
+    """
+    parts, images = list(_prediction(run)), {}
+    rows = plan_rows(run)
+    if rows:
+        own = own_row(run, rows)
+        steps = [row for row in rows if is_number(row.get("step_seconds"))]
+        groups = {"predicted step": {str(row.get("layout")): 1e3 * row["step_seconds"] for row in steps}}
+        if own is not None and run.step_seconds is not None:
+            groups["measured step"] = {str(own.get("layout")): 1e3 * run.step_seconds}
+        png = pictures.bars("step of each layout", groups, "milliseconds")
+        if png is not None:
+            images["plan"] = png
+            words = "Bars of the predicted step of each layout; the values are in the table below."
+            parts.append(markup.picture(png, words))
+        parts.append(_table(rows, own))
+        notes = run.plan.get("notes")
+        parts += [element("p", note, class_="note") for note in notes] if isinstance(notes, list) else []
+    elif not parts:
+        parts.append(element("p", "This run was not planned: its folder holds no plan and no prediction."))
+    return parts, images
+
+
+def _prediction(run: RecordedRun) -> Iterable[Markup]:
+    prediction = run.prediction
+    seconds, num_bytes = (prediction.get(f"planned_{name}") for name in ("step_seconds", "memory_bytes"))
+    step, used = (prediction.get(f"measured_{name}") for name in ("step_seconds", "memory_bytes"))
+    step = step if is_number(step) else run.step_seconds
+    rows = []
+    if is_number(seconds):
+        rows.append(("step", duration(seconds), "" if step is None else duration(step), _error(seconds, step)))
+    if is_number(num_bytes):
+        shown = memory(used) if is_number(used) else ""
+        rows.append(("memory of the fullest device", memory(num_bytes), shown, _error(num_bytes, used)))
+    title = f"Prediction for {prediction.get('layout', 'this run')}"
+    if rows:
+        yield markup.table(title, ["figure", "predicted", "measured", "error of the prediction"], rows)
+
+
+def _error(predicted: float, measured: Any) -> str:
+    return f"{100 * (predicted / measured - 1):+.0f} %" if is_number(measured) and measured else ""
+
+
+def _table(rows: list[Mapping[str, Any]], own: Mapping[str, Any] | None) -> Markup:
+    cells = [_cells(row, row is own) for row in rows]
+    heads = ["layout", "rank", "step", "examples/s", "times one", "memory a device", "fits", "waits for"]
+    return markup.table("Predicted layouts", heads, cells, numbers=False)
+
+
+def _cells(row: Mapping[str, Any], is_own: bool) -> tuple[str, ...]:
+    seconds, waits, num_bytes, fits = (row.get(name) for name in ("step_seconds", "waits", "memory_bytes", "fits"))
+    waiting = {name: value for name, value in waits.items() if is_number(value)} if isinstance(waits, dict) else {}
+    is_timed = is_number(seconds) and seconds > 0
+    return (
+        f"{row.get('layout')}" + (" (this run)" if is_own else ""),
+        "-" if row.get("rank") is None else str(row["rank"]),
+        duration(seconds or 0.0) if is_timed else "",
+        _number(row.get("examples_per_second")),
+        _number(row.get("times_one")),
+        memory(num_bytes) if is_number(num_bytes) else "",
+        _FITS[fits] if isinstance(fits, bool) else "not known",
+        waits_in_words(waiting, seconds or 1.0) if is_timed else "",
+    )
+
+
+def _number(value: Any) -> str:
+    return figure(value) if is_number(value) else ""
+
+
+def timeline_section(run: RecordedRun, png: bytes | None) -> Iterable[Markup]:
+    """Yield the timeline of a pipeline, with its steps in words.
+
+    Args:
+        run: A recorded run.
+        png: The picture; None if there is none.
+    """
+    record = run.pipeline
+    if record is None:
+        return
+    yield element("h3", "Timeline of a step")
+    planned, measured = record.planned, record.measured
+    lines = [("as planned", duration(planned.step_seconds), f"{100 * planned.bubble:.1f} %")]
+    if measured is not None:
+        lines.append(("as run", duration(measured.step_seconds), f"{100 * measured.bubble:.1f} %"))
+    if run.step_seconds is not None:
+        lines.append(("in training, with update and waiting", duration(run.step_seconds), ""))
+    yield markup.table("Step of the pipeline", ["step", "time", "bubble"], lines)
+    if png is not None:
+        words = f"Actions of all devices over time: as planned, {describe_step(planned)}"
+        words += "." if measured is None else f"; as run, {describe_step(measured)}."
+        yield markup.picture(png, words, "Numbers are micro-batches. Grey is the bubble: no action runs.")
+    if measured is None:
+        yield element("p", "With --trace the train command also times the actions of a step.", class_="note")

@@ -1,0 +1,220 @@
+"""A run as its folder records it, read leniently: what is missing or damaged is a note. No TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from tfpar import config
+from tfpar.files import json_file, json_lines
+from tfpar.messages import received
+from tfpar.reports import events, timelines
+from tfpar.reports.events import Event
+from tfpar.reports.timelines import PipelineRecord
+
+RECORD = "record.json"
+TRAINING = "training"
+_OF_RUN = ("run.json", "config.toml")
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedRun:
+    """A run as its folder records it. Tables and sequences are empty where the folder lacks them.
+
+    Args:
+        folder: The run directory.
+        settings: The value of each setting, by its key with its section, such as "training.epochs".
+        epochs: The lines of `metrics.jsonl`: an epoch each.
+        results: The figures of `results.json`; empty until the run is trained to its end.
+        events: Starts, interruptions and failures.
+        status: "trained", "interrupted", "failed", "training", "not ended" or "not known".
+        record: Versions, machine, model, layout, memory and times, as the run wrote them.
+        pipeline: The step of a pipeline as planned and as run; None for other strategies.
+        plan: The plan of the layouts, if the planner wrote one.
+        prediction: Predicted and measured step and memory of this run, if the planner wrote them.
+        parity: The result of a check of parity, if one was saved here.
+        notes: Sentences about files that are missing or damaged.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    epochs: Sequence[Mapping[str, Any]]
+    results: Mapping[str, Any]
+    events: Sequence[Event]
+    status: str
+    record: Mapping[str, Any]
+    pipeline: PipelineRecord | None = None
+    plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parity: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of the folder."""
+        return self.folder.name or str(self.folder)
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """The results, or until there are any the last epoch's figures."""
+        return self.results or (self.epochs[-1] if self.epochs else {})
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The measured duration of a step; None if none was timed."""
+        milliseconds = self.figures.get("step_milliseconds")
+        return None if not is_number(milliseconds) or not milliseconds else milliseconds / 1e3
+
+    def table(self, *keys: str) -> Mapping[str, Any]:
+        """Return a table of the record; empty if there is none.
+
+        Args:
+            keys: Of the record, and of the tables inside.
+        """
+        found: Any = self.record
+        for key in keys:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return found if isinstance(found, Mapping) else {}
+
+    def rows(self, *keys: str) -> list[Mapping[str, Any]]:
+        """Return the tables in a list of the record; empty if there is none.
+
+        Args:
+            keys: Of the record, and of the tables inside.
+        """
+        found = self.table(*keys[:-1]).get(keys[-1]) if len(keys) > 1 else self.record.get(keys[0])
+        return [row for row in found if isinstance(row, Mapping)] if isinstance(found, list) else []
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return whether a value is a number, and no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read(folder: str | Path, *, status: str | None = None) -> RecordedRun:
+    r"""Read a run from its folder.
+
+    Args:
+        folder: The run directory.
+        status: The status of the run; by default as its folder says.
+
+    Raises:
+        ValueError: If there is no such folder, or it holds no run.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "config.toml").write_text("[training]\nepochs = 3")
+        >>> run = read(folder)
+        >>> run.settings["training.epochs"], run.status, run.notes
+        (3, 'not known', ('No epoch is complete yet: there is no metrics.jsonl.',))
+    """
+    folder = Path(folder)
+    _require_run(folder)
+    notes: list[str] = []
+    found, num_damaged = events.read(folder)
+    notes += [f"{num_damaged} lines of {events.NAME} are damaged and left out."] if num_damaged else []
+    record = _table(folder / RECORD, notes)
+    pipeline = record.get("pipeline")
+    settings = _settings(folder / "config.toml", notes)
+    epochs = _epochs(folder / "metrics.jsonl", notes)
+    run = RecordedRun(
+        folder=folder,
+        settings=settings,
+        epochs=epochs,
+        results=_table(folder / "results.json", notes),
+        events=found,
+        status=status or "",
+        record=record,
+        pipeline=None if pipeline is None else timelines.from_table(pipeline),
+        plan=_table(folder / "plan.json", notes),
+        prediction=_table(folder / "prediction.json", notes),
+        parity=_table(folder / "parity.json", notes),
+    )
+    return dataclasses.replace(run, status=status or _status(run), notes=tuple(notes))
+
+
+def _require_run(folder: Path) -> None:
+    shown = received.path(folder)
+    try:
+        if not folder.exists():
+            raise ValueError(f"A run must be the folder of one, and {shown} does not exist. Name a folder under runs/.")
+        if not folder.is_dir():
+            raise ValueError(f"A run must be the folder of one, and {shown} is a file. Name its folder.")
+        names = os.listdir(folder)
+    except OSError as error:
+        raise ValueError(f"{shown} cannot be read: {error.strerror}. Correct the path, or its permissions.") from None
+    if not any(name in names for name in _OF_RUN):
+        raise ValueError(
+            f"A run must be the folder of one, with a config.toml, and {shown} holds none. Name a folder that "
+            "python -m tfpar.train has written."
+        )
+
+
+def _table(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    table = json_file.read_table(path)
+    if table is None and path.exists():
+        notes.append(f"{path.name} is damaged, and left out.")
+    return table or {}
+
+
+def _settings(path: Path, notes: list[str]) -> Mapping[str, Any]:
+    """Return all settings with their defaults; only those of the file where this version does not read it."""
+    try:
+        return dict(_flat(config.load(path).model_dump()))
+    except (OSError, ValueError) as error:
+        reason = error
+    try:
+        found = dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
+    except (OSError, ValueError, RecursionError):
+        found = {}
+    notes.append(f"config.toml is not one of this version: {received.excerpt(str(reason), 160)}")
+    return found
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _epochs(path: Path, notes: list[str]) -> Sequence[Mapping[str, Any]]:
+    if not path.exists():
+        notes.append("No epoch is complete yet: there is no metrics.jsonl.")
+        return ()
+    entries, damaged = json_lines.read(path)
+    if damaged:
+        lines = "Line" if len(damaged) == 1 else "Lines"
+        numbers = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
+        notes.append(f"{lines} {numbers} of metrics.jsonl cannot be read, and the report lacks them.")
+    return tuple(entries)
+
+
+def _status(run: RecordedRun) -> str:
+    if is_locked(run.folder / ".lock"):
+        return TRAINING
+    found = events.status(run.events)
+    return events.TRAINED if found in ("not known", "not ended") and run.results else found
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process of this machine holds the lock of a run directory.
+
+    The lock is not tried: a try would refuse a training that starts at that moment.
+
+    Args:
+        path: The file `.lock`.
+    """
+    try:
+        status = path.stat()
+        locks = Path("/proc/locks").read_text()
+    except OSError:
+        return False
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    return any(line.split()[1] == "FLOCK" and device in line.split() for line in locks.splitlines() if "->" not in line)
