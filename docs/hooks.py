@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tfpar import config, launch, train
+from tfpar import config, launch, report, train
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {one.name: one for one in (train.COMMAND, launch.COMMAND, importlib.import_module("tfpar.doctor").COMMAND)}
+COMMANDS = {one.name: one for one in (train.COMMAND, launch.COMMAND, importlib.import_module("tfpar.doctor").COMMAND, report.COMMAND)}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

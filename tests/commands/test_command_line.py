@@ -11,12 +11,17 @@ from absl.testing import flagsaver
 
 import tfpar
 from tests import ROOT
-from tfpar import __main__, launch, train
+from tfpar import __main__, launch, report, train
 from tfpar.commands import command_line
 from tfpar.config import bundled_configurations
 
 # `tfpar.doctor` is a function.
-COMMANDS = {"tfpar.train": train, "tfpar.launch": launch, "tfpar.doctor": importlib.import_module("tfpar.doctor")}
+COMMANDS = {
+    "tfpar.train": train,
+    "tfpar.launch": launch,
+    "tfpar.doctor": importlib.import_module("tfpar.doctor"),
+    "tfpar.report": report,
+}
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -107,7 +107,7 @@ def test_settings_that_change_no_weight_are_marked_in_their_sections() -> None:
         *("training.epochs", "training.steps_per_call", "training.checkpoint_seconds", "training.keep_checkpoints"),
         "training.nonfinite_loss",
         *("strategy.form_seconds", "strategy.silence_seconds"),
-        *("callbacks.tensorboard", "callbacks.check_replicas_every_steps"),
+        *("callbacks.tensorboard", "callbacks.report", "callbacks.check_replicas_every_steps"),
     }
 
 

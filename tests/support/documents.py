@@ -15,6 +15,7 @@ NOT_RUN = {
     INSTALL: "installs; CI begins with it",
     "srun": "needs an allocation of Slurm; tests/cluster/test_slurm_multi_process.py runs it where Slurm is installed",
     "--hosts": "needs two hosts; tests/cluster/test_several_hosts_multi_process.py runs it in network namespaces",
+    "tfpar.report": "needs runs; tests/reports/test_report_of_training.py runs it",
     "-m pytest": "is what runs these tests",
 }
 LANGUAGES = {"diff", "python", "sh", "toml", "text"}  # the last is for drawings, formulas and output

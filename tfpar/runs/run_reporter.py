@@ -89,6 +89,8 @@ class RunReporter:
                 events.append(self._directory.path, events.NONFINITE, self._step)
             self._failed(error)
             raise
+        finally:
+            self._trainer = self._clock = None  # the clock refers to this object: the lock of the folder ends with both
 
     def _failed(self, error: Exception) -> None:
         has_files = self._directory.metrics.exists() or any(self._directory.checkpoints.glob("*.npz"))
