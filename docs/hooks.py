@@ -12,7 +12,10 @@ from typing import Any
 from tfpar import config, launch, report, train
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {one.name: one for one in (train.COMMAND, launch.COMMAND, importlib.import_module("tfpar.doctor").COMMAND, report.COMMAND)}
+COMMANDS = {
+    one.name: one
+    for one in (train.COMMAND, launch.COMMAND, importlib.import_module("tfpar.doctor").COMMAND, report.COMMAND)
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
