@@ -54,6 +54,12 @@ def test_a_bubble_is_simulated_with_the_measured_times(tmp_path: Path) -> None:
     assert {one.basis for one in found} == {"simulated from measured times"}
 
 
+def test_a_simulation_that_was_wrong_by_more_than_its_gain_advises_nothing(tmp_path: Path) -> None:
+    record = recorded.record(seconds={})
+    record["pipeline"]["measured"]["step_seconds"] = 0.5 * record["pipeline"]["planned"]["step_seconds"]
+    assert advice(tmp_path, PIPELINE, record=record, figures={"data_wait_share": 0.0}) == []
+
+
 def test_a_faster_layout_of_the_plan_is_advised_unless_it_does_not_fit(tmp_path: Path) -> None:
     toml = '[strategy]\nkind = "single_device"'
     (found,) = advice(tmp_path, toml, plan=PLAN, figures={"data_wait_share": 0.0})

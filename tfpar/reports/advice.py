@@ -14,6 +14,7 @@ from tfpar.pipeline.schedule import Schedule, make
 from tfpar.pipeline.schedule.simulator import Durations, simulate
 from tfpar.planning.quantities import duration
 from tfpar.reports.recorded_run import RecordedRun, is_number
+from tfpar.reports.timelines import PipelineRecord
 
 LEAST_GAIN = 0.03  # of the time: less is within the noise of a measurement
 MOST_ROWS = 5  # of one kind
@@ -97,6 +98,8 @@ def _of_pipeline(run: RecordedRun) -> Iterator[Advice]:
     except ValueError:  # a damaged record
         return
     for words, seconds, settings in found:
+        if now / seconds - 1 <= _simulation_error(record):
+            continue  # the simulation is wrong by more than it promises
         yield _of(
             run,
             now / seconds,
@@ -105,6 +108,14 @@ def _of_pipeline(run: RecordedRun) -> Iterator[Advice]:
             "simulated from measured times",
             settings,
         )
+
+
+def _simulation_error(record: PipelineRecord) -> float:
+    """Return the relative error of the simulated step of the run's own schedule; 0 where it was not measured."""
+    measured = record.measured
+    if measured is None or measured.step_seconds <= 0:
+        return 0.0
+    return abs(record.planned.step_seconds / measured.step_seconds - 1)
 
 
 def _other_schedules(schedule: Schedule, durations: Durations) -> Iterator[tuple[str, float, dict[str, Any]]]:
