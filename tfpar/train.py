@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -119,15 +120,26 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         sentence = _sentence(error, _DIRECTORY.value)
         if sentence is None:
+            _report(directory)
             raise
         for line in sentence.splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        _report(directory)
         if isinstance(error, OtherWorkerError):
             return command_line.OTHER_FAILED
         is_repeatable = isinstance(error, ValueError | TypeError | ImportError | FileNotFoundError)
         if is_repeatable and directory is not None:
             directory.undo_claim()
         return command_line.code_of_repeatable_error(os.environ) if is_repeatable else command_line.FAILED
+
+
+def _report(directory: RunDirectory | None) -> None:
+    """Write the report of a run that has failed, where that is possible."""
+    if directory is not None and directory.lacks_report:
+        from tfpar.reports import events, report_files
+
+        with contextlib.suppress(Exception):  # the error of the run is printed already
+            report_files.write(directory.path, status=events.FAILED)
 
 
 def _run_folder(file: Path | None) -> Path:

@@ -34,8 +34,7 @@ class RunDirectory:
         optimizer.json   the optimizer as it was built
         pipeline.png     with --trace: a step of the pipeline as planned and as run
         report.html      the report, with its pictures in report/ too
-        record.json      what the report says of machine, model, layout, memory and time
-        events.jsonl     starts, interruptions and failures
+        record.json      what the report says of the machine and the model; starts and failures are in events.jsonl
         tensorflow.log   what TensorFlow's native code wrote
 
     A folder with other files is refused, whatever their names: without a `run.json` no file is a run's. An older
@@ -62,6 +61,7 @@ class RunDirectory:
         self.native_log = self.path / "tensorflow.log"
         self.optimizer = self.path / "optimizer.json"
         self.report = self.path / "report.html"
+        self.lacks_report = False  # of a run that has failed: the error is printed first
         self.resumed: config.Run | None = None  # the run that the folder held when it was claimed
         self.identity: str | None = None  # known once the folder is claimed; "" where an older version began the run
         self._lock: IO[bytes] | None = None

@@ -27,6 +27,8 @@ _REPEATABLE = (ValueError, TypeError, ImportError, FileNotFoundError)
 class RunReporter:
     """Record a training in its folder, and write its report at the end. Nothing of it fails a run.
 
+    The report of a run that fails is left to the train command, after its error: other workers may end the process.
+
     The chief alone calls `begin`; without it the other methods do nothing.
 
     Args:
@@ -81,7 +83,7 @@ class RunReporter:
 
     @contextlib.contextmanager
     def recording_failures(self) -> Iterator[None]:
-        """Record an error that leaves the block, and write what is known until then."""
+        """Record an error that leaves the block."""
         try:
             yield
         except Exception as error:
@@ -107,7 +109,9 @@ class RunReporter:
 
     def _write(self, kind: str) -> None:
         self._record()
-        if self._run.callbacks.report:
+        if kind == events.FAILED:
+            self._directory.lacks_report = self._run.callbacks.report
+        elif self._run.callbacks.report:
             from tfpar.reports import report_files  # Matplotlib takes a second
 
             report_files.write(self._directory.path, status=kind)
