@@ -28,8 +28,9 @@ def measure_slowdown(loops: Sequence[TimedLoop]) -> dict[int, float]:
         loop.run(2)  # compiles
     alone_seconds = _seconds_together(loops[:1], 1)
     count = max(1, round(_SECONDS_OF_ROUND / alone_seconds))
+    num_rounds = _ROUNDS if alone_seconds < _SECONDS_OF_ROUND else 1
     numbers = sorted({*(1 << power for power in range(len(loops).bit_length())), len(loops)})
-    rounds = [{number: _seconds_together(loops[:number], count) for number in numbers} for _ in range(_ROUNDS)]
+    rounds = [{number: _seconds_together(loops[:number], count) for number in numbers} for _ in range(num_rounds)]
     return {number: max(1.0, statistics.median(one[number] / one[1] for one in rounds)) for number in numbers}
 
 

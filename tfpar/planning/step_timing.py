@@ -23,7 +23,9 @@ _REPEATS = 4
 _REPEATS_OF_LONG = 2
 SECONDS_OF_REPEAT = 0.15
 _MOST_STEPS = 2000
-_PREFETCHED = 2
+# Beyond these the step is predicted from smaller batches, by a line.
+_FEWEST_SIZES = 4
+_MOST_SECONDS_OF_SIZE = 8.0
 
 
 class TimedLoop:
@@ -41,17 +43,18 @@ class TimedLoop:
         self._size = tf.Variable(1, dtype=tf.int64, trainable=False)
         with tf.device("CPU:0"):
             dataset = tf.data.Dataset.from_tensors(batch).cache().repeat()
-            dataset = dataset.map(lambda *parts: _first(parts, self._size), num_parallel_calls=1).prefetch(_PREFETCHED)
+            dataset = dataset.map(lambda *parts: _first(parts, self._size), num_parallel_calls=1).prefetch(2)
         distributed = strategy.distribute(dataset)
         self._loop = StepFunctions(model, strategy).loop("train", distributed)
 
-        self._iterator = iter(distributed.dataset)
-        self._upcoming = self._iterator.get_next_as_optional()
+        self._dataset = distributed.dataset
+        self.resize(int(data.num_rows(batch)))
 
     def resize(self, num_examples: int) -> None:
         """Use batches of another size, at most that of the given batch."""
         self._size.assign(num_examples)
-        self.run(1 + _PREFETCHED + 1)
+        self._iterator = iter(self._dataset)
+        self._upcoming = self._iterator.get_next_as_optional()
 
     def run(self, num_steps: int) -> None:
         """Run steps, and wait for their end."""
@@ -64,7 +67,7 @@ class TimedLoop:
 def measure_steps(loop: TimedLoop, sizes: Sequence[int]) -> tuple[Curve, float]:
     """Measure training steps at several numbers of examples.
 
-    A size that does not fit in the memory of the device is left out, with all larger ones.
+    A size that does not fit in the memory of the device, or takes long, is left out, with all larger ones.
 
     Args:
         loop: The steps.
@@ -78,8 +81,13 @@ def measure_steps(loop: TimedLoop, sizes: Sequence[int]) -> tuple[Curve, float]:
         MemoryError: If the device has not enough memory for a step of the smallest size.
     """
     found: dict[int, list[float]] = {size: [] for size in sorted(set(sizes))}
-    for _ in range(ROUNDS):  # other processes of the machine disturb one round more than another
+    for number in range(ROUNDS):  # other processes of the machine disturb one round more than another
         for size in list(found):
+            if number and min(found[size]) > SECONDS_OF_REPEAT:
+                continue
+            if not number and _is_too_long(found, size):
+                found = {smaller: seconds for smaller, seconds in found.items() if smaller < size}
+                break
             try:
                 loop.resize(size)
                 found[size] += repeated_seconds(loop.run)
@@ -90,6 +98,15 @@ def measure_steps(loop: TimedLoop, sizes: Sequence[int]) -> tuple[Curve, float]:
                 break
     lows = tuple(statistics.quantiles(seconds, n=4, method="inclusive")[0] for seconds in found.values())
     return Curve(tuple(found), lows), statistics.median(map(relative_error, found.values()))
+
+
+def _is_too_long(found: dict[int, list[float]], size: int) -> bool:
+    """Return whether the repeats of a size would take too long, after enough smaller ones to predict it."""
+    smaller = [one for one in found if one < size and found[one]]
+    if len(smaller) < _FEWEST_SIZES:
+        return False
+    step_seconds = min(found[smaller[-1]]) * size / smaller[-1]
+    return (_REPEATS_OF_LONG + 2) * step_seconds > _MOST_SECONDS_OF_SIZE
 
 
 def _too_large(size: int) -> MemoryError:
@@ -114,7 +131,7 @@ def repeated_seconds(run: Callable[[int], Any]) -> list[float]:
         4
     """
     run(1)  # compiles
-    seconds = _timed(run, 2) / 2
+    seconds = _timed(run, 1)
     if seconds > SECONDS_OF_REPEAT:
         return [seconds, *(_timed(run, 1) for _ in range(_REPEATS_OF_LONG))]
     count = max(2, min(_MOST_STEPS, round(SECONDS_OF_REPEAT / max(seconds, 1e-9))))
