@@ -9,6 +9,7 @@ import pytest
 
 import tfpar
 from tfpar import config, strategies
+from tfpar.config.strategy_section import problems
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -42,6 +43,11 @@ def test_a_kind_has_the_settings_that_are_arguments_of_its_strategy(settings: An
             config.Pipeline(num_stages=2, num_microbatches=4, devices=("CPU:2", "CPU:3")),
             "Pipeline of 2 stages on CPU:2, CPU:3, 4 micro-batches, 1f1b",
         ),
+        (
+            config.TensorParallel(num_shards=2, num_replicas=2, shard="optimizer"),
+            "Hybrid of 2 replicas of TensorParallel of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), optimizer state "
+            "sharded",
+        ),
     ],
 )
 def test_settings_become_their_strategy(settings: config.Strategy, described: str) -> None:
@@ -63,3 +69,9 @@ def test_settings_become_their_strategy(settings: config.Strategy, described: st
 def test_settings_are_judged_by_the_constructor_of_their_strategy(settings: config.Strategy, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         strategies.from_settings(settings)
+
+
+def test_state_is_divided_over_at_least_two_replicas() -> None:
+    assert not list(problems(config.TensorParallel(num_shards=2, num_replicas=2, shard="optimizer")))
+    (problem,) = problems(config.TensorParallel(num_shards=2, shard="optimizer"))
+    assert "strategy.num_replicas = 1: set at least 2, or leave strategy.shard out" in problem

@@ -409,16 +409,20 @@ def test_a_model_with_objectives_is_refused() -> None:
         tfpar.Trainer(model, tfpar.TensorParallel(2))
 
 
+def transformer(optimizer: Callable[[], keras.optimizers.Optimizer]) -> keras.Model:
+    tokens = keras.Input((6,), dtype="int32")
+    hidden = keras.layers.Embedding(TOKENS, 8, mask_zero=True)(tokens)
+    hidden = hidden + keras.layers.MultiHeadAttention(5, 4)(hidden, hidden)
+    hidden = keras.layers.LayerNormalization()(hidden)
+    hidden = keras.layers.Dense(8, kernel_regularizer="l2")(keras.layers.Dense(17, "gelu")(hidden))
+    model = keras.Model(tokens, keras.layers.Dense(2)(hidden))
+    model.compile(optimizer(), "mse", metrics=["mae"])
+    return model
+
+
 def test_replicas_of_shards_equal_one_device() -> None:
     def build() -> keras.Model:
-        tokens = keras.Input((6,), dtype="int32")
-        hidden = keras.layers.Embedding(TOKENS, 8, mask_zero=True)(tokens)
-        hidden = hidden + keras.layers.MultiHeadAttention(5, 4)(hidden, hidden)
-        hidden = keras.layers.LayerNormalization()(hidden)
-        hidden = keras.layers.Dense(8, kernel_regularizer="l2")(keras.layers.Dense(17, "gelu")(hidden))
-        model = keras.Model(tokens, keras.layers.Dense(2)(hidden))
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1), "mse", metrics=["mae"])
-        return model
+        return transformer(lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1))
 
     tokens, targets = of_tokens()
     data = tokens[:33], targets[:33]  # the last batch has fewer examples than there are replicas
@@ -430,6 +434,30 @@ def test_replicas_of_shards_equal_one_device() -> None:
     preview = trainer.preview(tf.data.Dataset.from_tensor_slices(data).batch(8))
     assert [row.num_examples for row in preview.rows] == [4] * 4
     assert preview.rows[2].state_bytes < preview.rows[0].state_bytes, "the optimizer's state is on the first replica"
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1),
+        lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1, weight_decay=0.01, use_ema=True),
+        lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    ],
+)
+def test_state_divided_over_replicas_of_shards_gives_the_same_bits(
+    optimizer: Callable[[], keras.optimizers.Optimizer],
+) -> None:
+    tokens, targets = of_tokens()
+    data = tokens[:33], targets[:33]  # the last batch has fewer examples than there are replicas
+    shards = tfpar.TensorParallel(2)
+    whole, *wanted = trained(lambda: transformer(optimizer), data, tfpar.Hybrid(shards, 2))
+    divided, *found = trained(lambda: transformer(optimizer), data, tfpar.Hybrid(shards, 2, shard="optimizer"))
+    assert_equal(found, wanted, tolerance=0)
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(8)
+    first, *_, last = (row.state_bytes for row in divided.preview(batches).rows)
+    first_of_whole, *_, last_of_whole = (row.state_bytes for row in whole.preview(batches).rows)
+    assert first < first_of_whole, "the first replica holds a part of the state"
+    assert last > last_of_whole, "the second holds the other part"
 
 
 def adding_a_loss() -> keras.Model:
@@ -458,6 +486,7 @@ def test_replicas_refuse_layers_that_use_the_whole_batch(build: Callable[[], ker
         ({"num_replicas": 0}, "num_replicas must be a whole number of at least 1, received 0"),
         ({"num_replicas": 3}, r"num_shards=2 x num_replicas=3 needs 6 devices, and there are 4"),
         ({"num_replicas": 2, "devices": ["CPU:0", "CPU:1"]}, "received num_shards=2 x num_replicas=2 and 2 devices"),
+        ({"num_replicas": 2, "shard": "weights"}, "shard must be 'optimizer' or None, received 'weights'"),
         ({"num_replicas": 2, "all_reduce": "ring"}, "all_reduce is an argument of Hybrid for pipelines"),
     ],
 )

@@ -25,6 +25,7 @@ IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
     "pipeline of 2": lambda: tfpar.Pipeline(2, 3, "1f1b", balance=[1, 3]),
     "pipeline of 4": lambda: tfpar.Pipeline(4, 2, "zero_bubble", balance=[1, 1, 1, 1]),
     "tensor parallel over 3": lambda: tfpar.TensorParallel(3),
+    "state of replicas of shards": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), 2, shard="optimizer"),
     "hybrid of 2 x 2": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, "gpipe", balance=[2, 2]), 2),
 }
 OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
@@ -43,6 +44,8 @@ PIECES, WITH_PIECES = (
     ("one device", "mirrored over 2", "two workers", "tensor parallel over 3"),
 )
 BLOCKS, WITH_BLOCKS = "blocks over 3", ("one device", "two workers", "pipeline of 2", "blocks over 3")
+REPLICAS = "state of replicas of shards"
+WITH_REPLICAS = ("one device", "mirrored over 2", REPLICAS)
 SHARDS = "shards over two workers"
 WITH_SHARDS = ("one device", "mirrored over 2", "two workers", SHARDS, DRIVEN_BY_THE_FIRST[0])
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
@@ -56,7 +59,9 @@ def pairs(every: bool) -> list[tuple[str, str]]:
             with weights in pieces, with sharded weights or with shards over workers.
     """
     found = itertools.product(LAYOUTS, LAYOUTS)
-    some = {GRID: WITH_GRID, PIECES: WITH_PIECES, BLOCKS: WITH_BLOCKS, SHARDS: WITH_SHARDS}
+    some = {
+        GRID: WITH_GRID, PIECES: WITH_PIECES, BLOCKS: WITH_BLOCKS, REPLICAS: WITH_REPLICAS, SHARDS: WITH_SHARDS,
+    }  # fmt: skip
     return [pair for pair in found if every or all({*pair} <= {*some.get(layout, LAYOUTS)} for layout in pair)]
 
 

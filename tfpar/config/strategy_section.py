@@ -217,6 +217,7 @@ class TensorParallel(Section):
         'divided axis and "none" at the others; none: all large layers.',
     )
     num_replicas: _DeviceCount = Field(1, description="Number of replicas, each with a part of every global batch.")
+    shard: _Shard = None
     devices: _Devices = None
     num_logical_cpus: _NumLogicalCPUs = 1
 
@@ -265,6 +266,11 @@ def problems(strategy: Strategy) -> Iterator[str]:
     """
     if isinstance(strategy, Pipeline):
         yield from _problems_of_names(strategy)
+    if isinstance(strategy, TensorParallel) and strategy.shard and strategy.num_replicas == 1:
+        yield (
+            f"strategy.shard = {toml.show(strategy.shard)} divides the optimizer's state over replicas, and "
+            "strategy.num_replicas = 1: set at least 2, or leave strategy.shard out."
+        )
     if isinstance(strategy, Auto | SingleDevice) or strategy.num_logical_cpus == 1:
         return
     if any("GPU" in device for device in strategy.devices or ()):

@@ -59,9 +59,11 @@ def from_settings(settings: config.Strategy) -> Strategy:
         # A pipeline over all workers connects them, before the grid.
         seconds = {name: of_grid[name] for name in ("form_seconds", "silence_seconds")}
         return Hybrid(Pipeline(**arguments, **seconds), **of_grid)
-    if isinstance(settings, config.TensorParallel) and arguments.pop("num_replicas") > 1:
-        shards = TensorParallel(settings.num_shards, settings.layout)
-        return Hybrid(shards, settings.num_replicas, settings.devices)
+    if isinstance(settings, config.TensorParallel):
+        num_replicas, shard = arguments.pop("num_replicas"), arguments.pop("shard")
+        if num_replicas > 1:
+            shards = TensorParallel(settings.num_shards, settings.layout)
+            return Hybrid(shards, num_replicas, settings.devices, shard=shard)
     return _CLASSES[settings.kind](**arguments)
 
 

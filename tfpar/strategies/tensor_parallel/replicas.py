@@ -5,7 +5,8 @@
     replica 1   examples 3 4 5   devices 2 3 ─► outputs ─┘
 
 The loss is computed from the outputs of all replicas, as one device computes it. Weights belong to the first replica,
-and the others copy them at the beginning of a step; TensorFlow adds their gradients.
+or with `shard="optimizer"` each divided weight to one of the replicas; the others copy them at the beginning of a step.
+TensorFlow adds their gradients.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from tfpar.cluster import tf_config
+from tfpar.strategies.optimizer_shards import check_shard
 from tfpar.strategies.tensor_parallel.strategy import TensorParallel, devices_of
 
 
@@ -17,28 +18,47 @@ class TensorParallelReplicas(TensorParallel):
         strategy: The shards of each replica.
         num_replicas: Number of replicas.
         devices: Device names, those of the first replica first; None takes the first ones of this machine.
+        shard: `"optimizer"` gives each divided weight, with its optimizer state, to one of the replicas; None gives
+            all to the first.
 
     Raises:
-        ValueError: If the devices do not fit.
+        ValueError: If the devices do not fit, or there is no such `shard`.
     """
 
-    def __init__(self, strategy: TensorParallel, num_replicas: int, devices: Sequence[str] | None) -> None:
+    def __init__(
+        self,
+        strategy: TensorParallel,
+        num_replicas: int,
+        devices: Sequence[str] | None,
+        shard: Literal["optimizer"] | None = None,
+    ) -> None:
+        check_shard(shard, ("optimizer",))
         super().__init__(strategy.num_shards, strategy.layout)
+        self._shard = shard
         self._take(devices_of(strategy.num_shards, num_replicas, devices))
+
+    @property
+    def _owners(self) -> list[list[str]]:
+        """The devices of the shards of each replica that owns weights: all with `shard`, else the first."""
+        return self._replicas if self._shard else super()._owners
 
     def describe(self) -> str:
         """Return one line with the devices of each replica."""
         grid = ", ".join(f"({' '.join(one.removeprefix('/device:') for one in devices)})" for devices in self._replicas)
-        return f"Hybrid of {self.num_replicas} replicas of TensorParallel of {self.num_shards} shards on {grid}"
+        sharded = ", optimizer state sharded" if self._shard else ""
+        return (
+            f"Hybrid of {self.num_replicas} replicas of TensorParallel of {self.num_shards} shards on {grid}{sharded}"
+        )
 
 
 def replicas_of(
-    pipeline: TensorParallel, num_replicas: int = 1, devices: Sequence[str] | None = None, **others: Any
-) -> TensorParallelReplicas:
+    pipeline: TensorParallel, num_replicas: int = 1, devices: Sequence[str] | None = None, *,
+    shard: Literal["optimizer"] | None = None, **others: Any,
+) -> TensorParallelReplicas:  # fmt: skip
     """Return the replicas of a `TensorParallel`; the arguments are those of `Hybrid`.
 
     Raises:
-        ValueError: If the devices do not fit, or an argument is one for pipelines.
+        ValueError: If the devices do not fit, there is no such `shard`, or an argument is one for pipelines.
     """
     if others:
         raise ValueError(
@@ -52,7 +72,7 @@ def replicas_of(
             "MultiWorker, or Hybrid of a Pipeline."
         )
     check_num_replicas(pipeline, num_replicas)
-    return TensorParallelReplicas(pipeline, num_replicas, devices)
+    return TensorParallelReplicas(pipeline, num_replicas, devices, shard)
 
 
 def check_num_replicas(pipeline: Any, num_replicas: int) -> None:

@@ -23,7 +23,7 @@ class DividedModel(NamedTuple):
     """A model with a layout.
 
     Args:
-        model: A built model; its divided weights are in pieces, on the devices of the first replica.
+        model: A built model; its divided weights are in pieces, each weight on the devices of one replica.
         graph: Its layer calls.
         layout: The way of each layer call.
         replicas: The device of each shard, for each replica; the first of a replica runs what is not divided.

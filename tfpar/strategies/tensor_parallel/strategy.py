@@ -106,13 +106,17 @@ class TensorParallel(SingleReplica):
     def _take(self, devices: Sequence[str]) -> None:
         """Set the devices, those of the first replica first."""
         self.devices, self.num_replicas = list(devices), len(devices) // self.num_shards
-        self._names = [keras_variables.full_name(device) for device in devices[: self.num_shards]]
 
     @property
     def _replicas(self) -> list[list[str]]:
         """The devices of the shards of each replica."""
         names = [f"/device:{name}" for name in self.devices]
         return [names[first : first + self.num_shards] for first in range(0, len(names), self.num_shards)]
+
+    @property
+    def _owners(self) -> list[list[str]]:
+        """The devices of the shards of each replica that owns weights: the first."""
+        return self._replicas[:1]
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created; its large weights are allocated in pieces."""
@@ -169,7 +173,7 @@ class TensorParallel(SingleReplica):
         with random_state.stand_in_generator():
             graph = model_graph.trace(model, inputs)
         layout = layout_of(model, graph, self.num_shards, self.layout)
-        updates.place(model, layout, self._names)
+        updates.place(model, layout, [list(map(keras_variables.full_name, devices)) for devices in self._owners])
         self._divided[model] = DividedModel(model, graph, layout, self._replicas)
         self._known[model] = _State.of(model)
 

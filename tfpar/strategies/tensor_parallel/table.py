@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tfpar._compat import keras_variables, tf_divided_memory
 from tfpar.reduction.weight_owners import num_bytes
@@ -27,18 +28,21 @@ def preview_of(title: str, divided: DividedModel, num_examples: int, device_name
     rows = []
     num_shards, num_parts = len(divided.devices), len(divided.replicas)
     for number, name in enumerate(device_names):
-        own, own_slots, own_trained = (
-            [one for one in some if keras_variables.is_on(one, divided.devices[number % num_shards])]
-            for some in (weights, slots, trained)
-        )
+        replica, shard = divmod(number, num_shards)
+        # The weights of its shard; those that another replica owns are copied during a step.
+        same_shard = [devices[shard] for devices in divided.replicas]
+        own, own_trained = _on(weights, same_shard), _on(trained, same_shard)
+        own_slots = _on(slots, [divided.replicas[replica][shard]])
         gradient_bytes = sum(map(num_bytes, own_trained))
-        if number >= num_shards:  # a copy of the weights, during a step
-            own_slots = []
         state_bytes = sum(map(num_bytes, [*own, *own_slots])) + gradient_bytes
         num_parameters = sum(int(one.shape.num_elements() or 0) for one in own)
         rows.append(ReplicaRow(name, -(-num_examples // num_parts), num_parameters, state_bytes, gradient_bytes))
     table = replicas_table(title, tuple(rows), num_parts)
     return Preview("\n".join([table, "", *_lines(divided)]), tuple(rows))
+
+
+def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
+    return [one for one in variables if any(keras_variables.is_on(one, device) for device in devices)]
 
 
 def _lines(divided: DividedModel) -> list[str]:

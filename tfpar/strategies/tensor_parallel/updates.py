@@ -16,29 +16,34 @@ from tfpar._compat import (
     tf_divided_memory,
 )
 from tfpar.pipeline.partition.placement import follow_data
+from tfpar.reduction.weight_owners import largest_first, num_bytes
 from tfpar.strategies.tensor_parallel.layout import Layout
 
 
-def place(model: keras.Model, layout: Layout, devices: Sequence[str]) -> None:
-    """Place the pieces of divided weights on their devices, and all other weights on the first.
+def place(model: keras.Model, layout: Layout, owners: Sequence[Sequence[str]]) -> None:
+    """Place the pieces of divided weights on the devices of an owner, and all other weights on the first device.
 
-    Existing optimizer state moves with its weight.
+    Existing optimizer state moves with its weight. Of several owners each has about as many bytes.
 
     Args:
         model: A model with built layers.
         layout: Its layout.
-        devices: The full name of the device of each shard.
+        owners: The full name of the device of each shard, for each replica that owns weights.
     """
+    first = owners[0][0]
+    divided = [variable for variable in model.variables if id(variable) in layout.weights]
+    numbers = largest_first(list(map(num_bytes, divided)), len(owners))
+    homes = {id(variable): owners[number] for variable, number in zip(divided, numbers, strict=True)}
     before = keras_variables.num_moves(model.variables)
     for variable in model.variables:
         division = layout.weights.get(id(variable))
         if division is None:
-            keras_weight_placement.place(variable, devices[0])
-        elif not tf_divided_memory.is_divided_as(variable, *division, devices):
-            tf_divided_memory.divide(variable, *division, devices)
+            keras_weight_placement.place(variable, first)
+        elif not tf_divided_memory.is_divided_as(variable, *division, homes[id(variable)]):
+            tf_divided_memory.divide(variable, *division, homes[id(variable)])
     optimizer = keras_variables.optimizer_of(model)
     if optimizer is not None and optimizer.built and keras_variables.num_moves(model.variables) != before:
-        keras_divided_optimizer.divide_slots(optimizer, model.trainable_variables, devices[0])
+        keras_divided_optimizer.divide_slots(optimizer, model.trainable_variables, first)
 
 
 def check_optimizer(model: keras.Model) -> None:
