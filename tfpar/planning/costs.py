@@ -93,11 +93,12 @@ class BlockCost:
         trainable_bytes: Bytes of its trainable weights.
         output: Bytes of its outputs.
         cut: Bytes that cross a cut after it.
-        saved: Bytes that its backward pass needs, from the forward pass on.
+        saved: Bytes that its backward pass needs, from the forward pass on, and that no earlier block saves.
         temporary: Bytes of its largest temporary in the backward pass.
         divided_bytes: Bytes of its weights that tensor parallelism divides.
         summed: Bytes that tensor parallelism sums over the shards, in both passes together.
         is_divided: Whether tensor parallelism computes a part of it on each shard.
+        shared: Bytes of its inputs that its backward pass needs, and that an earlier block saves.
     """
 
     name: str
@@ -112,6 +113,7 @@ class BlockCost:
     divided_bytes: int = 0
     summed: Bytes = NO_BYTES
     is_divided: bool = False
+    shared: Bytes = NO_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""The peak memory of layouts, from costs that are easy to add up. Pure Python."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tfpar.planning.costs import BlockCost, Bytes, Curve, Line, MachineCosts, ModelCosts
+from tfpar.planning.layouts import Layout
+from tfpar.planning.memory import device_bytes, largest_batch
+
+BLOCKS = tuple(
+    BlockCost(
+        name=name,
+        forward=Line(0.0, 1.0),
+        backward=Line(0.0, 2.0),
+        weight_bytes=100,
+        trainable_bytes=100,
+        output=Bytes(0, 4),
+        cut=Bytes(0, 4),
+        saved=Bytes(0, 4),
+        temporary=Bytes(0, 8),
+        divided_bytes=100,
+        is_divided=True,
+        shared=Bytes(0, 4),
+    )
+    for name in "abcd"
+)
+# Four weights of 100 bytes with two slots each; a step needs their gradients, and 20 bytes of each example.
+MODEL = ModelCosts(
+    "mlp", 100, 400, 400, 800, (100,) * 4, 8, Curve((8,), (1.0,)), 0.0, working=Bytes(400, 20), blocks=BLOCKS
+)
+MACHINE = MachineCosts("GPU", num_devices=2, num_measured=2, runtime_bytes=7)
+LAYOUTS = [
+    Layout(),
+    Layout(2),
+    Layout(2, shard="optimizer"),
+    Layout(2, shard="weights"),
+    Layout(num_stages=2, num_microbatches=4),
+    Layout(num_stages=2, num_microbatches=4, recompute=True),
+    Layout(num_stages=2, num_microbatches=4, schedule="zero_bubble"),
+    Layout(2, num_stages=2, num_microbatches=2),
+    Layout(num_shards=2),
+    Layout(2, num_hosts=2),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout(), 400 + 800 + 400 + 8 * 20),
+        # Half of the examples, and two copies of a gradient for the sum over replicas.
+        (Layout(2), 400 + 800 + 400 + 4 * 20 + 2 * 100),
+        (Layout(2, shard="optimizer"), 400 + 400 + 400 + 4 * 20 + 2 * 100),
+        # Half of weights, gradients and slots; weights of two blocks, a gradient; saved and temporary tensors.
+        (Layout(2, shard="weights"), 200 + 200 + 400 + 2 * 100 + 100 + 4 * (4 + 4 * 4 + 8)),
+        # Two blocks with their gradients and slots; two micro-batches of 2 examples in flight; temporaries with the
+        # gradients of one micro-batch.
+        (Layout(num_stages=2, num_microbatches=4), 200 + 200 + 400 + 2 * 2 * 12 + 2 * 8 + 200),
+        (Layout(num_shards=2), (400 + 800 + 400) // 2 + 8 * 20 * 0.5),
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_sum_of_what_a_device_holds(layout: Layout, expected: int) -> None:
+    assert device_bytes(layout, MODEL, MACHINE, 8) == 7 + expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_larger_batch_needs_no_less(layout: Layout) -> None:
+    found = [device_bytes(layout, MODEL, MACHINE, batch) for batch in range(4, 64)]
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_largest_batch_fits_and_the_next_does_not(layout: Layout) -> None:
+    machine = dataclasses.replace(MACHINE, memory_bytes=5000)
+    largest = largest_batch(layout, MODEL, machine)
+    assert largest
+    assert device_bytes(layout, MODEL, machine, largest) <= 5000 < device_bytes(layout, MODEL, machine, largest + 1)
+
+
+def test_without_a_limit_there_is_no_largest_batch_and_with_too_little_memory_it_is_0() -> None:
+    assert largest_batch(Layout(), MODEL, MACHINE) is None
+    assert largest_batch(Layout(), MODEL, dataclasses.replace(MACHINE, memory_bytes=100)) == 0
+
+
+def test_the_next_batch_is_on_the_device_too() -> None:
+    model = dataclasses.replace(MODEL, input_bytes=10)
+    assert device_bytes(Layout(), model, MACHINE, 8) - device_bytes(Layout(), MODEL, MACHINE, 8) == 2 * 8 * 10
+
+
+def test_recomputation_saves_less() -> None:
+    blocks = tuple(dataclasses.replace(block, saved=Bytes(0, 400)) for block in BLOCKS)
+    model = dataclasses.replace(MODEL, blocks=blocks)
+    saving, recomputing = (Layout(num_stages=2, num_microbatches=4, recompute=one) for one in (False, True))
+    assert device_bytes(recomputing, model, MACHINE, 8) < device_bytes(saving, model, MACHINE, 8)

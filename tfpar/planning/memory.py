@@ -1,0 +1,217 @@
+"""The peak memory of the fullest device of a layout, from measured costs. Pure Python, no TensorFlow.
+
+weights, slots, gradients     divided as the layout divides them
+saved tensors                 of the micro-batches in flight, by the schedule
+temporaries                   the largest, once
+copies                        of sums over replicas, of weights that other devices own, of batches ahead
+runtime                       what TensorFlow itself takes
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.partition.blocks import num_blocks
+from tfpar.pipeline.schedule.simulator import Durations, peak_bytes
+from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts
+from tfpar.planning.layouts import Layout
+from tfpar.planning.stage_costs import stages_of
+
+# The batch of a step, and the next one, which is copied to the device meanwhile.
+_BATCHES_ON_DEVICE = 2
+_MOST_BATCH = 1 << 40
+
+
+def device_bytes(layout: Layout, model: ModelCosts, machine: MachineCosts, batch: int) -> int:
+    """Return the peak memory of the fullest device.
+
+    Args:
+        layout: The layout.
+        model: The costs of the model.
+        machine: The costs of the devices.
+        batch: Examples of the global batch.
+
+    Returns:
+        Bytes, with those of TensorFlow itself.
+
+    Example:
+        >>> from tfpar.planning.costs import Bytes, Curve
+        >>> curve = Curve((8,), (1.0,))
+        >>> model = ModelCosts("mlp", 10, 40, 40, 80, (40,), 8, curve, 0.0, working=Bytes(40, 100))
+        >>> device_bytes(Layout(), model, MachineCosts("CPU", 2, 2), batch=8)
+        960
+    """
+    share = -(-batch // layout.num_replicas)
+    if layout.num_stages > 1:
+        used = _pipeline_bytes(layout, model, batch)
+    elif layout.shard == "weights":
+        used = _fully_sharded_bytes(layout, model, share) + _input_bytes(model, share)
+    elif layout.num_shards > 1:
+        used = _divided_bytes(layout, model, share) + _input_bytes(model, share)
+    else:
+        used = _replica_bytes(layout, model, share) + _input_bytes(model, share)
+    return used + machine.runtime_bytes
+
+
+def largest_batch(layout: Layout, model: ModelCosts, machine: MachineCosts) -> int | None:
+    """Return the largest global batch that fits in the memory of a device.
+
+    Args:
+        layout: The layout.
+        model: The costs of the model.
+        machine: The costs of the devices, with their memory.
+
+    Returns:
+        Examples; 0 if the smallest batch of the layout does not fit, None if the memory is not known, or if no batch is
+        too large for it.
+
+    Example:
+        >>> from tfpar.planning.costs import Bytes, Curve
+        >>> curve = Curve((8,), (1.0,))
+        >>> model = ModelCosts("mlp", 10, 40, 40, 80, (40,), 8, curve, 0.0, working=Bytes(40, 100))
+        >>> largest_batch(Layout(), model, MachineCosts("GPU", 1, 1, memory_bytes=1000))
+        8
+    """
+    limit_bytes = machine.memory_bytes
+    if limit_bytes is None:
+        return None
+
+    def fits(batch: int) -> bool:
+        return device_bytes(layout, model, machine, batch) <= limit_bytes
+
+    low, high = 0, max(1, layout.num_replicas * layout.num_microbatches)  # every micro-batch has an example
+    if not fits(high):
+        return 0
+    while fits(high):
+        low, high = high, 2 * high
+        if high > _MOST_BATCH:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _input_bytes(model: ModelCosts, share: int) -> int:
+    return _BATCHES_ON_DEVICE * model.input_bytes * share
+
+
+def _largest_variable(model: ModelCosts) -> int:
+    return max(model.variable_bytes, default=0)
+
+
+def _replica_bytes(layout: Layout, model: ModelCosts, share: int) -> int:
+    """Return the bytes of one device, or of a replica, with or without sharded optimizer state."""
+    slots = model.slot_bytes
+    copies = 0
+    if layout.num_replicas > 1:
+        # The first device receives a gradient of each other replica, and adds them up in memory of its own.
+        copies = 2 * _largest_variable(model)
+    if layout.shard == "optimizer":
+        slots = _share_of_largest(model, slots, layout.num_replicas)
+    return model.weight_bytes + slots + model.working.of(share) + copies
+
+
+def _share_of_largest(model: ModelCosts, total_bytes: int, num_owners: int) -> int:
+    """Return what the fullest of some owners holds of the optimizer's state, or of the weights.
+
+    Each weight has one owner; the largest are assigned first, each to the owner with the fewest bytes.
+    """
+    owned = [0] * num_owners
+    for size in sorted(model.variable_bytes, reverse=True):
+        owned[owned.index(min(owned))] += size
+    return round(total_bytes * max(owned) / max(1, sum(owned)))
+
+
+def _fully_sharded_bytes(layout: Layout, model: ModelCosts, share: int) -> int:
+    """Return the bytes of a replica that holds its part of the weights, and copies of those of two blocks."""
+    blocks = _blocks_of_weights(model)
+    held = [sum(block.weight_bytes for block in one) for one in blocks]
+    copies = sum(sorted(held)[-2:])
+    gradients = max((sum(block.trainable_bytes for block in one) for one in blocks), default=0)
+    owned = sum(
+        _share_of_largest(model, size, layout.num_replicas)
+        for size in (model.weight_bytes, model.trainable_bytes, model.slot_bytes)
+    )
+    return owned + copies + gradients + _saved_bytes(model.blocks, share) + _temporary_bytes(model.blocks, share)
+
+
+def _blocks_of_weights(model: ModelCosts) -> list[Sequence[BlockCost]]:
+    """Return the layer calls in blocks of about equal weights."""
+    sizes = [block.weight_bytes for block in model.blocks]
+    if not sizes:
+        return []
+    limit = -(-sum(sizes) // num_blocks(sizes))
+    found: list[list[BlockCost]] = [[]]
+    held = 0
+    for block in model.blocks:
+        if found[-1] and held + block.weight_bytes > max(limit, max(sizes)):
+            found.append([])
+            held = 0
+        found[-1].append(block)
+        held += block.weight_bytes
+    return [tuple(one) for one in found]
+
+
+def _divided_bytes(layout: Layout, model: ModelCosts, share: int) -> int:
+    """Return the bytes of a device that computes a part of each divided layer."""
+    rest = 1 - 1 / layout.num_shards
+    divided = sum(block.divided_bytes for block in model.blocks) / max(1, model.weight_bytes)
+    saved = _saved_bytes(model.blocks, share)
+    of_divided = _saved_bytes([block for block in model.blocks if block.is_divided], share)
+    tensors = model.working.of(share) - model.working.of(0)
+    whole = (model.weight_bytes + model.slot_bytes + model.working.of(0)) * (1 - rest * divided)
+    return round(whole + tensors * (1 - rest * of_divided / saved if saved else 1.0))
+
+
+def _saved_bytes(blocks: Sequence[BlockCost], num_examples: int) -> int:
+    first = blocks[0].shared.of(num_examples) if blocks else 0
+    return first + sum(block.saved.of(num_examples) for block in blocks)
+
+
+def _temporary_bytes(blocks: Sequence[BlockCost], num_examples: int) -> int:
+    return max((block.temporary.of(num_examples) for block in blocks), default=0)
+
+
+def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> int:
+    """Return the bytes of the fullest stage."""
+    schedule = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
+    size = -(-batch // (layout.num_replicas * layout.num_microbatches))
+    stages = stages_of(model, layout, batch)
+    inputs = [model.input_bytes * size, *(stage[-1].cut.of(size) for stage in stages[:-1])]
+    durations = Durations(
+        *((),) * 5,
+        activation_bytes=tuple(
+            received if layout.recompute else _saved_bytes(stage, size)
+            for stage, received in zip(stages, inputs, strict=True)
+        ),
+        backward_temporary_bytes=tuple(_backward_bytes(layout, stage, size) for stage in stages),
+        weight_gradient_temporary_bytes=tuple(max(block.trainable_bytes for block in stage) for stage in stages),
+        until_weight_gradient_bytes=tuple(
+            sum(block.output.of(size) for block in stage if block.trainable_bytes) for stage in stages
+        ),
+        fixed_bytes=tuple(_fixed_bytes(layout, model, stage) for stage in stages),
+    )
+    batches = _BATCHES_ON_DEVICE * model.input_bytes * size * layout.num_microbatches
+    held = [peak_bytes(schedule, durations, [stage]) for stage in range(layout.num_stages)]
+    # The first stage gets the inputs, and the last one the targets; both are counted in both.
+    return max(one + batches * (stage in (0, layout.num_stages - 1)) for stage, one in enumerate(held))
+
+
+def _backward_bytes(layout: Layout, stage: Sequence[BlockCost], size: int) -> int:
+    """Return the temporaries of a backward pass: gradients of activations, a gradient before it is added, and so on."""
+    recomputed = _saved_bytes(stage, size) if layout.recompute else 0
+    own = 0 if layout.schedule == "zero_bubble" else sum(block.trainable_bytes for block in stage)
+    return recomputed + _temporary_bytes(stage, size) + (own if layout.num_microbatches > 1 else 0)
+
+
+def _fixed_bytes(layout: Layout, model: ModelCosts, stage: Sequence[BlockCost]) -> int:
+    """Return the bytes of weights, summed gradients and optimizer state of a stage."""
+    trained = sum(block.trainable_bytes for block in stage)
+    slots = model.slot_bytes * trained / max(1, model.trainable_bytes)
+    if layout.shard is not None:
+        slots /= layout.num_replicas
+    copies = 2 * max(itertools.chain((block.trainable_bytes for block in stage), [0])) * (layout.num_replicas > 1)
+    return round(sum(block.weight_bytes for block in stage) + trained + slots + copies)

@@ -1,0 +1,242 @@
+"""The bytes of a model's training step, of its blocks, of TensorFlow itself, and of a device's memory.
+
+    model_bytes(model, batch, device) -> MemoryCosts           weights, slots, working
+    block_bytes(graph, inputs, num_examples, device) -> list[BlockBytes]    saved, shared, temporary of each layer call
+    runtime_bytes(device) -> int
+
+Nothing is run: the step is traced at two sizes, and its tensors live until their last reader has run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_model, random_state
+from tfpar.pipeline.graph import tracing
+from tfpar.pipeline.graph.tracing import Call, Graph, Value
+from tfpar.planning.costs import NO_BYTES, Bytes
+from tfpar.planning.graph_reading import needed_operations, read_graph, tensor_bytes
+from tfpar.planning.liveness import executor_order, live_bytes
+from tfpar.reduction.gradient_addition import dense_part
+from tfpar.reduction.weight_owners import num_bytes
+from tfpar.strategies import SingleDevice
+
+_STATM = Path("/proc/self/statm")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryCosts:
+    """The bytes of training a model on one device.
+
+    Args:
+        weight_bytes: Bytes of all weights.
+        trainable_bytes: Bytes of the trainable weights.
+        slot_bytes: Bytes of the optimizer's state.
+        working: Bytes of a training step beyond weights and state, at the peak.
+    """
+
+    weight_bytes: int
+    trainable_bytes: int
+    slot_bytes: int
+    working: Bytes
+
+
+def model_bytes(model: keras.Model, batch: Any, device: str = "CPU:0") -> MemoryCosts:
+    """Measure the bytes of training a model on one device.
+
+    Args:
+        model: A compiled model that is built, on the device; the variables of its optimizer are created if they are
+            missing.
+        batch: Examples, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
+        device: The device.
+
+    Returns:
+        The bytes; the peak of a step as a line through two sizes, the batch and half of it.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+        >>> model.compile(keras.optimizers.SGD(0.1), "mse")
+        >>> model_bytes(model, (tf.zeros([4, 4]), tf.zeros([4, 8]))).weight_bytes
+        160
+    """
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    num_examples = int(data.num_rows(batch))
+    sizes = sorted({max(1, num_examples // 2), num_examples})
+    return MemoryCosts(
+        weight_bytes=sum(map(num_bytes, model.variables)),
+        trainable_bytes=sum(map(num_bytes, model.trainable_variables)),
+        slot_bytes=sum(map(num_bytes, model.optimizer.variables)),
+        working=_line(sizes, [_step_bytes(model, batch, size, device) for size in sizes]),
+    )
+
+
+def _line(sizes: Sequence[int], found: Sequence[int]) -> Bytes:
+    """Return the line through the last of some sizes, and through the first where it is another."""
+    if len(sizes) == 1:
+        return Bytes(0.0, found[0] / sizes[0])
+    slope = max(0.0, (found[-1] - found[0]) / (sizes[-1] - sizes[0]))
+    start = found[-1] - slope * sizes[-1]
+    return Bytes(start, slope) if start >= 0 else Bytes(0.0, found[-1] / sizes[-1])
+
+
+@random_state.preserved_random_state()
+def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) -> int:
+    strategy = SingleDevice(device)
+    repeats = -(-num_examples // int(data.num_rows(batch)))
+    examples = data.take_rows(batch if repeats == 1 else data.join_batches([batch] * repeats), 0, num_examples)
+    specs = tf.nest.map_structure(
+        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), tf.nest.map_structure(tf.convert_to_tensor, examples)
+    )
+    step = tf.function(lambda given: strategy.train_step(model, given), autograph=False)
+    graph = step.get_concrete_function(specs).graph
+    operations = needed_operations(graph.get_operations(), graph.outputs)
+    nodes, _ = read_graph(operations, "GPU" in device, num_examples)
+    return max(live_bytes(nodes, executor_order(nodes)), default=0)
+
+
+class BlockBytes(NamedTuple):
+    """The bytes of one layer call.
+
+    Args:
+        saved: Bytes that its backward pass needs and no earlier call saves.
+        shared: Bytes of inputs that its backward pass needs, and that an earlier call saves.
+        temporary: The largest of its temporaries in the backward pass, the gradient of its outputs included.
+    """
+
+    saved: Bytes = NO_BYTES
+    shared: Bytes = NO_BYTES
+    temporary: Bytes = NO_BYTES
+
+
+@random_state.preserved_random_state()
+def block_bytes(graph: Graph, inputs: Sequence[Any], num_examples: int, device: str = "CPU:0") -> list[BlockBytes]:
+    """Measure the bytes of each layer call of a model.
+
+    Args:
+        graph: The model.
+        inputs: The flat inputs of the model, `[examples, ...]` each.
+        num_examples: The largest number of examples; half of it is the other size.
+        device: The device.
+
+    Returns:
+        The bytes of each layer call, in the order of the graph.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(2)])
+        >>> [one.saved.of(10) for one in block_bytes(tracing.trace(model), [tf.zeros([10, 4])], 10)]
+        [160, 320]
+    """
+    sizes = sorted({max(1, num_examples // 2), num_examples})
+    found = [_of_calls(graph, inputs, size, device) for size in sizes]
+    return [
+        BlockBytes(*(_line(sizes, values) for values in zip(*of_sizes, strict=True)))
+        for of_sizes in zip(*found, strict=True)
+    ]
+
+
+def _of_calls(graph: Graph, inputs: Sequence[Any], size: int, device: str) -> list[tuple[int, int, int]]:
+    """Trace the forward and backward pass of each layer call, and return its three numbers of bytes."""
+    found: list[tuple[int, int, int]] = []
+    shapes = {
+        value: (tf.as_dtype(one.dtype), [size, *one.shape[1:]]) for value, one in zip(graph.inputs, inputs, strict=True)
+    }
+
+    def trace() -> None:
+        kept: set[Value] = set()
+        values = {value: tf.compat.v1.placeholder(*spec) for value, spec in shapes.items()}
+        with tf.device(device):
+            for call in graph.calls:
+                found.append(_of_call(call, values, kept, size, device))
+
+    tf.function(trace, autograph=False).get_concrete_function()
+    return found
+
+
+def _of_call(call: Call, values: dict[Value, Any], kept: set[Value], size: int, device: str) -> tuple[int, int, int]:
+    graph = tf.compat.v1.get_default_graph()
+    given = {
+        value: keras_model.with_mask(
+            tf.compat.v1.placeholder(values[value].dtype, values[value].shape), keras_model.mask_of(values[value])
+        )
+        for value in call.inputs
+    }
+    weights = {id(one): (one, tf.compat.v1.placeholder(one.dtype, one.shape)) for one in call.variables}
+    begin = len(graph.get_operations())
+    tensors: dict[Value, Any] = dict(given)
+    with keras.StatelessScope(list(weights.values())):
+        tracing.run([call], tensors, training=True)
+    middle = len(graph.get_operations())
+    outputs = [tensors[value] for value in call.outputs]
+    sources = [*given.values(), *(tensor for one, tensor in weights.values() if one.trainable)]
+    floating = [dense_part(one) for one in outputs if one.dtype.is_floating]
+    incoming = [tf.ones_like(one) for one in floating]
+    trained = [one for one in sources if one.dtype.is_floating]
+    gradients = [one for one in tf.gradients(floating, trained, incoming) if one is not None] if floating else []
+    operations = graph.get_operations()
+    backward = needed_operations(operations[middle:], _tensors(gradients))
+    inner = set(operations[begin:middle])
+    used = {_owner(tensor, inner).ref() for op in backward for tensor in op.inputs if tensor.op in inner}
+    of_inputs = {tensor.ref(): value for value, tensor in given.items()}
+    direct = {tensor.ref() for op in backward for tensor in op.inputs} & set(of_inputs)
+    needed = {value for ref, value in of_inputs.items() if ref in used | direct}
+    own = [ref.deref() for ref in used if ref.deref().op in inner]
+    saved = sum(tensor_bytes(one, size) for one in own) + sum(tensor_bytes(given[one], size) for one in needed - kept)
+    shared = sum(tensor_bytes(given[one], size) for one in needed & kept)
+    kept |= needed | {
+        value for value, one in zip(call.outputs, outputs, strict=True) if _owner(one, inner).ref() in used
+    }
+    nodes, _ = read_graph(backward, "GPU" in device, size)
+    temporary = max(live_bytes(nodes, executor_order(nodes)), default=0)
+    values.update(zip(call.outputs, outputs, strict=True))
+    return saved, shared, temporary
+
+
+def _tensors(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    return [one for gradient in gradients for one in tf.nest.flatten(gradient, expand_composites=True)]
+
+
+_VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
+
+
+def _owner(tensor: tf.Tensor, inner: set[tf.Operation]) -> tf.Tensor:
+    """Return the tensor whose memory a view shares, as far as a call has made it."""
+    while tensor.op in inner and tensor.op.type in _VIEWS:
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+@functools.cache
+def runtime_bytes(device: str) -> int:
+    """Measure what TensorFlow itself takes of a device's memory.
+
+    Of a GPU it is what a trivial step allocates: the memory of the context is not part of what TensorFlow can give to
+    tensors. Of a CPU it is the memory of the process, so call it before a model is built.
+
+    Args:
+        device: The device.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> runtime_bytes("CPU:0") > 0
+        True
+    """
+    with tf.device(device):
+        tf.function(lambda one: one + 1.0)(tf.zeros([])).numpy()
+    if "GPU" in device:
+        return int(tf.config.experimental.get_memory_info(device)["current"])
+    if _STATM.exists():
+        return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
