@@ -336,9 +336,9 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         ),
         (["training.ema_overwrite_frequency=5"], "training.ema_overwrite_frequency = 5 needs a moving average"),
         (
-            ["strategy.num_logical_cpus=2"],
-            'strategy.num_logical_cpus = 2 is a setting of strategy.kind = "mirrored", "multi_worker", "pipeline", '
-            '"hybrid" or "tensor_parallel", received "auto": leave it out, or set one of these kinds.',
+            ["strategy.num_replicas=2"],
+            'strategy.num_replicas = 2 is a setting of strategy.kind = "hybrid" or "tensor_parallel", received "auto": '
+            "leave it out, or set one of these kinds.",
         ),
         (
             ["strategy.kind=mirrored", "strategy.num_logical_cpus=2", 'strategy.devices=["GPU:0"]'],
@@ -548,6 +548,13 @@ def test_values_at_the_edge_of_a_rule_between_fields_are_allowed(overrides: list
 )
 def test_an_override_that_cannot_be_read_is_refused(override: str, message: str) -> None:
     assert refusal(override).startswith(message)
+
+
+def test_an_override_of_a_whole_section_replaces_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[strategy]\nkind = "pipeline"\nnum_stages = 2\nnum_microbatches = 8\n')
+    run = config.load(path, ['strategy={kind = "mirrored", num_logical_cpus = 2}'])
+    assert run.strategy == config.Mirrored(num_logical_cpus=2)
 
 
 def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:

@@ -75,3 +75,11 @@ def test_state_is_divided_over_at_least_two_replicas() -> None:
     assert not list(problems(config.TensorParallel(num_shards=2, num_replicas=2, shard="optimizer")))
     (problem,) = problems(config.TensorParallel(num_shards=2, shard="optimizer"))
     assert "strategy.num_replicas = 1: set at least 2, or leave strategy.shard out" in problem
+
+def test_another_layout_keeps_the_settings_that_are_no_part_of_a_layout() -> None:
+    auto = config.Auto(batch_dependent_layers="gather", form_seconds=60.0, num_logical_cpus=4)
+    assert config.with_layout(auto, {"kind": "mirrored", "num_logical_cpus": 2}) == config.Mirrored(
+        num_logical_cpus=2, batch_dependent_layers="gather"
+    )
+    pipeline = {"kind": "pipeline", "num_stages": 2, "num_microbatches": 4}
+    assert config.with_layout(auto, pipeline) == config.Pipeline(num_stages=2, num_microbatches=4, form_seconds=60.0)

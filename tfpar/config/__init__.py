@@ -12,6 +12,7 @@ from tfpar.config.strategy_section import (
     SingleDevice,
     Strategy,
     TensorParallel,
+    with_layout,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "dump",
     "load",
     "schema",
+    "with_layout",
 ]

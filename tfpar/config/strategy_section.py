@@ -3,7 +3,7 @@
 A setting has the name, the type and the default of the argument of the strategy's constructor, which judges the value.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -76,7 +76,8 @@ _SilenceSeconds = Annotated[
 class Auto(Section):
     """The strategy that fits the process.
 
-    That is multi_worker in a job of several workers, mirrored over several GPUs, else single_device.
+    That is multi_worker in a job of several workers, single_device on one device, and with several devices the first
+    row of the planner (`python -m tfpar.plan`).
 
     >>> Auto().kind
     'auto'
@@ -84,6 +85,7 @@ class Auto(Section):
 
     kind: Literal["auto"] = Field("auto", description="How the model is trained.")
     devices: _Devices = None
+    num_logical_cpus: _NumLogicalCPUs = 1
     batch_dependent_layers: _BatchDependentLayers = "refuse"
     form_seconds: _FormSeconds = 300.0
     silence_seconds: _SilenceSeconds = 30.0
@@ -226,6 +228,10 @@ def _with_kind(table: Any) -> Any:
     return {"kind": "auto", **table} if isinstance(table, dict) else table
 
 
+_KINDS: dict[str, Any] = {
+    kind.model_fields["kind"].default: kind
+    for kind in (Auto, SingleDevice, Mirrored, MultiWorker, Pipeline, Hybrid, TensorParallel)
+}
 Strategy = Annotated[
     Auto | SingleDevice | Mirrored | MultiWorker | Pipeline | Hybrid | TensorParallel,
     Field(discriminator="kind"),
@@ -243,6 +249,7 @@ def num_replicas(strategy: Strategy) -> int:
         return 1
     if isinstance(strategy, TensorParallel):
         return strategy.num_replicas
+    # The planner may use fewer logical CPUs.
     num_logical_cpus = 1 if isinstance(strategy, Auto) else strategy.num_logical_cpus
     return len(strategy.devices or ()) or num_logical_cpus
 
@@ -258,6 +265,33 @@ def num_microbatches(strategy: Strategy) -> int:
     return strategy.num_microbatches * (strategy.num_replicas if isinstance(strategy, Hybrid) else 1)
 
 
+# Settings that are no part of a layout; of one kind alone the others depend on the devices.
+_KEPT = (
+    "batch_dependent_layers", "allow_batch_dependent_layers", "pack_bytes", "memory_limit_bytes", "form_seconds",
+    "silence_seconds",
+)  # fmt: skip
+
+
+def with_layout(strategy: Strategy, layout: Mapping[str, Any]) -> Strategy:
+    """Return the section for another layout, with the settings of the present one that are no part of a layout.
+
+    Args:
+        strategy: The present section.
+        layout: The settings of the layout, with its kind.
+
+    Raises:
+        pydantic.ValidationError: a `ValueError`; a setting of the layout is wrong.
+
+    >>> chosen = with_layout(Auto(batch_dependent_layers="gather"), {"kind": "mirrored", "num_logical_cpus": 2})
+    >>> chosen.kind, chosen.batch_dependent_layers
+    ('mirrored', 'gather')
+    """
+    kind = _KINDS[layout["kind"]]
+    kept = {name: getattr(strategy, name) for name in _KEPT if name in kind.model_fields and hasattr(strategy, name)}
+    section: Strategy = kind.model_validate({**kept, **layout})
+    return section
+
+
 def problems(strategy: Strategy) -> Iterator[str]:
     """Yield a sentence for each setting that has no effect or no meaning with another.
 
@@ -271,7 +305,7 @@ def problems(strategy: Strategy) -> Iterator[str]:
             f"strategy.shard = {toml.show(strategy.shard)} divides the optimizer's state over replicas, and "
             "strategy.num_replicas = 1: set at least 2, or leave strategy.shard out."
         )
-    if isinstance(strategy, Auto | SingleDevice) or strategy.num_logical_cpus == 1:
+    if isinstance(strategy, SingleDevice) or strategy.num_logical_cpus == 1:
         return
     if any("GPU" in device for device in strategy.devices or ()):
         yield (

@@ -55,7 +55,7 @@ def read(path: str | Path) -> Tables:
 
 
 def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
-    """Set one value, given as `section.key=value`, in place.
+    """Set one value, given as `section.key=value`, or a whole section, as `section={key = value}`, in place.
 
     Args:
         tables: The tables to change.
@@ -63,12 +63,15 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
         sections: The names that contain keys and are not keys themselves.
 
     Raises:
-        ValueError: there is no "=", no key or no value, or the key is a whole section.
+        ValueError: there is no "=", no key or no value, or the key is a whole section and the value no table.
 
     >>> tables = {"model": {"name": "cnn"}}
     >>> override(tables, "model.name=linear", sections=["model"])
     >>> tables
     {'model': {'name': 'linear'}}
+    >>> override(tables, "model={width = 64}", sections=["model"])
+    >>> tables
+    {'model': {'width': 64}}
     """
     key, equals, value = (part.strip() for part in text.partition("="))
     *parents, last = key.split(".")
@@ -84,7 +87,8 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
         raise ValueError(
             f'The override "{shown}" has no value: write {name}=value, or {name}=none to unset what can be.'
         )
-    if key in sections:
+    parsed = _value(shown, value)
+    if key in sections and not isinstance(parsed, dict):
         raise ValueError(f'The override "{shown}" names the whole section {name}: set its keys, {name}.key=value.')
     table = tables
     for part in parents:
@@ -92,7 +96,7 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
         if not isinstance(table, dict):
             below = excerpt(part, received.COLUMNS // 2)
             raise ValueError(f'The override "{shown}" goes below {below}, which is a value: set {below} itself.')
-    table[last] = _value(shown, value)
+    table[last] = parsed
 
 
 def _value(shown: str, value: str) -> Any:

@@ -82,6 +82,6 @@ def _automatic(settings: config.Auto, num_workers: int) -> config.Strategy:
     if num_workers > 1:
         return config.MultiWorker(**chosen)
     devices = settings.devices or tf.config.list_logical_devices("GPU")
-    if len(devices) > 1:
-        return config.Mirrored(devices=settings.devices, batch_dependent_layers=settings.batch_dependent_layers)
+    if len(devices) > 1 or settings.num_logical_cpus > 1:
+        return config.with_layout(settings, {"kind": "mirrored", "devices": settings.devices})
     return config.SingleDevice(device=settings.devices[0] if settings.devices else None)
