@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from benchmarks import process, process_memory
+from benchmarks import process
+from tfpar.cluster import process_memory
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 

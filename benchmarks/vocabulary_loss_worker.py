@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks import process, process_memory
+from benchmarks import process
+from tfpar.cluster import process_memory
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 

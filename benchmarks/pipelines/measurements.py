@@ -11,12 +11,12 @@ import keras
 import tensorflow as tf
 
 import tfpar
-from benchmarks import process_memory
 from benchmarks.harness import Output
 from benchmarks.pipelines.examples import arrays
 from benchmarks.pipelines.memory import together_bytes
 from benchmarks.pipelines.models import BUILD_MODEL
 from benchmarks.pipelines.setting import Setting
+from tfpar.cluster import process_memory
 
 
 def _model_of(setting: Setting) -> Any:
