@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -19,7 +18,6 @@ from typing import Any
 
 PROGRAM = "tfpar.checks.child_program"  # tests replace it by one whose devices have faults
 _KILL_SECONDS = 2.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TAIL_BYTES = 20_000
 
 
@@ -59,12 +57,6 @@ class Outcome:
     place: str = ""
     stage: str = ""
     errors: str = ""
-
-
-def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, even by kill -9; Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def run_tasks(tasks: Sequence[Task], at_once: int = 1) -> list[Outcome]:

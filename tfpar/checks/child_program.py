@@ -13,7 +13,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tfpar.checks import child_processes, users_code
+from tfpar.checks import users_code
+from tfpar.commands import parent_process
 
 # The module of a task, imported in the child only: all of them need TensorFlow.
 _MODULES = {
@@ -37,7 +38,7 @@ def at_stage(name: str) -> None:
 
 def main() -> None:
     """Run the task that the first argument describes."""
-    child_processes.end_with_parent()
+    parent_process.end_with_parent()
     given = json.loads(sys.argv[1])
     _folder.append(Path(given["folder"]))
     signal.alarm(int(given["seconds"]) + _SPARE_SECONDS)

@@ -6,15 +6,16 @@ import os
 import signal
 import sys
 
-from tfpar.checks import child_processes, workers
+from tfpar.checks import workers
 from tfpar.cluster import job_secret, tf_config
+from tfpar.commands import parent_process
 
 _SECONDS = 120
 
 
 def main() -> int:
     """Answer the chief until it ends the examination; return the exit code."""
-    child_processes.end_with_parent()
+    parent_process.end_with_parent()
     signal.alarm(_SECONDS)
     job = tf_config.from_environment(os.environ)
     assert job is not None
