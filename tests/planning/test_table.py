@@ -6,6 +6,7 @@ import dataclasses
 import html.parser
 import json
 import shlex
+import subprocess
 
 import pytest
 
@@ -77,11 +78,22 @@ def test_largest_batches_are_listed_by_rank_and_by_name_for_equal_rows() -> None
     assert expected in " ".join(str(plan).split())
 
 
-def test_the_command_can_be_copied_into_a_shell() -> None:
-    plan = dataclasses.replace(planned([step(ONE, 1.0)]), command=COMMAND)
+@pytest.mark.parametrize(
+    "words",
+    [
+        shlex.split(COMMAND),
+        [*shlex.split(COMMAND), "--directory", "d/" * 100],
+        [*shlex.split(COMMAND), "--config", "a folder/" * 20, "--set", 'strategy={kind="mirrored"}'],
+        ["python", "-m", "tfpar.train", "--config", "x" * 66],
+    ],
+)
+def test_the_command_can_be_copied_into_a_shell(words: list[str]) -> None:
+    plan = dataclasses.replace(planned([step(ONE, 1.0)]), command=shlex.join(words))
     text = str(plan)
+    assert max(map(len, text.splitlines())) <= 80
     copied = text[text.index("Take 1:") + len("Take 1:") :].strip()
-    assert shlex.split(copied.replace("\\\n", "")) == shlex.split(COMMAND)
+    said = subprocess.run(["sh", "-c", f"printf '%s\\0' {copied}"], capture_output=True, text=True, check=True).stdout
+    assert said.split("\0")[:-1] == words
 
 
 def test_long_tables_say_how_many_rows_are_left_out_and_json_has_all() -> None:

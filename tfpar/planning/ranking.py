@@ -26,6 +26,7 @@ def rank(
     machine: MachineCosts,
     more: Sequence[PredictedStep] = (),
     history: str = UNTESTED,
+    devices: Sequence[str] = (),
 ) -> Plan:
     """Order predicted layouts: those that fit by time, then those that do not fit by memory.
 
@@ -39,6 +40,7 @@ def rank(
         machine: The costs of the devices and links, with the memory of a device.
         more: Predictions for one device more.
         history: How well earlier runs were predicted, in words.
+        devices: Names of the devices of a host, where a user has chosen them.
 
     Returns:
         The plan, without its command.
@@ -61,8 +63,8 @@ def rank(
     fitting, others = _split(best, machine)
     is_noisy = model.spread > MOST_SPREAD
     order = [(None, step) for step in sorted(fitting, key=_simplicity)] if is_noisy else _ranks(fitting, model.spread)
-    rows = [_row(step, number, one, model, machine) for number, step in order]
-    rows += [_row(step, None, one, model, machine) for step in sorted(others, key=_size)]
+    rows = [_row(step, number, one, model, machine, devices) for number, step in order]
+    rows += [_row(step, None, one, model, machine, devices) for step in sorted(others, key=_size)]
     take = rows[0] if fitting and not is_noisy else None
     return Plan(
         rows=tuple(rows),
@@ -75,12 +77,13 @@ def rank(
     )
 
 
-def settings_of(layout: Layout, machine: MachineCosts) -> dict[str, Any]:
+def settings_of(layout: Layout, machine: MachineCosts, devices: Sequence[str] = ()) -> dict[str, Any]:
     """Return the settings of section `[strategy]` for a layout, with the devices that it needs.
 
     Args:
         layout: The layout.
         machine: The devices of each host.
+        devices: Names of the devices of a host, where a user has chosen them.
 
     Example:
         >>> settings_of(Layout(num_replicas=2), MachineCosts("CPU", 2, 2))
@@ -88,10 +91,13 @@ def settings_of(layout: Layout, machine: MachineCosts) -> dict[str, Any]:
     """
     settings = layout.settings
     used = layout.num_devices // layout.num_hosts
+    if devices:
+        named = {"device": devices[0]} if settings["kind"] == "single_device" else {"devices": list(devices[:used])}
+        return settings | named
     if machine.device == "CPU":
         return settings | ({"num_logical_cpus": used} if used > 1 else {})
-    uses_all = settings["kind"] in ("mirrored", "multi_worker")  # unless devices are named
-    if uses_all and used < machine.num_devices:
+    # These use all GPUs unless some are named.
+    if settings["kind"] in ("mirrored", "multi_worker") and used < machine.num_devices:
         settings["devices"] = [f"GPU:{number}" for number in range(used)]
     return settings
 
@@ -157,7 +163,12 @@ def _size(step: PredictedStep) -> tuple[Any, ...]:
 
 
 def _row(
-    step: PredictedStep, number: int | None, one: PredictedStep | None, model: ModelCosts, machine: MachineCosts
+    step: PredictedStep,
+    number: int | None,
+    one: PredictedStep | None,
+    model: ModelCosts,
+    machine: MachineCosts,
+    devices: Sequence[str],
 ) -> Row:
     fits = _fits(step, machine)
     return Row(
@@ -169,7 +180,7 @@ def _row(
         memory_bytes=step.memory_bytes,
         fits=fits,
         waits=step.waits,
-        settings=settings_of(step.layout, machine),
+        settings=settings_of(step.layout, machine, devices),
         largest_batch=step.largest_batch,
         lacks=_lacks(step, machine) if fits is False else "",
     )

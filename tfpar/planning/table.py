@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html as markup
 import json
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ _HEADINGS = ("step", "examples/s", "x one", "memory", "fits")
 _WIDTHS = (9, 11, 7, 11, 5)
 _FITS = {True: "yes", False: "no", None: "?"}
 _STYLE = "text-align:left"
+_MORE = " \\"  # the command continues
 
 
 def text(plan: Plan) -> str:
@@ -137,17 +139,38 @@ def _largest(plan: Plan, most: int = 4) -> str:
 
 
 def _command(label: str, command: str) -> Iterator[str]:
-    """Yield a command over several lines, as a shell reads it: broken before options alone."""
+    """Yield a command over several lines, as a shell reads it: broken before flags and within long words."""
     begin = f"{label:<{_LABEL}}"
-    parts = command.replace(" --", "\n--").split("\n")
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(begin) + len(lines[-1]) + 1 + len(part) + 2 <= COLUMNS:
-            lines[-1] += f" {part}"
+    lines = [begin]
+    for words in _flags(command):
+        separator = "" if lines[-1] == begin else " "
+        if len(lines[-1]) + len(separator) + len(words) + len(_MORE) <= COLUMNS:
+            lines[-1] += separator + words
         else:
-            lines.append(f"  {part}")
+            lines.append(f"{' ' * _LABEL}  {words}")
     for number, line in enumerate(lines, 1):
-        yield f"{begin if number == 1 else ' ' * _LABEL}{line}" + " \\" * (number < len(lines))
+        yield from _pieces(line + _MORE * (number < len(lines)))
+
+
+def _flags(command: str) -> Iterator[str]:
+    """Yield the program, and each flag with its value, quoted for a shell."""
+    words: list[str] = []
+    for word in shlex.split(command):
+        if word.startswith("--") and words:
+            yield shlex.join(words)
+            words = []
+        words.append(word)
+    yield shlex.join(words)
+
+
+def _pieces(line: str) -> Iterator[str]:
+    """Yield a line that is too long in pieces; a shell joins them, as each begins in the first column."""
+    while len(line) > COLUMNS and "'\"'\"'" not in line:  # a quotation mark that is quoted
+        is_quoted = line[: COLUMNS - 2].count("'") % 2 == 1
+        cut = COLUMNS - 2 if is_quoted else COLUMNS - 1
+        yield line[:cut] + "'" * is_quoted + "\\"
+        line = "'" * is_quoted + line[cut:]
+    yield line
 
 
 def _labelled(label: str, words: str) -> list[str]:
@@ -190,6 +213,7 @@ def as_table(plan: Plan) -> dict[str, Any]:
             "num_measured": machine.num_measured,
             "num_hosts": machine.num_hosts,
             "memory_bytes": machine.memory_bytes,
+            "runtime_bytes": machine.runtime_bytes,
             "assumed": list(machine.assumed),
             "seconds": model.seconds,
             "spread": model.spread,

@@ -29,9 +29,9 @@ class RunDirectory:
         tensorboard/     logs for `tensorboard --logdir`
         checkpoints/     the newest few
         model.keras      the trained model
-        results.json     its metrics and the speed of its training, once it is trained to its end, and the SHA-256 of
-                         model.keras and metrics.jsonl
+        results.json     at its end: metrics, speed, and the SHA-256 of model.keras and metrics.jsonl
         optimizer.json   the optimizer as it was built
+        prediction.json  its predicted and measured step; plan.json has the ranked layouts, if it was planned
         pipeline.png     with --trace: a step of the pipeline as planned and as run
         report.html      the report, with its pictures in report/ too
         record.json      what the report says of the machine and the model; starts and failures are in events.jsonl

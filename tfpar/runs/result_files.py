@@ -16,13 +16,14 @@ from tfpar.files import atomic_file, json_lines
 FILES = (
     *(".lock", "run.json", "config.toml", "metrics.jsonl", "model.keras", "results.json", "optimizer.json"),
     *("pipeline.png", "tensorflow.log", "evaluations.jsonl", "record.json", "events.jsonl", "report.html"),
+    *("plan.json", "prediction.json"),
 )
 FOLDERS = ("checkpoints", "tensorboard", "report")
 # The files that a run creates before its first step.
 _OF_CLAIM = frozenset(
     {
         *(".lock", "run.json", "config.toml", "optimizer.json", "tensorflow.log", "checkpoints"),
-        *("record.json", "events.jsonl"),
+        *("record.json", "events.jsonl", "plan.json"),
     }
 )
 # The files that an interrupted start can leave.

@@ -26,6 +26,7 @@ from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
 from tfpar.runs.folder_watch import FolderWatch
+from tfpar.runs.prediction_file import PredictionRecorder
 from tfpar.runs.run_reporter import RunReporter
 from tfpar.runs.run_trainer import RunTrainer, report_of, sharding_of
 from tfpar.runs.user_trainer import check_trainer, make_trainer, trainer_reads, trainer_source
@@ -77,6 +78,7 @@ def _explained(run: config.Run, directory: RunDirectory, trace: bool, reporter: 
 
 def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunReporter) -> bool:
     strategy = strategies.from_settings(run.strategy)
+    prediction = PredictionRecorder(directory, run.strategy, strategy)
     strategy.user_message = functools.partial(data.user_message, settings=run.data)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
     strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
@@ -100,8 +102,9 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunR
     if strategy.is_chief:
         _print_repetition(run, directory, position, broken)
         reporter.begin(trainer, "" if position is None else resume.describe(run, directory, position), pipeline)
+    prediction.begin(pipeline.get("record"))
     with standard_streams.outlived(trainer.interrupt):
-        return _fit_and_save(run, directory, trainer, checkpoints, reporter)
+        return _fit_and_save(run, directory, trainer, checkpoints, reporter, prediction)
 
 
 def _is_finished(run: config.Run, directory: RunDirectory, strategy: strategies.Strategy) -> bool:
@@ -169,6 +172,7 @@ def _fit_and_save(
     trainer: RunTrainer,
     checkpoints: Checkpoints,
     reporter: RunReporter,
+    prediction: PredictionRecorder,
 ) -> bool:
     """Train to the end or to an interruption, and write the results; return whether it came to its end."""
     throughput, metrics_file = callbacks.Throughput(), callbacks.MetricsFile(directory.metrics)
@@ -192,7 +196,7 @@ def _fit_and_save(
     results = _results(trainer, throughput, metrics_file)
     with trainer.strategy.whole_state(trainer.model):
         if trainer.strategy.is_chief:
-            _save(directory, trainer, results, reporter)
+            _save(directory, trainer, results, reporter, prediction)
     trainer.strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
     return True
 
@@ -222,10 +226,17 @@ def _print_interruption(directory: RunDirectory, trainer: RunTrainer, kept_in: P
         print(f"\nStopped after step {_num_updates(trainer)}; a checkpoint is written.")
 
 
-def _save(directory: RunDirectory, trainer: RunTrainer, results: dict[str, float], reporter: RunReporter) -> None:
+def _save(
+    directory: RunDirectory,
+    trainer: RunTrainer,
+    results: dict[str, float],
+    reporter: RunReporter,
+    prediction: PredictionRecorder,
+) -> None:
     """Write the model and the results, and print them."""
     _require_folder(directory, trainer)
     trainer.save(directory.model)
+    prediction.write(results)
     directory.finish(results)
     reporter.end(events.TRAINED)
     print(f"\n{summary.summary(directory, results)}")

@@ -1,0 +1,97 @@
+"""What a user states of devices and links that are not there: applied to measured costs, and marked. Pure Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from tfpar.pipeline.schedule.links import Link
+from tfpar.planning.costs import MachineCosts
+from tfpar.planning.quantities import memory
+
+MOST_DEVICES, MOST_HOSTS = 512, 512
+MOST_SPEED = 1000.0
+# Of 10 Gbit/s, which most machines have.
+NETWORK_LATENCY_SECONDS, NETWORK_BYTES_PER_SECOND = 50e-6, 1.25e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Stated:
+    """The devices and links to plan for, where they are not those of this machine.
+
+    Args:
+        num_devices: Devices of each host; None for those that are there.
+        num_hosts: Number of hosts.
+        memory_bytes: Memory of a device; None for that of the devices that are there.
+        device_speed: Speed of a planned device, relative to those that are there.
+        bandwidth: Bytes per second between devices, and between hosts; None for that measured.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> Stated(num_devices=8, device_speed=1.5).applied(MachineCosts("GPU", 1, 1)).assumed
+        ('device speed 1.5',)
+    """
+
+    num_devices: int | None = None
+    num_hosts: int = 1
+    memory_bytes: int | None = None
+    device_speed: float = 1.0
+    bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no machine has."""
+        _check_count("num_devices", 1 if self.num_devices is None else self.num_devices, MOST_DEVICES)
+        _check_count("num_hosts", self.num_hosts, MOST_HOSTS)
+        if not (0 < self.device_speed <= MOST_SPEED):
+            raise ValueError(
+                f"device_speed must be above 0 and at most {MOST_SPEED:g}, received {self.device_speed}: 1.5 is a "
+                "device that is 1.5 times as fast."
+            )
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise ValueError(f"memory_bytes must be at least 1, received {self.memory_bytes}.")
+        if self.bandwidth is not None and not (0 < self.bandwidth < math.inf):
+            raise ValueError(f"bandwidth must be above 0 bytes per second, received {self.bandwidth}.")
+
+    def applied(self, machine: MachineCosts) -> MachineCosts:
+        """Return the costs of a machine with what is stated in place of what was measured, and its names.
+
+        Args:
+            machine: The measured costs.
+        """
+        changes: dict[str, object] = {"num_hosts": self.num_hosts}
+        assumed = list(machine.assumed)
+        if self.num_devices is not None:
+            changes["num_devices"] = self.num_devices
+        if self.memory_bytes is not None:
+            changes["memory_bytes"] = self.memory_bytes
+            assumed.append(f"memory {memory(self.memory_bytes)}")
+        if self.device_speed != 1:
+            changes["speed"] = self.device_speed
+            assumed.append(f"device speed {self.device_speed:g}")
+        if self.bandwidth is not None:
+            changes["copy"] = _with_bandwidth(machine.copy, self.bandwidth)
+            changes["reduce"] = {number: _with_bandwidth(one, self.bandwidth) for number, one in machine.reduce.items()}
+            assumed.append(f"bandwidth {memory(self.bandwidth)}/s")
+        elif machine.num_measured == 1 and (self.num_devices or 1) > 1:
+            assumed.append(f"{memory(machine.copy.bytes_per_second)}/s between devices")
+        if self.num_hosts > 1:
+            # Between hosts nothing is measured here: the bandwidth is stated or assumed.
+            changes["network"] = Link(NETWORK_LATENCY_SECONDS, self.bandwidth or NETWORK_BYTES_PER_SECOND)
+            if self.bandwidth is None:
+                assumed.append(f"{memory(NETWORK_BYTES_PER_SECOND)}/s between hosts")
+        return dataclasses.replace(machine, **changes, assumed=tuple(assumed))  # type: ignore[arg-type]
+
+
+def _with_bandwidth(link: Link, bytes_per_second: float) -> Link:
+    return Link(link.latency_seconds, bytes_per_second)
+
+
+def _check_count(name: str, value: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, received {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, received {value}.")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, received {value}.")

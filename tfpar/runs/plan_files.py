@@ -1,0 +1,123 @@
+"""The configuration and the command of a planned layout; no TensorFlow."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tfpar import config
+from tfpar.config import bundled_configurations
+from tfpar.files import atomic_file
+from tfpar.messages import received
+from tfpar.planning.plan import Plan
+from tfpar.planning.quantities import duration, memory
+
+HEADER = "# Written by python -m tfpar.plan: "
+
+
+def with_strategy(run: config.Run, settings: Mapping[str, Any]) -> config.Run:
+    """Return a run under another layout, checked like all configurations.
+
+    Args:
+        run: The run.
+        settings: Of the section of the strategy, with its kind; its other settings are kept where they apply.
+
+    Raises:
+        ValueError: If run and layout do not fit together.
+
+    Example:
+        >>> with_strategy(config.Run(), {"kind": "mirrored", "num_logical_cpus": 2}).strategy.num_logical_cpus
+        2
+    """
+    return config.Run.model_validate({**dict(run), "strategy": config.with_layout(run.strategy, settings)})
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that `write` must not write, before anything is measured.
+
+    Args:
+        path: The TOML file.
+
+    Raises:
+        ValueError: If its name does not end with .toml, its folder does not exist, or it holds something else than an
+            earlier plan.
+    """
+    shown = received.path(path)
+    if path.suffix != ".toml":
+        raise ValueError(f"--write must name a file that ends with .toml, received {shown!r}. Write --write plan.toml.")
+    if not path.parent.is_dir():
+        raise ValueError(f"--write must name a file in a folder that exists, received {shown!r}. Create the folder.")
+    if path.exists() and not _is_plan(path):
+        raise ValueError(
+            f"--write overwrites plans of its own only, and {shown} holds something else: choose another name, or "
+            "remove the file."
+        )
+
+
+def _is_plan(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(HEADER)) == HEADER.encode()
+
+
+def write(run: config.Run, plan: Plan, path: Path) -> None:
+    """Write the configuration of a run under the layout that its plan takes, loadable by the train command.
+
+    Args:
+        run: The run.
+        plan: Its plan.
+        path: The TOML file, for which `check_writable` was called.
+
+    Raises:
+        ValueError: If the plan takes no layout.
+        OSError: If the file cannot be written.
+    """
+    if plan.take is None:
+        raise ValueError(f"--write writes the layout of the first row, and no layout is taken: {path} is not written.")
+    step, size = duration(plan.take.step_seconds), memory(plan.take.memory_bytes)
+    header = (
+        f"{HEADER}{plan.take.layout}, {step} a step and {size} on a device predicted.\n"
+        f"# Command: {_program(plan)} --config {shlex.quote(str(path))}\n\n"
+    )
+    atomic_file.write(path, header + config.dump(with_strategy(run, plan.take.settings)))
+
+
+def command_of(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
+    """Return the command that trains a run under the layout that its plan takes; "" if it takes none.
+
+    Args:
+        plan: The plan.
+        name: The name or file of the configuration; None for the default run.
+        overrides: Settings that the plan was made with.
+    """
+    if plan.take is None:
+        return ""
+    file = None if name is None else bundled_configurations.find(name)
+    kept = [one for one in overrides if not one.partition("=")[0].strip().startswith("strategy")]
+    settings = plan.take.settings
+    one_by_one = [f"strategy.{key}={_value(value)}" for key, value in settings.items()]
+    try:
+        config.load(file, [*kept, *one_by_one])
+    except ValueError:  # the file has settings of another kind
+        one_by_one[0] = f"strategy={{kind={received.toml(settings['kind'])}}}"
+    words = [*(["--config", name] if name is not None else []), *_flags([*kept, *one_by_one])]
+    return " ".join([_program(plan), *map(shlex.quote, words)])
+
+
+def _program(plan: Plan) -> str:
+    hosts = plan.take.layout.num_hosts if plan.take is not None else 1
+    if hosts == 1:
+        return "python -m tfpar.train"
+    names = ",".join(f"HOST{number}" for number in range(1, hosts + 1)) if hosts <= 4 else "HOST1,HOST2,..."
+    return f"python -m tfpar.launch --num_workers {hosts} --hosts {names} -- -m tfpar.train"
+
+
+def _flags(overrides: Sequence[str]) -> list[str]:
+    return [word for one in overrides for word in ("--set", one)]
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else received.toml(value)
