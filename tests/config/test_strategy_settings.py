@@ -76,6 +76,7 @@ def test_state_is_divided_over_at_least_two_replicas() -> None:
     (problem,) = problems(config.TensorParallel(num_shards=2, shard="optimizer"))
     assert "strategy.num_replicas = 1: set at least 2, or leave strategy.shard out" in problem
 
+
 def test_another_layout_keeps_the_settings_that_are_no_part_of_a_layout() -> None:
     auto = config.Auto(batch_dependent_layers="gather", form_seconds=60.0, num_logical_cpus=4)
     assert config.with_layout(auto, {"kind": "mirrored", "num_logical_cpus": 2}) == config.Mirrored(

@@ -111,7 +111,7 @@ def layout_of(settings: config.Strategy, strategy: Strategy) -> Layout | None:
             shard, num_hosts=hosts,
         )  # fmt: skip
     if isinstance(settings, config.TensorParallel):
-        return Layout(settings.num_replicas, num_shards=settings.num_shards)
+        return Layout(settings.num_replicas, num_shards=settings.num_shards, shard=settings.shard)
     if isinstance(settings, config.MultiWorker) and (settings.sync != "step" or settings.compression):
         return None
     return Layout(strategy.num_replicas, shard=getattr(settings, "shard", None), num_hosts=hosts)
