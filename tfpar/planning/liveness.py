@@ -7,8 +7,8 @@
 
 As `ExecutorState::ScheduleReady` and `Process` in `tensorflow/core/common_runtime/executor.cc` (2.21) do on one
 thread: of the operations that an operation makes ready, the cheap ones run next, in their order; of the expensive ones,
-the last runs next if no other is cheap, and the others wait in the queue of the thread, which takes the newest first. On
-a GPU all operations are cheap for the host, which only launches them.
+the last runs next if no other is cheap, and the others wait in the queue of the thread, which takes the newest first.
+On a GPU all operations are cheap for the host, which only launches them.
 """
 
 from __future__ import annotations
@@ -118,6 +118,6 @@ def live_bytes(nodes: Sequence[Node], order: Sequence[int], held: Sequence[tuple
         live += allocated
         found.append(live)
         live -= sum(sizes[one] for one in free)
-        own = [(index, number) for number, view in enumerate(node.views) if view < 0]
-        live -= sum(sizes[one] for one in own if not reads[one])
+        unread = [(index, number) for number, view in enumerate(node.views) if view < 0]
+        live -= sum(sizes[one] for one in unread if not reads[one])
     return found
