@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import random_state
-from tfpar.planning.block_measurement import measure_blocks, trace_model
+from tfpar.planning.block_measurement import Traced, measure_blocks, trace_model
 from tfpar.planning.contention import measure_slowdown
-from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
+from tfpar.planning.costs import BlockCost, Curve, MachineCosts, ModelCosts
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
+from tfpar.planning.memory_measurement import block_bytes, model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
 from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_steps, measure_update
 from tfpar.reduction.weight_owners import num_bytes
@@ -52,6 +53,7 @@ def measure(
     """
     began_seconds = time.perf_counter()
     num_planned = num_planned or len(devices)
+    taken_bytes = runtime_bytes(devices[0])
     with random_state.preserved_random_state():
         trainer, loop, batch, dataset = _prepared(make_trainer, SingleDevice(devices[0]))
         costs = _measure_model(trainer, loop, batch, devices[0], num_planned)
@@ -62,6 +64,7 @@ def measure(
             **_measure_stages(make_trainer, devices[0], costs),
         )
         machine = _measure_machine(make_trainer, loop, batch, devices, num_planned)
+    machine = dataclasses.replace(machine, runtime_bytes=taken_bytes)
     return dataclasses.replace(costs, seconds=time.perf_counter() - began_seconds), machine
 
 
@@ -107,13 +110,22 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
         update_seconds=update_seconds,
         loss_seconds=measure_loss(model, device, batch) / num_examples,
         input_bytes=_bytes_of(batch) // num_examples,
-        blocks=blocks.costs,
+        working=model_bytes(model, batch, device).working,
+        blocks=_with_bytes(blocks.costs, traced, num_examples, device),
         divides_loss=blocks.divides_loss,
         uncut=traced.reason,
         mixing=tuple(batch_dependence.find(model, batch)),
         normalizing=traced.normalizing,
         spread=spread,
     )
+
+
+def _with_bytes(blocks: Sequence[BlockCost], traced: Traced, num_examples: int, device: str) -> tuple[BlockCost, ...]:
+    """Return the costs of blocks with the bytes of their saved tensors and temporaries."""
+    if traced.graph is None:
+        return tuple(blocks)
+    found = block_bytes(traced.graph, traced.inputs, num_examples, device)
+    return tuple(dataclasses.replace(block, **one._asdict()) for block, one in zip(blocks, found, strict=True))
 
 
 def _replica_seconds(make_trainer: MakeTrainer, devices: Sequence[str], costs: ModelCosts) -> float:
