@@ -12,10 +12,8 @@ from typing import Any
 from tfpar import config, launch, report, train
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = {
-    one.name: one
-    for one in (train.COMMAND, launch.COMMAND, importlib.import_module("tfpar.doctor").COMMAND, report.COMMAND)
-}
+CALLABLE = [importlib.import_module(f"tfpar.{name}").COMMAND for name in ("plan", "doctor")]  # functions, too
+COMMANDS = {one.name: one for one in (train.COMMAND, launch.COMMAND, report.COMMAND, *CALLABLE)}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tfpar.drop_in import evaluate, fit, predict
     from tfpar.interruption import interruptible
     from tfpar.parity import check_parity
+    from tfpar.planning.planner import plan
     from tfpar.reduction.objective import Objective
     from tfpar.reduction.whole_batch import gather
     from tfpar.strategies import (
@@ -59,6 +60,7 @@ _HOMES = {
     "fit": "drop_in",
     "gather": "reduction.whole_batch",
     "interruptible": "interruption",
+    "plan": "planning.planner",
     "predict": "drop_in",
     "use_logical_cpus": "cluster",
 }
@@ -87,6 +89,7 @@ __all__ = [
     "fit",
     "gather",
     "interruptible",
+    "plan",
     "predict",
     "use_logical_cpus",
 ]

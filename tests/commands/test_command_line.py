@@ -15,13 +15,9 @@ from tfpar import __main__, launch, report, train
 from tfpar.commands import command_line
 from tfpar.config import bundled_configurations
 
-# `tfpar.doctor` is a function.
-COMMANDS = {
-    "tfpar.train": train,
-    "tfpar.launch": launch,
-    "tfpar.doctor": importlib.import_module("tfpar.doctor"),
-    "tfpar.report": report,
-}
+# `tfpar.plan` and `tfpar.doctor` are functions.
+CALLABLE = {name: importlib.import_module(name) for name in ("tfpar.plan", "tfpar.doctor")}
+COMMANDS = {"tfpar.train": train, "tfpar.launch": launch, "tfpar.report": report, **CALLABLE}
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

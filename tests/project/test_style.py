@@ -34,7 +34,7 @@ LADDER = [
     ["drop_in", "interruption", "parity", "planning"],
     ["reports"],
     ["report", "runs"],
-    ["checks", "train"],
+    ["checks", "plan", "train"],
     ["doctor"],
 ]
 RUNG = {module: rung for rung, modules in enumerate(LADDER) for module in modules}

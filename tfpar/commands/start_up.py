@@ -16,8 +16,8 @@ from types import FrameType
 from tfpar.commands import standard_streams
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-_MODULES = ("tfpar", "tfpar.train", "tfpar.launch", "tfpar.doctor")
-_SCRIPTS = ("tfpar-train", "tfpar-launch", "tfpar-doctor")
+_MODULES = ("tfpar", "tfpar.train", "tfpar.launch", "tfpar.doctor", "tfpar.plan")
+_SCRIPTS = ("tfpar-train", "tfpar-launch", "tfpar-doctor", "tfpar-plan")
 
 
 def is_command() -> bool:

@@ -76,7 +76,8 @@ _SilenceSeconds = Annotated[
 class Auto(Section):
     """The strategy that fits the process.
 
-    That is multi_worker in a job of several workers, mirrored over several devices, else single_device.
+    That is multi_worker in a job of several workers, single_device on one device, and with several devices the first
+    row of the planner (`python -m tfpar.plan`).
 
     >>> Auto().kind
     'auto'

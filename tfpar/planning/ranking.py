@@ -214,6 +214,11 @@ def _notes(
             f"No layout fits in the {memory(machine.memory_bytes)} of a device. The nearest is {rows[0].layout}: it "
             f"{rows[0].lacks}."
         )
+    if model.normalizing and any(row.layout.num_devices > 1 for row in rows):
+        yield (
+            f"{', '.join(model.normalizing)}: normalizes each part of a batch by itself, so that rows of several "
+            "devices give another result than one device."
+        )
     if machine.num_devices > machine.num_measured:
         there = f"{machine.num_measured} measured device" + "s" * (machine.num_measured != 1)
         yield f"Planned for {machine.num_devices} devices of each host, from {there}."
@@ -231,7 +236,7 @@ def _notes(
 def _gain(take: Row, model: ModelCosts, machine: MachineCosts, more: Sequence[PredictedStep]) -> str:
     """Return what one device more would bring."""
     possible, _ = _split(more, machine)
-    if not possible:
+    if not possible or (machine.device == "CPU" and machine.num_devices > 1):  # one more would share the same cores
         return ""
     times = take.step_seconds / min(step.seconds for step in possible)
     number = machine.num_devices + 1

@@ -18,17 +18,18 @@ from tfpar.runs.user_trainer import trainer_options, trainer_reads
 MAX_SHOWN = 10  # names of classes
 
 
-def print_header(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> None:
+def print_header(run: config.Run, directory: RunDirectory, trainer: RunTrainer, note: str = "") -> None:
     """Print what will be trained, where and how large each step is.
 
     Args:
         run: The resolved run.
         directory: Its folder.
         trainer: The trainer of the run.
+        note: Why it has this strategy, after a comma; by default nothing.
     """
     for name, text in lines(run, directory, trainer).items():
         if text:
-            print(line(name, text))
+            print(line(name, text + note * (name == "strategy")))
     print(flush=True)
 
 

@@ -21,7 +21,7 @@ from tfpar.interruption import interruptible
 from tfpar.messages.number_format import line
 from tfpar.reports import events
 from tfpar.reports.timelines import PipelineRecord
-from tfpar.runs import header, pipeline_report, resume, summary
+from tfpar.runs import chosen_layout, header, pipeline_report, resume, summary
 from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
@@ -77,8 +77,9 @@ def _explained(run: config.Run, directory: RunDirectory, trace: bool, reporter: 
 
 
 def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunReporter) -> bool:
-    strategy = strategies.from_settings(run.strategy)
-    prediction = PredictionRecorder(directory, run.strategy, strategy)
+    choice = chosen_layout.choose(run, directory)
+    strategy = strategies.from_settings(choice.run.strategy)
+    prediction = PredictionRecorder(directory, choice.run.strategy, strategy)
     strategy.user_message = functools.partial(data.user_message, settings=run.data)
     check_trainer(run)  # not before: a module of a user's own may start TensorFlow
     strategy.require_equal({"configuration": config.dump(run), "trainer's code": trainer_source(run.trainer)})
@@ -92,12 +93,12 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunR
     )
     broken = directory.broken() if strategy.is_chief else []
     position = checkpoints.position() if strategy.is_chief else None
-    _check_batch_size(run, strategy)
+    _check_batch_size(choice.run, strategy)
     with strategy.raising_on_all_workers(f"The constructor of {run.trainer}"):
-        trainer = make_trainer(run, strategy)
+        trainer = make_trainer(choice.run, strategy)
     _check_model(run, trainer)
     if strategy.is_chief:
-        _record(run, directory, trainer, position)
+        _record(run, directory, trainer, position, choice.note)
     pipeline = _show_schedule(run, directory, trainer, trace) if strategy.has_schedule else {}
     if strategy.is_chief:
         _print_repetition(run, directory, position, broken)
@@ -135,12 +136,14 @@ def _check_model(run: config.Run, trainer: RunTrainer) -> None:
     check_monitor(run.callbacks, trainer)
 
 
-def _record(run: config.Run, directory: RunDirectory, trainer: RunTrainer, position: Position | None) -> None:
+def _record(
+    run: config.Run, directory: RunDirectory, trainer: RunTrainer, position: Position | None, note: str
+) -> None:
     """Record the run in its folder and print its header, once the run may start or resume there."""
     resume.check(run, directory, position, trainer.model)
     directory.reopen()
     directory.record(settings_read.dump_read(run, trainer_reads(run), run.trainer))
-    header.print_header(run, directory, trainer)
+    header.print_header(run, directory, trainer, note)
 
 
 def _show_schedule(

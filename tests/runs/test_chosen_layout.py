@@ -1,4 +1,4 @@
-"""The `prediction.json` of every run, and the plans that are stored."""
+"""`strategy.kind = "auto"` on several devices takes the layout of a plan, and the `prediction.json` of every run."""
 
 from __future__ import annotations
 
@@ -66,12 +66,93 @@ def train(call: command.InProcess, directory: str, *overrides: str) -> command.O
     return call("--directory", directory, *settings(*SMALL, *overrides))
 
 
+@pytest.fixture
+def never_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process measures a plan."""
+    monkeypatch.setattr("tfpar.runs.chosen_layout._measured_plan", lambda *_: pytest.fail("it was measured"))
+
+
 def by_hand(layout: Layout) -> list[str]:
     own = {"device": "CPU:0"} if layout.kind == "single_device" else {"devices": DEVICES}
     return [
         f"strategy.{key}={json.dumps(value) if key != 'kind' else value}"
         for key, value in (layout.settings | own).items()
     ]
+
+
+@pytest.mark.usefixtures("never_measured")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_run_is_that_of_the_same_layout_chosen_by_hand(name: str, call: command.InProcess, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    store(plan_text(layout))
+    chosen = train(call, "auto", AUTO)
+    named = train(call, "named", *by_hand(layout))
+    assert (chosen.code, named.code) == (0, 0), chosen.err + named.err
+    note = "chosen by the planner: 100 ms a step predicted; python -m tfpar.plan shows all"
+    assert note in " ".join(chosen.out.split())
+    assert "planner" not in named.out
+    command.assert_same_weights(tmp_path / "auto", tmp_path / "named")
+    assert command.metrics(tmp_path / "auto") == command.metrics(tmp_path / "named")
+    assert json.loads((tmp_path / "auto" / "prediction.json").read_text())["layout"] == str(layout)
+
+
+@pytest.mark.usefixtures("never_measured")
+def test_a_resumed_run_takes_the_recorded_choice_again(call: command.InProcess, tmp_path: Path) -> None:
+    store(plan_text(Layout(2)))
+    assert train(call, "run", AUTO).code == 0
+    store(plan_text(Layout()))  # measured anew, and otherwise
+    resumed = train(call, "run", AUTO, "training.epochs=3")
+    assert resumed.code == 0, resumed.err
+    assert "Mirrored over 2 replicas" in resumed.out
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["take"] == "Mirrored(2)"
+    assert 'kind = "auto"' in (tmp_path / "run" / "config.toml").read_text()
+
+
+def test_one_device_is_never_measured(call: command.InProcess, never_measured: None, tmp_path: Path) -> None:
+    trained = train(call, "run", 'strategy.devices=["CPU:0"]')
+    assert trained.code == 0, trained.err
+    assert "planner" not in trained.out
+    assert not (tmp_path / "run" / "plan.json").exists()
+
+
+@pytest.mark.usefixtures("never_measured")
+def test_a_noisy_measurement_falls_back_to_mirrored(call: command.InProcess) -> None:
+    store(plan_text(Layout(), Layout(2), spread=0.5))
+    trained = train(call, "run", AUTO)
+    assert trained.code == 0, trained.err
+    assert "Mirrored over 2 replicas on CPU:0, CPU:1, as the measurement of the planner was too noisy" in " ".join(
+        trained.out.split()
+    )
+
+
+@pytest.mark.usefixtures("never_measured")
+def test_a_run_that_fits_nowhere_is_refused_with_what_it_lacks(call: command.InProcess, tmp_path: Path) -> None:
+    store(plan_text(Layout(), Layout(2), memory_bytes=4000))
+    refused = train(call, "run", AUTO)
+    assert refused.code == 1
+    assert "No layout fits in the 4.00 kB of a device. The nearest is SingleDevice: it lacks 1.00 kB" in refused.err
+    assert refused.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.multi_process
+def test_without_a_plan_the_layout_is_measured_in_another_process(call: command.InProcess, tmp_path: Path) -> None:
+    trained = train(call, "run", AUTO)
+    assert trained.code == 0, trained.err
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["measured"]["num_measured"] == 2
+    assert "chosen by the planner" in trained.out or "too noisy" in trained.out
+    again = train(call, "again", AUTO)
+    assert json.loads((tmp_path / "again" / "plan.json").read_text()) == plan, "an earlier plan is taken again"
+    assert again.code == 0
+
+
+@pytest.mark.multi_process
+def test_a_run_that_cannot_be_measured_is_one_sentence(call: command.InProcess) -> None:
+    refused = train(call, "run", AUTO, "seed=7", "trainer=own.NoSuchTrainer")
+    assert refused.code == 1
+    assert "NoSuchTrainer" in refused.err
+    assert 'set strategy.kind to another kind than "auto"' in refused.err
 
 
 # prediction.json
@@ -93,6 +174,13 @@ def test_a_run_that_nobody_planned_writes_what_was_measured(call: command.InProc
         "planned_memory_bytes": None,
         "machine": machine_name("CPU"),
     }
+
+
+def test_a_run_of_an_earlier_plan_has_its_prediction(call: command.InProcess, tmp_path: Path) -> None:
+    store(plan_text(Layout(), Layout(2)))
+    assert train(call, "run", *by_hand(Layout(2))).code == 0
+    found = prediction(tmp_path / "run")
+    assert (found["layout"], found["planned_step_seconds"], found["planned_memory_bytes"]) == ("Mirrored(2)", 0.2, 5000)
 
 
 def test_a_pipeline_that_nobody_planned_has_the_prediction_of_its_own_preview(

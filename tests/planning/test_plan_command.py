@@ -1,0 +1,195 @@
+"""`python -m tfpar.plan` and `tfpar.plan()`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpar
+from tests import ROOT
+from tests.support import small
+from tfpar import config
+from tfpar.planning.plan import Plan
+
+SMALL = [
+    "trainer=tfpar.trainers.regression.Regression", "model.name=linear", "data.source=generated",
+    "data.num_examples=192", "training.global_batch_size=16", "data.shuffle_buffer=64", "data.normalization=none",
+]  # fmt: skip
+
+
+def run(*arguments: str, folder: Path, with_tensorflow: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the command; without TensorFlow where the input must be refused before it starts."""
+    before = f"{ROOT}" if with_tensorflow else f"{folder}/without:{ROOT}"
+    (folder / "without").mkdir(exist_ok=True)
+    (folder / "without" / "tensorflow.py").write_text("raise ImportError('TensorFlow must not start')")
+    return subprocess.run(
+        [sys.executable, "-m", "tfpar.plan", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": before},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+
+
+def set_all(overrides: list[str]) -> list[str]:
+    return [word for one in overrides for word in ("--set", one)]
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["now"], "Arguments must be flags, received 'now'."),
+        (["--devices", "0"], "--devices must be at least 1, received 0."),
+        (["--devices", "1000000"], "--devices must be at most 512, received 1000000."),
+        (["--devices", "two"], "--devices must be an integer, received 'two'."),
+        (["--hosts", "0"], "--hosts must be at least 1, received 0."),
+        (["--hosts", "-1"], "--hosts must be at least 1, received -1."),
+        (["--logical_cpus", "0"], "--logical_cpus must be at least 1, received 0."),
+        (["--device_speed", "0"], "--device_speed must be above 0, received 0.0: 1.5 is a device that is 1.5 times"),
+        (["--device_speed", "nan"], "--device_speed must be above 0, received nan"),
+        (["--device_speed", "-2"], "--device_speed must be above 0, received -2.0"),
+        (["--memory", "24"], "--memory must be a size above 0, such as 24GiB or 512MB, received '24'."),
+        (["--memory", "0GB"], "--memory must be a size above 0, such as 24GiB or 512MB, received '0GB'."),
+        (["--bandwidth", "10GB"], "--bandwidth must be a bandwidth above 0, such as 10GB/s or 25Gbit/s, received '10"),
+        (["--memmory", "24GiB"], "--memmory is no flag. Did you mean --memory?"),
+        (["--config", "digts"], "Did you mean digits"),
+        (["--set", "strategy.kind=no"], "strategy.kind"),
+        (["--write", "plan.txt"], "--write must name a file that ends with .toml, received 'plan.txt'."),
+        (["--write", "no/plan.toml"], "--write must name a file in a folder that exists, received 'no/plan.toml'."),
+        (["--write", "mine.toml"], "--write overwrites plans of its own only, and mine.toml holds something else"),
+    ],
+)  # fmt: skip
+def test_wrong_flags_are_one_sentence_before_tensorflow_starts(arguments: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("seed = 1\n")
+    ended = run(*arguments, folder=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+    assert ended.stderr.startswith("error: ")
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+    assert (tmp_path / "mine.toml").read_text() == "seed = 1\n"
+
+
+@pytest.mark.multi_process
+def test_a_worker_of_a_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(job))
+    ended = run(folder=tmp_path)
+    assert ended.returncode == 2
+    assert "a job of 2 workers, and the planner measures one machine" in ended.stderr
+
+
+@pytest.mark.multi_process
+def test_a_run_is_measured_ranked_written_and_trained(tmp_path: Path) -> None:
+    arguments = [*set_all(SMALL), "--logical_cpus", "2", "--write", "plan.toml", "--json"]
+    ended = run(*arguments, folder=tmp_path, with_tensorflow=True)
+    plan = json.loads(ended.stdout)
+    assert {"SingleDevice", "Mirrored(2)"} <= {row["layout"] for row in plan["rows"]}
+    assert all(row["step_seconds"] > 0 and row["memory_bytes"] > 0 for row in plan["rows"])
+    if plan["take"] is None:  # a loaded machine
+        pytest.skip(f"the measurement was too noisy: {plan['notes']}")
+    assert ended.returncode == 0
+    assert (tmp_path / "plan.toml").read_text().startswith(f"# Written by python -m tfpar.plan: {plan['take']}, ")
+    written = config.load(tmp_path / "plan.toml").strategy
+    assert {key: getattr(written, key) for key in plan["rows"][0]["settings"]} == plan["rows"][0]["settings"]
+    assert [path.suffix for path in (tmp_path / "runs" / ".plans").iterdir()] == [".json"]
+
+
+@pytest.mark.multi_process
+def test_wrong_data_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def rows():\n    return iter(())\n")
+    overrides = ["data.source=python", "data.function=own.rows", "data.num_classes=2"]
+    ended = run(*set_all(overrides), folder=tmp_path, with_tensorflow=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("error: ")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.fixture(scope="module")
+def plan(logical_cpus: list[str]) -> Plan:
+    return tfpar.plan(small.build_model, small.data(), devices=["CPU:0", "CPU:1"])
+
+
+def test_the_function_ranks_layouts_of_the_devices_and_shows_a_table(plan: Plan) -> None:
+    layouts = [str(row.layout) for row in plan.rows]
+    assert {"SingleDevice", "Mirrored(2)", 'Mirrored(2, shard="optimizer")'} <= set(layouts)
+    assert plan.model.batch == 8
+    assert max(map(len, str(plan).splitlines())) <= 80
+    assert "<table" in plan._repr_html_()
+
+
+def test_the_plan_leaves_random_states_as_they_were(plan: Plan, logical_cpus: list[str]) -> None:
+    keras.utils.set_random_seed(3)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    drawn = float(tf.random.uniform([]))
+    keras.utils.set_random_seed(3)
+    tfpar.plan(small.build_model, small.data(), devices=["CPU:0"])
+    after = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    assert after == before
+    assert float(tf.random.uniform([])) == drawn
+
+
+def test_one_device_gives_one_row_and_what_a_second_would_bring(logical_cpus: list[str]) -> None:
+    plan = tfpar.plan(small.build_model, small.data(), devices=["CPU:0"])
+    assert [str(row.layout) for row in plan.rows] == ["SingleDevice"]
+    assert plan.take is None or any(note.startswith("A second device would bring") for note in plan.notes)
+
+
+def test_a_model_that_cannot_be_cut_is_planned_without_pipelines(logical_cpus: list[str]) -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="own")
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+    def build_model() -> keras.Model:
+        model = Own()
+        model.compile("sgd", "mse")
+        return model
+
+    arrays = (np.ones([16, 4], "float32"), np.ones([16, 3], "float32"))
+    plan = tfpar.plan(build_model, arrays, batch_size=8, devices=["CPU:0", "CPU:1"])
+    assert "Mirrored(2)" in {str(row.layout) for row in plan.rows}
+    assert not any(row.layout.num_stages > 1 for row in plan.rows)
+    assert any("ipeline" in words for words in plan.not_considered)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"dataset": lambda: small.data().take(0)}, ValueError, r"no example|empty|no batch"),
+        ({"num_devices": lambda: 0}, ValueError, "num_devices must be at least 1"),
+        ({"device_speed": lambda: 0}, ValueError, "device_speed must be above 0"),
+        ({"num_hosts": lambda: 0}, ValueError, "num_hosts must be at least 1"),
+        ({"build_model": lambda: 3}, TypeError, "build_model must be a function"),
+        ({"build_model": keras.Sequential}, TypeError, "build_model must be a function"),
+        ({"devices": lambda: ["CPU:9"]}, ValueError, "devices must name different devices"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: dict[str, Callable[[], Any]], error: type[Exception], message: str, logical_cpus: list[str]
+) -> None:
+    given = {name: make() for name, make in arguments.items()}
+    with pytest.raises(error, match=message):
+        tfpar.plan(**{"build_model": small.build_model, "dataset": small.data(), **given})
+
+
+def test_the_module_is_the_function_once_it_is_imported() -> None:
+    assert callable(importlib.import_module("tfpar.plan"))

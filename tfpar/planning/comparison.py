@@ -1,0 +1,67 @@
+"""The comparison of all layouts of some devices, from measured and stated costs. Pure Python, no TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from tfpar.planning.costs import MachineCosts, ModelCosts
+from tfpar.planning.layouts import Layout, Refusal, candidates
+from tfpar.planning.memory import device_bytes, largest_batch
+from tfpar.planning.plan import Plan
+from tfpar.planning.ranking import UNTESTED, rank
+from tfpar.planning.rows import PredictedStep
+from tfpar.planning.step_prediction import predict
+
+
+def compare(
+    model: ModelCosts, machine: MachineCosts, history: str = UNTESTED, devices: Sequence[str] | None = None
+) -> Plan:
+    """Predict every layout of the planned devices, and rank them.
+
+    With several hosts, layouts on fewer of them are rows too: one host may be faster than two.
+
+    Args:
+        model: The costs of the model.
+        machine: The costs of the devices and links.
+        history: How well earlier runs of this machine were predicted, in words.
+        devices: Names of the devices of this host, where a user has chosen them.
+
+    Returns:
+        The plan.
+
+    Example:
+        >>> from tfpar.planning.costs import Curve
+        >>> model = ModelCosts("mlp", 10, 40, 40, 80, (40,), batch=8, compute=Curve((8,), (0.8,)), update_seconds=0.1)
+        >>> compare(model, MachineCosts("GPU", num_devices=2, num_measured=2)).take.layout.kind
+        'mirrored'
+    """
+    steps, refusals = _predictions(model, machine)
+    more, _ = _predictions(model, dataclasses.replace(machine, num_devices=machine.num_devices + 1))
+    return rank(steps, refusals, model, machine, more, history, devices or ())
+
+
+def _predictions(model: ModelCosts, machine: MachineCosts) -> tuple[list[PredictedStep], list[Refusal]]:
+    steps: list[PredictedStep] = []
+    refusals: list[Refusal] = []
+    for layout in _layouts(model, machine):
+        if isinstance(layout, Refusal):
+            refusals.append(layout)
+        else:
+            steps.append(_predicted(layout, model, machine))
+    return steps, refusals
+
+
+def _layouts(model: ModelCosts, machine: MachineCosts) -> Iterator[Layout | Refusal]:
+    divides_layers = any(block.is_divided for block in model.blocks)
+    powers = {1 << power for power in range(machine.num_hosts.bit_length()) if 1 << power < machine.num_hosts}
+    for hosts in sorted(powers | {machine.num_hosts}):
+        yield from candidates(machine.num_devices, hosts, model.batch, len(model.blocks), divides_layers, model.mixing)
+
+
+def _predicted(layout: Layout, model: ModelCosts, machine: MachineCosts) -> PredictedStep:
+    return dataclasses.replace(
+        predict(layout, model, machine),
+        memory_bytes=device_bytes(layout, model, machine, model.batch),
+        largest_batch=largest_batch(layout, model, machine),
+    )
