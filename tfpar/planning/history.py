@@ -27,8 +27,8 @@ def machine_name(device: str) -> str:
         device: The kind of its devices: "CPU" or "GPU".
 
     Example:
-        >>> machine_name("CPU")  # of a machine named node1
-        'node1, 2 cores, CPU'
+        >>> machine_name("CPU").split(", ")[2]  # "node1, 2 cores, CPU" on a machine named node1
+        'CPU'
     """
     number = cores.num_allowed_cores()
     return f"{platform.node()}, {number} core{'s' * (number > 1)}, {device}"

@@ -30,7 +30,7 @@ class Stated:
         ValueError: If a number is out of range.
 
     Example:
-        >>> Stated(num_devices=8, device_speed=1.5).applied(MachineCosts("GPU", 1, 1)).assumed
+        >>> Stated(num_devices=8, device_speed=1.5).applied(MachineCosts("GPU", 2, 2)).assumed
         ('device speed 1.5',)
     """
 
