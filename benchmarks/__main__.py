@@ -26,6 +26,7 @@ from benchmarks.parity_table import PARITY_TABLE
 from benchmarks.pipelines.experiments import PIPELINE_EXPERIMENTS
 from benchmarks.pipelines.sleeping import HYBRID_SLEEPING, WORKERS_SLEEPING
 from benchmarks.plan import PLAN
+from benchmarks.plan_memory import PLAN_MEMORY
 from benchmarks.process import WorkerError
 from benchmarks.report import machine_table, print_result
 from benchmarks.restart import RESTART
@@ -61,6 +62,7 @@ ALL = {
         VOCABULARY_LOSS,
         WIDE_FEATURES,
         PLAN,
+        PLAN_MEMORY,
         PARITY_TABLE,
     )
 }

@@ -43,16 +43,37 @@ def device_bytes(layout: Layout, model: ModelCosts, machine: MachineCosts, batch
         >>> device_bytes(Layout(), model, MachineCosts("CPU", 2, 2), batch=8)
         960
     """
+    return max(bytes_of_devices(layout, model, batch)) + machine.runtime_bytes
+
+
+def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
+    """Return the peak memory of each device of a replica, without that of TensorFlow itself.
+
+    Args:
+        layout: The layout.
+        model: The costs of the model.
+        batch: Examples of the global batch.
+
+    Returns:
+        Bytes of each stage or shard; those of the only device otherwise.
+
+    Example:
+        >>> from tfpar.planning.costs import Bytes, Curve
+        >>> curve = Curve((8,), (1.0,))
+        >>> model = ModelCosts("mlp", 10, 40, 40, 80, (40,), 8, curve, 0.0, working=Bytes(40, 100))
+        >>> bytes_of_devices(Layout(), model, batch=8)
+        [960]
+    """
     share = -(-batch // layout.num_replicas)
     if layout.num_stages > 1:
-        used = _pipeline_bytes(layout, model, batch)
-    elif layout.shard == "weights":
-        used = _fully_sharded_bytes(layout, model, share) + _input_bytes(model, share)
+        return _pipeline_bytes(layout, model, batch)
+    if layout.shard == "weights":
+        used = _fully_sharded_bytes(layout, model, share)
     elif layout.num_shards > 1:
-        used = _divided_bytes(layout, model, share) + _input_bytes(model, share)
+        used = _divided_bytes(layout, model, share)
     else:
-        used = _replica_bytes(layout, model, share) + _input_bytes(model, share)
-    return used + machine.runtime_bytes
+        used = _replica_bytes(layout, model, share)
+    return [used + _input_bytes(model, share)] * layout.num_shards
 
 
 def largest_batch(layout: Layout, model: ModelCosts, machine: MachineCosts) -> int | None:
@@ -175,8 +196,8 @@ def _temporary_bytes(blocks: Sequence[BlockCost], num_examples: int) -> int:
     return max((block.temporary.of(num_examples) for block in blocks), default=0)
 
 
-def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> int:
-    """Return the bytes of the fullest stage."""
+def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
+    """Return the bytes of each stage."""
     schedule = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
     size = -(-batch // (layout.num_replicas * layout.num_microbatches))
     stages = stages_of(model, layout, batch)
@@ -197,7 +218,7 @@ def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> int:
     batches = _BATCHES_ON_DEVICE * model.input_bytes * size * layout.num_microbatches
     held = [peak_bytes(schedule, durations, [stage]) for stage in range(layout.num_stages)]
     # The first stage gets the inputs, and the last one the targets; both are counted in both.
-    return max(one + batches * (stage in (0, layout.num_stages - 1)) for stage, one in enumerate(held))
+    return [one + batches * (stage in (0, layout.num_stages - 1)) for stage, one in enumerate(held)]
 
 
 def _backward_bytes(layout: Layout, stage: Sequence[BlockCost], size: int) -> int:

@@ -1,0 +1,95 @@
+"""One process of `benchmarks.plan_memory`: the predicted memory of all layouts of a model, or the measured one of one.
+
+    predict(model, batch) -> {layout: bytes}            the model is traced, not trained
+    train(model, layout, narrower, batch) -> bytes      the peak of a process that trains
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from benchmarks import process
+from tfpar.cluster import process_memory
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import tensorflow as tf
+
+import tfpar
+from benchmarks.plan_memory_models import BUILD_MODEL, endless
+from benchmarks.plan_worker import strategy_of
+from tfpar.planning.block_measurement import measure_blocks, trace_model
+from tfpar.planning.costs import Curve, ModelCosts
+from tfpar.planning.layouts import Layout
+from tfpar.planning.memory import bytes_of_devices
+from tfpar.planning.memory_measurement import block_bytes, model_bytes
+from tfpar.reduction.weight_owners import num_bytes
+
+_DEVICE, _NUM_STEPS = "CPU:0", 4
+
+
+def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, int]:
+    """Return the predicted bytes of all devices together, for each layout.
+
+    Args:
+        model: The name of the model.
+        batch: Examples of the global batch.
+        layouts: The fields of each layout.
+    """
+    built = BUILD_MODEL[model](1)
+    examples = next(iter(endless(built, batch)))
+    held = model_bytes(built, examples, _DEVICE)
+    traced = trace_model(built, _DEVICE, examples)
+    assert traced.graph is not None, traced.reason
+    blocks = measure_blocks(built, traced, _DEVICE, [batch // 16, batch // 8]).costs
+    found = block_bytes(traced.graph, traced.inputs, batch, _DEVICE)
+    costs = ModelCosts(
+        name=model,
+        num_parameters=built.count_params(),
+        weight_bytes=held.weight_bytes,
+        trainable_bytes=held.trainable_bytes,
+        slot_bytes=held.slot_bytes,
+        variable_bytes=tuple(map(num_bytes, built.trainable_variables)),
+        batch=batch,
+        compute=Curve((batch,), (1.0,)),
+        update_seconds=0.0,
+        input_bytes=sum(int(tf.size(one)) * one.dtype.size for one in examples) // batch,
+        working=held.working,
+        blocks=tuple(dataclasses.replace(block, **one._asdict()) for block, one in zip(blocks, found, strict=True)),
+    )
+    return {
+        str(layout): layout.num_replicas * sum(bytes_of_devices(layout, costs, batch))
+        for layout in (Layout(**one) for one in layouts)
+    }
+
+
+def train(model: str, batch: int, layout: dict[str, Any], narrower: int) -> dict[str, int]:
+    """Train a model, and return the peak memory of this process beyond that before the model was built.
+
+    Args:
+        model: The name of the model.
+        batch: Examples of the global batch.
+        layout: The fields of the layout.
+        narrower: Divides the widths of the layers.
+    """
+    strategy = strategy_of(Layout(**layout))
+    with tf.device(_DEVICE):
+        tf.function(lambda one: one + 1.0)(tf.zeros([])).numpy()
+    before_bytes = process_memory.resident_bytes()
+    trainer = tfpar.Trainer(lambda: BUILD_MODEL[model](narrower), strategy, seed=0)
+    dataset = endless(trainer.model, batch)
+    trainer.fit(dataset, steps_per_epoch=2, verbose=0)
+    process_memory.reset_peak()
+    trainer.fit(dataset, steps_per_epoch=_NUM_STEPS, verbose=0)
+    return {"peak_bytes": process_memory.peak_bytes() - before_bytes}
+
+
+if __name__ == "__main__":
+    request = process.request()
+    tfpar.use_logical_cpus(2)
+    reply = train(**request) if "layout" in request else predict(**request)
+    process.reply(reply)
+    os._exit(0)  # as benchmarks.worker
