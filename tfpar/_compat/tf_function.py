@@ -146,11 +146,25 @@ def unordered_timestamp() -> tf.Tensor:
     TensorFlow 2.21 lets the operations of a function that read the clock run one after the other
     (tensorflow/python/framework/auto_control_deps.py), and with them everything that is timed.
     """
-    moment = tf.timestamp()
+    return _unordered(tf.timestamp())
+
+
+def _unordered(result: tf.Tensor) -> tf.Tensor:
+    """Return the result of a stateful operation, which then waits for no other stateful operation."""
     manager = tf.compat.v1.get_default_graph().experimental_acd_manager
     if manager is not None:
-        manager.run_independently(moment.op)
-    return moment
+        manager.run_independently(result.op)
+    return result
+
+
+def fresh_zeros(shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
+    """Return zeros that are computed in each run, inside of a traced function.
+
+    TensorFlow 2.21 computes zeros, and what depends on them alone, once, and holds the result until the program ends:
+    constants up to 10 MB, and a variant of any size, since it does not count what the variant refers to
+    (`ReplaceTensorWithConstant` in tensorflow/core/common_runtime/constant_folding.cc). A stateful operation is none.
+    """
+    return _unordered(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=True))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The passes of a stage as compiled functions with few arguments and results, whose tensors come in bundles.
 
 F   parameters, states, values, place      ─►  outputs, losses, new states, saved tensors
-B   parameters, saved, gradients, totals   ─►  gradients of the inputs, rows, new totals (or saved tensors for W)
+B   parameters, saved, gradients, totals   ─►  gradients of the inputs, rows, new totals
+    parameters, saved, gradients           ─►  gradients of the inputs, saved tensors for W (where W is apart)
 W   parameters, saved, totals              ─►  rows, new totals
 """
 
@@ -107,7 +108,8 @@ class StageFunctions:
             None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)
             for tensor in self._trace.backward.output_gradients
         ]
-        parameters, saved, totals = map(self._specs, (self._parameters, self._saved, self._totals))
+        added = [] if self._later[1:] else self._totals  # W adds them up
+        parameters, saved, totals = map(self._specs, (self._parameters, self._saved, added))
         return _compiled(self._run_backward, parameters, saved, gradients, totals, self._rows)
 
     @functools.cached_property
@@ -147,7 +149,9 @@ class StageFunctions:
     ) -> BackwardResults:
         backward = self._trace.backward
         own, gradients = self._added(gradients, rows, add_zero_rows)
-        known = self._known((self._parameters, parameters), (self._saved, saved), (self._totals, totals))
+        known = self._known((self._parameters, parameters), (self._saved, saved))
+        if not self._later[1:]:
+            known |= self._known((self._totals, totals))
         known |= _pairs(tensors_of(backward.output_gradients), tensors_of(gradients))
         self._later[0](known)
         of_inputs = own([value_of(gradient, known) for gradient in backward.input_gradients])

@@ -193,14 +193,14 @@ class StageProgram:
             parameters: The values of `parameters`.
             saved: The saved tensors of its forward pass.
             output_gradients: The gradient of each output; None for an output without one.
-            totals: The summed dense gradients of earlier micro-batches; None for the first.
+            totals: The summed dense gradients of earlier micro-batches; None for the first, or if W adds them up.
             rows: The numbers of examples of the micro-batch.
         """
         gradients = []
         for placeholder, gradient in zip(self.trace.backward.output_gradients, output_gradients, strict=True):
             assert placeholder is None or gradient is not None, "an output without a gradient is an unused output"
             gradients.append(None if placeholder is None else gradient)
-        before = self._zeros() if totals is None else totals
+        before = self._zeros() if totals is None and not self.splits_backward else totals or []
         given = parameters, saved, gradients, before, rows if self.pads else None
         return BackwardResults(*self._call(self.functions.backward, *given))
 
@@ -247,7 +247,7 @@ class StageProgram:
 
     def _zeros(self) -> Bundle:
         with tf.device(self.device):
-            return bundled([tf.zeros(total.shape, total.dtype) for total in self._totals], self.device)
+            return bundled([tf_function.fresh_zeros(total.shape, total.dtype) for total in self._totals], self.device)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
         with tf.device(self.device):
