@@ -151,14 +151,14 @@ def unordered_timestamp() -> tf.Tensor:
 
 def _unordered(result: tf.Tensor) -> tf.Tensor:
     """Return the result of a stateful operation, which then waits for no other stateful operation."""
-    manager = tf.compat.v1.get_default_graph().experimental_acd_manager
+    manager = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph().experimental_acd_manager
     if manager is not None:
         manager.run_independently(result.op)
     return result
 
 
 def fresh_zeros(shape: tf.TensorShape, dtype: tf.DType) -> tf.Tensor:
-    """Return zeros that are computed in each run, inside of a traced function.
+    """Return zeros that are computed in each run of a traced function.
 
     TensorFlow 2.21 computes zeros, and what depends on them alone, once, and holds the result until the program ends:
     constants up to 10 MB, and a variant of any size, since it does not count what the variant refers to
