@@ -30,9 +30,7 @@ def held_bytes(device: str) -> int:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_no_gradients_are_held_between_steps(
-    logical_cpus: list[str], schedule: Literal["1f1b", "zero_bubble"]
-) -> None:
+def test_no_gradients_are_held_between_steps(logical_cpus: list[str], schedule: Literal["1f1b", "zero_bubble"]) -> None:
     trainer = tfpar.Trainer(build_model, tfpar.Pipeline(2, 4, schedule, devices=logical_cpus[:2], balance=[1, 1]))
     dataset = tf.data.Dataset.from_tensors((tf.zeros([8, WIDTH]), tf.zeros([8, WIDTH]))).repeat()
     trainer.build(dataset)
