@@ -28,9 +28,7 @@ def cnn(narrower: int) -> keras.Model:
         layers.Flatten(),
         layers.Dense(256 // narrower, activation="relu"),
     ]
-    return _compiled(
-        keras.Sequential([keras.Input((_SIDE, _SIDE, 32 // narrower)), *hidden, layers.Dense(_CLASSES)])
-    )
+    return _compiled(keras.Sequential([keras.Input((_SIDE, _SIDE, 32 // narrower)), *hidden, layers.Dense(_CLASSES)]))
 
 
 def transformer(narrower: int) -> keras.Model:

@@ -1,7 +1,7 @@
 """One process of `benchmarks.plan_memory`: the predicted memory of all layouts of a model, or the measured one of one.
 
-    predict(model, batch) -> {layout: bytes}            the model is traced, not trained
-    train(model, layout, narrower, batch) -> bytes      the peak of a process that trains
+predict(model, batch) -> {layout: bytes}            the model is traced, not trained
+train(model, layout, narrower, batch) -> figures    the peaks of a process that trains
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from tfpar.cluster import process_memory
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
-import keras
 import tensorflow as tf
 
 import tfpar
@@ -67,7 +66,7 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
 
 
 def train(model: str, batch: int, layout: dict[str, Any], narrower: int) -> dict[str, int]:
-    """Train a model, and return the peak memory of this process beyond that before the model was built.
+    """Train a model, and return the peaks of this process, beyond its memory before, and of TensorFlow's tensors.
 
     Args:
         model: The name of the model.
@@ -83,8 +82,12 @@ def train(model: str, batch: int, layout: dict[str, Any], narrower: int) -> dict
     dataset = endless(trainer.model, batch)
     trainer.fit(dataset, steps_per_epoch=2, verbose=0)
     process_memory.reset_peak()
+    tf.config.experimental.reset_memory_stats(_DEVICE)
     trainer.fit(dataset, steps_per_epoch=_NUM_STEPS, verbose=0)
-    return {"peak_bytes": process_memory.peak_bytes() - before_bytes}
+    return {
+        "process_bytes": process_memory.peak_bytes() - before_bytes,
+        "tensor_bytes": tf.config.experimental.get_memory_info(_DEVICE)["peak"],
+    }
 
 
 if __name__ == "__main__":
