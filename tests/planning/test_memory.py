@@ -8,7 +8,7 @@ import pytest
 
 from tfpar.planning.costs import BlockCost, Bytes, Curve, Line, MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout
-from tfpar.planning.memory import device_bytes, largest_batch
+from tfpar.planning.memory import bytes_of_devices, device_bytes, largest_batch
 
 BLOCKS = tuple(
     BlockCost(
@@ -95,3 +95,22 @@ def test_recomputation_saves_less() -> None:
     model = dataclasses.replace(MODEL, blocks=blocks)
     saving, recomputing = (Layout(num_stages=2, num_microbatches=4, recompute=one) for one in (False, True))
     assert device_bytes(recomputing, model, MACHINE, 8) < device_bytes(saving, model, MACHINE, 8)
+
+
+def test_a_replica_has_one_more_batch_ahead() -> None:
+    model = dataclasses.replace(MODEL, input_bytes=10)
+    assert device_bytes(Layout(2), model, MACHINE, 8) - device_bytes(Layout(2), MODEL, MACHINE, 8) == 3 * 4 * 10
+
+
+def test_each_stage_has_its_own_bytes_and_the_fullest_counts() -> None:
+    layout = Layout(num_stages=2, num_microbatches=4)
+    first, last = bytes_of_devices(layout, MODEL, 8)
+    assert first > last  # two micro-batches in flight, and one
+    assert device_bytes(layout, MODEL, MACHINE, 8) == first + MACHINE.runtime_bytes
+
+
+def test_a_weight_gradient_pass_holds_the_old_and_the_new_sums() -> None:
+    blocks = tuple(dataclasses.replace(block, saved=Bytes(), temporary=Bytes(), shared=Bytes()) for block in BLOCKS)
+    model = dataclasses.replace(MODEL, blocks=tuple(dataclasses.replace(block, output=Bytes()) for block in blocks))
+    layout = Layout(num_stages=2, num_microbatches=4, schedule="zero_bubble")
+    assert bytes_of_devices(layout, model, 8) == [200 + 200 + 400 + 200] * 2

@@ -21,6 +21,8 @@ from tfpar.planning.stage_costs import stages_of
 
 # The batch of a step, and the next one, which is copied to the device meanwhile.
 _BATCHES_ON_DEVICE = 2
+# tf.distribute's iterator has one more in its buffer (MultiDeviceIterator, max_buffer_size=1).
+_BATCHES_OF_REPLICA = 3
 _MOST_BATCH = 1 << 40
 
 
@@ -73,7 +75,8 @@ def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int) -> list[int]
         used = _divided_bytes(layout, model, share)
     else:
         used = _replica_bytes(layout, model, share)
-    return [used + _input_bytes(model, share)] * layout.num_shards
+    num_batches = _BATCHES_ON_DEVICE if layout.num_devices == 1 else _BATCHES_OF_REPLICA
+    return [used + num_batches * model.input_bytes * share] * layout.num_shards
 
 
 def largest_batch(layout: Layout, model: ModelCosts, machine: MachineCosts) -> int | None:
@@ -113,10 +116,6 @@ def largest_batch(layout: Layout, model: ModelCosts, machine: MachineCosts) -> i
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _input_bytes(model: ModelCosts, share: int) -> int:
-    return _BATCHES_ON_DEVICE * model.input_bytes * share
 
 
 def _largest_variable(model: ModelCosts) -> int:
@@ -209,7 +208,7 @@ def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
             for stage, received in zip(stages, inputs, strict=True)
         ),
         backward_temporary_bytes=tuple(_backward_bytes(layout, stage, size) for stage in stages),
-        weight_gradient_temporary_bytes=tuple(max(block.trainable_bytes for block in stage) for stage in stages),
+        weight_gradient_temporary_bytes=tuple(sum(block.trainable_bytes for block in stage) for stage in stages),
         until_weight_gradient_bytes=tuple(
             sum(block.output.of(size) for block in stage if block.trainable_bytes) for stage in stages
         ),
@@ -222,7 +221,10 @@ def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
 
 
 def _backward_bytes(layout: Layout, stage: Sequence[BlockCost], size: int) -> int:
-    """Return the temporaries of a backward pass: gradients of activations, a gradient before it is added, and so on."""
+    """Return the temporaries of a backward pass: recomputed tensors, gradients of activations, and the new sums.
+
+    An action has the summed gradients as an argument, so the old sums live until the new ones are all computed.
+    """
     recomputed = _saved_bytes(stage, size) if layout.recompute else 0
     own = 0 if layout.schedule == "zero_bubble" else sum(block.trainable_bytes for block in stage)
     return recomputed + _temporary_bytes(stage, size) + (own if layout.num_microbatches > 1 else 0)

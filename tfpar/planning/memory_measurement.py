@@ -4,7 +4,8 @@
     block_bytes(graph, inputs, num_examples, device) -> list[BlockBytes]    saved, shared, temporary of each layer call
     runtime_bytes(device) -> int
 
-Nothing is run: the step is traced at two sizes, and its tensors live until their last reader has run.
+The step is run at two sizes, and the allocator of the device counts its bytes. Where it does not count them, the graph
+of the step is read instead, as that of each layer call: a tensor lives until its last reader has run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import dataclasses
 import functools
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import SingleDevice
 
 _STATM = Path("/proc/self/statm")
+_NUM_STEPS = 3  # threads run the operations in another order each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +57,14 @@ def model_bytes(model: keras.Model, batch: Any, device: str = "CPU:0") -> Memory
     """Measure the bytes of training a model on one device.
 
     Args:
-        model: A compiled model that is built, on the device; the variables of its optimizer are created if they are
-            missing.
+        model: A compiled model that is built, on the device, which is trained for some steps; the variables of its
+            optimizer are created if they are missing.
         batch: Examples, `(inputs, targets, sample_weight)` as far as given, `[batch, ...]` each.
         device: The device.
 
     Returns:
-        The bytes; the peak of a step as a line through two sizes, the batch and half of it.
+        The bytes; the peak of a step as a line through two sizes: the batch, or the largest half of a half of it that
+        fits, and half of that.
 
     Example:
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
@@ -71,14 +74,24 @@ def model_bytes(model: keras.Model, batch: Any, device: str = "CPU:0") -> Memory
     """
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
-    num_examples = int(data.num_rows(batch))
-    sizes = sorted({max(1, num_examples // 2), num_examples})
+    sizes, found = _bytes_of_sizes(model, batch, int(data.num_rows(batch)), device)
     return MemoryCosts(
         weight_bytes=sum(map(num_bytes, model.variables)),
         trainable_bytes=sum(map(num_bytes, model.trainable_variables)),
         slot_bytes=sum(map(num_bytes, model.optimizer.variables)),
-        working=_line(sizes, [_step_bytes(model, batch, size, device) for size in sizes]),
+        working=_line(sizes, found),
     )
+
+
+def _bytes_of_sizes(model: keras.Model, batch: Any, num_examples: int, device: str) -> tuple[list[int], list[int]]:
+    """Return two numbers of examples with the bytes of a step; smaller ones where the memory does not suffice."""
+    sizes = sorted({max(1, num_examples // 2), num_examples})
+    try:
+        return sizes, [_step_bytes(model, batch, size, device) for size in sizes]
+    except tf.errors.ResourceExhaustedError:
+        if num_examples == 1:
+            raise
+        return _bytes_of_sizes(model, batch, num_examples // 2, device)
 
 
 def _line(sizes: Sequence[int], found: Sequence[int]) -> Bytes:
@@ -94,15 +107,35 @@ def _line(sizes: Sequence[int], found: Sequence[int]) -> Bytes:
 def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) -> int:
     strategy = SingleDevice(device)
     repeats = -(-num_examples // int(data.num_rows(batch)))
-    examples = data.take_rows(batch if repeats == 1 else data.join_batches([batch] * repeats), 0, num_examples)
-    specs = tf.nest.map_structure(
-        lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), tf.nest.map_structure(tf.convert_to_tensor, examples)
-    )
-    step = tf.function(lambda given: strategy.train_step(model, given), autograph=False)
-    graph = step.get_concrete_function(specs).graph
+    given = data.take_rows(batch if repeats == 1 else data.join_batches([batch] * repeats), 0, num_examples)
+    with tf.device(device):
+        given = tf.nest.map_structure(tf.identity, tf.nest.map_structure(tf.convert_to_tensor, given))
+    specs = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), given)
+    step = tf.function(lambda examples: strategy.train_step(model, examples), autograph=False)
+    function = step.get_concrete_function(specs)
+    if _counts(device):
+        return max(_counted_bytes(lambda: step(given), device) for _ in range(_NUM_STEPS))
+    graph = function.graph
     operations = needed_operations(graph.get_operations(), graph.outputs)
     nodes, _ = read_graph(operations, "GPU" in device, num_examples)
     return max(live_bytes(nodes, executor_order(nodes)), default=0)
+
+
+def _counts(device: str) -> bool:
+    """Return whether the allocator of a device counts its bytes."""
+    try:
+        tf.config.experimental.reset_memory_stats(device)
+    except ValueError:
+        return False
+    return True
+
+
+def _counted_bytes(run: Callable[[], Any], device: str) -> int:
+    """Return the bytes that are allocated at the peak of a run, beyond those before it."""
+    before_bytes = tf.config.experimental.get_memory_info(device)["current"]
+    tf.config.experimental.reset_memory_stats(device)
+    run()
+    return int(tf.config.experimental.get_memory_info(device)["peak"] - before_bytes)
 
 
 class BlockBytes(NamedTuple):
