@@ -55,7 +55,8 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
         batch=batch,
         compute=Curve((batch,), (1.0,)),
         update_seconds=0.0,
-        input_bytes=sum(int(tf.size(one)) * one.dtype.size for one in examples) // batch,
+        input_bytes=sum(map(_bytes_of, examples)) // batch,
+        target_bytes=_bytes_of(examples[1]) // batch,
         working=held.working,
         blocks=tuple(dataclasses.replace(block, **one._asdict()) for block, one in zip(blocks, found, strict=True)),
     )
@@ -63,6 +64,10 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
         str(layout): layout.num_replicas * sum(bytes_of_devices(layout, costs, batch))
         for layout in (Layout(**one) for one in layouts)
     }
+
+
+def _bytes_of(tensor: tf.Tensor) -> int:
+    return int(tf.size(tensor)) * int(tensor.dtype.size)
 
 
 def train(model: str, batch: int, layout: dict[str, Any], narrower: int) -> dict[str, int]:

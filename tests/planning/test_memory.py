@@ -50,9 +50,9 @@ LAYOUTS = [
     ("layout", "expected"),
     [
         (Layout(), 400 + 800 + 400 + 8 * 20),
-        # Half of the examples, and two copies of a gradient for the sum over replicas.
-        (Layout(2), 400 + 800 + 400 + 4 * 20 + 2 * 100),
-        (Layout(2, shard="optimizer"), 400 + 400 + 400 + 4 * 20 + 2 * 100),
+        # Half of the examples, and the sum of a gradient over the replicas.
+        (Layout(2), 400 + 800 + 400 + 4 * 20 + 100),
+        (Layout(2, shard="optimizer"), 400 + 400 + 400 + 4 * 20 + 100),
         # Half of weights, gradients and slots; weights of two blocks, a gradient; saved and temporary tensors.
         (Layout(2, shard="weights"), 200 + 200 + 400 + 2 * 100 + 100 + 4 * (4 + 4 * 4 + 8)),
         # Two blocks with their gradients and slots; two micro-batches of 2 examples in flight; temporaries with the
@@ -114,3 +114,9 @@ def test_a_weight_gradient_pass_holds_the_old_and_the_new_sums() -> None:
     model = dataclasses.replace(MODEL, blocks=tuple(dataclasses.replace(block, output=Bytes()) for block in blocks))
     layout = Layout(num_stages=2, num_microbatches=4, schedule="zero_bubble")
     assert bytes_of_devices(layout, model, 8) == [200 + 200 + 400 + 200] * 2
+
+
+def test_the_first_stage_gets_the_inputs_and_the_last_one_the_targets() -> None:
+    layout, model = Layout(num_stages=2, num_microbatches=4), dataclasses.replace(MODEL, input_bytes=10, target_bytes=1)
+    without, received = bytes_of_devices(layout, MODEL, 8), bytes_of_devices(layout, model, 8)
+    assert [more - one for one, more in zip(without, received, strict=True)] == [2 * 8 * 9, 2 * 8 * 1]

@@ -138,6 +138,7 @@ class ModelCosts:
         divides_loss: Whether tensor parallelism leaves the outputs of the model in pieces, and the loss with them.
         data_seconds: Seconds until the next batch of the dataset is there.
         input_bytes: Bytes of the inputs and targets of an example.
+        target_bytes: Of these, the bytes of its targets and its weight, which a pipeline's last stage gets.
         working: Bytes of a training step on one device beyond weights, slots and runtime: saved tensors, gradients and
             temporaries at the peak.
         blocks: The layer calls in the order of the graph; empty where the model cannot be cut.
@@ -164,6 +165,7 @@ class ModelCosts:
     divides_loss: bool = False
     data_seconds: float = 0.0
     input_bytes: int = 0
+    target_bytes: int = 0
     working: Bytes = NO_BYTES
     blocks: tuple[BlockCost, ...] = ()
     uncut: str = ""

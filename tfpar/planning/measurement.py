@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfpar import data
@@ -110,6 +111,7 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
         update_seconds=update_seconds,
         loss_seconds=measure_loss(model, device, batch) / num_examples,
         input_bytes=_bytes_of(batch) // num_examples,
+        target_bytes=_bytes_of(keras.utils.unpack_x_y_sample_weight(batch)[1:]) // num_examples,
         working=model_bytes(model, batch, device).working,
         blocks=_with_bytes(blocks.costs, traced, num_examples, device),
         divides_loss=blocks.divides_loss,
@@ -162,7 +164,7 @@ def _stage_seconds(
 
 def _bytes_of(batch: Any) -> int:
     leaves = tf.nest.flatten(batch, expand_composites=True)
-    return sum(int(tf.size(leaf)) * tf.as_dtype(leaf.dtype).size for leaf in leaves)
+    return sum(int(tf.size(leaf)) * tf.as_dtype(leaf.dtype).size for leaf in leaves if leaf is not None)
 
 
 def _seconds_of_batches(dataset: Iterable[Any]) -> float:

@@ -127,8 +127,8 @@ def _replica_bytes(layout: Layout, model: ModelCosts, share: int) -> int:
     slots = model.slot_bytes
     copies = 0
     if layout.num_replicas > 1:
-        # The first device receives a gradient of each other replica, and adds them up in memory of its own.
-        copies = 2 * _largest_variable(model)
+        # The sum of a gradient over the replicas has memory of its own.
+        copies = _largest_variable(model)
     if layout.shard == "optimizer":
         slots = _share_of_largest(model, slots, layout.num_replicas)
     return model.weight_bytes + slots + model.working.of(share) + copies
@@ -200,7 +200,7 @@ def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
     schedule = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
     size = -(-batch // (layout.num_replicas * layout.num_microbatches))
     stages = stages_of(model, layout, batch)
-    inputs = [model.input_bytes * size, *(stage[-1].cut.of(size) for stage in stages[:-1])]
+    inputs = [(model.input_bytes - model.target_bytes) * size, *(stage[-1].cut.of(size) for stage in stages[:-1])]
     durations = Durations(
         *((),) * 5,
         activation_bytes=tuple(
@@ -214,10 +214,11 @@ def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
         ),
         fixed_bytes=tuple(_fixed_bytes(layout, model, stage) for stage in stages),
     )
-    batches = _BATCHES_ON_DEVICE * model.input_bytes * size * layout.num_microbatches
     held = [peak_bytes(schedule, durations, [stage]) for stage in range(layout.num_stages)]
-    # The first stage gets the inputs, and the last one the targets; both are counted in both.
-    return [one + batches * (stage in (0, layout.num_stages - 1)) for stage, one in enumerate(held)]
+    share = _BATCHES_ON_DEVICE * size * layout.num_microbatches
+    held[0] += share * (model.input_bytes - model.target_bytes)
+    held[-1] += share * model.target_bytes
+    return held
 
 
 def _backward_bytes(layout: Layout, stage: Sequence[BlockCost], size: int) -> int:
@@ -236,5 +237,5 @@ def _fixed_bytes(layout: Layout, model: ModelCosts, stage: Sequence[BlockCost]) 
     slots = model.slot_bytes * trained / max(1, model.trainable_bytes)
     if layout.shard is not None:
         slots /= layout.num_replicas
-    copies = 2 * max(itertools.chain((block.trainable_bytes for block in stage), [0])) * (layout.num_replicas > 1)
+    copies = max(itertools.chain((block.trainable_bytes for block in stage), [0])) * (layout.num_replicas > 1)
     return round(sum(block.weight_bytes for block in stage) + trained + slots + copies)
