@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +9,7 @@ from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.blocks import num_blocks
 from tfpar.pipeline.schedule import Schedule
 from tfpar.pipeline.schedule.links import Link
-from tfpar.pipeline.schedule.simulator import Durations, microbatch_scale, simulate
+from tfpar.pipeline.schedule.simulator import Durations, Timeline, microbatch_scale, simulate
 from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts, nearest
 from tfpar.planning.layouts import Layout
 from tfpar.planning.rows import PredictedStep
@@ -58,11 +57,11 @@ class _Step:
         self._size = -(-self._share // layout.num_microbatches)
 
     def predicted(self) -> PredictedStep:
-        durations, schedule = self._durations(), self._schedule
-        planned = simulate(schedule, durations)
-        waits = self._waits(schedule, durations, planned.step_seconds)
-        seconds = planned.step_seconds / self._machine.speed + self._network_seconds
+        durations, speed = self._durations(), self._machine.speed
+        planned = simulate(self._schedule, durations)
+        seconds = planned.step_seconds / speed + self._network_seconds
         data_seconds = max(0.0, self._model.data_seconds - seconds)
+        waits = {name: one / speed for name, one in self._waits(durations, planned).items()}
         waits |= {"network": self._network_seconds, "data": data_seconds}
         return PredictedStep(
             self._layout, seconds + data_seconds, {name: one for name, one in waits.items() if one > 0}
@@ -70,28 +69,25 @@ class _Step:
 
     @functools.cached_property
     def _schedule(self) -> Schedule:
+        """The schedule of one replica: the others do the same at the same time."""
         layout = self._layout
         if layout.num_stages == 1:
-            one = schedules.make("gpipe", 1, 1)
-        else:
-            one = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
-        return one.replicated(layout.replicas_per_host * layout.num_shards)
+            return schedules.make("gpipe", 1, 1)
+        return schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
 
     @functools.cached_property
     def _slowdown(self) -> tuple[float, ...]:
-        """The slow-down with 1, 2 and so on devices of a host at once."""
-        table = self._machine.slowdown
-        return tuple(nearest(table, number) or 1.0 for number in range(1, max(table) + 1))
+        """The slow-down with 1, 2 and so on devices of a replica at once, and as many of each other one of the host."""
+        copies = self._layout.replicas_per_host * self._layout.num_shards
+        numbers = range(1, self._layout.num_stages + 1)
+        return tuple(nearest(self._machine.slowdown, copies * number) or 1.0 for number in numbers)
 
     def _together(self, seconds: Sequence[float]) -> tuple[float, ...]:
         """Return the seconds of tasks of the stages that start together on all replicas, alone as given."""
-        layout = self._layout
-        copies = layout.replicas_per_host * layout.num_shards
         ends, now, done = [0.0] * len(seconds), 0.0, 0.0
         order = sorted(range(len(seconds)), key=seconds.__getitem__)
         for position, stage in enumerate(order):
-            running = copies * (len(order) - position)
-            now += (seconds[stage] - done) * self._slowdown[min(running, len(self._slowdown)) - 1]
+            now += (seconds[stage] - done) * self._slowdown[len(order) - position - 1]
             ends[stage], done = now, seconds[stage]
         return tuple(ends)
 
@@ -100,7 +96,7 @@ class _Step:
         stages = [_Stage(blocks, self) for blocks in self._stages()]
         weights = [stage.weight_gradient_seconds if self.splits_backward else 0.0 for stage in stages]
         backward = [stage.backward_seconds - weight for stage, weight in zip(stages, weights, strict=True)]
-        scale = microbatch_scale(self._batch, self._schedule.num_microbatches) if layout.num_stages > 1 else ()
+        scale = microbatch_scale(self._share, layout.num_microbatches) if layout.num_stages > 1 else ()
         return Durations(
             forward_seconds=tuple(stage.forward_seconds for stage in stages),
             backward_seconds=tuple(backward),
@@ -164,17 +160,16 @@ class _Step:
             sent_bytes *= 1.5  # the sums, and the new weights
         return self._machine.network.seconds(sent_bytes)
 
-    def _waits(self, schedule: Schedule, durations: Durations, step_seconds: float) -> dict[str, float]:
+    def _waits(self, durations: Durations, planned: Timeline) -> dict[str, float]:
         """Return the seconds of a step in which a device does not compute, by reason."""
-        none = (0.0,) * schedule.num_stages
-        reduction = sum(durations.reduction_seconds or none)
-        update = max(durations.update_seconds or none)
-        without = dataclasses.replace(durations, reduction_seconds=(), update_seconds=())
-        actions = simulate(schedule, without)
-        busy = sum(span.end_seconds - span.begin_seconds for span in actions.spans) / actions.num_devices
-        bubble = actions.step_seconds - busy if self._layout.num_stages > 1 else 0.0
+        busy = sum(span.end_seconds - span.begin_seconds for span in planned.spans) / planned.num_devices
+        end_seconds = max(span.end_seconds for span in planned.spans)
         name = "sums of activations" if self._layout.num_shards > 1 else "all-reduce"
-        return {"bubble": bubble, name: min(reduction, step_seconds), "update": update}
+        return {
+            "bubble": end_seconds - busy if self._layout.num_stages > 1 else 0.0,
+            name: min(sum(durations.reduction_seconds), planned.step_seconds),
+            "update": max(durations.update_seconds),
+        }
 
 
 class _Stage:
