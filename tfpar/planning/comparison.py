@@ -9,7 +9,7 @@ from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, Refusal, candidates
 from tfpar.planning.memory import device_bytes, largest_batch
 from tfpar.planning.plan import Plan
-from tfpar.planning.ranking import UNTESTED, rank
+from tfpar.planning.ranking import UNTESTED, best_of_each_grid, rank
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.step_prediction import predict
 
@@ -37,18 +37,23 @@ def compare(
         'mirrored'
     """
     steps, refusals = _predictions(model, machine)
-    more, _ = _predictions(model, dataclasses.replace(machine, num_devices=machine.num_devices + 1))
-    return rank(steps, refusals, model, machine, more, history, devices or ())
+    rows = [_with_largest_batch(step, model, machine) for step in best_of_each_grid(steps, machine)]
+    more, _ = _predictions(model, dataclasses.replace(machine, num_devices=machine.num_devices + 1), steps)
+    return rank(rows, refusals, model, machine, more, history, devices or ())
 
 
-def _predictions(model: ModelCosts, machine: MachineCosts) -> tuple[list[PredictedStep], list[Refusal]]:
+def _predictions(
+    model: ModelCosts, machine: MachineCosts, known: Sequence[PredictedStep] = ()
+) -> tuple[list[PredictedStep], list[Refusal]]:
+    """Return the predicted steps of all layouts, those that are known unchanged, and the refused layouts."""
+    found = {step.layout: step for step in known}
     steps: list[PredictedStep] = []
     refusals: list[Refusal] = []
     for layout in _layouts(model, machine):
         if isinstance(layout, Refusal):
             refusals.append(layout)
         else:
-            steps.append(_predicted(layout, model, machine))
+            steps.append(found.get(layout) or _predicted(layout, model, machine))
     return steps, refusals
 
 
@@ -63,5 +68,8 @@ def _predicted(layout: Layout, model: ModelCosts, machine: MachineCosts) -> Pred
     return dataclasses.replace(
         predict(layout, model, machine),
         memory_bytes=device_bytes(layout, model, machine, model.batch),
-        largest_batch=largest_batch(layout, model, machine),
     )
+
+
+def _with_largest_batch(step: PredictedStep, model: ModelCosts, machine: MachineCosts) -> PredictedStep:
+    return dataclasses.replace(step, largest_batch=largest_batch(step.layout, model, machine))

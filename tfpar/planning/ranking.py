@@ -59,7 +59,7 @@ def rank(
     if not steps:
         raise ValueError("A plan needs at least one predicted layout, received none. Predict SingleDevice.")
     one = next((step for step in steps if step.layout.num_devices == 1), None)
-    best = _best_of_each_grid(steps, machine)
+    best = best_of_each_grid(steps, machine)
     fitting, others = _split(best, machine)
     is_noisy = model.spread > MOST_SPREAD
     order = [(None, step) for step in sorted(fitting, key=_simplicity)] if is_noisy else _ranks(fitting, model.spread)
@@ -102,8 +102,18 @@ def settings_of(layout: Layout, machine: MachineCosts, devices: Sequence[str] = 
     return settings
 
 
-def _best_of_each_grid(steps: Iterable[PredictedStep], machine: MachineCosts) -> list[PredictedStep]:
-    """Keep of the variants of a grid the fastest that fits; if none fits, that with the least memory."""
+def best_of_each_grid(steps: Iterable[PredictedStep], machine: MachineCosts) -> list[PredictedStep]:
+    """Keep of the variants of a grid the fastest that fits; if none fits, that with the least memory.
+
+    Args:
+        steps: Predicted steps of any layouts.
+        machine: The costs of the devices, with their memory.
+
+    Example:
+        >>> steps = [PredictedStep(Layout(1, 2, number), 1 / number, {}) for number in (2, 4)]
+        >>> [str(step.layout) for step in best_of_each_grid(steps, MachineCosts("CPU", 2, 2))]
+        ['Pipeline(2, 4)']
+    """
     grids: dict[Any, list[PredictedStep]] = {}
     for step in steps:
         one = step.layout

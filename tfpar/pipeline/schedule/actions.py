@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Container, Sequence
 from typing import Literal, NamedTuple, cast
@@ -107,7 +108,7 @@ class Schedule:
             self, num_microbatches=self.microbatches_per_replica, actions=actions, num_replicas=1
         )
 
-    @property
+    @functools.cached_property
     def splits_backward(self) -> bool:
         """Whether weight gradients are separate actions."""
         return any(action.kind == "W" for order in self.actions for action in order)
