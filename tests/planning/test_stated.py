@@ -25,6 +25,11 @@ def test_what_is_stated_replaces_what_was_measured_and_is_named() -> None:
     assert machine.assumed == ("memory 24.0 GB", "device speed 1.5", "bandwidth 10.0 GB/s")
 
 
+def test_a_stated_bandwidth_holds_for_the_activations_of_divided_layers_too() -> None:
+    measured = MachineCosts("GPU", 2, 2, exchange={2: Link(3e-5, 1e9)})
+    assert Stated(bandwidth=1e10).applied(measured).exchange == {2: Link(3e-5, 1e10)}
+
+
 def test_links_that_nobody_has_measured_or_stated_are_named_too() -> None:
     machine = Stated(num_devices=4, num_hosts=2).applied(MachineCosts("GPU", 1, 1))
     assert machine.network.bytes_per_second == NETWORK_BYTES_PER_SECOND

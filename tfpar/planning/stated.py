@@ -72,7 +72,9 @@ class Stated:
             assumed.append(f"device speed {self.device_speed:g}")
         if self.bandwidth is not None:
             changes["copy"] = _with_bandwidth(machine.copy, self.bandwidth)
-            changes["reduce"] = {number: _with_bandwidth(one, self.bandwidth) for number, one in machine.reduce.items()}
+            for name in ("reduce", "exchange"):
+                links = getattr(machine, name).items()
+                changes[name] = {number: _with_bandwidth(one, self.bandwidth) for number, one in links}
             assumed.append(f"bandwidth {memory(self.bandwidth)}/s")
         elif machine.num_measured == 1 and (self.num_devices or 1) > 1:
             assumed.append(f"{memory(machine.copy.bytes_per_second)}/s between devices")
