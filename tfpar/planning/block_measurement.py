@@ -12,11 +12,7 @@ import tensorflow as tf
 from tfpar._compat import random_state
 from tfpar.full_precision import full_precision
 from tfpar.pipeline.graph import tracing
-from tfpar.pipeline.graph.batch_dependence import (
-    check_batch_independence,
-    check_synchronized,
-    find_batch_dependence,
-)
+from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_synchronized
 from tfpar.pipeline.partition.layer_profile import CallCost, measure
 from tfpar.pipeline.partition.stages import bytes_per_example, cut_values
 from tfpar.planning.costs import BlockCost, Bytes, fitted
@@ -57,11 +53,10 @@ def trace_model(model: keras.Model, device: str, batch: Any) -> Traced:
             flat = tracing.standardize(model, inputs)
         with tf.device(device), full_precision():
             check_synchronized(graph)
-            check_batch_independence(graph, flat, training=True)
-            normalizing = find_batch_dependence(graph, flat, training=True).batch_normalizations
+            found = check_batch_independence(graph, flat, training=True)
     except (ValueError, TypeError, NotImplementedError) as error:
         return Traced(None, (), str(error).splitlines()[0])
-    return Traced(graph, flat, "", normalizing)
+    return Traced(graph, flat, "", found.batch_normalizations)
 
 
 class Blocks(NamedTuple):

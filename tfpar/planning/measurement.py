@@ -116,7 +116,8 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
         blocks=_with_bytes(blocks.costs, traced, num_examples, device),
         divides_loss=blocks.divides_loss,
         uncut=traced.reason,
-        mixing=tuple(batch_dependence.find(model, batch)),
+        # A model that can be cut mixes no examples.
+        mixing=() if traced.graph is not None else tuple(batch_dependence.find(model, batch)),
         normalizing=traced.normalizing,
         spread=spread,
     )

@@ -54,7 +54,7 @@ class BatchDependence:
     outputs: tuple[str, ...] = ()
 
 
-def check_batch_independence(graph: Graph, inputs: Sequence[Any], training: bool = True) -> None:
+def check_batch_independence(graph: Graph, inputs: Sequence[Any], training: bool = True) -> BatchDependence:
     """Raise an error if micro-batches would change the outputs of a model.
 
     BatchNormalization in training is accepted: it uses the statistics of each micro-batch.
@@ -64,6 +64,9 @@ def check_batch_independence(graph: Graph, inputs: Sequence[Any], training: bool
         inputs: A batch of its flat inputs, `[examples, ...]` each.
         training: Whether to check the model in training or in inference.
 
+    Returns:
+        What was found: layers with the statistics of a micro-batch at most.
+
     Raises:
         ValueError: If a layer call is batch-dependent, or the examples are not the first axis of an output.
 
@@ -71,6 +74,7 @@ def check_batch_independence(graph: Graph, inputs: Sequence[Any], training: bool
         >>> from tfpar.pipeline.graph.tracing import trace
         >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         >>> check_batch_independence(trace(model), [np.ones((4, 4))])
+        BatchDependence(calls=(), batch_normalizations=(), outputs=())
     """
     found = find_batch_dependence(graph, inputs, training)
     if found.calls:
@@ -86,6 +90,7 @@ def check_batch_independence(graph: Graph, inputs: Sequence[Any], training: bool
             f"received {', '.join(map(repr, found.outputs))}; move the axis with keras.ops.transpose, or use "
             "num_microbatches=1."
         )
+    return found
 
 
 def check_synchronized(graph: Graph) -> None:
