@@ -21,7 +21,7 @@ class Planned:
     """What is planned and trained.
 
     Args:
-        model: A model of `benchmarks.plan_models`.
+        model: A model of the experiment.
         batch: Examples of the global batch.
     """
 
@@ -55,6 +55,23 @@ def measure(setting: Planned) -> Output:
     return process.ask("benchmarks.plan_worker", vars(setting))
 
 
+def ratios(outputs: Round, measured: str = "measured") -> Iterator[float]:
+    """Yield predicted relative to measured figures, for each prediction of a round.
+
+    Args:
+        outputs: The outputs of each setting.
+        measured: The first word of the names of the measured figures.
+
+    Example:
+        >>> list(ratios({"model": {"predicted SingleDevice": 120, "tensors SingleDevice": 100}}, "tensors"))
+        [1.2]
+    """
+    for output in outputs.values():
+        for name, predicted in output.items():
+            if name.startswith("predicted "):
+                yield predicted / output[name.replace("predicted", measured, 1)]
+
+
 def errors(outputs: Round) -> Iterator[float]:
     """Yield the relative error of each prediction of a round: 0.1 for one that is 10 % too large or too small.
 
@@ -65,10 +82,7 @@ def errors(outputs: Round) -> Iterator[float]:
         >>> list(errors({"model": {"predicted SingleDevice": 0.75, "measured SingleDevice": 1.0, "regret": 1.0}}))
         [0.25]
     """
-    for output in outputs.values():
-        for name, predicted in output.items():
-            if name.startswith("predicted "):
-                yield abs(predicted / output[name.replace("predicted", "measured", 1)] - 1)
+    return (abs(ratio - 1) for ratio in ratios(outputs))
 
 
 def _decile(values: Iterator[float]) -> float:

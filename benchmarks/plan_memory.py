@@ -11,10 +11,10 @@ process without that of one with a narrow model of as many layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 from benchmarks import process
-from benchmarks.harness import Experiment, Finding, Output, Round
+from benchmarks.harness import Experiment, Finding, Output
+from benchmarks.plan import Planned, ratios
 from tfpar.planning.layouts import Layout
 
 _NARROWER, _NARROW_BATCH = 8, 8
@@ -30,19 +30,6 @@ LAYOUTS = (
     Layout(1, 2, 4, recompute=True),
     Layout(num_shards=2),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """What is planned and trained.
-
-    Args:
-        model: A model of `benchmarks.plan_memory_models`.
-        batch: Examples of the global batch.
-    """
-
-    model: str
-    batch: int
 
 
 _SETTINGS = {
@@ -89,23 +76,6 @@ def _trained(setting: Planned, layout: Layout, narrower: int) -> dict[str, float
 
 def _ask(request: dict[str, object]) -> dict[str, float]:
     return process.ask("benchmarks.plan_memory_worker", request)
-
-
-def ratios(outputs: Round, measured: str) -> Iterator[float]:
-    """Yield predicted relative to measured bytes, for each prediction of a round.
-
-    Args:
-        outputs: The outputs of each setting.
-        measured: "tensors" or "process".
-
-    Example:
-        >>> list(ratios({"model": {"predicted SingleDevice": 120, "tensors SingleDevice": 100}}, "tensors"))
-        [1.2]
-    """
-    for output in outputs.values():
-        for name, predicted in output.items():
-            if name.startswith("predicted "):
-                yield predicted / output[name.replace("predicted", measured, 1)]
 
 
 def _finding(measured: str, words: str) -> tuple[Finding, Finding]:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
+from benchmarks.plan_models import compiled, feed_forward
+
 _TOKENS, _SIDE, _CLASSES = 128, 56, 10
 
 
@@ -14,7 +16,7 @@ def wide_mlp(narrower: int) -> keras.Model:
     """Return 6 x Dense(2048): `[batch, 2048]` -> `[batch, 10]`."""
     width = 2048 // narrower
     hidden = [keras.layers.Dense(width, activation="relu") for _ in range(6)]
-    return _compiled(keras.Sequential([keras.Input((width,)), *hidden, keras.layers.Dense(_CLASSES)]))
+    return compiled(keras.Sequential([keras.Input((width,)), *hidden, keras.layers.Dense(_CLASSES)]))
 
 
 def cnn(narrower: int) -> keras.Model:
@@ -28,7 +30,7 @@ def cnn(narrower: int) -> keras.Model:
         layers.Flatten(),
         layers.Dense(256 // narrower, activation="relu"),
     ]
-    return _compiled(keras.Sequential([keras.Input((_SIDE, _SIDE, 32 // narrower)), *hidden, layers.Dense(_CLASSES)]))
+    return compiled(keras.Sequential([keras.Input((_SIDE, _SIDE, 32 // narrower)), *hidden, layers.Dense(_CLASSES)]))
 
 
 def transformer(narrower: int) -> keras.Model:
@@ -40,8 +42,8 @@ def transformer(narrower: int) -> keras.Model:
         normalized = layers.LayerNormalization()(values)
         attention = layers.MultiHeadAttention(8, width // 8)
         values = layers.Add()([values, attention(normalized, normalized)])
-        values = _feed_forward(values, width)
-    return _compiled(keras.Model(tokens, layers.Dense(4096 // narrower)(values)))
+        values = feed_forward(values, width)
+    return compiled(keras.Model(tokens, layers.Dense(4096 // narrower)(values)))
 
 
 def tied_embeddings(narrower: int) -> keras.Model:
@@ -50,33 +52,22 @@ def tied_embeddings(narrower: int) -> keras.Model:
     embedding = keras.layers.ReversibleEmbedding(16384 // narrower, width)
     values = embedding(tokens)
     for _ in range(3):
-        values = _feed_forward(values, width)
-    return _compiled(keras.Model(tokens, embedding(values, reverse=True)))
+        values = feed_forward(values, width)
+    return compiled(keras.Model(tokens, embedding(values, reverse=True)))
 
 
 def dominant_layer(narrower: int) -> keras.Model:
     """Return a model whose third layer has most of the weights and work: `[batch, 1024]` -> `[batch, 10]`."""
     widths = (512 // narrower, 8192 // narrower, 4096 // narrower, 128 // narrower)
     hidden = [keras.layers.Dense(width, activation="relu") for width in widths]
-    return _compiled(keras.Sequential([keras.Input((1024 // narrower,)), *hidden, keras.layers.Dense(_CLASSES)]))
+    return compiled(keras.Sequential([keras.Input((1024 // narrower,)), *hidden, keras.layers.Dense(_CLASSES)]))
 
 
 def many_tiny_layers(narrower: int) -> keras.Model:
     """Return 40 x Dense(128): `[batch, 128]` -> `[batch, 10]`."""
     width = 128 // narrower
     hidden = [keras.layers.Dense(width, activation="relu") for _ in range(40)]
-    return _compiled(keras.Sequential([keras.Input((width,)), *hidden, keras.layers.Dense(_CLASSES)]))
-
-
-def _feed_forward(values: keras.KerasTensor, width: int) -> keras.KerasTensor:
-    layers = keras.layers
-    hidden = layers.Dense(4 * width, activation="relu")(layers.LayerNormalization()(values))
-    return layers.Add()([values, layers.Dense(width)(hidden)])
-
-
-def _compiled(model: keras.Model) -> keras.Model:
-    model.compile(keras.optimizers.Adam(1e-4), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
+    return compiled(keras.Sequential([keras.Input((width,)), *hidden, keras.layers.Dense(_CLASSES)]))
 
 
 BUILD_MODEL: dict[str, Callable[[int], keras.Model]] = {

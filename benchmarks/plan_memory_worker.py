@@ -6,7 +6,6 @@ train(model, layout, narrower, batch) -> figures    the peaks of a process that 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
@@ -20,11 +19,11 @@ import tensorflow as tf
 import tfpar
 from benchmarks.plan_memory_models import BUILD_MODEL, endless
 from benchmarks.plan_worker import strategy_of
-from tfpar.planning.block_measurement import measure_blocks, trace_model
+from tfpar.planning.block_measurement import measure_blocks, trace_model, with_bytes
 from tfpar.planning.costs import Curve, ModelCosts
 from tfpar.planning.layouts import Layout
 from tfpar.planning.memory import bytes_of_devices
-from tfpar.planning.memory_measurement import block_bytes, model_bytes
+from tfpar.planning.memory_measurement import model_bytes
 from tfpar.reduction.weight_owners import num_bytes
 
 _DEVICE, _NUM_STEPS = "CPU:0", 4
@@ -44,7 +43,6 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
     traced = trace_model(built, _DEVICE, examples)
     assert traced.graph is not None, traced.reason
     blocks = measure_blocks(built, traced, _DEVICE, [batch // 16, batch // 8]).costs
-    found = block_bytes(traced.graph, traced.inputs, batch, _DEVICE)
     costs = ModelCosts(
         name=model,
         num_parameters=built.count_params(),
@@ -58,7 +56,7 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
         input_bytes=sum(map(_bytes_of, examples)) // batch,
         target_bytes=_bytes_of(examples[1]) // batch,
         working=held.working,
-        blocks=tuple(dataclasses.replace(block, **one._asdict()) for block, one in zip(blocks, found, strict=True)),
+        blocks=with_bytes(blocks, traced, batch, _DEVICE),
     )
     return {
         str(layout): layout.num_replicas * sum(bytes_of_devices(layout, costs, batch))

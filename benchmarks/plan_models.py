@@ -16,14 +16,14 @@ _CLASSES = 10
 def wide_mlp() -> keras.Model:
     """Return 6 x Dense(1024): `[batch, 512]` -> `[batch, 10]`."""
     hidden = [keras.layers.Dense(1024, activation="relu") for _ in range(6)]
-    return _compiled(keras.Sequential([keras.Input((_WIDTH,)), *hidden, keras.layers.Dense(_CLASSES)]))
+    return compiled(keras.Sequential([keras.Input((_WIDTH,)), *hidden, keras.layers.Dense(_CLASSES)]))
 
 
 def cnn() -> keras.Model:
     """Return an image classifier: `[batch, 28, 28, 1]` -> `[batch, 10]`."""
     layers = keras.layers
     convolutions = [layers.Conv2D(filters, 3, activation="relu") for filters in (32, 64)]
-    return _compiled(
+    return compiled(
         keras.Sequential(
             [
                 keras.Input(_IMAGE),
@@ -46,8 +46,8 @@ def transformer() -> keras.Model:
     for _ in range(4):
         normalized = layers.LayerNormalization()(values)
         values = layers.Add()([values, layers.MultiHeadAttention(4, _NARROW // 4)(normalized, normalized)])
-        values = _feed_forward(values)
-    return _compiled(keras.Model(tokens, layers.Dense(1000)(values)))
+        values = feed_forward(values, _NARROW)
+    return compiled(keras.Model(tokens, layers.Dense(1000)(values)))
 
 
 def tied_embeddings() -> keras.Model:
@@ -56,30 +56,37 @@ def tied_embeddings() -> keras.Model:
     embedding = keras.layers.ReversibleEmbedding(_VOCABULARY, _NARROW)
     values = embedding(tokens)
     for _ in range(3):
-        values = _feed_forward(values)
-    return _compiled(keras.Model(tokens, embedding(values, reverse=True)))
+        values = feed_forward(values, _NARROW)
+    return compiled(keras.Model(tokens, embedding(values, reverse=True)))
 
 
 def dominant_layer() -> keras.Model:
     """Return a model whose third layer has most of the weights and work: `[batch, 512]` -> `[batch, 10]`."""
     widths = (256, 4096, 1024, 64)
     hidden = [keras.layers.Dense(width, activation="relu") for width in widths]
-    return _compiled(keras.Sequential([keras.Input((_WIDTH,)), *hidden, keras.layers.Dense(_CLASSES)]))
+    return compiled(keras.Sequential([keras.Input((_WIDTH,)), *hidden, keras.layers.Dense(_CLASSES)]))
 
 
 def many_tiny_layers() -> keras.Model:
     """Return 40 x Dense(64): `[batch, 512]` -> `[batch, 10]`."""
     hidden = [keras.layers.Dense(64, activation="relu") for _ in range(40)]
-    return _compiled(keras.Sequential([keras.Input((_WIDTH,)), *hidden, keras.layers.Dense(_CLASSES)]))
+    return compiled(keras.Sequential([keras.Input((_WIDTH,)), *hidden, keras.layers.Dense(_CLASSES)]))
 
 
-def _feed_forward(values: keras.KerasTensor) -> keras.KerasTensor:
+def feed_forward(values: keras.KerasTensor, width: int) -> keras.KerasTensor:
+    """Return the values after the second half of a transformer block.
+
+    Args:
+        values: `[batch, tokens, width]`.
+        width: Their width.
+    """
     layers = keras.layers
-    hidden = layers.Dense(4 * _NARROW, activation="relu")(layers.LayerNormalization()(values))
-    return layers.Add()([values, layers.Dense(_NARROW)(hidden)])
+    hidden = layers.Dense(4 * width, activation="relu")(layers.LayerNormalization()(values))
+    return layers.Add()([values, layers.Dense(width)(hidden)])
 
 
-def _compiled(model: keras.Model) -> keras.Model:
+def compiled(model: keras.Model) -> keras.Model:
+    """Return a classifier of integers, compiled with Adam."""
     model.compile(keras.optimizers.Adam(1e-4), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model
 

@@ -16,6 +16,7 @@ from tfpar.pipeline.graph.batch_dependence import check_batch_independence, chec
 from tfpar.pipeline.partition.layer_profile import CallCost, measure
 from tfpar.pipeline.partition.stages import bytes_per_example, cut_values
 from tfpar.planning.costs import BlockCost, Bytes, fitted
+from tfpar.planning.memory_measurement import block_bytes
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.tensor_parallel.ways import layout_of
 
@@ -90,6 +91,21 @@ def measure_blocks(model: keras.Model, traced: Traced, device: str, sizes: Seque
         for call, of_sizes, cut in zip(graph.calls, zip(*profiles, strict=True), [*cuts, Bytes()], strict=True)
     ]
     return _divided(model, graph, blocks)
+
+
+def with_bytes(blocks: Sequence[BlockCost], traced: Traced, num_examples: int, device: str) -> tuple[BlockCost, ...]:
+    """Return the costs of blocks with the bytes of their saved tensors and temporaries.
+
+    Args:
+        blocks: Those of `measure_blocks`.
+        traced: The graph of the model.
+        num_examples: The largest number of examples.
+        device: The device.
+    """
+    if traced.graph is None:
+        return tuple(blocks)
+    found = block_bytes(traced.graph, traced.inputs, num_examples, device)
+    return tuple(dataclasses.replace(block, **one._asdict()) for block, one in zip(blocks, found, strict=True))
 
 
 def _block(name: str, sizes: Sequence[int], costs: Sequence[CallCost], cut: Bytes) -> BlockCost:

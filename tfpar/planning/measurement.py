@@ -13,11 +13,11 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import random_state
-from tfpar.planning.block_measurement import Traced, measure_blocks, trace_model
+from tfpar.planning.block_measurement import measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import measure_slowdown
-from tfpar.planning.costs import BlockCost, Curve, MachineCosts, ModelCosts
+from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
-from tfpar.planning.memory_measurement import block_bytes, model_bytes, runtime_bytes
+from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
 from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_steps, measure_update
 from tfpar.reduction.weight_owners import num_bytes
@@ -99,12 +99,13 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
     block_sizes = sorted({max(1, num_examples // (4 * num_planned)), -(-num_examples // num_planned)})
     traced = trace_model(model, device, batch)
     blocks = measure_blocks(model, traced, device, block_sizes)
+    held = model_bytes(model, batch, device)
     return ModelCosts(
         name=model.name,
         num_parameters=model.count_params(),
-        weight_bytes=sum(map(num_bytes, model.variables)),
-        trainable_bytes=sum(map(num_bytes, model.trainable_variables)),
-        slot_bytes=sum(map(num_bytes, model.optimizer.variables)),
+        weight_bytes=held.weight_bytes,
+        trainable_bytes=held.trainable_bytes,
+        slot_bytes=held.slot_bytes,
         variable_bytes=tuple(map(num_bytes, model.trainable_variables)),
         batch=num_examples,
         compute=Curve(steps.sizes, tuple(max(0.0, one - update_seconds) for one in steps.seconds)),
@@ -112,8 +113,8 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
         loss_seconds=measure_loss(model, device, batch) / num_examples,
         input_bytes=_bytes_of(batch) // num_examples,
         target_bytes=_bytes_of(keras.utils.unpack_x_y_sample_weight(batch)[1:]) // num_examples,
-        working=model_bytes(model, batch, device).working,
-        blocks=_with_bytes(blocks.costs, traced, num_examples, device),
+        working=held.working,
+        blocks=with_bytes(blocks.costs, traced, num_examples, device),
         divides_loss=blocks.divides_loss,
         uncut=traced.reason,
         # A model that can be cut mixes no examples.
@@ -121,14 +122,6 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
         normalizing=traced.normalizing,
         spread=spread,
     )
-
-
-def _with_bytes(blocks: Sequence[BlockCost], traced: Traced, num_examples: int, device: str) -> tuple[BlockCost, ...]:
-    """Return the costs of blocks with the bytes of their saved tensors and temporaries."""
-    if traced.graph is None:
-        return tuple(blocks)
-    found = block_bytes(traced.graph, traced.inputs, num_examples, device)
-    return tuple(dataclasses.replace(block, **one._asdict()) for block, one in zip(blocks, found, strict=True))
 
 
 def _replica_seconds(make_trainer: MakeTrainer, devices: Sequence[str], costs: ModelCosts) -> float:

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import resource
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -23,6 +20,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_model, random_state
+from tfpar.cluster import process_memory
 from tfpar.pipeline.graph import tracing
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
 from tfpar.planning.costs import NO_BYTES, Bytes
@@ -32,7 +30,6 @@ from tfpar.reduction.gradient_addition import dense_part
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import SingleDevice
 
-_STATM = Path("/proc/self/statm")
 _NUM_STEPS = 3  # threads run the operations in another order each time
 
 
@@ -270,6 +267,4 @@ def runtime_bytes(device: str) -> int:
         tf.function(lambda one: one + 1.0)(tf.zeros([])).numpy()
     if "GPU" in device:
         return int(tf.config.experimental.get_memory_info(device)["current"])
-    if _STATM.exists():
-        return int(_STATM.read_text().split()[1]) * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
+    return process_memory.resident_bytes()
