@@ -9,20 +9,18 @@ python -m tfpar.launch --num_workers 2 --hosts a,b -- -m tfpar.doctor         be
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-import types
-from collections.abc import Sequence
-from typing import Any
 
 from absl import flags
 
 from tfpar.checks import examination, workers
-from tfpar.checks.check import Check, exit_code
+from tfpar.checks.check import exit_code
 from tfpar.checks.doctor import doctor, reported
 from tfpar.checks.model_source import ModelSource
 from tfpar.cluster import job_secret, tf_config
-from tfpar.commands import command_line
+from tfpar.commands import callable_module, command_line
 from tfpar.commands.number_flags import Integer, check_within
 from tfpar.config import bundled_configurations
 from tfpar.messages.received import quoted
@@ -75,6 +73,7 @@ COMMAND = command_line.Command(
         "Exit code 0: all is well; 1: something is slow; 2: something is wrong."
     ),
     values=_VALUES,
+    error_code=2,
 )
 
 
@@ -127,14 +126,7 @@ def _in_job(job: tf_config.Job) -> int:
     raise ValueError(f"The chief at {job.addresses[0]} has not ended the examination within {SECONDS_TO_SERVE:g} s.")
 
 
-class _CallableModule(types.ModuleType):
-    """`tfpar.doctor` is the function for users, and this module once anyone has imported it."""
-
-    def __call__(self, *arguments: Any, **settings: Any) -> list[Check]:
-        return doctor(*arguments, **settings)
-
-
-sys.modules[__name__].__class__ = _CallableModule
+callable_module.make_callable(__name__, lambda: doctor)
 
 
 def _source() -> ModelSource | None:
@@ -151,17 +143,9 @@ def _source() -> ModelSource | None:
     return None
 
 
-def _parse(arguments: Sequence[str]) -> list[str]:
-    """Parse the flags; an error among them is no result of a check, so it ends with 2 as what is wrong does."""
-    try:
-        return command_line.parse(COMMAND, arguments)
-    except SystemExit as ended:
-        raise SystemExit(2 if ended.code else 0) from None
-
-
 def run() -> None:
     """Entry point of the console script `tfpar-doctor`."""
-    command_line.run(main, _parse)
+    command_line.run(main, functools.partial(command_line.parse, COMMAND))
 
 
 if __name__ == "__main__":

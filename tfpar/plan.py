@@ -8,19 +8,19 @@ python -m tfpar.plan --config run.toml --write plan.toml   and write the configu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import sys
-import types
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from tfpar import cluster, config
 from tfpar.cluster import tf_config
-from tfpar.commands import command_line, start_up
+from tfpar.commands import callable_module, command_line, start_up
 from tfpar.commands.number_flags import Integer, Number, check_within
 from tfpar.commands.quantity_flags import Bandwidth, Size
 from tfpar.config import bundled_configurations
@@ -91,6 +91,7 @@ COMMAND = command_line.Command(
         "Exit code 0: a layout is taken; 1: none fits, or the measurement is too noisy to\nrank; 2: something is wrong."
     ),
     values=_VALUES,
+    error_code=2,
 )
 
 
@@ -156,29 +157,18 @@ def _measured(run: config.Run, stated: Stated) -> Plan:
         return plan_run.plan_of(run, stated, number)
 
 
-class _CallableModule(types.ModuleType):
-    """`tfpar.plan` is the function for users, and this module once anyone has imported it."""
+def _function() -> Callable[..., Plan]:
+    from tfpar.planning.planner import plan
 
-    def __call__(self, *arguments: Any, **settings: Any) -> Plan:
-        from tfpar.planning.planner import plan
-
-        return plan(*arguments, **settings)
+    return plan
 
 
-sys.modules[__name__].__class__ = _CallableModule
-
-
-def _parse(arguments: Sequence[str]) -> list[str]:
-    """Parse the flags; an error among them ends with 2, as any other."""
-    try:
-        return command_line.parse(COMMAND, arguments)
-    except SystemExit as ended:
-        raise SystemExit(2 if ended.code else 0) from None
+callable_module.make_callable(__name__, _function)
 
 
 def run() -> None:
     """Entry point of the console script `tfpar-plan`."""
-    command_line.run(main, _parse)
+    command_line.run(main, functools.partial(command_line.parse, COMMAND))
 
 
 if __name__ == "__main__":

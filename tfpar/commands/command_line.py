@@ -51,6 +51,7 @@ class Command:
         details: Returns the end of the help.
         way_out: Returns a hint for an unknown flag, after a space; by default nothing.
         values: Holds the flags; absl's own by default. A flag of two commands needs two of them.
+        error_code: The exit code of an error among the flags; None for `code_of_repeatable_error`.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Command:
     details: Callable[[], str] = str
     way_out: Callable[[str], str] = _no_way_out
     values: FlagValues = FLAGS
+    error_code: int | None = None
 
 
 def parse(command: Command, arguments: Sequence[str]) -> list[str]:
@@ -75,7 +77,7 @@ def parse(command: Command, arguments: Sequence[str]) -> list[str]:
         The program's name and the arguments that are not flags.
 
     Raises:
-        SystemExit: With code 0 after help or version, with `code_of_repeatable_error` after an error.
+        SystemExit: With code 0 after help or version, with that of the command after an error.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     asked = set(arguments[1:end])
@@ -100,7 +102,8 @@ def parse(command: Command, arguments: Sequence[str]) -> list[str]:
 
 def _refuse(command: Command, sentence: str) -> NoReturn:
     print(f"error: {sentence} See python -m {command.name} --help.", file=sys.stderr)
-    raise SystemExit(code_of_repeatable_error(os.environ)) from None
+    code = command.error_code
+    raise SystemExit(code_of_repeatable_error(os.environ) if code is None else code) from None
 
 
 def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
