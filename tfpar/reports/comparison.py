@@ -57,19 +57,9 @@ def figures(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
     rows["step"] = [ABSENT if run.step_seconds is None else duration(run.step_seconds) for run in runs]
     rows["examples/s"] = [_number(run.figures.get("examples_per_second")) for run in runs]
     rows["waiting for data"] = [_percent(run.figures.get("data_wait_share")) for run in runs]
-    rows["peak of the fullest device"] = [_memory(fullest_bytes(run)) for run in runs]
-    rows["peak of the process"] = [_memory(run.table("memory").get("process_peak_bytes")) for run in runs]
+    rows["peak of the fullest device"] = [_memory(run.fullest_bytes) for run in runs]
+    rows["peak of the process"] = [_memory(run.process_bytes) for run in runs]
     return {name: cells for name, cells in rows.items() if set(cells) != {ABSENT}}
-
-
-def fullest_bytes(run: RecordedRun) -> float | None:
-    """Return the peak memory of the fullest GPU of a run; None without one.
-
-    Args:
-        run: A recorded run.
-    """
-    peaks = [row["peak_bytes"] for row in run.rows("memory", "devices") if is_number(row.get("peak_bytes"))]
-    return max(peaks, default=None)
 
 
 def _number(value: Any) -> str:
@@ -131,9 +121,8 @@ def _figures(named: Mapping[str, RecordedRun]) -> Iterable[Markup]:
     rows = [(name, *cells) for name, cells in figures(runs).items()]
     yield markup.table("Final figures", ["figure", *named], rows)
     steps = {name: 1e3 * run.step_seconds for name, run in named.items() if run.step_seconds is not None}
-    used = {name: (fullest_bytes(run), run.table("memory").get("process_peak_bytes")) for name, run in named.items()}
-    has_devices = any(one is not None for one, _ in used.values())
-    peaks = {name: (device if has_devices else process) for name, (device, process) in used.items()}
+    has_devices = any(run.device_peaks for run in runs)
+    peaks = {name: run.fullest_bytes if has_devices else run.process_bytes for name, run in named.items()}
     megabytes = {name: value / 1e6 for name, value in peaks.items() if is_number(value)}
     of = "the fullest device" if has_devices else "the process"
     for title, values, unit in (("step", steps, "milliseconds"), (f"peak memory of {of}", megabytes, "MB")):

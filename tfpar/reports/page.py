@@ -109,10 +109,9 @@ def peak_bytes(run: RecordedRun) -> str | None:
     Args:
         run: A recorded run.
     """
-    devices = [row["peak_bytes"] for row in run.rows("memory", "devices") if is_number(row.get("peak_bytes"))]
-    if devices:
-        return f"{memory(max(devices))} on the fullest device"
-    of_process = run.table("memory").get("process_peak_bytes")
+    if run.fullest_bytes is not None:
+        return f"{memory(run.fullest_bytes)} on the fullest device"
+    of_process = run.process_bytes
     return f"{memory(of_process)} of the process" if is_number(of_process) else None
 
 
@@ -207,12 +206,8 @@ def _times(run: RecordedRun) -> Markup:
 
 def _memory(run: RecordedRun) -> tuple[list[Markup], dict[str, bytes]]:
     planned = run.prediction.get("planned_memory_bytes")
-    devices = {
-        str(row.get("device")): row["peak_bytes"]
-        for row in run.rows("memory", "devices")
-        if is_number(row.get("peak_bytes"))
-    }
-    of_process = run.table("memory").get("process_peak_bytes")
+    devices = run.device_peaks
+    of_process = run.process_bytes
     rows: list[tuple[str, ...]] = [(name, memory(value)) for name, value in devices.items()]
     rows += [("the process", memory(of_process))] if is_number(of_process) else []
     if is_number(planned):

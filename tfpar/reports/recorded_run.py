@@ -69,6 +69,22 @@ class RecordedRun:
         milliseconds = self.figures.get("step_milliseconds")
         return None if not is_number(milliseconds) or not milliseconds else milliseconds / 1e3
 
+    @property
+    def device_peaks(self) -> Mapping[str, float]:
+        """The peak memory of each GPU in bytes, by its name; empty on CPUs."""
+        rows = self.rows("memory", "devices")
+        return {str(row.get("device")): row["peak_bytes"] for row in rows if is_number(row.get("peak_bytes"))}
+
+    @property
+    def fullest_bytes(self) -> float | None:
+        """The peak memory of the fullest GPU; None without one."""
+        return max(self.device_peaks.values(), default=None)
+
+    @property
+    def process_bytes(self) -> Any:
+        """The peak memory of the process in bytes, if it was recorded."""
+        return self.table("memory").get("process_peak_bytes")
+
     def table(self, *keys: str) -> Mapping[str, Any]:
         """Return a table of the record; empty if there is none.
 
