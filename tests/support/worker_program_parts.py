@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import workers
-from tests.support.process_memory import memory_bytes, reset_peak
+from tfpar.cluster.process_memory import peak_bytes, reset_peak
 
 WIDTH = 5000  # a weight of 100 MB on worker 1, with its momentum and its moving average
 NOT_SHARED = Path("/proc/self/cwd/checkpoints")  # another folder in every process
@@ -40,9 +40,9 @@ def data() -> tf.data.Dataset:
 def growth_of(phase: str, found: dict[str, float]) -> Iterator[None]:
     """Note by how many MB the peak of this process's memory exceeds its memory at the beginning."""
     reset_peak()
-    before = memory_bytes("VmHWM")
+    before = peak_bytes()
     yield
-    found[phase] = (memory_bytes("VmHWM") - before) / 2**20
+    found[phase] = (peak_bytes() - before) / 2**20
 
 
 def growth(strategy: tfpar.Strategy, root: Path) -> dict[str, float]:

@@ -5,8 +5,8 @@ import pytest
 
 import tfpar
 from tests.support.command import ROOT
-from tests.support.process_memory import memory_bytes, reset_peak
 from tfpar import config
+from tfpar.cluster.process_memory import peak_bytes, reset_peak, resident_bytes
 from tfpar.data.sources import synthetic
 from tfpar.trainers.regression import Regression, build_model
 
@@ -18,10 +18,10 @@ SMALL = ROOT / "configs" / "regression_small.toml"
 def peak_growth_bytes(run: config.Run) -> int:
     """By how much this process grows at most while it trains a run."""
     reset_peak()
-    before = memory_bytes("VmRSS")
+    before = resident_bytes()
     trainer = Regression(run, tfpar.SingleDevice())
     trainer.fit(trainer.train_data, epochs=1, verbose=0)
-    return memory_bytes("VmHWM") - before
+    return peak_bytes() - before
 
 
 @pytest.mark.parametrize("devices", [["CPU:0"], ["CPU:0", "CPU:1"]], ids=["one device", "two replicas"])

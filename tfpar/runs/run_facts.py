@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import resource
-import sys
 from typing import Any
 
 import keras
@@ -14,7 +12,7 @@ import tensorflow as tf
 
 import tfpar
 from tfpar import config
-from tfpar.cluster import cores
+from tfpar.cluster import cores, process_memory
 from tfpar.runs import built_objects, header
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.run_trainer import RunTrainer
@@ -94,11 +92,9 @@ def memory() -> dict[str, Any]:
         >>> memory()["process_peak_bytes"] > 10_000_000
         True
     """
-    unit = 1 if sys.platform == "darwin" else 1024
     devices = []
     for device in tf.config.list_logical_devices("GPU"):
         name = f"GPU:{device.name.rpartition(':')[2]}"
         with contextlib.suppress(ValueError, tf.errors.OpError):  # a device of another process
             devices.append({"device": name, "peak_bytes": tf.config.experimental.get_memory_info(name)["peak"]})
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"process_peak_bytes": peak, "devices": devices}
+    return {"process_peak_bytes": process_memory.peak_bytes(), "devices": devices}
