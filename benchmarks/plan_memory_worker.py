@@ -18,10 +18,10 @@ import tensorflow as tf
 
 import tfpar
 from benchmarks.plan_memory_models import BUILD_MODEL, endless
-from benchmarks.plan_worker import strategy_of
 from tfpar.planning.block_measurement import measure_blocks, trace_model, with_bytes
 from tfpar.planning.costs import Curve, ModelCosts
 from tfpar.planning.layouts import Layout
+from tfpar.planning.measurement import strategy_of
 from tfpar.planning.memory import bytes_of_devices
 from tfpar.planning.memory_measurement import model_bytes
 from tfpar.reduction.weight_owners import num_bytes
@@ -77,7 +77,7 @@ def train(model: str, batch: int, layout: dict[str, Any], narrower: int) -> dict
         layout: The fields of the layout.
         narrower: Divides the widths of the layers.
     """
-    strategy = strategy_of(Layout(**layout))
+    strategy = strategy_of(Layout(**layout), ["CPU:0", "CPU:1"])
     with tf.device(_DEVICE):
         tf.function(lambda one: one + 1.0)(tf.zeros([])).numpy()
     before_bytes = process_memory.resident_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 import time
@@ -15,13 +16,17 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 import tensorflow as tf
 
 import tfpar
+from tfpar.planning.close_layouts import with_measured
 from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout
-from tfpar.planning.measurement import measure
-from tfpar.planning.ranking import rank
+from tfpar.planning.measurement import measure, measure_layout, strategy_of
+from tfpar.planning.planner import MOST_MEASURED
+from tfpar.planning.ranking import best_of_each_grid, rank
+from tfpar.planning.rows import PredictedStep
 from tfpar.planning.step_prediction import predict
 
 _SECONDS, _REPEATS = 0.7, 3
+_DEVICES = ["CPU:0", "CPU:1"]
 
 
 def run(model: str, batch: int) -> Output:
@@ -39,7 +44,7 @@ def run(model: str, batch: int) -> Output:
     def make(strategy: tfpar.Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
         return tfpar.Trainer(BUILD_MODEL[model], strategy), data
 
-    costs, machine = measure(make, ["CPU:0", "CPU:1"])
+    costs, machine = measure(make, _DEVICES)
     layouts = [Layout(), *(Layout(2, shard=shard) for shard in (None, "optimizer", "weights")), Layout(num_shards=2)]
     layouts += [Layout(1, 2, number, "zero_bubble") for number in (2, 8)]
     layouts += [Layout(1, 2, number, recompute=recompute) for number in (2, 8) for recompute in (False, True)]
@@ -55,12 +60,20 @@ def compared(
 ) -> Output:
     """Predict and measure layouts."""
     steps = {str(layout): predict(layout, costs, machine) for layout in layouts}
-    plan = rank(steps.values(), [], costs, machine)
-    measured = {str(layout): _step_seconds(make(strategy_of(layout))[0], data) for layout in layouts}
-    chosen = str((plan.take or plan.rows[0]).layout)
+    predicted_best = _chosen(list(steps.values()), costs, machine)
+
+    def measured_step(step: PredictedStep) -> PredictedStep:
+        return dataclasses.replace(step, measured_seconds=measure_layout(make, step.layout, _DEVICES))
+
+    rows, _ = with_measured(best_of_each_grid(steps.values(), machine), machine, measured_step, MOST_MEASURED)
+    chosen = _chosen(rows, costs, machine)
+    measured = {str(layout): _step_seconds(make(strategy_of(layout, _DEVICES))[0], data) for layout in layouts}
+    shortest_seconds = min(measured.values())
     output: dict[str, float | str] = {
-        "regret": measured[chosen] / min(measured.values()),
+        "regret": measured[chosen] / shortest_seconds,
+        "regret of prediction alone": measured[predicted_best] / shortest_seconds,
         "chosen": chosen,
+        "chosen by prediction alone": predicted_best,
         "fastest": min(measured, key=measured.__getitem__),
         "planning_seconds": costs.seconds,
         "spread": costs.spread,
@@ -68,6 +81,11 @@ def compared(
     for name, step in steps.items():
         output |= {f"predicted {name}": step.seconds, f"measured {name}": measured[name]}
     return output
+
+
+def _chosen(steps: list[PredictedStep], costs: ModelCosts, machine: MachineCosts) -> str:
+    plan = rank(steps, [], costs, machine)
+    return str((plan.take or plan.rows[0]).layout)
 
 
 def _step_seconds(trainer: tfpar.Trainer, data: tf.data.Dataset) -> float:
@@ -84,29 +102,6 @@ def _steps_per_second(trainer: tfpar.Trainer, data: tf.data.Dataset, number: int
         trainer.fit(data, steps_per_epoch=steps, steps_per_call=steps, verbose=0)
         seconds.append(time.perf_counter() - began_seconds)
     return number / max(1e-9, seconds[1] - seconds[0])
-
-
-def strategy_of(layout: Layout) -> tfpar.Strategy:
-    """Return the strategy of a layout on the logical CPUs of this process.
-
-    Args:
-        layout: A layout of one host.
-    """
-    devices = [f"CPU:{number}" for number in range(layout.num_devices)]
-    if layout.num_stages > 1:
-        pipeline = tfpar.Pipeline(
-            layout.num_stages,
-            layout.num_microbatches,
-            layout.schedule,
-            devices=devices if layout.num_replicas == 1 else None,
-            recompute=layout.recompute,
-        )
-        return pipeline if layout.num_replicas == 1 else tfpar.Hybrid(pipeline, layout.num_replicas, devices)
-    if layout.num_shards > 1:
-        return tfpar.TensorParallel(layout.num_shards, devices=devices)
-    if layout.num_replicas > 1:
-        return tfpar.Mirrored(devices, shard=layout.shard)
-    return tfpar.SingleDevice(devices[0])
 
 
 if __name__ == "__main__":

@@ -63,7 +63,12 @@ _LOGICAL_CPUS = flags.DEFINE(
     "strategy.num_logical_cpus, or 2.",
     flag_values=_VALUES,
 )  # fmt: skip
-MOST_LOGICAL_CPUS, USUAL_LOGICAL_CPUS = 64, 2
+_MEASURED = flags.DEFINE(
+    Integer(), "measured_layouts", None, "Layouts to train for a moment, where predictions are too close to choose "
+    "from; 0 predicts alone; by default, up to 3 within a minute.",
+    flag_values=_VALUES,
+)  # fmt: skip
+MOST_LOGICAL_CPUS, USUAL_LOGICAL_CPUS, MOST_MEASURED = 64, 2, 100
 NO_LAYOUT = 1
 COMMAND = command_line.Command(
     name="tfpar.plan",
@@ -77,6 +82,7 @@ COMMAND = command_line.Command(
         "device_speed": "TIMES",
         "bandwidth": "BANDWIDTH",
         "logical_cpus": "N",
+        "measured_layouts": "N",
         "json": "",
         "write": "FILE",
     },
@@ -87,7 +93,7 @@ COMMAND = command_line.Command(
     ],
     details=lambda: (
         "The model is measured on one device and on several at once, at the global batch\nof the configuration, in a "
-        "process of its own: nothing is trained.\n\n"
+        "process of its own. Layouts too close to choose from\nare trained for a moment. No model is kept.\n\n"
         "Exit code 0: a layout is taken; 1: none fits, or the measurement is too noisy to\nrank; 2: something is wrong."
     ),
     values=_VALUES,
@@ -128,13 +134,14 @@ def main(argv: list[str]) -> int:
 
 
 def _check_flags() -> None:
-    for name, value, most in (
-        ("devices", _DEVICES.value, MOST_DEVICES),
-        ("hosts", _HOSTS.value, MOST_HOSTS),
-        ("logical_cpus", _LOGICAL_CPUS.value, MOST_LOGICAL_CPUS),
+    for name, value, least, most in (
+        ("devices", _DEVICES.value, 1, MOST_DEVICES),
+        ("hosts", _HOSTS.value, 1, MOST_HOSTS),
+        ("logical_cpus", _LOGICAL_CPUS.value, 1, MOST_LOGICAL_CPUS),
+        ("measured_layouts", _MEASURED.value, 0, MOST_MEASURED),
     ):
         if value is not None:
-            check_within(name, value, 1, most)
+            check_within(name, value, least, most)
     if not _SPEED.value > 0:
         raise ValueError(
             f"--device_speed must be above 0, received {_SPEED.value}: 1.5 is a device that is 1.5 times as fast."
@@ -154,7 +161,7 @@ def _measured(run: config.Run, stated: Stated) -> Plan:
         with start_up.importing():
             from tfpar.runs import plan_run
 
-        return plan_run.plan_of(run, stated, number)
+        return plan_run.plan_of(run, stated, number, _MEASURED.value)
 
 
 def _function() -> Callable[..., Plan]:

@@ -14,7 +14,7 @@ import tfpar
 from tfpar.planning import step_timing
 from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, candidates
-from tfpar.planning.measurement import measure, sizes_of
+from tfpar.planning.measurement import measure, measure_layout, sizes_of
 from tfpar.planning.step_prediction import predict
 from tfpar.strategies import Strategy
 
@@ -105,3 +105,27 @@ def test_the_random_state_of_the_process_does_not_change(logical_cpus: list[str]
     found = keras.random.normal([3]).numpy(), np.random.rand(), float(tf.random.normal([]))
     np.testing.assert_array_equal(found[0], expected[0])
     assert found[1:] == expected[1:]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2),
+        Layout(2, shard="weights"),
+        Layout(1, 2, 2, "zero_bubble", recompute=True),
+        Layout(2, 2, 2),
+        Layout(2, num_shards=2),
+    ],
+    ids=str,
+)
+def test_a_layout_is_measured_with_a_model_of_its_own(layout: Layout, logical_cpus: list[str]) -> None:
+    made: list[int] = []
+
+    def make(strategy: Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
+        made.append(len(strategy.device_names))
+        return tfpar.Trainer(build, strategy), data()
+
+    before = tf.random.get_global_generator().state.numpy().tolist()
+    assert 0 < measure_layout(make, layout, logical_cpus) < 10
+    assert made == [layout.num_devices]
+    assert tf.random.get_global_generator().state.numpy().tolist() == before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from tfpar.planning.close_layouts import Measure, with_measured
 from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, Refusal, candidates
 from tfpar.planning.memory import device_bytes, largest_batch
@@ -15,9 +16,14 @@ from tfpar.planning.step_prediction import predict
 
 
 def compare(
-    model: ModelCosts, machine: MachineCosts, history: str = UNTESTED, devices: Sequence[str] | None = None
+    model: ModelCosts,
+    machine: MachineCosts,
+    history: str = UNTESTED,
+    devices: Sequence[str] | None = None,
+    measure: Measure | None = None,
+    most_measured: int = 0,
 ) -> Plan:
-    """Predict every layout of the planned devices, and rank them.
+    """Predict every layout of the planned devices, measure those too close to choose from, and rank them.
 
     With several hosts, layouts on fewer of them are rows too: one host may be faster than two.
 
@@ -26,6 +32,8 @@ def compare(
         machine: The costs of the devices and links.
         history: How well earlier runs of this machine were predicted, in words.
         devices: Names of the devices of this host, where a user has chosen them.
+        measure: Measures a layout, as `close_layouts.with_measured` takes it; None to measure none.
+        most_measured: The largest number of layouts to measure.
 
     Returns:
         The plan.
@@ -38,6 +46,9 @@ def compare(
     """
     steps, refusals = _predictions(model, machine)
     rows = [_with_largest_batch(step, model, machine) for step in best_of_each_grid(steps, machine)]
+    if measure is not None:
+        rows, untrainable = with_measured(rows, machine, measure, most_measured)
+        refusals += untrainable
     more, _ = _predictions(model, dataclasses.replace(machine, num_devices=machine.num_devices + 1), steps)
     return rank(rows, refusals, model, machine, more, history, devices or ())
 

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import tensorflow as tf
@@ -16,12 +16,13 @@ from tfpar._compat import random_state
 from tfpar.planning.block_measurement import measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import measure_slowdown
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
+from tfpar.planning.layouts import Layout
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
 from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
 from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_steps, measure_update
 from tfpar.reduction.weight_owners import num_bytes
-from tfpar.strategies import Mirrored, Pipeline, SingleDevice, Strategy, batch_dependence
+from tfpar.strategies import Hybrid, Mirrored, Pipeline, SingleDevice, Strategy, TensorParallel, batch_dependence
 from tfpar.trainer import Trainer
 
 MakeTrainer = Callable[[Strategy], tuple[Trainer, Any]]
@@ -67,6 +68,52 @@ def measure(
         machine = _measure_machine(make_trainer, loop, batch, devices, num_planned)
     machine = dataclasses.replace(machine, runtime_bytes=taken_bytes)
     return dataclasses.replace(costs, seconds=time.perf_counter() - began_seconds), machine
+
+
+def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[str]) -> float:
+    """Measure the training step of a layout, with a model that is dropped afterwards.
+
+    Args:
+        make_trainer: As for `measure`.
+        layout: A layout of one host.
+        devices: At least as many devices of this machine as it has.
+
+    Returns:
+        The seconds of a step at the global batch, with data that is there.
+
+    Raises:
+        ValueError: If the layout cannot train the model.
+        MemoryError: If the step does not fit in the memory of a device.
+    """
+    with random_state.preserved_random_state():
+        _, loop, batch, _ = _prepared(make_trainer, strategy_of(layout, devices))
+        steps, _ = measure_steps(loop, [int(data.num_rows(batch))])
+    return steps.seconds[0]
+
+
+def strategy_of(layout: Layout, devices: Sequence[str]) -> Strategy:
+    """Return the strategy of a layout of one host.
+
+    Args:
+        layout: The layout.
+        devices: At least as many devices as it has.
+
+    Example:
+        >>> strategy_of(Layout(num_replicas=1), ["CPU:0"]).device_names
+        ['CPU:0']
+    """
+    names, replicas = list(devices[: layout.num_devices]), layout.num_replicas
+    given = names if replicas == 1 else None
+    shard: Literal["optimizer"] | None = "optimizer" if layout.shard == "optimizer" else None
+    if layout.num_stages > 1:
+        pipeline = Pipeline(
+            layout.num_stages, layout.num_microbatches, layout.schedule, devices=given, recompute=layout.recompute
+        )
+        return pipeline if replicas == 1 else Hybrid(pipeline, replicas, names, shard=shard)
+    if layout.num_shards > 1:
+        shards = TensorParallel(layout.num_shards, devices=given)
+        return shards if replicas == 1 else Hybrid(shards, replicas, names, shard=shard)
+    return SingleDevice(names[0]) if replicas == 1 else Mirrored(names, shard=layout.shard)
 
 
 def _prepared(make_trainer: MakeTrainer, strategy: Strategy) -> tuple[Trainer, TimedLoop, Any, Any]:

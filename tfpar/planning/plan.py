@@ -20,7 +20,7 @@ class Row:
             measurement is too noisy to rank.
         layout: The layout.
         step_seconds: Its predicted step.
-        examples_per_second: Examples of the global batch by that time.
+        examples_per_second: Examples of the global batch by the measured step, or else the predicted one.
         times_one: Speed relative to one device; None where that is not predicted.
         memory_bytes: Predicted peak memory of the fullest device.
         fits: Whether that is at most the memory of a device; None where that is not known.
@@ -28,6 +28,7 @@ class Row:
         settings: Section `[strategy]` of the train command.
         largest_batch: The largest global batch that fits; None without a limit.
         lacks: What one that does not fit lacks, in words; "" for one that fits.
+        measured_seconds: Its step in a measurement; None where it is predicted only.
     """
 
     rank: int | None
@@ -41,6 +42,12 @@ class Row:
     settings: Mapping[str, Any]
     largest_batch: int | None = None
     lacks: str = ""
+    measured_seconds: float | None = None
+
+    @property
+    def known_seconds(self) -> float:
+        """The measured step, or else the predicted one."""
+        return self.step_seconds if self.measured_seconds is None else self.measured_seconds
 
 
 @dataclasses.dataclass(frozen=True)

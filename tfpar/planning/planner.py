@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,19 @@ import keras
 
 from tfpar import cluster, data
 from tfpar.planning.comparison import compare
+from tfpar.planning.costs import ModelCosts
 from tfpar.planning.history import history, machine_name
-from tfpar.planning.measurement import MakeTrainer, measure
+from tfpar.planning.layouts import Refusal
+from tfpar.planning.measurement import MakeTrainer, measure, measure_layout
 from tfpar.planning.plan import Plan
+from tfpar.planning.rows import PredictedStep
 from tfpar.planning.stated import Stated
 from tfpar.strategies import Strategy
 from tfpar.trainer import Trainer
 
 RUNS = Path("runs")  # the folder in which the train command writes runs
+MOST_MEASURED = 3
+_SECONDS_TO_MEASURE = 45.0  # of planning, after which no further layout is measured unless a number is given
 
 
 def plan(
@@ -34,6 +41,7 @@ def plan(
     memory_bytes: int | None = None,
     device_speed: float = 1.0,
     bandwidth: float | None = None,
+    measured_layouts: int | None = None,
     seed: int | None = 0,
 ) -> Plan:
     """Measure a model on the devices that are there, and rank the layouts in which it could train.
@@ -52,6 +60,8 @@ def plan(
         memory_bytes: Memory of a device; None for that of the devices that are there.
         device_speed: Speed of a planned device relative to those that are there.
         bandwidth: Bytes per second between devices, and between hosts; None for that measured.
+        measured_layouts: The largest number of layouts to train for a moment where predictions are too close to choose
+            from; 0 to predict alone; None for 3, if that takes less than a minute.
         seed: The seed that is set before the model function runs, as that of `Trainer`.
 
     Returns:
@@ -79,20 +89,25 @@ def plan(
     def make_trainer(strategy: Strategy) -> tuple[Trainer, Any]:
         return Trainer(build_model, strategy, seed), batches
 
-    return planned(make_trainer, devices, stated)
+    return planned(make_trainer, devices, stated, measured_layouts)
 
 
-def planned(make_trainer: MakeTrainer, devices: Sequence[str] | None, stated: Stated) -> Plan:
+def planned(
+    make_trainer: MakeTrainer, devices: Sequence[str] | None, stated: Stated, measured_layouts: int | None = None
+) -> Plan:
     """Return the plan for the model and data of a trainer.
 
     Args:
         make_trainer: Returns a trainer under a strategy, and its training data.
         devices: Names of the devices to plan with; None for all GPUs, or else all logical CPUs.
         stated: The devices and links to plan for.
+        measured_layouts: As for `plan`.
 
     Raises:
         ValueError: As `plan`.
     """
+    check_measured_layouts(measured_layouts)
+    began_seconds = time.perf_counter()
     names = cluster.resolve_devices(devices)
     there = names if stated.num_devices is None else names[: stated.num_devices]
     free_bytes = cluster.free_bytes(there)  # before the measurement takes some of it
@@ -100,7 +115,61 @@ def planned(make_trainer: MakeTrainer, devices: Sequence[str] | None, stated: St
         model, machine = measure(make_trainer, there, stated.num_devices)
     if machine.memory_bytes is None:
         machine = dataclasses.replace(machine, memory_bytes=free_bytes)
-    return compare(model, stated.applied(machine), history(RUNS, machine_name(machine.device)), devices)
+    stated_machine = stated.applied(machine)
+    if not stated.keeps_speed:  # measured here, a step would not be that of the stated devices
+        measured_layouts = 0
+    close = _CloseLayouts(make_trainer, there, began_seconds if measured_layouts is None else None)
+    most = MOST_MEASURED if measured_layouts is None else measured_layouts
+    known = history(RUNS, machine_name(machine.device))
+    return compare(model, stated_machine, known, devices, functools.partial(close.measure, model), most)
+
+
+def check_measured_layouts(number: int | None) -> None:
+    """Refuse a number of layouts to measure that is none.
+
+    Args:
+        number: The number; None for the default.
+
+    Example:
+        >>> check_measured_layouts(-1)
+        Traceback (most recent call last):
+        ValueError: measured_layouts must be at least 0, received -1. With 0 the plan is of predictions alone.
+    """
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"measured_layouts must be a whole number, received {number!r}.")
+    if number < 0:
+        raise ValueError(
+            f"measured_layouts must be at least 0, received {number}. With 0 the plan is of predictions alone."
+        )
+
+
+class _CloseLayouts:
+    """The measurement of layouts that predictions cannot choose from.
+
+    Args:
+        make_trainer: Returns a trainer under a strategy, and its training data.
+        devices: The devices that are there.
+        began_seconds: When the planning began, if it is limited in time; None if it is not.
+    """
+
+    def __init__(self, make_trainer: MakeTrainer, devices: Sequence[str], began_seconds: float | None) -> None:
+        self._make_trainer, self._devices, self._began_seconds = make_trainer, devices, began_seconds
+
+    def measure(self, model: ModelCosts, step: PredictedStep) -> PredictedStep | Refusal | None:
+        """Measure a layout, as `close_layouts.with_measured` calls it."""
+        if self._began_seconds is not None and time.perf_counter() - self._began_seconds > _SECONDS_TO_MEASURE:
+            return None
+        try:
+            with progress(f"planning: measuring {step.layout} ..."):
+                seconds = measure_layout(self._make_trainer, step.layout, self._devices)
+        except MemoryError:
+            return dataclasses.replace(step, ran_out_of_memory=True)
+        except ValueError as error:
+            return Refusal(step.layout, str(error).rstrip("."))
+        waiting_seconds = max(0.0, model.data_seconds - seconds)
+        return dataclasses.replace(step, measured_seconds=seconds + waiting_seconds)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def rank(
         raise ValueError("A plan needs at least one predicted layout, received none. Predict SingleDevice.")
     one = next((step for step in steps if step.layout.num_devices == 1), None)
     best = best_of_each_grid(steps, machine)
-    fitting, others = _split(best, machine)
+    fitting, others = split(best, machine)
     is_noisy = model.spread > MOST_SPREAD
     order = [(None, step) for step in sorted(fitting, key=_simplicity)] if is_noisy else _ranks(fitting, model.spread)
     rows = [_row(step, number, one, model, machine, devices) for number, step in order]
@@ -120,15 +120,28 @@ def best_of_each_grid(steps: Iterable[PredictedStep], machine: MachineCosts) -> 
         grids.setdefault((one.num_replicas, one.num_stages, one.num_shards, one.shard, one.num_hosts), []).append(step)
     best = []
     for variants in grids.values():
-        fitting, others = _split(variants, machine)
+        fitting, others = split(variants, machine)
         best.append(
-            min(fitting, key=lambda step: (step.seconds, _simplicity(step))) if fitting else min(others, key=_size)
+            min(fitting, key=lambda step: (step.known_seconds, _simplicity(step)))
+            if fitting
+            else min(others, key=_size)
         )
     return best
 
 
-def _split(steps: Iterable[PredictedStep], machine: MachineCosts) -> tuple[list[PredictedStep], list[PredictedStep]]:
-    """Return the steps that fit, or may fit, and those that do not."""
+def split(steps: Iterable[PredictedStep], machine: MachineCosts) -> tuple[list[PredictedStep], list[PredictedStep]]:
+    """Return the steps that fit, or may fit, and those that do not.
+
+    Args:
+        steps: Predicted steps.
+        machine: The costs of the devices, with their memory.
+
+    Example:
+        >>> machine = MachineCosts("GPU", 1, 1, memory_bytes=800)
+        >>> fitting, others = split([PredictedStep(Layout(), 1.0, {}, 900)], machine)
+        >>> len(fitting), len(others)
+        (0, 1)
+    """
     fitting: list[PredictedStep] = []
     others: list[PredictedStep] = []
     for step in steps:
@@ -137,15 +150,17 @@ def _split(steps: Iterable[PredictedStep], machine: MachineCosts) -> tuple[list[
 
 
 def _fits(step: PredictedStep, machine: MachineCosts) -> bool | None:
+    if step.ran_out_of_memory:
+        return False
     return None if machine.memory_bytes is None else step.memory_bytes <= machine.memory_bytes
 
 
 def _ranks(steps: Sequence[PredictedStep], spread: float) -> list[tuple[int | None, PredictedStep]]:
     """Return the steps with their ranks: a group of equals begins with its fastest, and is ordered by simplicity."""
     ranked: list[tuple[int | None, PredictedStep]] = []
-    rest = sorted(steps, key=lambda step: (step.seconds, _simplicity(step)))
+    rest = sorted(steps, key=lambda step: (step.known_seconds, _simplicity(step)))
     while rest:
-        equal = [step for step in rest if step.seconds <= rest[0].seconds * (1 + spread)]
+        equal = [step for step in rest if step.known_seconds <= rest[0].known_seconds * (1 + spread)]
         rest = rest[len(equal) :]
         number = len(ranked) + 1
         ranked += [(number, step) for step in sorted(equal, key=_simplicity)]
@@ -163,7 +178,7 @@ def _simplicity(step: PredictedStep) -> tuple[Any, ...]:
         one.recompute,
         one.schedule != "1f1b",
         one.num_microbatches,
-        step.seconds,
+        step.known_seconds,
     )
 
 
@@ -185,8 +200,9 @@ def _row(
         rank=number,
         layout=step.layout,
         step_seconds=step.seconds,
-        examples_per_second=model.batch / step.seconds,
-        times_one=None if one is None else one.seconds / step.seconds,
+        measured_seconds=step.measured_seconds,
+        examples_per_second=model.batch / step.known_seconds,
+        times_one=None if one is None else one.known_seconds / step.known_seconds,
         memory_bytes=step.memory_bytes,
         fits=fits,
         waits=step.waits,
@@ -197,6 +213,8 @@ def _row(
 
 
 def _lacks(step: PredictedStep, machine: MachineCosts) -> str:
+    if step.ran_out_of_memory:
+        return "ran out of memory when it was measured"
     assert machine.memory_bytes is not None, "without a limit all layouts may fit"
     missing = f"lacks {memory(step.memory_bytes - machine.memory_bytes)} on a device"
     if step.largest_batch:
@@ -219,11 +237,8 @@ def _notes(
             f"{100 * model.spread:.1f} %. The simplest is first."
         )
     if all(row.fits is False for row in rows):
-        assert machine.memory_bytes is not None, "without a limit all layouts may fit"
-        yield (
-            f"No layout fits in the {memory(machine.memory_bytes)} of a device. The nearest is {rows[0].layout}: it "
-            f"{rows[0].lacks}."
-        )
+        limit = "memory" if machine.memory_bytes is None else memory(machine.memory_bytes)
+        yield f"No layout fits in the {limit} of a device. The nearest is {rows[0].layout}: it {rows[0].lacks}."
     if model.normalizing and any(row.layout.num_devices > 1 for row in rows):
         yield (
             f"{', '.join(model.normalizing)}: normalizes each part of a batch by itself, so that rows of several "
@@ -245,7 +260,7 @@ def _notes(
 
 def _gain(take: Row, model: ModelCosts, machine: MachineCosts, more: Sequence[PredictedStep]) -> str:
     """Return what one device more would bring."""
-    possible, _ = _split(more, machine)
+    possible, _ = split(more, machine)
     if not possible or (machine.device == "CPU" and machine.num_devices > 1):  # one more would share the same cores
         return ""
     times = take.step_seconds / min(step.seconds for step in possible)

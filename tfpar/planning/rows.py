@@ -1,4 +1,4 @@
-"""The predicted step of each layout. Pure Python."""
+"""The step of each layout, predicted or measured. Pure Python."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class PredictedStep:
             "weights" (their arrival), "data".
         memory_bytes: Peak memory of the fullest device, runtime included.
         largest_batch: The largest global batch that fits in the memory of a device; None without a limit.
+        measured_seconds: Its duration in a measurement; None where it is predicted only.
+        ran_out_of_memory: Whether it did not fit in the memory of the devices when it was measured.
     """
 
     layout: Layout
@@ -25,3 +27,10 @@ class PredictedStep:
     waits: dict[str, float]
     memory_bytes: int = 0
     largest_batch: int | None = None
+    measured_seconds: float | None = None
+    ran_out_of_memory: bool = False
+
+    @property
+    def known_seconds(self) -> float:
+        """The measured duration, or else the predicted one."""
+        return self.seconds if self.measured_seconds is None else self.measured_seconds

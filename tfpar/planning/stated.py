@@ -54,6 +54,11 @@ class Stated:
         if self.bandwidth is not None and not (0 < self.bandwidth < math.inf):
             raise ValueError(f"bandwidth must be above 0 bytes per second, received {self.bandwidth}.")
 
+    @property
+    def keeps_speed(self) -> bool:
+        """Whether the devices and links are as fast as those that are there."""
+        return self.device_speed == 1 and self.bandwidth is None
+
     def applied(self, machine: MachineCosts) -> MachineCosts:
         """Return the costs of a machine with what is stated in place of what was measured, and its names.
 

@@ -88,7 +88,7 @@ def _number(row: Row, plan: Plan) -> str:
 
 def _cells(row: Row, plan: Plan) -> tuple[str, ...]:
     return (
-        duration(row.step_seconds),
+        duration(row.known_seconds),
         figure(round(row.examples_per_second)) if row.examples_per_second >= 10 else figure(row.examples_per_second),
         "" if row.times_one is None else _times(row.times_one),
         memory(row.memory_bytes),
@@ -104,7 +104,9 @@ def _remark(row: Row) -> str:
     if row.lacks:
         return row.lacks
     waits = waits_in_words(row.waits, row.step_seconds)
-    return f"waits for {waits}" if waits else ""
+    parts = [f"measured; predicted {duration(row.step_seconds)}"] if row.measured_seconds is not None else []
+    parts += [f"waits for {waits}"] if waits else []
+    return "; ".join(parts)
 
 
 def _foot(plan: Plan, num_hidden: int) -> Iterator[str]:
@@ -233,6 +235,7 @@ def _as_table(row: Row) -> dict[str, Any]:
         "rank": row.rank,
         "layout": str(row.layout),
         "step_seconds": row.step_seconds,
+        "measured_seconds": row.measured_seconds,
         "examples_per_second": row.examples_per_second,
         "times_one": row.times_one,
         "memory_bytes": row.memory_bytes,
@@ -250,7 +253,7 @@ def html(plan: Plan) -> str:
     Args:
         plan: The plan.
     """
-    head = "".join(f'<th style="{_STYLE}">{name}</th>' for name in ("#", "layout", *_HEADINGS, "waits for"))
+    head = "".join(f'<th style="{_STYLE}">{name}</th>' for name in ("#", "layout", *_HEADINGS, ""))
     body = "".join(_html_row(row, plan) for row in plan.rows)
     labelled = {"model": _model(plan), "batch": _batch(plan), "measured": _measured(plan)}
     above = "".join(f"<div><b>{name}</b> {markup.escape(words)}</div>" for name, words in labelled.items())
@@ -261,7 +264,5 @@ def html(plan: Plan) -> str:
 
 
 def _html_row(row: Row, plan: Plan) -> str:
-    number = _number(row, plan)
-    waits = row.lacks or waits_in_words(row.waits, row.step_seconds)
-    cells = (number, str(row.layout), *_cells(row, plan), waits)
+    cells = (_number(row, plan), str(row.layout), *_cells(row, plan), _remark(row))
     return "<tr>" + "".join(f'<td style="{_STYLE}">{markup.escape(cell)}</td>' for cell in cells) + "</tr>"

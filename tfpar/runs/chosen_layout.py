@@ -130,8 +130,11 @@ def _taken(run: config.Run, plan: dict[str, Any]) -> Choice:
         num_logical_cpus = getattr(run.strategy, "num_logical_cpus", 1)
         if "devices" in settings and num_logical_cpus > 1:
             settings["num_logical_cpus"] = num_logical_cpus
-        step = duration(row["step_seconds"])
-        note = f", chosen by the planner: {step} a step predicted; python -m tfpar.plan shows all"
+        measured = row.get("measured_seconds")
+        step = (
+            f"{duration(row['step_seconds'])} a step predicted" if measured is None else f"{duration(measured)} a step"
+        )
+        note = f", chosen by the planner: {step}; python -m tfpar.plan shows all"
         return Choice(with_strategy(run, settings), note)
     if any(row["fits"] is not False for row in plan["rows"]):
         return Choice(run, ", as the measurement of the planner was too noisy to choose")

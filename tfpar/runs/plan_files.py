@@ -78,8 +78,10 @@ def write(run: config.Run, plan: Plan, path: Path) -> None:
     if plan.take is None:
         raise ValueError(f"--write writes the layout of the first row, and no layout is taken: {path} is not written.")
     step, size = duration(plan.take.step_seconds), memory(plan.take.memory_bytes)
+    measured = plan.take.measured_seconds
     header = (
-        f"{HEADER}{plan.take.layout}, {step} a step and {size} on a device predicted.\n"
+        f"{HEADER}{plan.take.layout}, {step} a step and {size} on a device predicted"
+        f"{'' if measured is None else f', {duration(measured)} measured'}.\n"
         f"# Command: {_program(plan)} --config {shlex.quote(str(path))}\n\n"
     )
     atomic_file.write(path, header + config.dump(with_strategy(run, plan.take.settings)))

@@ -18,13 +18,14 @@ from tfpar.runs.user_trainer import check_trainer, make_trainer
 from tfpar.strategies import Strategy
 
 
-def plan_of(run: config.Run, stated: Stated, num_logical_cpus: int) -> Plan:
+def plan_of(run: config.Run, stated: Stated, num_logical_cpus: int, measured_layouts: int | None = None) -> Plan:
     """Measure the model and the data of a run, and rank the layouts in which it could train.
 
     Args:
         run: The run.
         stated: The devices and links to plan for.
         num_logical_cpus: Without GPUs: number of devices into which the CPU is split, before TensorFlow starts.
+        measured_layouts: The largest number of layouts to measure, as for `planner.plan`.
 
     Returns:
         The plan.
@@ -46,12 +47,12 @@ def plan_of(run: config.Run, stated: Stated, num_logical_cpus: int) -> Plan:
         return trainer, trainer.train_data
 
     try:
-        plan = planned(make, names, stated)
+        plan = planned(make, names, stated, measured_layouts)
     except tf.errors.OpError as error:
         if isinstance(error, tf.errors.ResourceExhaustedError):
             raise MemoryError(error.message.splitlines()[0]) from error
         raise ValueError(data.user_message(error, run.data) or error.message.splitlines()[0]) from error
-    if stated == Stated():
+    if stated == Stated() and measured_layouts is None:
         stored_plans.store(stored_plans.path_of(run, plan.machine.device), plan.to_json())
     return plan
 

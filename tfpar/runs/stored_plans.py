@@ -100,6 +100,7 @@ def _is_row(row: Any) -> bool:
         and isinstance(row.get("layout"), str)
         and isinstance(row.get("settings"), dict)
         and isinstance(row.get("fits"), bool | None)
+        and isinstance(row.get("measured_seconds"), int | float | None)
         and all(isinstance(row.get(name), int | float) for name in ("step_seconds", "memory_bytes"))
     )
 

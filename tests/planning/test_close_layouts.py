@@ -1,0 +1,103 @@
+"""Which layouts are measured because predictions cannot choose among them, and what the plan makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+
+from tests.planning.test_ranking import BLOCKS
+from tfpar.planning.comparison import compare
+from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
+from tfpar.planning.layouts import Refusal
+from tfpar.planning.plan import Plan
+from tfpar.planning.rows import PredictedStep
+
+MODEL = ModelCosts("mlp", 100, 400, 400, 800, (400,), 64, Curve((64,), (0.8,)), 0.01, spread=0.02)
+MACHINE = MachineCosts("GPU", 2, 2)
+MIRRORED, SHARDED = "Mirrored(2)", 'Mirrored(2, shard="optimizer")'
+
+
+class Device:
+    """Devices whose steps take given seconds, or end in an error."""
+
+    def __init__(self, seconds: Mapping[str, float | str]) -> None:
+        self.seconds, self.asked = seconds, list[str]()
+
+    def measure(self, step: PredictedStep) -> PredictedStep | Refusal | None:
+        self.asked.append(str(step.layout))
+        found = self.seconds[str(step.layout)]
+        if found == "out of memory":
+            return dataclasses.replace(step, ran_out_of_memory=True)
+        return (
+            Refusal(step.layout, found) if isinstance(found, str) else dataclasses.replace(step, measured_seconds=found)
+        )
+
+
+def planned(device: Device, machine: MachineCosts = MACHINE, most: int = 3, model: ModelCosts = MODEL) -> Plan:
+    return compare(model, machine, measure=device.measure, most_measured=most)
+
+
+def test_close_layouts_are_ordered_by_their_measured_steps() -> None:
+    device = Device({MIRRORED: 0.5, SHARDED: 0.4})
+    plan = planned(device)
+    assert sorted(device.asked) == sorted([MIRRORED, SHARDED])
+    assert [str(row.layout) for row in plan.rows] == [SHARDED, MIRRORED, "SingleDevice"]
+    assert [row.measured_seconds for row in plan.rows] == [0.4, 0.5, None]
+    assert plan.rows[0].examples_per_second == pytest.approx(64 / 0.4)
+    assert plan.rows[0].step_seconds < 0.41, "the prediction stays, for its error"
+
+
+def test_a_measurement_longer_than_the_prediction_of_another_layout_has_that_one_measured_too() -> None:
+    device = Device({MIRRORED: 0.9, SHARDED: 0.95, "SingleDevice": 0.8})
+    plan = planned(device)
+    assert device.asked[-1] == "SingleDevice"
+    assert str(plan.take.layout if plan.take else None) == "SingleDevice"
+
+
+def test_at_most_the_given_number_is_measured() -> None:
+    device = Device({MIRRORED: 0.9, SHARDED: 0.95})
+    planned(device, most=1)
+    assert len(device.asked) == 1
+    planned(device, most=0)
+    assert len(device.asked) == 1
+
+
+def test_nothing_is_measured_where_one_layout_leads_by_far() -> None:
+    device = Device({})
+    plan = planned(device, MachineCosts("GPU", 1, 1))
+    assert (device.asked, plan.rows[0].measured_seconds) == ([], None)
+
+
+def test_layouts_of_devices_that_are_not_there_are_not_measured() -> None:
+    device = Device({MIRRORED: 0.4, SHARDED: 0.4})
+    planned(device, MachineCosts("GPU", 4, 2))
+    assert device.asked == []
+
+
+def test_a_layout_that_runs_out_of_memory_does_not_fit() -> None:
+    plan = planned(Device({MIRRORED: "out of memory", SHARDED: 0.4}))
+    row = next(row for row in plan.rows if str(row.layout) == MIRRORED)
+    assert (row.fits, row.rank) == (False, None)
+    assert "ran out of memory when it was measured" in str(plan)
+
+
+def test_a_layout_that_cannot_train_is_named_with_its_reason() -> None:
+    plan = planned(Device({MIRRORED: "the loss needs the whole batch", SHARDED: 0.4}))
+    assert MIRRORED not in [str(row.layout) for row in plan.rows]
+    assert "Mirrored(2) (the loss needs the whole batch)" in " ".join(str(plan).split())
+
+
+def test_the_table_has_the_measured_step_and_the_predicted_one() -> None:
+    text = str(planned(Device({MIRRORED: 0.5, SHARDED: 0.37})))
+    line = next(number for number, one in enumerate(text.splitlines()) if one.startswith("1 "))
+    assert "370 ms" in text.splitlines()[line]
+    assert "measured; predicted" in text.splitlines()[line + 1]
+
+
+def test_layouts_that_do_not_fit_are_not_measured() -> None:
+    model = dataclasses.replace(MODEL, blocks=BLOCKS, slot_bytes=10**9)
+    device = Device(dict.fromkeys([MIRRORED, SHARDED, "SingleDevice"], 0.4))
+    planned(device, dataclasses.replace(MACHINE, memory_bytes=10**6), model=model)
+    assert device.asked == []

@@ -1,0 +1,74 @@
+"""The layouts too close to choose from by prediction alone, which are measured. Pure Python, no TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tfpar.planning.costs import MachineCosts
+from tfpar.planning.layouts import Refusal
+from tfpar.planning.ranking import split
+from tfpar.planning.rows import PredictedStep
+
+# Of a prediction: nine tenths of those in the planner's benchmark are closer than twice the goal of 15 %.
+MARGIN = 0.3
+
+Measure = Callable[[PredictedStep], "PredictedStep | Refusal | None"]
+
+
+def with_measured(
+    steps: Sequence[PredictedStep], machine: MachineCosts, measure: Measure, most: int
+) -> tuple[list[PredictedStep], list[Refusal]]:
+    """Measure the layouts that may be the fastest, until a measured one leads by more than predictions err.
+
+    The layout of the shortest prediction is measured first. One whose prediction is longer than the shortest known step
+    by more than `MARGIN` is not measured. Nothing is measured where one prediction leads by more than that.
+
+    Args:
+        steps: The predicted steps of the rows of a plan.
+        machine: The devices: only layouts that fit, on as many devices as there are, are measured.
+        measure: Returns a step with its measured seconds; why its layout cannot train; None to measure no more.
+        most: The largest number of layouts to measure.
+
+    Returns:
+        The steps, and the refusals of layouts that cannot train.
+
+    Example:
+        >>> import dataclasses
+        >>> from tfpar.planning.layouts import Layout
+        >>> steps = [PredictedStep(Layout(), 1.0, {}), PredictedStep(Layout(2), 0.9, {})]
+        >>> def twice(step):
+        ...     return dataclasses.replace(step, measured_seconds=2 * step.seconds)
+        >>> [step.known_seconds for step in with_measured(steps, MachineCosts("CPU", 2, 2), twice, most=3)[0]]
+        [2.0, 1.8]
+    """
+    found, refusals = list(steps), list[Refusal]()
+    for _ in range(most):
+        rivals = _rivals(found, machine)
+        if not rivals:
+            break
+        step = min(rivals, key=lambda one: one.seconds)
+        result = measure(step)
+        if result is None:
+            break
+        if isinstance(result, Refusal):
+            found.remove(step)
+            refusals.append(result)
+        else:
+            found[found.index(step)] = result
+    return found, refusals
+
+
+def _rivals(steps: Sequence[PredictedStep], machine: MachineCosts) -> list[PredictedStep]:
+    """Return the layouts to measure: those that may be the fastest, if more than one may."""
+    fitting, _ = split(steps, machine)
+    if not fitting:
+        return []
+    shortest = min(step.known_seconds for step in fitting)
+    close = [step for step in fitting if step.known_seconds <= shortest * (1 + MARGIN)]
+    if len(close) == 1 and not any(step.measured_seconds for step in steps):
+        return []
+    return [step for step in close if step.measured_seconds is None and _is_there(step, machine)]
+
+
+def _is_there(step: PredictedStep, machine: MachineCosts) -> bool:
+    return step.layout.num_hosts == 1 and step.layout.num_devices <= machine.num_measured
