@@ -96,6 +96,14 @@ def test_every_line_is_taken_by_the_train_command(tmp_path: Path) -> None:
         assert json.dumps(dict(one.settings))
 
 
+def test_a_layout_that_the_planner_measured_counts_with_its_measured_step(tmp_path: Path) -> None:
+    mirrored, _, single = PLAN["rows"]
+    rows = [mirrored | {"measured_seconds": 0.008}, single | {"measured_seconds": 0.01}]
+    (found,) = advice(tmp_path, plan={"rows": rows}, figures={"data_wait_share": 0.0})
+    assert (found.times, found.basis) == (pytest.approx(1.25), "measured")
+    assert "Mirrored(2): measured step 8.00 ms, against 10.0 ms measured" in found.what
+
+
 @pytest.mark.parametrize("rows", [None, 3, [None], [{"step_seconds": "x"}], [{"layout": 1, "step_seconds": 0.001}]])
 def test_a_plan_of_another_shape_gives_no_advice(rows: object, tmp_path: Path) -> None:
     assert advice(tmp_path, plan={"rows": rows}, figures={"data_wait_share": float("nan")}) == []

@@ -22,8 +22,9 @@ PLAN = {
         {
             **{"rank": 1, "layout": "SingleDevice", "step_seconds": 0.012, "examples_per_second": 5000, "times_one": 1},
             **{"memory_bytes": 4e8, "fits": True, "waits": {"bubble": 0.001}, "settings": {"kind": "auto"}},
+            "measured_seconds": 0.011,
         },
-        {"rank": None, "layout": HOSTILE, "step_seconds": 0.02, "fits": None, "waits": None},
+        {"rank": None, "layout": HOSTILE, "step_seconds": 0.02, "fits": None, "waits": None, "measured_seconds": "x"},
     ],
     "notes": ["rows 1 and 2 are equal"],
 }

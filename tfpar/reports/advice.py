@@ -160,22 +160,37 @@ def _divided(durations: Durations, factor: int) -> Durations:
 def _of_plan(run: RecordedRun) -> Iterator[Advice]:
     rows = [row for row in plan_rows(run) if is_number(row.get("step_seconds")) and row.get("fits") is not False]
     own = own_row(run, rows)
-    now = run.step_seconds if own is None else own["step_seconds"]
+    now = run.step_seconds if own is None else known_seconds(own)
     if not now:
         return
-    what = "measured" if own is None else "predicted"
-    better = sorted((row for row in rows if 0 < row["step_seconds"] < now), key=lambda row: row["step_seconds"])
+    what = "measured" if own is None or is_number(own.get("measured_seconds")) else "predicted"
+    better = sorted((row for row in rows if 0 < known_seconds(row) < now), key=known_seconds)
     for row in better[:MOST_ROWS]:
-        settings = row.get("settings")
+        settings, seconds = row.get("settings"), known_seconds(row)
+        kind = "measured" if is_number(row.get("measured_seconds")) else "predicted"
         if isinstance(settings, Mapping) and settings:
             yield _of(
                 run,
-                now / row["step_seconds"],
-                f"{row.get('layout')}: predicted step {duration(row['step_seconds'])}, against {duration(now)} {what} "
+                now / seconds,
+                f"{row.get('layout')}: {kind} step {duration(seconds)}, against {duration(now)} {what} "
                 "for the layout of this run.",
-                "predicted",
+                kind,
                 {f"strategy.{key}": value for key, value in settings.items()},
             )
+
+
+def known_seconds(row: Mapping[str, Any]) -> float:
+    """Return the step of a layout: the planner's measurement, or else its prediction; 0 without one.
+
+    Args:
+        row: A row of a plan.
+
+    Example:
+        >>> known_seconds({"step_seconds": 0.5, "measured_seconds": None})
+        0.5
+    """
+    measured, predicted = row.get("measured_seconds"), row.get("step_seconds")
+    return measured if is_number(measured) else predicted if is_number(predicted) else 0.0
 
 
 def plan_rows(run: RecordedRun) -> list[Mapping[str, Any]]:

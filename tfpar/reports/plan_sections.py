@@ -9,7 +9,7 @@ from tfpar.messages.number_format import figure
 from tfpar.pipeline.analysis.stage_table import describe_step
 from tfpar.planning.quantities import duration, memory, waits_in_words
 from tfpar.reports import markup, pictures
-from tfpar.reports.advice import own_row, plan_rows
+from tfpar.reports.advice import known_seconds, own_row, plan_rows
 from tfpar.reports.markup import Markup, element
 from tfpar.reports.recorded_run import RecordedRun, is_number
 
@@ -31,12 +31,17 @@ def plan_section(run: RecordedRun) -> tuple[list[Markup], dict[str, bytes]]:
         own = own_row(run, rows)
         steps = [row for row in rows if is_number(row.get("step_seconds"))]
         groups = {"predicted step": {str(row.get("layout")): 1e3 * row["step_seconds"] for row in steps}}
+        tried = [row for row in steps if is_number(row.get("measured_seconds"))]
+        measured = {str(row.get("layout")): 1e3 * row["measured_seconds"] for row in tried}
         if own is not None and run.step_seconds is not None:
-            groups["measured step"] = {str(own.get("layout")): 1e3 * run.step_seconds}
+            measured[str(own.get("layout"))] = 1e3 * run.step_seconds
+        groups |= {"measured step": measured} if measured else {}
         png = pictures.bars("step of each layout", groups, "milliseconds")
         if png is not None:
             images["plan"] = png
-            words = "Bars of the predicted step of each layout; the values are in the table below."
+            words = (
+                "Bars of the predicted step of each layout, and of those measured; the values are in the table below."
+            )
             parts.append(markup.picture(png, words))
         parts.append(_table(rows, own))
         notes = run.plan.get("notes")
@@ -73,7 +78,8 @@ def _table(rows: list[Mapping[str, Any]], own: Mapping[str, Any] | None) -> Mark
 
 
 def _cells(row: Mapping[str, Any], is_own: bool) -> tuple[str, ...]:
-    seconds, waits, num_bytes, fits = (row.get(name) for name in ("step_seconds", "waits", "memory_bytes", "fits"))
+    predicted, waits, num_bytes, fits = (row.get(name) for name in ("step_seconds", "waits", "memory_bytes", "fits"))
+    seconds = known_seconds(row)
     waiting = {name: value for name, value in waits.items() if is_number(value)} if isinstance(waits, dict) else {}
     is_timed = is_number(seconds) and seconds > 0
     return (
@@ -84,7 +90,7 @@ def _cells(row: Mapping[str, Any], is_own: bool) -> tuple[str, ...]:
         _number(row.get("times_one")),
         memory(num_bytes) if is_number(num_bytes) else "",
         _FITS[fits] if isinstance(fits, bool) else "not known",
-        waits_in_words(waiting, seconds or 1.0) if is_timed else "",
+        waits_in_words(waiting, predicted or 1.0) if is_timed else "",
     )
 
 
