@@ -56,6 +56,13 @@ def test_a_measurement_longer_than_the_prediction_of_another_layout_has_that_one
     assert str(plan.take.layout if plan.take else None) == "SingleDevice"
 
 
+def test_a_measurement_shorter_than_all_predictions_has_the_close_ones_measured_too() -> None:
+    device = Device({MIRRORED: 0.2, SHARDED: 0.1})
+    plan = planned(device)
+    assert sorted(device.asked) == sorted([MIRRORED, SHARDED])
+    assert str(plan.rows[0].layout) == SHARDED
+
+
 def test_at_most_the_given_number_is_measured() -> None:
     device = Device({MIRRORED: 0.9, SHARDED: 0.95})
     planned(device, most=1)

@@ -18,10 +18,11 @@ Measure = Callable[[PredictedStep], "PredictedStep | Refusal | None"]
 def with_measured(
     steps: Sequence[PredictedStep], machine: MachineCosts, measure: Measure, most: int
 ) -> tuple[list[PredictedStep], list[Refusal]]:
-    """Measure the layouts that may be the fastest, until a measured one leads by more than predictions err.
+    """Measure the layouts that may be the fastest, the most promising first.
 
-    The layout of the shortest prediction is measured first. One whose prediction is longer than the shortest known step
-    by more than `MARGIN` is not measured. Nothing is measured where one prediction leads by more than that.
+    The layout of the shortest prediction is measured first. One whose prediction is longer than the shortest one, and
+    than the shortest known step, by more than `MARGIN` is not measured. Nothing is measured where one prediction leads
+    by more than that.
 
     Args:
         steps: The predicted steps of the rows of a plan.
@@ -63,8 +64,10 @@ def _rivals(steps: Sequence[PredictedStep], machine: MachineCosts) -> list[Predi
     fitting, _ = split(steps, machine)
     if not fitting:
         return []
-    shortest = min(step.known_seconds for step in fitting)
-    close = [step for step in fitting if step.known_seconds <= shortest * (1 + MARGIN)]
+    # Predictions of one model err in the same direction, so that they are compared with each other too.
+    most_predicted = min(step.seconds for step in fitting) * (1 + MARGIN)
+    most = min(step.known_seconds for step in fitting) * (1 + MARGIN)
+    close = [step for step in fitting if step.seconds <= most_predicted or step.known_seconds <= most]
     if len(close) == 1 and not any(step.measured_seconds for step in steps):
         return []
     return [step for step in close if step.measured_seconds is None and _is_there(step, machine)]
