@@ -122,11 +122,8 @@ def first_batch(dataset: Any) -> Any:
 
     from tfpar import data
 
-    if not isinstance(dataset, tf.data.Dataset | data.Sharded):
-        dataset = data.as_dataset(*dataset) if isinstance(dataset, tuple) else data.as_dataset(dataset)
-    whole = dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset
-    whole = whole.dataset if isinstance(whole, data.PythonBatches) else whole
-    batch = next(iter(whole), None)
+    batches = data.as_dataset(*dataset) if isinstance(dataset, tuple) else data.as_dataset(dataset)
+    batch = next(iter(data.global_batches(batches)), None)
     if batch is None:
         raise ValueError("The data are empty.")
     return tf.nest.map_structure(lambda tensor: None if tensor is None else tensor.numpy(), batch)

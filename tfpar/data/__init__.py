@@ -13,7 +13,7 @@ from tfpar.data.batching.batches import (
     to_numpy,
 )
 from tfpar.data.errors import UserMessage, cause_of, user_message
-from tfpar.data.fit_arguments import Batches, as_dataset, hold_out, is_dataset
+from tfpar.data.fit_arguments import Batches, as_dataset, global_batches, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
 from tfpar.data.position import seek
 from tfpar.data.python_batches import EMPTY, RAN_OUT, PythonBatches
@@ -40,6 +40,7 @@ __all__ = [
     "describe",
     "first_batches",
     "from_arrays",
+    "global_batches",
     "hold_out",
     "is_dataset",
     "is_python_source",

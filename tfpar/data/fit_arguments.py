@@ -76,6 +76,21 @@ def as_dataset(
     return dataset
 
 
+def global_batches(batches: Batches) -> tf.data.Dataset:
+    """Return global batches of any kind as a dataset that one process reads.
+
+    Args:
+        batches: The result of `as_dataset`. Python code runs in each pass, without the hooks of an epoch; call
+            `PythonBatches.stop` after the last one.
+
+    >>> [batch.shape[0] for (batch,) in global_batches(as_dataset(tf.zeros([5, 2]), batch_size=2))]
+    [2, 2, 1]
+    """
+    if isinstance(batches, Sharded):
+        return batches.global_batches()
+    return batches.dataset if isinstance(batches, PythonBatches) else batches
+
+
 def hold_out(given: tuple[Any, Any, Any], share: float) -> tuple[Any, Any]:
     """Split the last rows of arrays off for validation, as `keras.Model.fit(validation_split=...)` does.
 

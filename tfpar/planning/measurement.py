@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import keras
@@ -16,6 +15,7 @@ from tfpar._compat import random_state
 from tfpar.planning.block_measurement import measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import measure_slowdown
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
+from tfpar.planning.given_data import GivenData, MakeTrainer, ReadOnce
 from tfpar.planning.layouts import Layout
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
 from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
@@ -25,11 +25,8 @@ from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import Hybrid, Mirrored, Pipeline, SingleDevice, Strategy, TensorParallel, batch_dependence
 from tfpar.trainer import Trainer
 
-MakeTrainer = Callable[[Strategy], tuple[Trainer, Any]]
-
 _MOST_SIZES = 7
 _MOST_DEVICES_AT_ONCE = 4
-_BATCHES = 5
 _MICROBATCHES = 4
 _SIZES_OF_STAGE = 4
 
@@ -56,12 +53,13 @@ def measure(
     began_seconds = time.perf_counter()
     num_planned = num_planned or len(devices)
     taken_bytes = runtime_bytes(devices[0])
+    make_trainer = ReadOnce(make_trainer)
     with random_state.preserved_random_state():
-        trainer, loop, batch, dataset = _prepared(make_trainer, SingleDevice(devices[0]))
+        trainer, loop, batch, given = _prepared(make_trainer, SingleDevice(devices[0]))
         costs = _measure_model(trainer, loop, batch, devices[0], num_planned)
         costs = dataclasses.replace(
             costs,
-            data_seconds=_seconds_of_batches(dataset),
+            data_seconds=given.wait_seconds,
             replica_seconds=_replica_seconds(make_trainer, devices, costs),
             **_measure_stages(make_trainer, devices[0], costs),
         )
@@ -86,7 +84,7 @@ def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[
         MemoryError: If the step does not fit in the memory of a device.
     """
     with random_state.preserved_random_state():
-        _, loop, batch, _ = _prepared(make_trainer, strategy_of(layout, devices))
+        _, loop, batch, _ = _prepared(ReadOnce(make_trainer), strategy_of(layout, devices))
         steps, _ = measure_steps(loop, [int(data.num_rows(batch))])
     return steps.seconds[0]
 
@@ -116,11 +114,11 @@ def strategy_of(layout: Layout, devices: Sequence[str]) -> Strategy:
     return SingleDevice(names[0]) if replicas == 1 else Mirrored(names, shard=layout.shard)
 
 
-def _prepared(make_trainer: MakeTrainer, strategy: Strategy) -> tuple[Trainer, TimedLoop, Any, Any]:
-    """Return a trainer under a strategy of one device with its steps, its first batch and its data."""
-    trainer, dataset = make_trainer(strategy)
-    batch = trainer.build(dataset)
-    return trainer, TimedLoop(trainer.model, strategy, batch), batch, dataset
+def _prepared(make_trainer: ReadOnce, strategy: Strategy) -> tuple[Trainer, TimedLoop, Any, GivenData]:
+    """Return a trainer under a strategy with its steps, its first batch and its data."""
+    trainer, given = make_trainer(strategy)
+    batch = trainer.build(given.first)
+    return trainer, TimedLoop(trainer.model, strategy, batch), batch, given
 
 
 def sizes_of(batch: int, num_devices: int) -> list[int]:
@@ -171,7 +169,7 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
     )
 
 
-def _replica_seconds(make_trainer: MakeTrainer, devices: Sequence[str], costs: ModelCosts) -> float:
+def _replica_seconds(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float:
     """Return the seconds of a step on one replica beyond those of the same step on one device."""
     if len(devices) == 1:
         return 0.0
@@ -181,7 +179,7 @@ def _replica_seconds(make_trainer: MakeTrainer, devices: Sequence[str], costs: M
     return max(0.0, steps.seconds[0] - costs.compute.at(num_examples) - costs.update_seconds)
 
 
-def _measure_stages(make_trainer: MakeTrainer, device: str, costs: ModelCosts) -> dict[str, Any]:
+def _measure_stages(make_trainer: ReadOnce, device: str, costs: ModelCosts) -> dict[str, Any]:
     """Measure the micro-batches of a pipeline of one stage, whose steps add up gradients as those of more do."""
     if not costs.blocks or costs.batch < _MICROBATCHES:
         return {}
@@ -193,7 +191,7 @@ def _measure_stages(make_trainer: MakeTrainer, device: str, costs: ModelCosts) -
 
 
 def _stage_seconds(
-    make_trainer: MakeTrainer, device: str, costs: ModelCosts, schedule: Any, sizes: Sequence[int]
+    make_trainer: ReadOnce, device: str, costs: ModelCosts, schedule: Any, sizes: Sequence[int]
 ) -> Curve:
     layers = [len(costs.blocks)]
     pipeline = Pipeline(1, _MICROBATCHES, schedule=schedule, balance=layers, devices=[device])
@@ -208,19 +206,8 @@ def _bytes_of(batch: Any) -> int:
     return sum(int(tf.size(leaf)) * tf.as_dtype(leaf.dtype).size for leaf in leaves if leaf is not None)
 
 
-def _seconds_of_batches(dataset: Iterable[Any]) -> float:
-    """Return the median seconds until the next batch of the training data is there."""
-    seconds, iterator = [], iter(dataset)
-    for _ in range(_BATCHES + 1):
-        began_seconds = time.perf_counter()
-        if next(iterator, None) is None:
-            break
-        seconds.append(time.perf_counter() - began_seconds)
-    return statistics.median(seconds[1:] or seconds)
-
-
 def _measure_machine(
-    make_trainer: MakeTrainer, loop: TimedLoop, batch: Any, devices: Sequence[str], num_planned: int
+    make_trainer: ReadOnce, loop: TimedLoop, batch: Any, devices: Sequence[str], num_planned: int
 ) -> MachineCosts:
     kind = tf.DeviceSpec.from_string(devices[0]).device_type
     if len(devices) == 1:

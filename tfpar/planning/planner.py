@@ -16,9 +16,10 @@ import keras
 from tfpar import cluster, data
 from tfpar.planning.comparison import compare
 from tfpar.planning.costs import ModelCosts
+from tfpar.planning.given_data import MakeTrainer, ReadOnce
 from tfpar.planning.history import history, machine_name
 from tfpar.planning.layouts import Refusal
-from tfpar.planning.measurement import MakeTrainer, measure, measure_layout
+from tfpar.planning.measurement import measure, measure_layout
 from tfpar.planning.plan import Plan
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.stated import Stated
@@ -27,6 +28,7 @@ from tfpar.trainer import Trainer
 
 RUNS = Path("runs")  # the folder in which the train command writes runs
 MOST_MEASURED = 3
+_MOST_PARTS = 3  # inputs, targets, sample_weight
 _SECONDS_TO_MEASURE = 45.0  # of planning, after which no further layout is measured unless a number is given
 
 
@@ -52,7 +54,8 @@ def plan(
 
     Args:
         build_model: The model function: it returns a compiled `keras.Model`.
-        dataset: What `Trainer.fit` takes: a dataset of the global batch, or a tuple of arrays `(inputs, targets)`.
+        dataset: What `Trainer.fit` takes: a dataset of the global batch, or a tuple of arrays `(inputs, targets)`. Up
+            to seven batches of it are read; of a generator they are lost, so that `fit` needs a new one.
         batch_size: Global batch of arrays; None for 32.
         devices: Names of the devices to plan with; None for all GPUs, or else all logical CPUs.
         num_devices: Devices to plan for, if they are not those that are there; planned from these.
@@ -84,6 +87,11 @@ def plan(
         )
     stated = Stated(num_devices, num_hosts, memory_bytes, device_speed, bandwidth)
     arguments = dataset if isinstance(dataset, tuple) else (dataset,)
+    if not 1 <= len(arguments) <= _MOST_PARTS:
+        raise ValueError(
+            "A tuple of arrays must be (inputs,), (inputs, targets) or (inputs, targets, sample_weight), received a "
+            f"tuple of {len(arguments)}. Several inputs are a list or a dict, such as ([first, second], targets)."
+        )
     batches = data.as_dataset(*arguments, batch_size=batch_size)
 
     def make_trainer(strategy: Strategy) -> tuple[Trainer, Any]:
@@ -109,6 +117,7 @@ def planned(
     check_measured_layouts(measured_layouts)
     began_seconds = time.perf_counter()
     names = cluster.resolve_devices(devices)
+    make_trainer = ReadOnce(make_trainer)
     there = names if stated.num_devices is None else names[: stated.num_devices]
     free_bytes = cluster.free_bytes(there)  # before the measurement takes some of it
     with progress(f"planning: measuring the model on {', '.join(there)} ..."):

@@ -1,0 +1,105 @@
+"""The data of a plan, read once: the first batch, and the wait for those after it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfpar import data
+from tfpar.strategies import Strategy
+from tfpar.trainer import Trainer
+
+MakeTrainer = Callable[[Strategy], tuple[Trainer, Any]]
+
+_BATCHES = 5
+
+
+class GivenData(NamedTuple):
+    """The data that all trainers of a plan are built from.
+
+    Args:
+        first: A dataset of the first batch alone, with the shapes and types of all batches.
+        wait_seconds: The median seconds until the next batch is there.
+    """
+
+    first: tf.data.Dataset
+    wait_seconds: float
+
+
+class ReadOnce:
+    """The trainers of a plan, all with the data that the first of them read.
+
+    Args:
+        make_trainer: Returns a trainer under a strategy and its training data, as for `Trainer.fit`.
+    """
+
+    def __init__(self, make_trainer: MakeTrainer) -> None:
+        self._make_trainer = make_trainer
+        self._given: GivenData | None = None
+
+    def __call__(self, strategy: Strategy) -> tuple[Trainer, GivenData]:
+        """Return a trainer under a strategy, and the data.
+
+        Raises:
+            ValueError: As `read`.
+        """
+        trainer, dataset = self._make_trainer(strategy)
+        if self._given is None:
+            self._given = dataset if isinstance(dataset, GivenData) else read(dataset)
+        return trainer, self._given
+
+
+def read(dataset: Any) -> GivenData:
+    """Read the first batches of training data, in one pass.
+
+    A generator is not read again, and no hook of a `keras.utils.PyDataset` is called: a later `fit` has the order
+    that it would have without a plan.
+
+    Args:
+        dataset: Training data, as for `Trainer.fit`.
+
+    Returns:
+        The first batch, and the wait for a batch.
+
+    Raises:
+        ValueError: If there is no batch, or the first one has no examples.
+
+    Example:
+        >>> given = read(tf.data.Dataset.range(10).batch(4))
+        >>> [batch.numpy().tolist() for batch in given.first]
+        [[0, 1, 2, 3]]
+    """
+    batches = data.as_dataset(dataset)
+    whole = data.global_batches(batches)
+    seconds = []
+    first = None
+    iterator = iter(whole)
+    for number in range(1 + _BATCHES):
+        began_seconds = time.perf_counter()
+        upcoming = iterator.get_next_as_optional()
+        if not upcoming.has_value():
+            break
+        seconds.append(time.perf_counter() - began_seconds)
+        if number == 0:
+            first = upcoming.get_value()
+    if isinstance(batches, data.PythonBatches):
+        batches.stop()
+    if not seconds:
+        raise ValueError(data.EMPTY)
+    _check_not_empty(first)
+    # The empty dataset gives the shapes of all batches: another batch may have another number of examples.
+    alone = tf.data.Dataset.from_tensors(first).concatenate(whole.take(0))
+    return GivenData(alone, statistics.median(seconds[1:] or seconds))
+
+
+def _check_not_empty(batch: Any) -> None:
+    first = next((leaf for leaf in tf.nest.flatten(batch) if leaf is not None), None)
+    if first is not None and first.shape[:1] == [0]:
+        raise ValueError(
+            "The planner measures steps on the first batch, which must hold at least one example, and it is empty. "
+            "Look at its source and filters."
+        )
