@@ -93,10 +93,8 @@ _CHEAP_BYTES = 32 << 10
 _CHEAP = ("NoOp", *_HELD, *_VIEWS, "Shape", "Fill")
 
 
-def read_graph(
-    operations: Sequence[tf.Operation], on_gpu: bool, num_examples: int = 1
-) -> tuple[list[Node], dict[tf.Operation, int]]:
-    """Return the operations of a graph as nodes, with the index of each.
+def read_graph(operations: Sequence[tf.Operation], on_gpu: bool, num_examples: int = 1) -> list[Node]:
+    """Return the operations of a graph as nodes.
 
     Args:
         operations: Operations of one graph, in the order of their creation; tensors of others are arguments.
@@ -105,13 +103,12 @@ def read_graph(
 
     Example:
         >>> graph = tf.function(lambda x: tf.nn.relu(x) * 2.0).get_concrete_function(tf.zeros([8])).graph
-        >>> nodes, _ = read_graph(graph.get_operations(), on_gpu=False)
+        >>> nodes = read_graph(graph.get_operations(), on_gpu=False)
         >>> [node.output_bytes for node in nodes if node.reuses]
         [(32,), (32,)]
     """
     index_of = {op: index for index, op in enumerate(operations)}
-    nodes = [_node(op, index_of, on_gpu, num_examples) for op in operations]
-    return nodes, index_of
+    return [_node(op, index_of, on_gpu, num_examples) for op in operations]
 
 
 def _node(op: tf.Operation, index_of: dict[tf.Operation, int], on_gpu: bool, num_examples: int) -> Node:

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Sequence
 
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.partition.blocks import num_blocks
+from tfpar.pipeline.partition.blocks import blocks_within, num_blocks
 from tfpar.pipeline.schedule.simulator import Durations, peak_bytes
 from tfpar.planning.costs import BlockCost, MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout
@@ -163,16 +163,9 @@ def _blocks_of_weights(model: ModelCosts) -> list[Sequence[BlockCost]]:
     sizes = [block.weight_bytes for block in model.blocks]
     if not sizes:
         return []
-    limit = -(-sum(sizes) // num_blocks(sizes))
-    found: list[list[BlockCost]] = [[]]
-    held = 0
-    for block in model.blocks:
-        if found[-1] and held + block.weight_bytes > max(limit, max(sizes)):
-            found.append([])
-            held = 0
-        found[-1].append(block)
-        held += block.weight_bytes
-    return [tuple(one) for one in found]
+    numbers = blocks_within(sizes, max(max(sizes), -(-sum(sizes) // num_blocks(sizes))))
+    ends = itertools.accumulate(numbers)
+    return [model.blocks[end - number : end] for number, end in zip(numbers, ends, strict=True)]
 
 
 def _divided_bytes(layout: Layout, model: ModelCosts, share: int) -> int:

@@ -114,7 +114,7 @@ def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) 
         return max(_counted_bytes(lambda: step(given), device) for _ in range(_NUM_STEPS))
     graph = function.graph
     operations = needed_operations(graph.get_operations(), graph.outputs)
-    nodes, _ = read_graph(operations, "GPU" in device, num_examples)
+    nodes = read_graph(operations, "GPU" in device, num_examples)
     return max(live_bytes(nodes, executor_order(nodes)), default=0)
 
 
@@ -226,7 +226,7 @@ def _of_call(call: Call, values: dict[Value, Any], kept: set[Value], size: int, 
     kept |= needed | {
         value for value, one in zip(call.outputs, outputs, strict=True) if _owner(one, inner).ref() in used
     }
-    nodes, _ = read_graph(backward, "GPU" in device, size)
+    nodes = read_graph(backward, "GPU" in device, size)
     temporary = max(live_bytes(nodes, executor_order(nodes)), default=0)
     values.update(zip(call.outputs, outputs, strict=True))
     return saved, shared, temporary

@@ -52,25 +52,23 @@ class _Step:
     """
 
     def __init__(self, layout: Layout, model: ModelCosts, machine: MachineCosts, batch: int) -> None:
-        self._layout, self._model, self._machine, self._batch = layout, model, machine, batch
-        self._share = -(-batch // layout.num_replicas)
-        self._size = -(-self._share // layout.num_microbatches)
+        self.layout, self.model, self.machine, self.batch = layout, model, machine, batch
+        self.share = -(-batch // layout.num_replicas)
+        self.size = -(-self.share // layout.num_microbatches)
 
     def predicted(self) -> PredictedStep:
-        durations, speed = self._durations(), self._machine.speed
+        durations, speed = self._durations(), self.machine.speed
         planned = simulate(self._schedule, durations)
         seconds = planned.step_seconds / speed + self._network_seconds
-        data_seconds = max(0.0, self._model.data_seconds - seconds)
+        data_seconds = max(0.0, self.model.data_seconds - seconds)
         waits = {name: one / speed for name, one in self._waits(durations, planned).items()}
         waits |= {"network": self._network_seconds, "data": data_seconds}
-        return PredictedStep(
-            self._layout, seconds + data_seconds, {name: one for name, one in waits.items() if one > 0}
-        )
+        return PredictedStep(self.layout, seconds + data_seconds, {name: one for name, one in waits.items() if one > 0})
 
     @functools.cached_property
     def _schedule(self) -> Schedule:
         """The schedule of one replica: the others do the same at the same time."""
-        layout = self._layout
+        layout = self.layout
         if layout.num_stages == 1:
             return schedules.make("gpipe", 1, 1)
         return schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
@@ -78,9 +76,9 @@ class _Step:
     @functools.cached_property
     def _slowdown(self) -> tuple[float, ...]:
         """The slow-down with 1, 2 and so on devices of a replica at once, and as many of each other one of the host."""
-        copies = self._layout.replicas_per_host * self._layout.num_shards
-        numbers = range(1, self._layout.num_stages + 1)
-        return tuple(nearest(self._machine.slowdown, copies * number) or 1.0 for number in numbers)
+        copies = self.layout.replicas_per_host * self.layout.num_shards
+        numbers = range(1, self.layout.num_stages + 1)
+        return tuple(nearest(self.machine.slowdown, copies * number) or 1.0 for number in numbers)
 
     def _together(self, seconds: Sequence[float]) -> tuple[float, ...]:
         """Return the seconds of tasks of the stages that start together on all replicas, alone as given."""
@@ -92,11 +90,11 @@ class _Step:
         return tuple(ends)
 
     def _durations(self) -> Durations:
-        layout = self._layout
+        layout = self.layout
         stages = [_Stage(blocks, self) for blocks in self._stages()]
         weights = [stage.weight_gradient_seconds if self.splits_backward else 0.0 for stage in stages]
         backward = [stage.backward_seconds - weight for stage, weight in zip(stages, weights, strict=True)]
-        scale = microbatch_scale(self._share, layout.num_microbatches) if layout.num_stages > 1 else ()
+        scale = microbatch_scale(self.share, layout.num_microbatches) if layout.num_stages > 1 else ()
         return Durations(
             forward_seconds=tuple(stage.forward_seconds for stage in stages),
             backward_seconds=tuple(backward),
@@ -110,63 +108,63 @@ class _Step:
         )
 
     def _stages(self) -> Sequence[Sequence[BlockCost]]:
-        if self._layout.num_stages > 1:
-            return stages_of(self._model, self._layout, self._batch)
-        return [self._model.blocks]
+        if self.layout.num_stages > 1:
+            return stages_of(self.model, self.layout, self.batch)
+        return [self.model.blocks]
 
     @functools.cached_property
     def runs_stages(self) -> bool:
         """Whether a replica runs compiled stages, as a pipeline and blocks with sharded weights do."""
-        return self._layout.num_stages > 1 or self._layout.shard == "weights"
+        return self.layout.num_stages > 1 or self.layout.shard == "weights"
 
     @functools.cached_property
     def compute_scale(self) -> float:
         """The seconds of the whole model, relative to the sum of its blocks, each measured by itself."""
-        model, size = self._model, self._size
+        model, size = self.model, self.size
         apart = sum(block.forward.seconds(size) + block.backward.seconds(size) for block in model.blocks)
         if not self.runs_stages or model.staged is None:
             whole = model.compute.at(size)
         else:
-            overhead_seconds = 2 * self._machine.action_seconds + self.sum_of_gradients_seconds
+            overhead_seconds = 2 * self.machine.action_seconds + self.sum_of_gradients_seconds
             whole = max(0.0, model.staged.at(size) * self._split_factor - overhead_seconds)
         return max(0.0, whole - model.loss_seconds * size) / apart if apart else 1.0
 
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of the inputs and of the weights are computed in passes of their own."""
-        return self._layout.num_stages > 1 and self._layout.schedule == "zero_bubble"
+        return self.layout.num_stages > 1 and self.layout.schedule == "zero_bubble"
 
     @property
     def _split_factor(self) -> float:
-        return self._model.split_factor if self.splits_backward else 1.0
+        return self.model.split_factor if self.splits_backward else 1.0
 
     @functools.cached_property
     def sum_of_gradients_seconds(self) -> float:
         """The seconds in which the gradients of a micro-batch are added to those before, for all weights."""
-        model = self._model
-        seconds = self._machine.add.seconds(model.trainable_bytes, len(model.variable_bytes))
+        model = self.model
+        seconds = self.machine.add.seconds(model.trainable_bytes, len(model.variable_bytes))
         if model.staged is not None:  # small sums overlap with other operations
-            seconds = min(seconds, _MOST_OF_STAGE * model.staged.at(self._size))
+            seconds = min(seconds, _MOST_OF_STAGE * model.staged.at(self.size))
         return seconds
 
     @property
     def _network_seconds(self) -> float:
         """The seconds of an all-reduce of the gradients between hosts, each of which sends them once and again."""
-        hosts = self._layout.num_hosts
+        hosts = self.layout.num_hosts
         if hosts == 1:
             return 0.0
-        sent_bytes = 2 * (hosts - 1) / hosts * self._model.trainable_bytes / self._layout.num_stages
-        if self._layout.shard is not None:
+        sent_bytes = 2 * (hosts - 1) / hosts * self.model.trainable_bytes / self.layout.num_stages
+        if self.layout.shard is not None:
             sent_bytes *= 1.5  # the sums, and the new weights
-        return self._machine.network.seconds(sent_bytes)
+        return self.machine.network.seconds(sent_bytes)
 
     def _waits(self, durations: Durations, planned: Timeline) -> dict[str, float]:
         """Return the seconds of a step in which a device does not compute, by reason."""
         busy = sum(span.end_seconds - span.begin_seconds for span in planned.spans) / planned.num_devices
         end_seconds = max(span.end_seconds for span in planned.spans)
-        name = "sums of activations" if self._layout.num_shards > 1 else "all-reduce"
+        name = "sums of activations" if self.layout.num_shards > 1 else "all-reduce"
         return {
-            "bubble": end_seconds - busy if self._layout.num_stages > 1 else 0.0,
+            "bubble": end_seconds - busy if self.layout.num_stages > 1 else 0.0,
             name: min(sum(durations.reduction_seconds), planned.step_seconds),
             "update": max(durations.update_seconds),
         }
@@ -177,15 +175,15 @@ class _Stage:
 
     def __init__(self, blocks: Sequence[BlockCost], step: _Step) -> None:
         self._blocks, self._step = blocks, step
-        self._is_only = step._layout.num_stages == 1
+        self._is_only = step.layout.num_stages == 1
 
     @property
     def _trainable_bytes(self) -> int:
-        return self._step._model.trainable_bytes if self._is_only else sum(one.trainable_bytes for one in self._blocks)
+        return self._step.model.trainable_bytes if self._is_only else sum(one.trainable_bytes for one in self._blocks)
 
     @property
     def _num_weights(self) -> int:
-        model = self._step._model
+        model = self._step.model
         if self._is_only:
             return len(model.variable_bytes)
         return max(1, round(len(model.variable_bytes) * self._trainable_bytes / max(1, model.trainable_bytes)))
@@ -194,19 +192,19 @@ class _Stage:
     def forward_seconds(self) -> float:
         step = self._step
         if self._is_only and not self._blocks:
-            return step._model.compute.at(step._size) / 3
+            return step.model.compute.at(step.size) / 3
         return self._sum_of("forward") + self._action_seconds
 
     @property
     def backward_seconds(self) -> float:
-        step, model = self._step, self._step._model
+        step, model = self._step, self._step.model
         if self._is_only and not self._blocks:
-            return model.compute.at(step._size) * 2 / 3
+            return model.compute.at(step.size) * 2 / 3
         seconds = self._sum_of("backward") + self._action_seconds
         if self._is_only or self._blocks[-1] is model.blocks[-1]:
-            is_divided = step._layout.num_shards > 1 and model.divides_loss
-            seconds += model.loss_seconds * step._size / (step._layout.num_shards if is_divided else 1)
-        if step._layout.recompute:  # no gradient needs the outputs of the last block
+            is_divided = step.layout.num_shards > 1 and model.divides_loss
+            seconds += model.loss_seconds * step.size / (step.layout.num_shards if is_divided else 1)
+        if step.layout.recompute:  # no gradient needs the outputs of the last block
             seconds += self._sum_of("forward", self._blocks[:-1])
         return seconds + self._accumulation_seconds
 
@@ -214,36 +212,36 @@ class _Stage:
     def weight_gradient_seconds(self) -> float:
         """The part of the backward pass that only the gradients of weights need: half of it where there are weights."""
         trained = [block for block in self._blocks if block.trainable_bytes]
-        own = sum(block.backward.seconds(self._step._size) for block in trained) * self._step.compute_scale
+        own = sum(block.backward.seconds(self._step.size) for block in trained) * self._step.compute_scale
         return own / 2 + self._accumulation_seconds
 
     @property
     def _action_seconds(self) -> float:
-        return 0.0 if self._is_only else self._step._machine.action_seconds
+        return 0.0 if self._is_only else self._step.machine.action_seconds
 
     @property
     def _accumulation_seconds(self) -> float:
-        if self._step._layout.num_microbatches == 1:
+        if self._step.layout.num_microbatches == 1:
             return 0.0
-        part = self._trainable_bytes / max(1, self._step._model.trainable_bytes)
+        part = self._trainable_bytes / max(1, self._step.model.trainable_bytes)
         return self._step.sum_of_gradients_seconds * part
 
     def _sum_of(self, name: str, blocks: Sequence[BlockCost] | None = None) -> float:
         step = self._step
-        shards = step._layout.num_shards
+        shards = step.layout.num_shards
         total = 0.0
         for block in self._blocks if blocks is None else blocks:
-            seconds = getattr(block, name).seconds(step._size)
+            seconds = getattr(block, name).seconds(step.size)
             total += seconds / shards if block.is_divided else seconds
         return total * step.compute_scale
 
     @property
     def transfer_seconds(self) -> float:
-        return self._step._machine.copy.seconds(self._blocks[-1].cut.of(self._step._size))
+        return self._step.machine.copy.seconds(self._blocks[-1].cut.of(self._step.size))
 
     @property
     def update_seconds(self) -> float:
-        layout, model = self._step._layout, self._step._model
+        layout, model = self._step.layout, self._step.model
         seconds = model.update_seconds * self._trainable_bytes / max(1, model.trainable_bytes)
         if layout.shard is not None:
             seconds /= layout.num_replicas
@@ -256,10 +254,10 @@ class _Stage:
 
     @property
     def reduction_seconds(self) -> float:
-        layout, machine = self._step._layout, self._step._machine
+        layout, machine = self._step.layout, self._step.machine
         seconds = 0.0
         if layout.num_shards > 1:
-            summed = [block.summed.of(self._step._size) for block in self._blocks]
+            summed = [block.summed.of(self._step.size) for block in self._blocks]
             seconds += _link(machine, machine.exchange, layout.num_shards).seconds(sum(summed), sum(map(bool, summed)))
         replicas = layout.replicas_per_host
         if replicas > 1:
@@ -268,7 +266,7 @@ class _Stage:
         if replicas > 1 and layout.shard is not None:  # the new weights, from their owners
             seconds += machine.add.seconds(self._trainable_bytes, self._num_weights)
         if replicas > 1 and layout.shard == "weights":  # once for each pass
-            seconds += machine.copy.seconds(self._step._model.weight_bytes, self._num_weights)
+            seconds += machine.copy.seconds(self._step.model.weight_bytes, self._num_weights)
             blocks = num_blocks([block.weight_bytes for block in self._blocks]) if self._blocks else 1
             seconds += 2 * blocks * machine.action_seconds
         return seconds
