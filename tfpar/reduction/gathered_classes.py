@@ -17,7 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat import keras_class_pieces
-from tfpar.reduction import vocabulary_losses
+from tfpar.reduction import recomputed_losses, vocabulary_losses, vocabulary_metrics
+from tfpar.reduction.row_scores import RowScores
 from tfpar.reduction.vocabulary_losses import ClassPieces
 
 _ATTRIBUTE = "_tfpar_class_pieces"
@@ -54,27 +55,48 @@ def pieces_of(tensor: Any) -> ClassPieces | None:
 def tensors_in_pieces(outputs: Any) -> Any:
     """Return the pieces of outputs that have them, and the other outputs, for control dependencies.
 
+    What computes a piece represents one that is not kept.
+
     Args:
         outputs: A structure of tensors.
     """
 
     def tensors(output: Any) -> Any:
         pieces = pieces_of(output)
-        return output if pieces is None else list(pieces.tensors)
+        if pieces is None:
+            return output
+        return (
+            list(pieces.tensors) if pieces.computed is None else [(one.inputs, *one.weights) for one in pieces.computed]
+        )
 
     return [tensors(output) for output in tf.nest.flatten(outputs)]
 
 
 def _reshaped(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
     leading = tensor.op.inputs[1][:-1]
-    return pieces.map(
-        lambda piece: tf.reshape(piece, tf.concat([leading, [tf.cast(piece.shape[-1], leading.dtype)]], 0))
-    )
+
+    def reshape(piece: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(piece, tf.concat([leading, [tf.cast(piece.shape[-1], leading.dtype)]], 0))
+
+    def reshape_inputs(computed: RowScores, device: str) -> RowScores:
+        with tf.device(device):
+            return computed._replace(inputs=reshape(computed.inputs))
+
+    computed = pieces.computed and list(map(reshape_inputs, pieces.computed, pieces.devices))
+    return pieces.map(reshape)._replace(computed=computed)
+
+
+def _cast(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
+    def cast(piece: tf.Tensor) -> tf.Tensor:
+        return tf.cast(piece, tensor.dtype)
+
+    computed = pieces.computed and [one.then(cast) for one in pieces.computed]
+    return pieces.map(cast)._replace(computed=computed)
 
 
 _OF_EACH_PIECE: dict[str, Callable[[ClassPieces, tf.Tensor], ClassPieces]] = {
     "Identity": lambda pieces, tensor: pieces,
-    "Cast": lambda pieces, tensor: pieces.map(lambda piece: tf.cast(piece, tensor.dtype)),
+    "Cast": _cast,
     "Reshape": _reshaped,
     "Softmax": lambda pieces, tensor: vocabulary_losses.softmax(pieces),
 }
@@ -95,6 +117,8 @@ def _sparse(original: Any, target: Any, output: Any, from_logits: bool = False, 
     labels = tf.cast(target, tf.int64)
     if labels.shape.rank == output.shape.rank and labels.shape[-1] == 1:
         labels = tf.squeeze(labels, -1)
+    if pieces.computed is not None:
+        return recomputed_losses.sparse_losses(labels, pieces, pieces.computed, valid)
     return vocabulary_losses.sparse_losses(labels, pieces, valid)
 
 
@@ -130,16 +154,23 @@ def _argmax(original: Any, x: Any, axis: int | None = None, keepdims: bool = Fal
     pieces = pieces_of(x) if axis is not None and not keepdims and axis in (-1, len(x.shape) - 1) else None
     if pieces is None:
         return original(x, axis=axis, keepdims=keepdims)
-    return vocabulary_losses.argmax(pieces, lambda piece: original(piece, axis=-1))
+    return vocabulary_metrics.argmax(pieces, lambda piece: original(piece, axis=-1))
 
 
 def _in_top_k(original: Any, targets: Any, predictions: Any, k: Any) -> Any:
     pieces = pieces_of(predictions) if getattr(predictions, "dtype", None) == tf.float32 else None
     if pieces is None or predictions.shape.rank != 2:
         return original(targets, predictions, k)
-    return vocabulary_losses.in_top_k(targets, pieces, k)
+    return vocabulary_metrics.in_top_k(targets, pieces, k)
 
 
 def _shape(original: Any, x: Any) -> Any:
     pieces = pieces_of(x)
-    return original(x) if pieces is None else (*original(pieces.tensors[0])[:-1], sum(pieces.sizes))
+    return (
+        original(x)
+        if pieces is None
+        else (
+            *original(pieces.tensors[0] if pieces.computed is None else pieces.computed[0].inputs)[:-1],
+            sum(pieces.sizes),
+        )
+    )

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar._compat import tf_graph
+from tfpar.reduction import row_scores
+from tfpar.reduction.row_scores import RowScores
 
 MOST_INDICES = 2**31  # of `InplaceSub`
 
@@ -31,11 +33,13 @@ class ClassPieces(NamedTuple):
         tensors: The pieces `[..., size]`, in the order of the columns; their sizes may differ, and are fixed.
         devices: The device of each; the first computes what concerns all.
         overwriting: The first operation of a loss that overwrites each piece in memory, by its index.
+        computed: How the piece of each device is computed, where readers compute it again; None where it is kept.
     """
 
     tensors: Sequence[tf.Tensor]
     devices: Sequence[str]
     overwriting: dict[int, Any] | None = None
+    computed: Sequence[RowScores] | None = None
 
     @property
     def sizes(self) -> list[int]:
@@ -48,7 +52,8 @@ class ClassPieces(NamedTuple):
         Args:
             function: A function of one piece.
         """
-        return self._replace(tensors=[self.at(index, function) for index in range(len(self.tensors))])
+        tensors = [self.at(index, function) for index in range(len(self.tensors))]
+        return self._replace(tensors=tensors, computed=None)
 
     def at(self, index: int, function: Callable[[tf.Tensor], Any]) -> Any:
         """Return a function of one piece, computed on its device.
@@ -66,9 +71,30 @@ class ClassPieces(NamedTuple):
             tf_graph.run_before(result.op, [self.overwriting[index].op])
         return result
 
+    def over_rows(
+        self, index: int, function: Callable[..., Sequence[tf.Tensor]], results: Sequence[tf.DType], *given: tf.Tensor
+    ) -> Sequence[tf.Tensor]:
+        """Return results of the values of each row of a piece, computed on its device.
+
+        Args:
+            index: The index of the piece.
+            function: Takes the values of rows, `[rows, size]`, and the given values of these rows; returns `[rows]`
+                results.
+            results: The type of each result.
+            given: Values of each row.
+        """
+        if self.computed is None:
+            return self.rows().at(index, lambda piece: function(piece, *given))
+        with tf.device(self.devices[index]):
+            return row_scores.over_rows(self.computed[index], function, given, results, self.sizes[index])
+
+    def leading(self) -> tf.Tensor:
+        """Return the shape of the values without their last axis, with no read of pieces that are not kept."""
+        return tf.shape(self.tensors[0] if self.computed is None else self.computed[0].inputs)[:-1]
+
     def rows(self) -> ClassPieces:
         """Return the pieces as matrices `[positions, size]`."""
-        return self.map(lambda piece: tf.reshape(piece, [-1, piece.shape[-1]]))
+        return self.map(lambda piece: tf.reshape(piece, [-1, piece.shape[-1]]))._replace(computed=self.computed)
 
 
 def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | None = None) -> tf.Tensor:
@@ -85,12 +111,12 @@ def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | Non
     rows, classes = logits.rows(), tf.reshape(tf.cast(labels, tf.int64), [-1])
 
     def picked(index: int, exponents: tf.Tensor) -> tf.Tensor:
-        return _at_labels(exponents, *_columns(rows, index, classes))
+        return at_columns(exponents, *columns_in(rows, index, classes))
 
     def less_labels(index: int, gradient: tf.Tensor, upstream: tf.Tensor) -> tf.Tensor:
-        columns, is_inside = _columns(rows, index, classes)
+        columns, is_inside = columns_in(rows, index, classes)
         entries = tf.where(is_inside, upstream, tf.zeros_like(upstream))
-        return _subtract_in_place(gradient, columns, entries)
+        return subtract_in_place(gradient, columns, entries)
 
     def subtract(index: int, exponentials: tf.Tensor, upstream: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         product = tf.multiply if valid is None else tf.math.multiply_no_nan
@@ -98,7 +124,7 @@ def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | Non
 
     is_valid = None if valid is None else tf.reshape(valid, [-1])
     with tf.device(logits.devices[0]):
-        weights = _in_vocabulary(classes, sum(logits.sizes), logits.tensors[0].dtype, logits.devices[0])
+        weights = in_vocabulary(classes, sum(logits.sizes), logits.tensors[0].dtype, logits.devices[0])
     return tf.reshape(_losses(rows, picked, weights, subtract, is_valid), tf.shape(labels))
 
 
@@ -137,63 +163,6 @@ def softmax(logits: ClassPieces) -> ClassPieces:
     powers = logits.map(lambda piece: tf.exp(piece - maximum))
     total = _over_pieces(powers, lambda piece: tf.reduce_sum(piece, -1, keepdims=True), tf.add_n)
     return powers.map(lambda piece: piece / total)
-
-
-def argmax(values: ClassPieces, find: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
-    """Return the first class with the largest value at each position, `[...]`, on the first device.
-
-    Args:
-        values: Pieces `[..., size]`.
-        find: Returns the index of the largest value along the last axis of a tensor.
-    """
-    indices, offsets = range(len(values.tensors)), [sum(values.sizes[:i]) for i in range(len(values.tensors))]
-    pairs = [values.at(index, lambda piece: _largest(piece, find)) for index in indices]
-    largest = [values.read_by(index, value) for index, (_, value) in zip(indices, pairs, strict=True)]
-    with tf.device(values.devices[0]):
-        best = find(tf.stack(largest, -1))
-        classes = tf.stack([column + offset for (column, _), offset in zip(pairs, offsets, strict=True)], -1)
-        return tf.gather(classes, best, axis=-1, batch_dims=best.shape.rank)
-
-
-def _largest(piece: tf.Tensor, find: Callable[[tf.Tensor], tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the index of the largest value along the last axis, and the value.
-
-    Keras 3.15 orders -0.0 before 0.0 and copies the piece for it, which matters where the largest value is zero.
-    """
-    maximum = tf.reduce_max(piece, -1)
-    column = tf.cond(
-        tf.reduce_any(tf.equal(maximum, 0)),
-        lambda: find(piece),
-        lambda: tf.argmax(piece, -1, output_type=tf.int32),
-    )
-    column = tf.ensure_shape(column, maximum.shape)
-    return column, tf.gather(piece, column, axis=-1, batch_dims=column.shape.rank)
-
-
-def in_top_k(labels: tf.Tensor, values: ClassPieces, k: Any) -> tf.Tensor:
-    """Return whether fewer than `k` classes have larger values than the label's, as `tf.math.in_top_k`.
-
-    Args:
-        labels: The class of each position, an integer tensor `[positions]`.
-        values: ClassPieces `[positions, size]`.
-        k: The number of classes, an integer or a scalar.
-
-    Returns:
-        bool `[positions]`, on the first device; False where a value is not finite, or for no class.
-    """
-    classes, indices = tf.cast(labels, tf.int64), range(len(values.tensors))
-    found = [values.at(i, functools.partial(_scores, values, i, classes)) for i in indices]
-    with tf.device(values.devices[0]):
-        chosen = tf.add_n([values.read_by(index, one) for index, one in zip(indices, found, strict=True)])
-    larger = [
-        values.at(i, lambda piece: tf.math.count_nonzero(piece > chosen[:, None], -1, dtype=tf.int64)) for i in indices
-    ]
-    # A finite sum of absolute values could overflow.
-    finite = [values.at(i, lambda piece: tf.reduce_all(tf.math.is_finite(piece), -1)) for i in indices]
-    with tf.device(values.devices[0]):
-        is_class = (classes >= 0) & (classes < sum(values.sizes))
-        finite, larger = ([values.read_by(i, one[i]) for i in indices] for one in (finite, larger))
-        return is_class & tf.reduce_all(tf.stack(finite), 0) & (tf.add_n(larger) < tf.cast(k, tf.int64))
 
 
 def _losses(
@@ -275,16 +244,17 @@ def _over_pieces(
         return join(found)
 
 
-def _columns(pieces: ClassPieces, index: int, classes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the column of each class in a piece, 0 for a class of another piece, and whether it is in the piece."""
+def columns_in(pieces: ClassPieces, index: int, classes: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return the column of each class in a piece, 0 for a class of another piece, and whether it is in the piece.
+
+    Args:
+        pieces: Values of all classes.
+        index: The index of the piece.
+        classes: Classes, `[positions]`.
+    """
     columns = classes - sum(pieces.sizes[:index])
     is_inside = (columns >= 0) & (columns < pieces.sizes[index])
     return tf.where(is_inside, columns, tf.zeros_like(columns)), is_inside
-
-
-def _scores(pieces: ClassPieces, index: int, classes: tf.Tensor, piece: tf.Tensor) -> tf.Tensor:
-    """Return the value of the class of each row, zero for a class of another piece."""
-    return _at_labels(piece, *_columns(pieces, index, classes))
 
 
 def _entries(columns: tf.Tensor) -> tf.Tensor:
@@ -292,10 +262,15 @@ def _entries(columns: tf.Tensor) -> tf.Tensor:
     return tf.stack([tf.range(tf.shape(columns, tf.int64)[0]), columns], -1)
 
 
-def _subtract_in_place(product: tf.Tensor, columns: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+def subtract_in_place(product: tf.Tensor, columns: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
     """Subtract a value from one column of each row of a matrix that nothing else reads.
 
     `tf.tensor_scatter_nd_sub` of TensorFlow 2.21 copies the matrix on a CPU; `InplaceSub` takes indices of 32 bits.
+
+    Args:
+        product: `[positions, size]`.
+        columns: The column of each row, `[positions]`.
+        values: What to subtract there, `[positions]`.
     """
     size, width = tf.size(product, tf.int64), product.shape[-1]
 
@@ -309,14 +284,27 @@ def _subtract_in_place(product: tf.Tensor, columns: tf.Tensor, values: tf.Tensor
     return tf.reshape(tf.cond(size <= MOST_INDICES, in_place, copied), tf.shape(product))
 
 
-def _at_labels(piece: tf.Tensor, columns: tf.Tensor, is_inside: tf.Tensor) -> tf.Tensor:
-    """Return the value of each row in its column, zero for none."""
+def at_columns(piece: tf.Tensor, columns: tf.Tensor, is_inside: tf.Tensor) -> tf.Tensor:
+    """Return the value of each row in its column, zero for none.
+
+    Args:
+        piece: `[positions, size]`.
+        columns: The column of each row, `[positions]`.
+        is_inside: Whether there is one, bool `[positions]`.
+    """
     found = tf.gather_nd(piece, _entries(columns))
     return tf.where(is_inside, found, tf.zeros_like(found))
 
 
-def _in_vocabulary(classes: tf.Tensor, num_classes: int, dtype: Any, device: str) -> tf.Tensor:
-    """Return ones, and NaN for a class outside of the vocabulary; on a CPU that is an error, as in TensorFlow 2.21."""
+def in_vocabulary(classes: tf.Tensor, num_classes: int, dtype: Any, device: str) -> tf.Tensor:
+    """Return ones, and NaN for a class outside of the vocabulary; on a CPU that is an error, as in TensorFlow 2.21.
+
+    Args:
+        classes: Classes, `[positions]`.
+        num_classes: The size of the vocabulary.
+        dtype: The type of the result.
+        device: The device that computes it.
+    """
     if "GPU" not in device.upper():
         return tf.gather(tf.ones([num_classes], dtype), classes)
     is_class = (classes >= 0) & (classes < num_classes)

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model
 from tfpar.pipeline.graph.ir import Call
+from tfpar.reduction.row_scores import RowScores
 from tfpar.strategies.tensor_parallel import pieces as pieces_of
 from tfpar.strategies.tensor_parallel.elementwise import activated, activates_pieces
 from tfpar.strategies.tensor_parallel.layout import Cut, Way
@@ -88,21 +89,27 @@ def _run_columns(
     equation: str, axis: int, divides_bias: bool, placed: Placed, call: Call, training: bool
 ) -> Pieces | tf.Tensor:
     layer, (value,) = call.operation, call.inputs
-    outputs = []
+
+    def of_shard(given: tf.Tensor, kernel: tf.Tensor, bias: tf.Tensor | None = None) -> tf.Tensor:
+        output = _multiply(layer, equation, given, kernel)
+        return output if bias is None else keras.ops.add(output, tf.cast(bias, layer.compute_dtype))
+
+    outputs, computed = [], []
     for shard, device in enumerate(placed.devices):
         given = placed.on(value, shard)
-        with tf.device(device):
-            output = _multiply(layer, equation, given, weight_piece(layer.kernel, shard, device, layer.compute_dtype))
+        weights = [weight_piece(layer.kernel, shard, device, layer.compute_dtype)]
         if layer.bias is not None:
             bias = (
                 weight_piece(layer.bias, shard, device)
                 if divides_bias
                 else _copy(layer.bias, placed.devices[0], device)
             )
-            with tf.device(device):
-                output = keras.ops.add(output, tf.cast(bias, layer.compute_dtype))
-        outputs.append(output)
-    return activated(outputs, axis, placed, call)
+            weights.append(bias)
+        with tf.device(device):
+            outputs.append(of_shard(given, *weights))
+        computed.append(RowScores(given, tuple(weights), of_shard))
+    # The equation of an EinsumDense layer is not one of rows.
+    return activated(outputs, axis, placed, call, computed if isinstance(layer, keras.layers.Dense) else None)
 
 
 def _copy(variable: Any, home: str, device: str) -> tf.Tensor:

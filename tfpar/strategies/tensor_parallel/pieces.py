@@ -12,7 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.reduction import gathered_classes
+from tfpar.reduction import gathered_classes, row_scores
+from tfpar.reduction.row_scores import RowScores
 from tfpar.reduction.vocabulary_losses import ClassPieces
 
 
@@ -24,11 +25,13 @@ class Pieces:
         tensors: The pieces, `[batch, ...]` each.
         axis: The divided axis, from the end.
         mask: The Keras mask of the whole value, on the first device; None for none.
+        computed: How each piece is computed; None where readers of scores read the pieces.
     """
 
     tensors: tuple[tf.Tensor, ...]
     axis: int
     mask: tf.Tensor | None = None
+    computed: Sequence[RowScores] | None = None
 
 
 def sent(tensor: tf.Tensor, source: str, target: str) -> tf.Tensor:
@@ -57,18 +60,24 @@ def sent(tensor: tf.Tensor, source: str, target: str) -> tf.Tensor:
         return transfer(tensor)
 
 
-def gathered(pieces: Sequence[tf.Tensor], axis: int, devices: Sequence[str]) -> tf.Tensor:
+def gathered(
+    pieces: Sequence[tf.Tensor], axis: int, devices: Sequence[str], computed: Sequence[RowScores] | None = None
+) -> tf.Tensor:
     """Return pieces as one tensor on the first device.
 
     Args:
         pieces: The piece on each device.
         axis: The divided axis.
         devices: The devices.
+        computed: How each piece is computed; None for unknown.
     """
     home = devices[0]
     with tf.device(home):
         whole = tf.concat([sent(one, device, home) for one, device in zip(pieces, devices, strict=True)], axis)
-    return gathered_classes.note_pieces(whole, ClassPieces(pieces, devices)) if axis == -1 else whole
+    if axis != -1:
+        return whole
+    large = computed if row_scores.are_recomputed(pieces) else None
+    return gathered_classes.note_pieces(whole, ClassPieces(pieces, devices, computed=large))
 
 
 def added(partial: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:

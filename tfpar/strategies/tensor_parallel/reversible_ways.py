@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model
 from tfpar.pipeline.graph.ir import Call
+from tfpar.reduction.row_scores import RowScores
 from tfpar.strategies.tensor_parallel.embedding_ways import embedding_ways
 from tfpar.strategies.tensor_parallel.layout import Cut, Way
 from tfpar.strategies.tensor_parallel.pieces import Pieces
@@ -50,17 +51,24 @@ def _look_up(run: Any, placed: Placed, call: Call, training: bool) -> tf.Tensor:
 def _run_reverse(placed: Placed, call: Call, training: bool) -> Pieces:
     layer, (value,) = call.operation, call.inputs
     variable = layer.embeddings if layer.tie_weights else layer.reverse_embeddings
-    outputs = []
+
+    def of_shard(given: tf.Tensor, kernel: tf.Tensor) -> tf.Tensor:
+        given = tf.cast(given, layer.compute_dtype)
+        if layer.tie_weights:
+            kernel = keras.ops.transpose(kernel)
+        if layer.reverse_dtype is not None:
+            given, kernel = (keras.ops.cast(one, layer.reverse_dtype) for one in (given, kernel))
+        scores = keras.ops.matmul(given, kernel)
+        return (
+            scores
+            if layer.logit_soft_cap is None
+            else keras.ops.tanh(scores / layer.logit_soft_cap) * layer.logit_soft_cap
+        )
+
+    outputs, computed = [], []
     for shard, device in enumerate(placed.devices):
         given, kernel = placed.on(value, shard), weight_piece(variable, shard, device, layer.compute_dtype)
         with tf.device(device):
-            given = tf.cast(given, layer.compute_dtype)
-            if layer.tie_weights:
-                kernel = keras.ops.transpose(kernel)
-            if layer.reverse_dtype is not None:
-                given, kernel = (keras.ops.cast(one, layer.reverse_dtype) for one in (given, kernel))
-            scores = keras.ops.matmul(given, kernel)
-            if layer.logit_soft_cap is not None:
-                scores = keras.ops.tanh(scores / layer.logit_soft_cap) * layer.logit_soft_cap
-            outputs.append(scores)
-    return Pieces(tuple(outputs), -1)
+            outputs.append(of_shard(given, kernel))
+        computed.append(RowScores(given, (kernel,), of_shard))
+    return Pieces(tuple(outputs), -1, computed=computed)

@@ -33,7 +33,7 @@ class Placed:
         if not isinstance(held, Pieces):
             return held
         if value not in self._whole:
-            tensor = pieces_of.gathered(held.tensors, held.axis, self.devices)
+            tensor = pieces_of.gathered(held.tensors, held.axis, self.devices, held.computed)
             self._whole[value] = keras_model.with_mask(tensor, held.mask)
         return self._whole[value]
 
