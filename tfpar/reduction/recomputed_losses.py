@@ -1,4 +1,4 @@
-"""Softmax cross-entropy over scores that are computed again by chunks of rows, one piece of the vocabulary on each device.
+"""Softmax cross-entropy over scores in pieces of the vocabulary, each computed again by chunks of rows.
 
 Each device gives the maximum of each row, the sum of exponentials and the score of the label, from one walk over its
 chunks. The first device joins them. The backward pass walks over the chunks once more.

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfpar._compat import keras_model
 from tfpar.pipeline.graph.ir import Call, Value, run_call
-from tfpar.strategies.tensor_parallel import pieces as pieces_of
 from tfpar.reduction.row_scores import RowScores
+from tfpar.strategies.tensor_parallel import pieces as pieces_of
 from tfpar.strategies.tensor_parallel.layout import Cut, Way
 from tfpar.strategies.tensor_parallel.pieces import Pieces
 from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask
@@ -75,7 +75,7 @@ def activated(
     for output, device in zip(outputs, placed.devices, strict=True):
         with tf.device(device):
             found.append(output if layer.activation is None else layer.activation(output))
-    return Pieces(tuple(found), axis, mask, computed if layer.activation is None else None)
+    return Pieces(tuple(found), axis, mask, computed if layer.activation in (None, keras.activations.linear) else None)
 
 
 def elementwise_ways(call: Call) -> tuple[Way, ...]:
