@@ -57,7 +57,7 @@ VOCABULARY_LOSS = Experiment(
         Finding(
             "gathered / in pieces, with accuracy", ratio("gathered, accuracy", "in pieces, accuracy", "peak_bytes"), 3.0
         ),
-        Finding("gathered / in pieces, loss alone", ratio("gathered", "in pieces", "peak_bytes")),
+        Finding("gathered / in pieces, loss alone", ratio("gathered", "in pieces", "peak_bytes"), 3.0),
         Finding(
             "in pieces, with accuracy: peak / bytes of all scores",
             ratio("in pieces, accuracy", "in pieces, accuracy", "peak_bytes", "scores_bytes"),

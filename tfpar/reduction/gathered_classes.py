@@ -90,7 +90,11 @@ def _cast(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
     def cast(piece: tf.Tensor) -> tf.Tensor:
         return tf.cast(piece, tensor.dtype)
 
-    computed = pieces.computed and [one.then(cast) for one in pieces.computed]
+    def cast_computed(computed: RowScores, device: str) -> RowScores:
+        with tf.device(device):
+            return computed.then(cast)
+
+    computed = pieces.computed and list(map(cast_computed, pieces.computed, pieces.devices))
     return pieces.map(cast)._replace(computed=computed)
 
 

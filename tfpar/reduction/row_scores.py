@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# Scores of fewer classes, or known to take fewer bytes on a device, are kept: this is faster.
-LEAST_CLASSES, LEAST_BYTES = 2**14, 2**26
+# Scores of fewer classes, or that take fewer bytes on a device, are kept: this is faster.
+LEAST_CLASSES, LEAST_BYTES = 2**14, 2**27
 CHUNK_BYTES = 2**24
 
 
@@ -27,11 +27,14 @@ class RowScores(NamedTuple):
         inputs: `[..., width]`.
         weights: What the scores of all rows share.
         function: Returns the scores `[rows, size]` of inputs `[rows, width]` and the weights.
+        kept: The scores of all rows, `[rows, size]`, where they take few bytes, and else those of no row; None for
+            unknown.
     """
 
     inputs: tf.Tensor
     weights: tuple[tf.Tensor, ...]
     function: Callable[..., tf.Tensor]
+    kept: tf.Tensor | None = None
 
     def then(self, function: Callable[[tf.Tensor], tf.Tensor]) -> RowScores:
         """Return the computation of another value of each score.
@@ -40,7 +43,20 @@ class RowScores(NamedTuple):
             function: A function of scores that treats elements separately.
         """
         before = self.function
-        return self._replace(function=lambda *args: function(before(*args)))
+        kept = None if self.kept is None else function(self.kept)
+        return self._replace(function=lambda *args: function(before(*args)), kept=kept)
+
+    def keeping(self, piece: tf.Tensor) -> RowScores:
+        """Return the computation with the scores of a batch that is small.
+
+        Args:
+            piece: The scores as they are computed, `[..., size]`; nothing reads them.
+        """
+        size, width = int(piece.shape[-1]), self.inputs.shape[-1]
+        rows = tf.reshape(self.inputs, [-1, width])
+        is_small = tf.shape(rows, tf.int64)[0] * (size * piece.dtype.size) < LEAST_BYTES
+        kept = tf.cond(is_small, lambda: self.function(rows, *self.weights), lambda: tf.zeros([0, size], piece.dtype))
+        return self._replace(kept=tf.ensure_shape(kept, [None, size]))
 
 
 def are_recomputed(pieces: Sequence[tf.Tensor]) -> bool:
@@ -77,11 +93,14 @@ def over_rows(
         size: The number of columns of the scores.
     """
 
-    def of_chunk(inputs: tf.Tensor, *given: tf.Tensor) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
-        return function(scores.function(inputs, *scores.weights), *given), ()
+    def walk(*kept: tf.Tensor) -> list[tf.Tensor]:
+        def of_chunk(inputs: tf.Tensor, *given: tf.Tensor) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
+            return (function(*given) if kept else function(scores.function(inputs, *scores.weights), *given)), ()
 
-    specs = [tf.TensorSpec([None], dtype) for dtype in results]
-    return _walk(scores, of_chunk, arguments, specs, (), size)[0]
+        specs = [tf.TensorSpec([None], dtype) for dtype in results]
+        return _walk(scores, of_chunk, [*kept, *arguments], specs, (), size)[0]
+
+    return _by_size(scores, walk)
 
 
 def gradients(
@@ -98,21 +117,31 @@ def gradients(
         size: The number of columns of the scores.
     """
 
-    def of_chunk(inputs: tf.Tensor, *given: tf.Tensor) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
-        sources = [inputs, *map(tf.identity, scores.weights)]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(sources)
-            found = scores.function(*sources)
-        first, *others = tape.gradient(found, sources, function(tf.stop_gradient(found), *given))
-        return [first], others
+    def walk(*kept: tf.Tensor) -> list[tf.Tensor]:
+        def of_chunk(inputs: tf.Tensor, *given: tf.Tensor) -> tuple[Sequence[tf.Tensor], Sequence[tf.Tensor]]:
+            sources = [inputs, *map(tf.identity, scores.weights)]
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(sources)
+                found = scores.function(*sources)
+            here = given if kept else (tf.stop_gradient(found), *given)
+            first, *others = tape.gradient(found, sources, function(*here))
+            return [first], others
 
-    sums = [tf.zeros(tf.shape(one), _sum_dtype(one)) for one in scores.weights]
-    width = scores.inputs.shape[-1]
-    (found,), totals = _walk(
-        scores, of_chunk, arguments, [tf.TensorSpec([None, width], scores.inputs.dtype)], sums, size
-    )
-    totals = [tf.cast(total, one.dtype) for total, one in zip(totals, scores.weights, strict=True)]
-    return [tf.reshape(found, tf.shape(scores.inputs)), *totals]
+        sums = [tf.zeros(tf.shape(one), _sum_dtype(one)) for one in scores.weights]
+        spec = tf.TensorSpec([None, scores.inputs.shape[-1]], scores.inputs.dtype)
+        rows, totals = _walk(scores, of_chunk, [*kept, *arguments], [spec], sums, size)
+        return [*rows, *(tf.cast(total, one.dtype) for total, one in zip(totals, scores.weights, strict=True))]
+
+    first, *others = _by_size(scores, walk)
+    return [tf.reshape(first, tf.shape(scores.inputs)), *others]
+
+
+def _by_size(scores: RowScores, walk: Callable[..., list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Return what a walk over rows returns that takes the scores where they are kept, and else nothing."""
+    if scores.kept is None:
+        return walk()
+    found: list[tf.Tensor] = tf.cond(tf.size(scores.kept) > 0, lambda: walk(scores.kept), walk)
+    return found
 
 
 def _sum_dtype(weight: tf.Tensor) -> tf.DType:
@@ -121,7 +150,7 @@ def _sum_dtype(weight: tf.Tensor) -> tf.DType:
 
 def _rows_of_a_chunk(scores: RowScores, size: int) -> int:
     """Return the number of rows: a chunk takes `CHUNK_BYTES`, or what a matrix of weights takes."""
-    return max(1, CHUNK_BYTES // (size * tf.float32.size), int(scores.inputs.shape[-1]))
+    return max(1, CHUNK_BYTES // (size * int(tf.float32.size)), int(scores.inputs.shape[-1]))
 
 
 def _walk(

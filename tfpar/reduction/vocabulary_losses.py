@@ -84,7 +84,8 @@ class ClassPieces(NamedTuple):
             given: Values of each row.
         """
         if self.computed is None:
-            return self.rows().at(index, lambda piece: function(piece, *given))
+            found: Sequence[tf.Tensor] = self.rows().at(index, lambda piece: function(piece, *given))
+            return found
         with tf.device(self.devices[index]):
             return row_scores.over_rows(self.computed[index], function, given, results, self.sizes[index])
 

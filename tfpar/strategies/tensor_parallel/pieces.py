@@ -76,8 +76,16 @@ def gathered(
         whole = tf.concat([sent(one, device, home) for one, device in zip(pieces, devices, strict=True)], axis)
     if axis != -1:
         return whole
-    large = computed if row_scores.are_recomputed(pieces) else None
+    large = _large(computed, pieces, devices) if computed and row_scores.are_recomputed(pieces) else None
     return gathered_classes.note_pieces(whole, ClassPieces(pieces, devices, computed=large))
+
+
+def _large(computed: Sequence[RowScores], pieces: Sequence[tf.Tensor], devices: Sequence[str]) -> list[RowScores]:
+    found = []
+    for one, piece, device in zip(computed, pieces, devices, strict=True):
+        with tf.device(device):
+            found.append(one.keeping(piece))
+    return found
 
 
 def added(partial: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
