@@ -5,7 +5,7 @@
                          ...                                               ─┘
 
 The scores of all rows never exist at once, nor do their gradients. The price is one more product of the inputs and the
-weights in the backward pass.
+weights in the backward pass, and one for each metric.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 # Scores of fewer classes, or that take fewer bytes on a device, are kept: this is faster.
-LEAST_CLASSES, LEAST_BYTES = 2**14, 2**27
+LEAST_CLASSES, LEAST_BYTES = 2**14, 2**28
 CHUNK_BYTES = 2**24
 
 
