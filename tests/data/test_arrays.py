@@ -1,5 +1,6 @@
 """Shuffled global batches from all kinds of arrays that Keras accepts."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,10 @@ def test_the_seed_fixes_all_epochs_and_epochs_differ() -> None:
     assert len(orders) == 4, "each epoch of each seed has an order of its own"
 
 
+def batches() -> Iterator[Any]:
+    yield np.zeros([2, 3]), np.zeros(2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -66,11 +71,14 @@ def test_the_seed_fixes_all_epochs_and_epochs_differ() -> None:
             r"same number of examples, but their first axes are \[4, 3\]",
         ),
         ({"x": np.zeros([0, 3])}, ValueError, "no examples"),
-        ({"x": []}, ValueError, "no examples"),
+        ({"x": []}, ValueError, "no examples: received no array. Pass a dataset"),
+        ({"x": None}, ValueError, "no examples: received no array. Pass a dataset"),
         ({"x": np.zeros(4), "batch_size": 0}, ValueError, "batch_size must be at least 1, but is 0"),
         ({"x": np.zeros(4), "sample_weight": np.ones(4)}, ValueError, "y is None"),
         ({"x": np.float32(1)}, TypeError, "x must be an array"),
         ({"x": np.zeros(4), "y": [0, 1, 0, 1]}, TypeError, r"y\[0\] must be an array .* Convert it with numpy.asarray"),
+        ({"x": batches}, TypeError, r"x must be an array .* Call it: batches\(\) is a generator of batches"),
+        ({"x": zip([1], [2], strict=True)}, TypeError, "x must be an array .* Make it a generator of batches"),
         ({"x": {"a": "text"}}, TypeError, r"x\['a'\] must be an array"),
         ({"x": np.array([1, None])}, TypeError, "dtype is object"),
         ({"x": np.array(1.0)}, ValueError, "first axis over the examples"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -140,6 +140,24 @@ def check_batched(model: keras.Model, spec: Any) -> None:
         )
 
 
+def check_ranks(spec: Any) -> None:
+    """Refuse batches of unknown rank, with which Keras cannot compute a loss.
+
+    Args:
+        spec: The `element_spec` of the `tf.data.Dataset`.
+
+    Raises:
+        ValueError: If a tensor of an element has an unknown number of axes.
+    """
+    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(spec)]
+    if any(shape is not None and shape.rank is None for shape in shapes):
+        raise ValueError(
+            f"Every tensor of a batch must have a known number of axes, and the shapes of an element are "
+            f"{_text(shapes)}. Give tf.data.Dataset.from_generator an output_signature with shapes, such as "
+            "tf.TensorSpec((None, 4)), or call tf.ensure_shape in dataset.map."
+        )
+
+
 def _known_shapes(spec: Any) -> list[tuple[int | None, ...]]:
     shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(spec)]
     return [tuple(shape) for shape in shapes if shape is not None and shape.rank is not None]
@@ -188,7 +206,7 @@ def build(
     Raises:
         ValueError: If the data do not have the shapes that the model needs.
     """
-    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
     if kind == "predict":
         if not model.built:
             keras_model.call_model(model, inputs, training=False)
@@ -196,11 +214,26 @@ def build(
     if objective.objectives_of(model):
         objective.build(model, batch, creating_slots)
         return
-    with keras_losses.loss_reduction(_reduce_dense, keras_losses.aggregate_added_loss):
+    with keras_losses.loss_reduction(_reduce_dense, keras_losses.aggregate_added_loss), _naming_targets(model, targets):
         keras_build.symbolic_build(model, batch, training=kind == "train")
     if kind == "train" and not model.optimizer.built:
         with creating_slots(model):
             model.optimizer.build(model.trainable_variables)
+
+
+@contextlib.contextmanager
+def _naming_targets(model: keras.Model, targets: Any) -> Iterator[None]:
+    """Explain the errors of Keras about a loss without targets, each of which names another detail of its own code."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        has_loss = any(one is not None for one in keras.tree.flatten(model.loss))
+        if targets is not None or not has_loss or keras_model.overridden(model, "compute_loss"):
+            raise
+        raise ValueError(
+            f"The loss of {model.name!r} needs targets, and the data yields inputs alone. Yield (inputs, targets), or "
+            "pass the targets as y."
+        ) from error
 
 
 def _reduce_dense(values: Any, weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:

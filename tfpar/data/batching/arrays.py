@@ -152,7 +152,9 @@ def _present(columns: Any) -> list[Column]:
 
 def _common_length(columns: Any) -> int:
     lengths = [one.num_rows for one in _present(columns)]
-    if not lengths or min(lengths) == 0:
+    if not lengths:
+        raise ValueError("The data hold no examples: received no array. Pass a dataset, or arrays [examples, ...].")
+    if min(lengths) == 0:
         raise ValueError("The arrays hold no examples: the first axis must be at least 1 long.")
     if len(set(lengths)) > 1:
         raise ValueError(f"All arrays must have the same number of examples, but their first axes are {lengths} long.")

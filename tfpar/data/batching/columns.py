@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -142,9 +144,17 @@ def column(name: str, value: Any) -> Column:
     if np.isscalar(value) or not keras_data_adapters.is_array(value):
         raise TypeError(
             f"{name} must be an array such as numpy.ndarray or tf.Tensor, but is {value!r:.60} of type "
-            f"{type(value).__name__}. Convert it with numpy.asarray, or pass a tf.data.Dataset."
+            f"{type(value).__name__}. {_way_out(value)}"
         )
     return Dense(_dense(name, value))
+
+
+def _way_out(value: Any) -> str:
+    if inspect.isgeneratorfunction(value):
+        return f"Call it: {value.__name__}() is a generator of batches."
+    if isinstance(value, Iterator):
+        return "Make it a generator of batches, (batch for batch in batches), or pass a tf.data.Dataset."
+    return "Convert it with numpy.asarray, or pass a tf.data.Dataset."
 
 
 def _dense(name: str, value: Any) -> tf.Tensor:
