@@ -106,8 +106,8 @@ def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) 
     repeats = -(-num_examples // int(data.num_rows(batch)))
     given = data.take_rows(batch if repeats == 1 else data.join_batches([batch] * repeats), 0, num_examples)
     with tf.device(device):
-        given = tf.nest.map_structure(tf.identity, tf.nest.map_structure(tf.convert_to_tensor, given))
-    specs = tf.nest.map_structure(lambda tensor: tf.TensorSpec(tensor.shape, tensor.dtype), given)
+        given = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), given)
+    specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), given)
     step = tf.function(lambda examples: strategy.train_step(model, examples), autograph=False)
     function = step.get_concrete_function(specs)
     if _counts(device):
@@ -178,13 +178,10 @@ def block_bytes(graph: Graph, inputs: Sequence[Any], num_examples: int, device: 
 def _of_calls(graph: Graph, inputs: Sequence[Any], size: int, device: str) -> list[tuple[int, int, int]]:
     """Trace the forward and backward pass of each layer call, and return its three numbers of bytes."""
     found: list[tuple[int, int, int]] = []
-    shapes = {
-        value: (tf.as_dtype(one.dtype), [size, *one.shape[1:]]) for value, one in zip(graph.inputs, inputs, strict=True)
-    }
 
     def trace() -> None:
         kept: set[Value] = set()
-        values = {value: tf.compat.v1.placeholder(*spec) for value, spec in shapes.items()}
+        values = {value: _input(one, size) for value, one in zip(graph.inputs, inputs, strict=True)}
         with tf.device(device):
             for call in graph.calls:
                 found.append(_of_call(call, values, kept, size, device))
@@ -193,12 +190,26 @@ def _of_calls(graph: Graph, inputs: Sequence[Any], size: int, device: str) -> li
     return found
 
 
+def _input(one: Any, size: int) -> Any:
+    """Return a placeholder for a number of examples of an input."""
+    if isinstance(one, tf.RaggedTensor | tf.SparseTensor):
+        with tf.init_scope():
+            rows = data.take_rows(one, 0, size)
+        return _placeholder(rows)
+    return tf.compat.v1.placeholder(tf.as_dtype(one.dtype), [size, *one.shape[1:]])
+
+
+def _placeholder(tensor: Any) -> Any:
+    """Return a placeholder for a tensor, or one for each part of a ragged or sparse tensor."""
+    return tf.nest.map_structure(
+        lambda part: tf.compat.v1.placeholder(part.dtype, part.shape), tensor, expand_composites=True
+    )
+
+
 def _of_call(call: Call, values: dict[Value, Any], kept: set[Value], size: int, device: str) -> tuple[int, int, int]:
     graph = tf.compat.v1.get_default_graph()
     given = {
-        value: keras_model.with_mask(
-            tf.compat.v1.placeholder(values[value].dtype, values[value].shape), keras_model.mask_of(values[value])
-        )
+        value: keras_model.with_mask(_placeholder(values[value]), keras_model.mask_of(values[value]))
         for value in call.inputs
     }
     weights = {id(one): (one, tf.compat.v1.placeholder(one.dtype, one.shape)) for one in call.variables}
@@ -208,23 +219,23 @@ def _of_call(call: Call, values: dict[Value, Any], kept: set[Value], size: int, 
         tracing.run([call], tensors, training=True)
     middle = len(graph.get_operations())
     outputs = [tensors[value] for value in call.outputs]
-    sources = [*given.values(), *(tensor for one, tensor in weights.values() if one.trainable)]
-    floating = [dense_part(one) for one in outputs if one.dtype.is_floating]
-    incoming = [tf.ones_like(one) for one in floating]
-    trained = [one for one in sources if one.dtype.is_floating]
-    gradients = [one for one in tf.gradients(floating, trained, incoming) if one is not None] if floating else []
+    gradients = _gradients(outputs, [*given.values(), *(tensor for one, tensor in weights.values() if one.trainable)])
     operations = graph.get_operations()
     backward = needed_operations(operations[middle:], _tensors(gradients))
     inner = set(operations[begin:middle])
     used = {_owner(tensor, inner).ref() for op in backward for tensor in op.inputs if tensor.op in inner}
-    of_inputs = {tensor.ref(): value for value, tensor in given.items()}
+    parts = {value: _tensors([tensor]) for value, tensor in given.items()}
+    input_bytes = {value: sum(tensor_bytes(part, size) for part in of_value) for value, of_value in parts.items()}
+    of_inputs = {part.ref(): value for value, of_value in parts.items() for part in of_value}
     direct = {tensor.ref() for op in backward for tensor in op.inputs} & set(of_inputs)
     needed = {value for ref, value in of_inputs.items() if ref in used | direct}
     own = [ref.deref() for ref in used if ref.deref().op in inner]
-    saved = sum(tensor_bytes(one, size) for one in own) + sum(tensor_bytes(given[one], size) for one in needed - kept)
-    shared = sum(tensor_bytes(given[one], size) for one in needed & kept)
+    saved = sum(tensor_bytes(one, size) for one in own) + sum(input_bytes[one] for one in needed - kept)
+    shared = sum(input_bytes[one] for one in needed & kept)
     kept |= needed | {
-        value for value, one in zip(call.outputs, outputs, strict=True) if _owner(one, inner).ref() in used
+        value
+        for value, one in zip(call.outputs, outputs, strict=True)
+        if any(_owner(part, inner).ref() in used for part in _tensors([one]))
     }
     nodes = read_graph(backward, "GPU" in device, size)
     temporary = max(live_bytes(nodes, executor_order(nodes)), default=0)
@@ -232,8 +243,19 @@ def _of_call(call: Call, values: dict[Value, Any], kept: set[Value], size: int, 
     return saved, shared, temporary
 
 
-def _tensors(gradients: Sequence[Any]) -> list[tf.Tensor]:
-    return [one for gradient in gradients for one in tf.nest.flatten(gradient, expand_composites=True)]
+def _gradients(outputs: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    """Return the gradients of outputs by sources, as far as both have floats."""
+    floating = [dense_part(one) for one in outputs if one.dtype.is_floating]
+    if not floating:
+        return []
+    trained = [dense_part(one) for one in sources if one.dtype.is_floating]
+    found = tf.gradients(floating, trained, [tf.ones_like(one) for one in floating])
+    return [one for one in found if one is not None]
+
+
+def _tensors(given: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the tensors of which some tensors are made: a ragged or sparse one, or a gradient by rows, of several."""
+    return [part for one in given for part in tf.nest.flatten(one, expand_composites=True)]
 
 
 _VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient")
