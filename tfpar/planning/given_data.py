@@ -54,7 +54,7 @@ class ReadOnce:
 
 
 def read(dataset: Any) -> GivenData:
-    """Read the first batches of training data, in one pass.
+    """Read the first batches of training data.
 
     A generator is not read again, and no hook of a `keras.utils.PyDataset` is called: a later `fit` has the order
     that it would have without a plan.
@@ -75,9 +75,24 @@ def read(dataset: Any) -> GivenData:
     """
     batches = data.as_dataset(dataset)
     whole = data.global_batches(batches)
-    seconds = []
-    first = None
-    iterator = iter(whole)
+    try:
+        first, seconds = _timed(whole)
+        if len(seconds) == 1:  # the start of the first pass is no wait for a batch
+            seconds += _timed(whole)[1]
+    finally:
+        if isinstance(batches, data.PythonBatches):
+            batches.stop()
+    if not seconds:
+        raise ValueError(data.EMPTY)
+    _check_not_empty(first)
+    # The empty dataset gives the shapes of all batches: another batch may have another number of examples.
+    alone = tf.data.Dataset.from_tensors(first).concatenate(whole.take(0))
+    return GivenData(alone, statistics.median(seconds[1:] or seconds))
+
+
+def _timed(dataset: tf.data.Dataset) -> tuple[Any, list[float]]:
+    """Return the first batch, None if there is none, and the seconds until each of the first batches was there."""
+    first, seconds, iterator = None, [], iter(dataset)
     for number in range(1 + _BATCHES):
         began_seconds = time.perf_counter()
         upcoming = iterator.get_next_as_optional()
@@ -86,14 +101,7 @@ def read(dataset: Any) -> GivenData:
         seconds.append(time.perf_counter() - began_seconds)
         if number == 0:
             first = upcoming.get_value()
-    if isinstance(batches, data.PythonBatches):
-        batches.stop()
-    if not seconds:
-        raise ValueError(data.EMPTY)
-    _check_not_empty(first)
-    # The empty dataset gives the shapes of all batches: another batch may have another number of examples.
-    alone = tf.data.Dataset.from_tensors(first).concatenate(whole.take(0))
-    return GivenData(alone, statistics.median(seconds[1:] or seconds))
+    return first, seconds
 
 
 def _check_not_empty(batch: Any) -> None:

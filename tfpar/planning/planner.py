@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfpar import cluster, data
+from tfpar.loops import memory_errors
 from tfpar.planning.comparison import compare
 from tfpar.planning.costs import ModelCosts
 from tfpar.planning.given_data import MakeTrainer, ReadOnce
@@ -101,7 +103,11 @@ def plan(
 
 
 def planned(
-    make_trainer: MakeTrainer, devices: Sequence[str] | None, stated: Stated, measured_layouts: int | None = None
+    make_trainer: MakeTrainer,
+    devices: Sequence[str] | None,
+    stated: Stated,
+    measured_layouts: int | None = None,
+    explain: data.UserMessage = lambda error: None,
 ) -> Plan:
     """Return the plan for the model and data of a trainer.
 
@@ -110,9 +116,11 @@ def planned(
         devices: Names of the devices to plan with; None for all GPUs, or else all logical CPUs.
         stated: The devices and links to plan for.
         measured_layouts: As for `plan`.
+        explain: Returns a sentence about an error of TensorFlow in the data; None for another error.
 
     Raises:
         ValueError: As `plan`.
+        MemoryError: As `plan`.
     """
     check_measured_layouts(measured_layouts)
     began_seconds = time.perf_counter()
@@ -120,7 +128,7 @@ def planned(
     make_trainer = ReadOnce(make_trainer)
     there = names if stated.num_devices is None else names[: stated.num_devices]
     free_bytes = cluster.free_bytes(there)  # before the measurement takes some of it
-    with progress(f"planning: measuring the model on {', '.join(there)} ..."):
+    with progress(f"planning: measuring the model on {', '.join(there)} ..."), _one_sentence(explain):
         model, machine = measure(make_trainer, there, stated.num_devices)
     if machine.memory_bytes is None:
         machine = dataclasses.replace(machine, memory_bytes=free_bytes)
@@ -171,7 +179,7 @@ class _CloseLayouts:
         if self._began_seconds is not None and time.perf_counter() - self._began_seconds > _SECONDS_TO_MEASURE:
             return None
         try:
-            with progress(f"planning: measuring {step.layout} ..."):
+            with progress(f"planning: measuring {step.layout} ..."), _one_sentence():
                 seconds = measure_layout(self._make_trainer, step.layout, self._devices)
         except MemoryError:
             return dataclasses.replace(step, ran_out_of_memory=True)
@@ -179,6 +187,17 @@ class _CloseLayouts:
             return Refusal(step.layout, str(error).rstrip("."))
         waiting_seconds = max(0.0, model.data_seconds - seconds)
         return dataclasses.replace(step, measured_seconds=seconds + waiting_seconds)
+
+
+@contextlib.contextmanager
+def _one_sentence(explain: data.UserMessage = lambda error: None) -> Iterator[None]:
+    """Raise an error of TensorFlow as one sentence."""
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        raise MemoryError(memory_errors.sentence_of(error) or data.cause_of(error)) from error
+    except tf.errors.OpError as error:
+        raise ValueError(explain(error) or data.cause_of(error)) from error
 
 
 @contextlib.contextmanager

@@ -46,12 +46,7 @@ def plan_of(run: config.Run, stated: Stated, num_logical_cpus: int, measured_lay
         trainer = make_trainer(plain, strategy)
         return trainer, trainer.train_data
 
-    try:
-        plan = planned(make, names, stated, measured_layouts)
-    except tf.errors.OpError as error:
-        if isinstance(error, tf.errors.ResourceExhaustedError):
-            raise MemoryError(error.message.splitlines()[0]) from error
-        raise ValueError(data.user_message(error, run.data) or error.message.splitlines()[0]) from error
+    plan = planned(make, names, stated, measured_layouts, lambda error: data.user_message(error, run.data))
     if stated == Stated() and measured_layouts is None:
         stored_plans.store(stored_plans.path_of(run, plan.machine.device), plan.to_json())
     return plan
