@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tfpar.planning.plan import Plan, Row
 
 COLUMNS = 80
-# Of the text alone: --json and notebooks have all rows.
-MOST_FITTING, MOST_OTHERS = 12, 6
+# Of the text alone, for a terminal of 40 lines: --json and notebooks have all rows.
+MOST_FITTING, MOST_OTHERS = 8, 3
 _LABEL, _NUMBER, _LAYOUT = 11, 4, 33
 _LONGEST_NAME = 60  # of a model
 _HEADINGS = ("step", "examples/s", "x one", "memory", "fits")
@@ -40,7 +40,10 @@ def text(plan: Plan) -> str:
         lines.append(_line(_number(row, plan), str(row.layout), _cells(row, plan)))
         if remark := _remark(row):
             lines += _wrapped(remark, " " * _NUMBER, " " * _NUMBER)
-    lines += ["", *_foot(plan, len(plan.rows) - len(shown))]
+    if num_hidden := len(plan.rows) - len(shown):
+        more = f"{num_hidden} more rank no higher, or do not fit: --json and plan.rows have all."
+        lines += _wrapped(more, " " * _NUMBER, " " * _NUMBER)
+    lines += ["", *_foot(plan)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -109,9 +112,7 @@ def _remark(row: Row) -> str:
     return "; ".join(parts)
 
 
-def _foot(plan: Plan, num_hidden: int) -> Iterator[str]:
-    if num_hidden:
-        yield from _wrapped(f"{num_hidden} more are slower, or need more memory: --json lists all.", "", "")
+def _foot(plan: Plan) -> Iterator[str]:
     if plan.machine.memory_bytes is not None:
         yield from _wrapped(f"A device has {memory(plan.machine.memory_bytes)} of memory.", "", "")
     if plan.command:
