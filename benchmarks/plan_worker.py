@@ -48,7 +48,7 @@ def run(model: str, batch: int) -> Output:
     layouts = [Layout(), *(Layout(2, shard=shard) for shard in (None, "optimizer", "weights")), Layout(num_shards=2)]
     layouts += [Layout(1, 2, number, "zero_bubble") for number in (2, 8)]
     layouts += [Layout(1, 2, number, recompute=recompute) for number in (2, 8) for recompute in (False, True)]
-    return compared(costs, machine, layouts, make, data)
+    return compared(costs, machine, layouts, make, data, _DEVICES)
 
 
 def compared(
@@ -57,17 +57,30 @@ def compared(
     layouts: list[Layout],
     make: Callable[[tfpar.Strategy], tuple[tfpar.Trainer, tf.data.Dataset]],
     data: tf.data.Dataset,
+    devices: list[str],
 ) -> Output:
-    """Predict and measure layouts."""
+    """Predict and measure layouts.
+
+    Args:
+        costs: The measured costs of the model.
+        machine: The costs of the devices.
+        layouts: The layouts, each of one host.
+        make: Returns a trainer under a strategy, and its data.
+        data: Endless batches.
+        devices: The devices that are there.
+
+    Returns:
+        The predicted and the measured step of each layout, and the regret of the planner's choice.
+    """
     steps = {str(layout): predict(layout, costs, machine) for layout in layouts}
     predicted_best = _chosen(list(steps.values()), costs, machine)
 
     def measured_step(step: PredictedStep) -> PredictedStep:
-        return dataclasses.replace(step, measured_seconds=measure_layout(make, step.layout, _DEVICES))
+        return dataclasses.replace(step, measured_seconds=measure_layout(make, step.layout, devices))
 
     rows, _ = with_measured(best_of_each_grid(steps.values(), machine), machine, measured_step, MOST_MEASURED)
     chosen = _chosen(rows, costs, machine)
-    measured = {str(layout): _step_seconds(make(strategy_of(layout, _DEVICES))[0], data) for layout in layouts}
+    measured = {str(layout): _step_seconds(make(strategy_of(layout, devices))[0], data) for layout in layouts}
     shortest_seconds = min(measured.values())
     output: dict[str, float | str] = {
         "regret": measured[chosen] / shortest_seconds,
