@@ -152,10 +152,6 @@ def test_all_trainers_share_one_pass_over_the_first_batches_in_which_no_hook_is_
     assert rows.calls == [0, 1, 0, 1, 2, 3, 4]  # two for the shapes, as in fit
 
 
-def unknown_rank() -> tf.data.Dataset:
-    return tf.data.Dataset.from_generator(cases.generate, output_types=(tf.float32, tf.int32))
-
-
 def fails_later() -> Iterator[Any]:
     yield from [(FEATURES[:8], LABELS[:8])] * 2
     raise OSError("the disk is gone")
@@ -171,7 +167,6 @@ def fails_later() -> Iterator[Any]:
         (lambda: cases.dataset(FEATURES, LABELS).map(lambda *batch: tfpar.data.take_rows(batch, 0, 0)), ValueError,
          "the first batch, which must hold at least one example, and it is empty"),
         (lambda: small.data().unbatch(), ValueError, "must be a batch"),
-        (unknown_rank, ValueError, "must have a known number of axes, and the shapes of an element are <unknown>"),
         (lambda: FEATURES, ValueError, "needs targets, and the data yields inputs alone"),
         (lambda: (Rows(), LABELS), ValueError, "`y` should not be passed"),
         (lambda: cases.generate, TypeError, r"Call it: generate\(\) is a generator of batches"),

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfpar
 from tests.loops import test_hooks as hooks
@@ -142,3 +143,19 @@ def test_masks_and_weights_as_divisors_are_refused_also_if_the_first_batch_masks
     targets, weights = (np.ones((8, 6, 2)), None) if build is masked else (np.ones((8, 2)), np.ones(8))
     with pytest.raises(ValueError, match=f"divided by the number of examples, received {received}"):
         trainer.fit(np.ones((8, 6)), targets, sample_weight=weights, verbose=0)
+
+
+class ReshapesTargets(OwnLoss):
+    def compute_loss(self, x: Any = None, y: Any = None, *others: Any, **named: Any) -> Any:
+        return super().compute_loss(x, keras.ops.reshape(y, [-1]), *others, **named)
+
+
+def test_targets_of_unknown_rank_reach_an_own_loss() -> None:
+    features = np.ones((8, parity_cases.NUM_FEATURES), "float32")
+    dataset = tf.data.Dataset.from_tensors(features).map(
+        lambda one: (one, tf.numpy_function(lambda: np.zeros(8, "int64"), [], tf.int64))
+    )
+    model = ReshapesTargets()
+    model.compile("sgd")
+    trainer = tfpar.Trainer(lambda: model, tfpar.SingleDevice())
+    assert np.isfinite(trainer.fit(dataset, verbose=0).history["loss"][0])

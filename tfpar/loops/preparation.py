@@ -58,8 +58,6 @@ class Preparation:
         with self._strategy.raising_on_all_workers():
             model_checks.check_compiled(self._model, method)
             model_checks.check_steps(self._model, method)
-            if not isinstance(dataset, data.Sharded):
-                model_checks.check_ranks(dataset.element_spec)
             distributed, source, first = self._distribute(dataset)
 
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:

@@ -140,24 +140,6 @@ def check_batched(model: keras.Model, spec: Any) -> None:
         )
 
 
-def check_ranks(spec: Any) -> None:
-    """Refuse batches of unknown rank, with which Keras cannot compute a loss.
-
-    Args:
-        spec: The `element_spec` of the `tf.data.Dataset`.
-
-    Raises:
-        ValueError: If a tensor of an element has an unknown number of axes.
-    """
-    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(spec)]
-    if any(shape is not None and shape.rank is None for shape in shapes):
-        raise ValueError(
-            f"Every tensor of a batch must have a known number of axes, and the shapes of an element are "
-            f"{_text(shapes)}. Give tf.data.Dataset.from_generator an output_signature with shapes, such as "
-            "tf.TensorSpec((None, 4)), or call tf.ensure_shape in dataset.map."
-        )
-
-
 def _known_shapes(spec: Any) -> list[tuple[int | None, ...]]:
     shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(spec)]
     return [tuple(shape) for shape in shapes if shape is not None and shape.rank is not None]
