@@ -20,7 +20,7 @@ from tfpar.planning.close_layouts import with_measured
 from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout
 from tfpar.planning.measurement import measure, measure_layout, strategy_of
-from tfpar.planning.planner import MOST_MEASURED
+from tfpar.planning.planner import USUALLY_MEASURED
 from tfpar.planning.ranking import best_of_each_grid, rank
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.step_prediction import predict
@@ -78,7 +78,7 @@ def compared(
     def measured_step(step: PredictedStep) -> PredictedStep:
         return dataclasses.replace(step, measured_seconds=measure_layout(make, step.layout, devices))
 
-    rows, _ = with_measured(best_of_each_grid(steps.values(), machine), machine, measured_step, MOST_MEASURED)
+    rows, _ = with_measured(best_of_each_grid(steps.values(), machine), machine, measured_step, USUALLY_MEASURED)
     chosen = _chosen(rows, costs, machine)
     measured = {str(layout): _step_seconds(make(strategy_of(layout, devices))[0], data) for layout in layouts}
     shortest_seconds = min(measured.values())

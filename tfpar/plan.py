@@ -26,7 +26,7 @@ from tfpar.commands.quantity_flags import Bandwidth, Size
 from tfpar.config import bundled_configurations
 from tfpar.messages import received
 from tfpar.messages.received import quoted
-from tfpar.planning.stated import MOST_DEVICES, MOST_HOSTS, MOST_SPEED, Stated
+from tfpar.planning.stated import MOST_DEVICES, MOST_HOSTS, MOST_MEASURED, MOST_SPEED, Stated
 from tfpar.runs import plan_files
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ _MEASURED = flags.DEFINE(
     "from; 0 predicts alone; by default, up to 3 within a minute.",
     flag_values=_VALUES,
 )  # fmt: skip
-MOST_LOGICAL_CPUS, USUAL_LOGICAL_CPUS, MOST_MEASURED = 64, 2, 100
+MOST_LOGICAL_CPUS, USUAL_LOGICAL_CPUS = 64, 2
 NO_LAYOUT = 1
 COMMAND = command_line.Command(
     name="tfpar.plan",

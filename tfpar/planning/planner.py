@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +18,18 @@ import tensorflow as tf
 from tfpar import cluster, data
 from tfpar.loops import memory_errors
 from tfpar.planning.comparison import compare
-from tfpar.planning.costs import ModelCosts
 from tfpar.planning.given_data import MakeTrainer, ReadOnce
 from tfpar.planning.history import history, machine_name
 from tfpar.planning.layouts import Refusal
 from tfpar.planning.measurement import measure, measure_layout
 from tfpar.planning.plan import Plan
 from tfpar.planning.rows import PredictedStep
-from tfpar.planning.stated import Stated
+from tfpar.planning.stated import MOST_MEASURED, Stated, check_count
 from tfpar.strategies import Strategy
 from tfpar.trainer import Trainer
 
 RUNS = Path("runs")  # the folder in which the train command writes runs
-MOST_MEASURED = 3
+USUALLY_MEASURED = 3
 _MOST_PARTS = 3  # inputs, targets, sample_weight
 _SECONDS_TO_MEASURE = 45.0  # of planning, after which no further layout is measured unless a number is given
 
@@ -122,71 +122,46 @@ def planned(
         ValueError: As `plan`.
         MemoryError: As `plan`.
     """
-    check_measured_layouts(measured_layouts)
-    began_seconds = time.perf_counter()
+    if measured_layouts is not None:
+        check_count("measured_layouts", measured_layouts, 0, MOST_MEASURED)
+    until_seconds = math.inf if measured_layouts is not None else time.perf_counter() + _SECONDS_TO_MEASURE
     names = cluster.resolve_devices(devices)
-    make_trainer = ReadOnce(make_trainer)
+    trainers = ReadOnce(make_trainer)
     there = names if stated.num_devices is None else names[: stated.num_devices]
     free_bytes = cluster.free_bytes(there)  # before the measurement takes some of it
     with progress(f"planning: measuring the model on {', '.join(there)} ..."), _one_sentence(explain):
-        model, machine = measure(make_trainer, there, stated.num_devices)
+        model, machine = measure(trainers, there, stated.num_devices)
     if machine.memory_bytes is None:
         machine = dataclasses.replace(machine, memory_bytes=free_bytes)
-    stated_machine = stated.applied(machine)
-    if not stated.keeps_speed:  # measured here, a step would not be that of the stated devices
-        measured_layouts = 0
-    close = _CloseLayouts(make_trainer, there, began_seconds if measured_layouts is None else None)
-    most = MOST_MEASURED if measured_layouts is None else measured_layouts
-    known = history(RUNS, machine_name(machine.device))
-    return compare(model, stated_machine, known, devices, functools.partial(close.measure, model), most)
+    most = USUALLY_MEASURED if measured_layouts is None else measured_layouts
+    return compare(
+        model,
+        stated.applied(machine),
+        history(RUNS, machine_name(machine.device)),
+        devices,
+        functools.partial(_measured, trainers, there, model.data_seconds, until_seconds),
+        most if stated.keeps_speed else 0,  # measured here, a step would not be that of the stated devices
+    )
 
 
-def check_measured_layouts(number: int | None) -> None:
-    """Refuse a number of layouts to measure that is none.
-
-    Args:
-        number: The number; None for the default.
-
-    Example:
-        >>> check_measured_layouts(-1)
-        Traceback (most recent call last):
-        ValueError: measured_layouts must be at least 0, received -1. With 0 the plan is of predictions alone.
-    """
-    if number is None:
-        return
-    if isinstance(number, bool) or not isinstance(number, int):
-        raise TypeError(f"measured_layouts must be a whole number, received {number!r}.")
-    if number < 0:
-        raise ValueError(
-            f"measured_layouts must be at least 0, received {number}. With 0 the plan is of predictions alone."
-        )
-
-
-class _CloseLayouts:
-    """The measurement of layouts that predictions cannot choose from.
-
-    Args:
-        make_trainer: Returns a trainer under a strategy, and its training data.
-        devices: The devices that are there.
-        began_seconds: When the planning began, if it is limited in time; None if it is not.
-    """
-
-    def __init__(self, make_trainer: MakeTrainer, devices: Sequence[str], began_seconds: float | None) -> None:
-        self._make_trainer, self._devices, self._began_seconds = make_trainer, devices, began_seconds
-
-    def measure(self, model: ModelCosts, step: PredictedStep) -> PredictedStep | Refusal | None:
-        """Measure a layout, as `close_layouts.with_measured` calls it."""
-        if self._began_seconds is not None and time.perf_counter() - self._began_seconds > _SECONDS_TO_MEASURE:
-            return None
-        try:
-            with progress(f"planning: measuring {step.layout} ..."), _one_sentence():
-                seconds = measure_layout(self._make_trainer, step.layout, self._devices)
-        except MemoryError:
-            return dataclasses.replace(step, ran_out_of_memory=True)
-        except ValueError as error:
-            return Refusal(step.layout, str(error).rstrip("."))
-        waiting_seconds = max(0.0, model.data_seconds - seconds)
-        return dataclasses.replace(step, measured_seconds=seconds + waiting_seconds)
+def _measured(
+    make_trainer: ReadOnce,
+    devices: Sequence[str],
+    data_seconds: float,
+    until_seconds: float,
+    step: PredictedStep,
+) -> PredictedStep | Refusal | None:
+    """Measure a layout, as `close_layouts.with_measured` calls it, before a moment of `time.perf_counter`."""
+    if time.perf_counter() > until_seconds:
+        return None
+    try:
+        with progress(f"planning: measuring {step.layout} ..."), _one_sentence():
+            seconds = measure_layout(make_trainer, step.layout, devices)
+    except MemoryError:
+        return dataclasses.replace(step, ran_out_of_memory=True)
+    except ValueError as error:
+        return Refusal(step.layout, str(error).rstrip("."))
+    return dataclasses.replace(step, measured_seconds=max(seconds, data_seconds))
 
 
 @contextlib.contextmanager

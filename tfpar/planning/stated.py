@@ -9,7 +9,7 @@ from tfpar.pipeline.schedule.links import Link
 from tfpar.planning.costs import MachineCosts
 from tfpar.planning.quantities import memory
 
-MOST_DEVICES, MOST_HOSTS = 512, 512
+MOST_DEVICES, MOST_HOSTS, MOST_MEASURED = 512, 512, 100
 MOST_SPEED = 1000.0
 # Of 10 Gbit/s, which most machines have.
 NETWORK_LATENCY_SECONDS, NETWORK_BYTES_PER_SECOND = 50e-6, 1.25e9
@@ -42,8 +42,8 @@ class Stated:
 
     def __post_init__(self) -> None:
         """Refuse numbers that no machine has."""
-        _check_count("num_devices", 1 if self.num_devices is None else self.num_devices, MOST_DEVICES)
-        _check_count("num_hosts", self.num_hosts, MOST_HOSTS)
+        check_count("num_devices", 1 if self.num_devices is None else self.num_devices, 1, MOST_DEVICES)
+        check_count("num_hosts", self.num_hosts, 1, MOST_HOSTS)
         if not (0 < self.device_speed <= MOST_SPEED):
             raise ValueError(
                 f"device_speed must be above 0 and at most {MOST_SPEED:g}, received {self.device_speed}: 1.5 is a "
@@ -95,10 +95,23 @@ def _with_bandwidth(link: Link, bytes_per_second: float) -> Link:
     return Link(link.latency_seconds, bytes_per_second)
 
 
-def _check_count(name: str, value: int, most: int) -> None:
+def check_count(name: str, value: int, least: int, most: int) -> None:
+    """Refuse an argument that is no whole number, or out of range.
+
+    Args:
+        name: Of the argument.
+        value: Its value.
+        least: The smallest value.
+        most: The largest value.
+
+    Example:
+        >>> check_count("num_hosts", 0, 1, 512)
+        Traceback (most recent call last):
+        ValueError: num_hosts must be at least 1, received 0.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, received {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, received {value}.")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, received {value}.")
     if value > most:
         raise ValueError(f"{name} must be at most {most}, received {value}.")
