@@ -103,6 +103,12 @@ def test_the_table_has_the_measured_step_and_the_predicted_one() -> None:
     assert "measured; predicted" in text.splitlines()[line + 1]
 
 
+def test_nothing_is_measured_where_no_layout_will_be_taken() -> None:
+    device = Device({})
+    plan = planned(device, model=dataclasses.replace(MODEL, spread=0.3))
+    assert (device.asked, plan.take) == ([], None)
+
+
 def test_layouts_that_do_not_fit_are_not_measured() -> None:
     model = dataclasses.replace(MODEL, blocks=BLOCKS, slot_bytes=10**9)
     device = Device(dict.fromkeys([MIRRORED, SHARDED, "SingleDevice"], 0.4))

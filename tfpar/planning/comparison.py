@@ -10,7 +10,7 @@ from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, Refusal, candidates
 from tfpar.planning.memory import device_bytes, largest_batch
 from tfpar.planning.plan import Plan
-from tfpar.planning.ranking import UNTESTED, best_of_each_grid, rank
+from tfpar.planning.ranking import MOST_SPREAD, UNTESTED, best_of_each_grid, rank
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.step_prediction import predict
 
@@ -46,7 +46,7 @@ def compare(
     """
     steps, refusals = _predictions(model, machine)
     rows = [_with_largest_batch(step, model, machine) for step in best_of_each_grid(steps, machine)]
-    if measure is not None:
+    if measure is not None and model.spread <= MOST_SPREAD:  # else none is taken
         rows, untrainable = with_measured(rows, machine, measure, most_measured)
         refusals += untrainable
     more, _ = _predictions(model, dataclasses.replace(machine, num_devices=machine.num_devices + 1), steps)
