@@ -79,6 +79,20 @@ class Layout:
             found |= {"shard": self.shard}
         return found
 
+    def settings_on(self, devices: Sequence[str]) -> dict[str, Any]:
+        """Return the settings with the devices that the layout uses on a host.
+
+        Args:
+            devices: Names of the devices of a host.
+
+        Example:
+            >>> Layout().settings_on(["GPU:0", "GPU:1"])
+            {'kind': 'single_device', 'device': 'GPU:0'}
+        """
+        if self.kind == "single_device":
+            return {**self.settings, "device": devices[0]}
+        return {**self.settings, "devices": list(devices[: self.num_devices // self.num_hosts])}
+
     @property
     def replicas_per_host(self) -> int:
         """The replicas of one host."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpar import data
+from tfpar import config, data
 from tfpar._compat import random_state
 from tfpar.planning.block_measurement import measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import measure_slowdown
@@ -22,7 +22,7 @@ from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
 from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_steps, measure_update
 from tfpar.reduction.weight_owners import num_bytes
-from tfpar.strategies import Hybrid, Mirrored, Pipeline, SingleDevice, Strategy, TensorParallel, batch_dependence
+from tfpar.strategies import Mirrored, Pipeline, SingleDevice, Strategy, batch_dependence, from_settings
 from tfpar.trainer import Trainer
 
 _MOST_SIZES = 7
@@ -90,7 +90,7 @@ def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[
 
 
 def strategy_of(layout: Layout, devices: Sequence[str]) -> Strategy:
-    """Return the strategy of a layout of one host.
+    """Return the strategy of a layout of one host, as the train command makes it.
 
     Args:
         layout: The layout.
@@ -100,18 +100,7 @@ def strategy_of(layout: Layout, devices: Sequence[str]) -> Strategy:
         >>> strategy_of(Layout(num_replicas=1), ["CPU:0"]).device_names
         ['CPU:0']
     """
-    names, replicas = list(devices[: layout.num_devices]), layout.num_replicas
-    given = names if replicas == 1 else None
-    shard: Literal["optimizer"] | None = "optimizer" if layout.shard == "optimizer" else None
-    if layout.num_stages > 1:
-        pipeline = Pipeline(
-            layout.num_stages, layout.num_microbatches, layout.schedule, devices=given, recompute=layout.recompute
-        )
-        return pipeline if replicas == 1 else Hybrid(pipeline, replicas, names, shard=shard)
-    if layout.num_shards > 1:
-        shards = TensorParallel(layout.num_shards, devices=given)
-        return shards if replicas == 1 else Hybrid(shards, replicas, names, shard=shard)
-    return SingleDevice(names[0]) if replicas == 1 else Mirrored(names, shard=layout.shard)
+    return from_settings(config.with_layout(config.SingleDevice(), layout.settings_on(devices)))
 
 
 def _prepared(make_trainer: ReadOnce, strategy: Strategy) -> tuple[Trainer, TimedLoop, Any, GivenData]:

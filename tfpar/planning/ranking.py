@@ -89,11 +89,9 @@ def settings_of(layout: Layout, machine: MachineCosts, devices: Sequence[str] = 
         >>> settings_of(Layout(num_replicas=2), MachineCosts("CPU", 2, 2))
         {'kind': 'mirrored', 'num_logical_cpus': 2}
     """
-    settings = layout.settings
-    used = layout.num_devices // layout.num_hosts
     if devices:
-        named = {"device": devices[0]} if settings["kind"] == "single_device" else {"devices": list(devices[:used])}
-        return settings | named
+        return layout.settings_on(devices)
+    settings, used = layout.settings, layout.num_devices // layout.num_hosts
     if machine.device == "CPU":
         return settings | ({"num_logical_cpus": used} if used > 1 else {})
     # These use all GPUs unless some are named.
