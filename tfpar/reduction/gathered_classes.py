@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from tfpar._compat import keras_class_pieces
 from tfpar.reduction import recomputed_losses, vocabulary_losses, vocabulary_metrics
-from tfpar.reduction.row_scores import RowScores
 from tfpar.reduction.vocabulary_losses import ClassPieces
 
 _ATTRIBUTE = "_tfpar_class_pieces"
@@ -65,9 +64,9 @@ def tensors_in_pieces(outputs: Any) -> Any:
         pieces = pieces_of(output)
         if pieces is None:
             return output
-        return (
-            list(pieces.tensors) if pieces.computed is None else [(one.inputs, *one.weights) for one in pieces.computed]
-        )
+        if pieces.computed is None:
+            return list(pieces.tensors)
+        return [(one.inputs, *one.weights) for one in pieces.computed]
 
     return [tensors(output) for output in tf.nest.flatten(outputs)]
 
@@ -78,24 +77,14 @@ def _reshaped(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
     def reshape(piece: tf.Tensor) -> tf.Tensor:
         return tf.reshape(piece, tf.concat([leading, [tf.cast(piece.shape[-1], leading.dtype)]], 0))
 
-    def reshape_inputs(computed: RowScores, device: str) -> RowScores:
-        with tf.device(device):
-            return computed._replace(inputs=reshape(computed.inputs))
-
-    computed = pieces.computed and list(map(reshape_inputs, pieces.computed, pieces.devices))
-    return pieces.map(reshape)._replace(computed=computed)
+    return pieces.map(reshape, lambda computed: computed._replace(inputs=reshape(computed.inputs)))
 
 
 def _cast(pieces: ClassPieces, tensor: tf.Tensor) -> ClassPieces:
     def cast(piece: tf.Tensor) -> tf.Tensor:
         return tf.cast(piece, tensor.dtype)
 
-    def cast_computed(computed: RowScores, device: str) -> RowScores:
-        with tf.device(device):
-            return computed.then(cast)
-
-    computed = pieces.computed and list(map(cast_computed, pieces.computed, pieces.devices))
-    return pieces.map(cast)._replace(computed=computed)
+    return pieces.map(cast, lambda computed: computed.then(cast))
 
 
 _OF_EACH_PIECE: dict[str, Callable[[ClassPieces, tf.Tensor], ClassPieces]] = {
@@ -170,11 +159,4 @@ def _in_top_k(original: Any, targets: Any, predictions: Any, k: Any) -> Any:
 
 def _shape(original: Any, x: Any) -> Any:
     pieces = pieces_of(x)
-    return (
-        original(x)
-        if pieces is None
-        else (
-            *original(pieces.tensors[0] if pieces.computed is None else pieces.computed[0].inputs)[:-1],
-            sum(pieces.sizes),
-        )
-    )
+    return original(x) if pieces is None else (*original(pieces.positions)[:-1], sum(pieces.sizes))

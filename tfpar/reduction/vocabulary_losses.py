@@ -46,14 +46,25 @@ class ClassPieces(NamedTuple):
         """The number of columns of each piece."""
         return [int(tensor.shape[-1]) for tensor in self.tensors]
 
-    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ClassPieces:
+    def map(
+        self,
+        function: Callable[[tf.Tensor], tf.Tensor],
+        of_computed: Callable[[RowScores], RowScores] | None = None,
+    ) -> ClassPieces:
         """Return a function of each piece, computed on its device.
 
         Args:
             function: A function of one piece.
+            of_computed: The same for how a piece is computed; None where the result is read as it is.
         """
         tensors = [self.at(index, function) for index in range(len(self.tensors))]
-        return self._replace(tensors=tensors, computed=None)
+        if self.computed is None or of_computed is None:
+            return self._replace(tensors=tensors, computed=None)
+        computed = []
+        for one, device in zip(self.computed, self.devices, strict=True):
+            with tf.device(device):
+                computed.append(of_computed(one))
+        return self._replace(tensors=tensors, computed=computed)
 
     def at(self, index: int, function: Callable[[tf.Tensor], Any]) -> Any:
         """Return a function of one piece, computed on its device.
@@ -89,13 +100,14 @@ class ClassPieces(NamedTuple):
         with tf.device(self.devices[index]):
             return row_scores.over_rows(self.computed[index], function, given, results, self.sizes[index])
 
-    def leading(self) -> tf.Tensor:
-        """Return the shape of the values without their last axis, with no read of pieces that are not kept."""
-        return tf.shape(self.tensors[0] if self.computed is None else self.computed[0].inputs)[:-1]
+    @property
+    def positions(self) -> tf.Tensor:
+        """A tensor with the axes of the values but the last, for their sizes: pieces that are not kept are not read."""
+        return self.tensors[0] if self.computed is None else self.computed[0].inputs
 
     def rows(self) -> ClassPieces:
         """Return the pieces as matrices `[positions, size]`."""
-        return self.map(lambda piece: tf.reshape(piece, [-1, piece.shape[-1]]))._replace(computed=self.computed)
+        return self.map(lambda piece: tf.reshape(piece, [-1, piece.shape[-1]]), lambda computed: computed)
 
 
 def sparse_losses(labels: tf.Tensor, logits: ClassPieces, valid: tf.Tensor | None = None) -> tf.Tensor:

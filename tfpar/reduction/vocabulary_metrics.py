@@ -25,7 +25,7 @@ def argmax(values: ClassPieces, find: Callable[[tf.Tensor], tf.Tensor]) -> tf.Te
         best = find(tf.stack(largest, -1))
         classes = tf.stack([column + offset for (column, _), offset in zip(pairs, offsets, strict=True)], -1)
         found = tf.gather(classes, best, axis=-1, batch_dims=1)
-        return tf.ensure_shape(tf.reshape(found, values.leading()), values.tensors[0].shape[:-1])
+        return tf.ensure_shape(tf.reshape(found, tf.shape(values.positions)[:-1]), values.tensors[0].shape[:-1])
 
 
 def _largest(piece: tf.Tensor, find: Callable[[tf.Tensor], tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:

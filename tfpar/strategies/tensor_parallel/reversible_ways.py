@@ -59,11 +59,9 @@ def _run_reverse(placed: Placed, call: Call, training: bool) -> Pieces:
         if layer.reverse_dtype is not None:
             given, kernel = (keras.ops.cast(one, layer.reverse_dtype) for one in (given, kernel))
         scores = keras.ops.matmul(given, kernel)
-        return (
-            scores
-            if layer.logit_soft_cap is None
-            else keras.ops.tanh(scores / layer.logit_soft_cap) * layer.logit_soft_cap
-        )
+        if layer.logit_soft_cap is not None:
+            scores = keras.ops.tanh(scores / layer.logit_soft_cap) * layer.logit_soft_cap
+        return scores
 
     outputs, computed = [], []
     for shard, device in enumerate(placed.devices):
