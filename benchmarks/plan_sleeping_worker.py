@@ -10,18 +10,15 @@ from benchmarks.harness import Output
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 import tfpar
-from benchmarks.pipelines.sleeping_worker import sleeping_layer
+from benchmarks.pipelines.sleeping_worker import sleeping_model, use_sleeping_cpus
 from benchmarks.plan_worker import compared
 from tfpar.planning.layouts import Layout
 from tfpar.planning.measurement import measure
 
-# A device occupies a thread while it sleeps, and TensorFlow needs others to start the next operation.
-_THREADS_PER_DEVICE = 4
 _DEVICES = [f"CPU:{number}" for number in range(8)]
 _WIDTH = 8
 LAYOUTS = [
@@ -42,20 +39,12 @@ def run(seconds_per_row: Sequence[float], batch: int) -> Output:
         seconds_per_row: The sleep of each layer in the forward pass, for each row.
         batch: Rows of the global batch.
     """
-    tf.config.threading.set_inter_op_parallelism_threads(_THREADS_PER_DEVICE * len(_DEVICES))
-    tfpar.use_logical_cpus(len(_DEVICES), 1)
+    use_sleeping_cpus(len(_DEVICES))
     rows = np.ones((batch, _WIDTH), "float32")
     data = tf.data.Dataset.from_tensors((rows, rows)).cache().repeat()
 
-    def build_model() -> keras.Model:
-        # The gradient of each weight needs the sleeps of the layers after it.
-        layers = [layer for one in seconds_per_row for layer in (keras.layers.Dense(_WIDTH), sleeping_layer(one))]
-        model = keras.Sequential([keras.Input((_WIDTH,)), *layers])
-        model.compile(keras.optimizers.SGD(1e-3), "mse")
-        return model
-
     def make(strategy: tfpar.Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
-        return tfpar.Trainer(build_model, strategy), data
+        return tfpar.Trainer(lambda: sleeping_model(_WIDTH, seconds_per_row), strategy), data
 
     costs, machine = measure(make, _DEVICES)
     return compared(costs, machine, LAYOUTS, make, data, _DEVICES)

@@ -29,16 +29,24 @@ def run_here(setting: Sleeping, rank: int = 0, addresses: Sequence[str] = ()) ->
     if addresses:
         job = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}}
         os.environ["TF_CONFIG"] = json.dumps(job)
+    use_sleeping_cpus(setting.num_devices // setting.num_workers)
+    return measure_grid(setting)
+
+
+def use_sleeping_cpus(num_devices: int) -> None:
+    """Split the CPU into devices that sleep at the same time.
+
+    Args:
+        num_devices: Number of logical CPUs; TensorFlow must not have started yet.
+    """
     import tensorflow as tf
 
     import tfpar
 
     tf.config.set_visible_devices([], "GPU")
-    num_devices = setting.num_devices // setting.num_workers
     tf.config.threading.set_inter_op_parallelism_threads(_THREADS_PER_DEVICE * num_devices)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tfpar.use_logical_cpus(num_devices)
-    return measure_grid(setting)
 
 
 def measure_grid(setting: Sleeping) -> Output:
@@ -59,7 +67,8 @@ def measure_grid(setting: Sleeping) -> Output:
     )
     num_replicas = setting.num_replicas // setting.num_workers
     strategy = pipeline if setting.num_replicas == 1 else tfpar.Hybrid(pipeline, num_replicas)
-    trainer = tfpar.Trainer(lambda: _model(setting), strategy, seed=0)
+    seconds_per_row = [seconds / setting.rows for seconds in setting.forward_seconds]
+    trainer = tfpar.Trainer(lambda: sleeping_model(setting.width, seconds_per_row), strategy, seed=0)
     rows = np.ones((setting.num_examples, setting.width), "float32")
     data = tf.data.Dataset.from_tensor_slices((rows, rows)).batch(setting.num_examples).cache().repeat()
     printed = trainer.preview(data).planned
@@ -71,14 +80,19 @@ def measure_grid(setting: Sleeping) -> Output:
     return {"step_seconds": statistics.median(steps), "printed_seconds": printed.step_seconds}
 
 
-def _model(setting: Sleeping) -> Any:
-    """Return a layer with a weight and one that sleeps for each stage; the weight's gradient needs the sleep's."""
+def sleeping_model(width: int, seconds_per_row: Sequence[float]) -> Any:
+    """Return pairs of a layer with a weight and one that sleeps; the weight's gradient needs the sleep's.
+
+    Args:
+        width: Each weight has this many rows and columns.
+        seconds_per_row: The sleep of each pair in the forward pass, for each row.
+    """
     import keras
 
-    model = keras.Sequential([keras.Input((setting.width,))])
-    for forward_seconds in setting.forward_seconds:
-        model.add(keras.layers.Dense(setting.width))
-        model.add(sleeping_layer(forward_seconds / setting.rows))
+    model = keras.Sequential([keras.Input((width,))])
+    for seconds in seconds_per_row:
+        model.add(keras.layers.Dense(width))
+        model.add(sleeping_layer(seconds))
     model.compile(keras.optimizers.SGD(1e-3), "mse")
     return model
 
