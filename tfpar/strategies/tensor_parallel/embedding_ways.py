@@ -41,7 +41,8 @@ def embedding_ways(call: Call) -> tuple[Way, ...]:
 def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
     layer, (value,) = call.operation, call.inputs
     sizes = layer.embeddings.value.sizes
-    numbers = placed.whole(value)
+    given = placed.whole(value)
+    numbers = given.flat_values if isinstance(given, tf.RaggedTensor) else given
     with tf.device(placed.devices[0]):
         if numbers.dtype not in (tf.int32, tf.int64):
             numbers = tf.cast(numbers, tf.int32)
@@ -59,9 +60,15 @@ def _run(placed: Placed, call: Call, training: bool, *, by_rows: bool) -> Any:
                 rows = tf.gather(table, own)
             outputs.append(tf.cast(rows, layer.compute_dtype))
     if by_rows:
+        total = pieces_of.added(outputs, placed.devices)
         with tf.device(placed.devices[0]):
-            return keras_model.with_mask(pieces_of.added(outputs, placed.devices), mask)
-    return Pieces(tuple(outputs), -1, mask)
+            return keras_model.with_mask(_in_rows_of(given, total), mask)
+    return Pieces(tuple(_in_rows_of(given, output) for output in outputs), -1, mask)
+
+
+def _in_rows_of(numbers: Any, embedded: tf.Tensor) -> Any:
+    """Return the embeddings of the values of a ragged tensor in its rows; those of a tensor as they are."""
+    return numbers.with_flat_values(embedded) if isinstance(numbers, tf.RaggedTensor) else embedded
 
 
 def _rows_of_shard(table: tf.Tensor, numbers: tf.Tensor, shard: int, sizes: tuple[int, ...]) -> tf.Tensor:

@@ -34,17 +34,20 @@ class Pieces:
     computed: Sequence[RowScores] | None = None
 
 
-def sent(tensor: tf.Tensor, source: str, target: str) -> tf.Tensor:
+def sent(value: Any, source: str, target: str) -> Any:
     """Send a tensor from the device of one shard to that of another; its gradient is sent back.
 
     Args:
-        tensor: A tensor on the source.
+        value: A tensor on the source; a sparse or ragged one is sent in its parts.
         source: A device.
         target: A device.
     """
     if source == target:
-        return tensor
+        return value
+    return tf.nest.map_structure(lambda part: _sent(part, source, target), value, expand_composites=True)
 
+
+def _sent(tensor: tf.Tensor, source: str, target: str) -> tf.Tensor:
     @tf.custom_gradient
     def transfer(value: tf.Tensor) -> Any:
         with tf.device(target):

@@ -101,7 +101,7 @@ def joined(outputs: Sequence[Any], homes: Sequence[str], num_examples: tf.Tensor
             return parts[0]
         masks = [keras_model.mask_of(part) for part in parts]
         logits = [keras_probabilities.sent_as(part) for part in parts]
-        here = [_sent(part, home, homes[0]) for (part, _), home in zip(logits, homes, strict=True)]
+        here = [sent(part, home, homes[0]) for (part, _), home in zip(logits, homes, strict=True)]
         with tf.device(homes[0]):
             whole = data.take_rows(data.join_batches(here), 0, num_examples)
         whole = _with_joined_pieces(whole, [part for part, _ in logits], num_examples)
@@ -124,7 +124,3 @@ def _with_joined_pieces(whole: Any, parts: Sequence[Any], num_examples: tf.Tenso
         with tf.device(device):
             joined_pieces.append(data.take_rows(tf.concat(here, 0), 0, num_examples))
     return gathered_classes.note_pieces(whole, ClassPieces(joined_pieces, found[0].devices))
-
-
-def _sent(value: Any, source: str, target: str) -> Any:
-    return tf.nest.map_structure(lambda part: sent(part, source, target), value, expand_composites=True)
