@@ -100,11 +100,20 @@ def test_long_tables_say_how_many_rows_are_left_out_and_json_has_all() -> None:
     plan = large_plan()
     lines = str(plan).splitlines()
     shown = [line for line in lines[5:] if line[:1].isdigit()]
-    assert len(shown) == 8
-    more = f"    {len(plan.rows) - 8} more rank no higher, or do not fit: --json and plan.rows have all."
+    assert len(shown) == 9
+    assert "SingleDevice" in shown[8], "the row to which each speed-up refers"
+    more = f"    {len(plan.rows) - 9} more rank no higher, or do not fit: --json and plan.rows have all."
     assert lines[lines.index(more) + 1] == "", "the line ends the table"
     assert len(lines) <= 40
     assert len(json.loads(plan.to_json())["rows"]) == len(plan.rows)
+
+
+@pytest.mark.parametrize("gigabytes", [4, 0.001])
+def test_one_device_has_a_row_also_where_many_others_are_nearer_to_fit(gigabytes: float) -> None:
+    plan = large_plan(with_memory(gigabytes))
+    assert plan.rows[-1].layout == ONE
+    rows = [line for line in str(plan).splitlines() if "SingleDevice" in line and "100 GB" in line]
+    assert len(rows) == 1
 
 
 def test_json_has_the_plan() -> None:

@@ -48,8 +48,11 @@ def text(plan: Plan) -> str:
 
 
 def _shown(plan: Plan) -> list[Row]:
+    """Return the rows of the text: the first, the nearest that do not fit, and one device, to which `x one` refers."""
     fitting = [row for row in plan.rows if row.fits is not False]
-    return [*fitting[:MOST_FITTING], *plan.rows[len(fitting) :][:MOST_OTHERS]]
+    places = {*range(len(fitting))[:MOST_FITTING], *range(len(plan.rows))[len(fitting) :][:MOST_OTHERS]}
+    places |= {place for place, row in enumerate(plan.rows) if row.layout.num_devices == 1}
+    return [plan.rows[place] for place in sorted(places)]
 
 
 def _head(plan: Plan) -> Iterator[str]:
