@@ -14,19 +14,21 @@ from typing import Any
 
 import tensorflow as tf
 
-Bundle = list[tf.Tensor]  # one of type variant, if there are tensors of other types than int32, and those of int32
+# For each device one of type variant with tensors of other types than int32; then those of int32.
+Bundle = list[tf.Tensor]
+Devices = str | Sequence[str]  # of all tensors, or of each
 
 
-def bundled(tensors: Sequence[tf.Tensor], device: str) -> Bundle:
+def bundled(tensors: Sequence[tf.Tensor], devices: Devices) -> Bundle:
     """Bundle tensors.
 
     Args:
         tensors: Any tensors.
-        device: The device that holds them.
+        devices: The device that holds them, or the device of each.
 
     Returns:
-        A scalar of type variant, then the integers of 32 bits: those are sizes and indices, which on a GPU are in the
-        memory of the host, where TensorFlow's operations need them.
+        A scalar of type variant for each device, then the integers of 32 bits: those are sizes and indices, which on a
+        GPU are in the memory of the host, where TensorFlow's operations need them.
 
     Example:
         >>> bundle = bundled([tf.constant(1.0), tf.constant([2, 3])], "CPU:0")
@@ -34,38 +36,51 @@ def bundled(tensors: Sequence[tf.Tensor], device: str) -> Bundle:
         >>> [one.numpy().tolist() for one in unbundle(bundle, specs, "CPU:0")]
         [1.0, [2, 3]]
     """
-    apart = [tensor for tensor in tensors if tensor.dtype == tf.int32]
-    others = [tensor for tensor in tensors if tensor.dtype != tf.int32]
-    if not others:
-        return apart
-    with tf.device(device):
-        return [tf.raw_ops.OptionalFromValue(components=others), *apart]
+    found: Bundle = []
+    for device, group in _by_device(tensors, devices).items():
+        with tf.device(device):
+            found.append(tf.raw_ops.OptionalFromValue(components=[tensors[one] for one in group]))
+    return [*found, *(tensor for tensor in tensors if tensor.dtype == tf.int32)]
 
 
-def unbundle(bundle: Bundle, specs: Sequence[tf.Tensor | tf.TensorSpec], device: str) -> list[tf.Tensor]:
+def unbundle(bundle: Bundle, specs: Sequence[tf.Tensor | tf.TensorSpec], devices: Devices) -> list[tf.Tensor]:
     """Return the tensors of a bundle.
 
     Args:
         bundle: As `bundled` returns it.
         specs: The specs of its tensors, or tensors like them.
-        device: The device that holds them.
+        devices: The device that holds them, or the device of each.
     """
-    others = [spec for spec in specs if spec.dtype != tf.int32]
-    if not others:
-        return list(bundle)
-    first, *apart = bundle
-    with tf.device(device):
-        values = tf.raw_ops.OptionalGetValue(
-            optional=first, output_types=[spec.dtype for spec in others], output_shapes=[spec.shape for spec in others]
-        )
-    remaining = {True: iter(apart), False: iter(values)}
-    return [next(remaining[spec.dtype == tf.int32]) for spec in specs]
+    groups = _by_device(specs, devices)
+    found: dict[int, tf.Tensor] = {}
+    for part, (device, group) in zip(bundle, groups.items(), strict=False):  # the integers come after them
+        types, shapes = [specs[one].dtype for one in group], [specs[one].shape for one in group]
+        with tf.device(device):
+            values = tf.raw_ops.OptionalGetValue(optional=part, output_types=types, output_shapes=shapes)
+        found.update(zip(group, values, strict=True))
+    apart = iter(bundle[len(groups) :])
+    return [found[index] if index in found else next(apart) for index in range(len(specs))]
 
 
-def specs_of(tensors: Sequence[tf.Tensor | tf.TensorSpec]) -> list[tf.TensorSpec]:
+def specs_of(tensors: Sequence[tf.Tensor | tf.TensorSpec], devices: Devices = "") -> list[tf.TensorSpec]:
     """Return the specs of the bundle of some tensors."""
     apart = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors if tensor.dtype == tf.int32]
-    return [*([tf.TensorSpec([], tf.variant)] if len(apart) < len(tensors) else []), *apart]
+    return [*(tf.TensorSpec([], tf.variant) for _ in _by_device(tensors, devices)), *apart]
+
+
+def devices_of_parts(tensors: Sequence[tf.Tensor | tf.TensorSpec], devices: Devices) -> list[str]:
+    """Return the device of each tensor of the bundle of some tensors; integers of 32 bits count as on the first."""
+    first = devices if isinstance(devices, str) else next(iter(devices), "")
+    return [*_by_device(tensors, devices), *(first for tensor in tensors if tensor.dtype == tf.int32)]
+
+
+def _by_device(tensors: Sequence[tf.Tensor | tf.TensorSpec], devices: Devices) -> dict[str, list[int]]:
+    """Return the indices of the tensors of other types than int32 on each device."""
+    found: dict[str, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.dtype != tf.int32:
+            found.setdefault(devices if isinstance(devices, str) else devices[index], []).append(index)
+    return found
 
 
 def is_copied(tensor: Any) -> bool:

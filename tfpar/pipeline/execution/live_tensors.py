@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar.pipeline.execution import queues
+from tfpar.pipeline.execution.bundles import Devices
 
 
 class Key(NamedTuple):
@@ -68,38 +69,38 @@ class LiveTensors:
         """Return the keys of a role, in the order in which their tensors were first held."""
         return [key for key in self._held if key.role == role]
 
-    def save(self, key: Key, value: Any, device: str) -> None:
+    def save(self, key: Key, value: Any, device: Devices) -> None:
         """Hold a structure of tensors of a micro-batch for a later kind of pass, in a queue if the step uses queues.
 
         Args:
             key: The key of the micro-batch.
             value: As many tensors of the same types for each micro-batch.
-            device: The device that holds them.
+            device: The device that holds them, or the device of each.
         """
         if self.uses_queues:
             self.enqueue(key._replace(microbatch=None), value, device)
         else:
             self._held[key] = value
 
-    def take_saved(self, key: Key, device: str, default: Any = None) -> Any:
+    def take_saved(self, key: Key, device: Devices, default: Any = None) -> Any:
         """Return what `save` holds under a key, and hold it no longer."""
         if not self.uses_queues:
             return self._held.pop(key, default)
         queue = key._replace(microbatch=None)
         return self.dequeue(queue, device) if queue in self._held else default
 
-    def enqueue(self, key: Key, value: Any, device: str) -> None:
+    def enqueue(self, key: Key, value: Any, device: Devices) -> None:
         """Add a structure of tensors to the end of the queue under a key; `save` has the arguments."""
         self._like.setdefault(key, value)
         self._held[key] = queues.appended(self._held.get(key), _parts(value), device)
         self._lengths[key] = self._lengths.get(key, 0) + 1
 
-    def dequeue(self, key: Key, device: str, specs: Any = None) -> Any:
+    def dequeue(self, key: Key, device: Devices, specs: Any = None) -> Any:
         """Return the structure at the front of the queue under a key, and hold it no longer.
 
         Args:
             key: The key of the queue.
-            device: The device that holds it.
+            device: The device that holds it, or the device of each tensor.
             specs: The structure with the specs of its tensors. Defaults to those of the first structure added, with any
                 number of rows.
         """

@@ -13,19 +13,21 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-Queue = list[tf.Tensor]  # a list on the device, and one on the host for integers of 32 bits, as in a bundle
+from tfpar.pipeline.execution.bundles import Devices
+
+Queue = list[tf.Tensor]  # a list on each device, and one on the host for integers of 32 bits, as in a bundle
 
 _HOST = "CPU:0"
 _SCALAR = np.zeros([0], np.int32)
 
 
-def appended(queue: Queue | None, tensors: Sequence[tf.Tensor], device: str) -> Queue:
+def appended(queue: Queue | None, tensors: Sequence[tf.Tensor], device: Devices) -> Queue:
     """Return a queue with more tensors at its end.
 
     Args:
         queue: A queue; None for an empty one.
         tensors: As many tensors each time, of the same types.
-        device: The device that holds them.
+        device: The device that holds them, or the device of each.
 
     Example:
         >>> queue = appended(None, [tf.constant(1.0), tf.constant(2)], "CPU:0")
@@ -40,13 +42,15 @@ def appended(queue: Queue | None, tensors: Sequence[tf.Tensor], device: str) -> 
     return [_with_first([tensors[one] for one in group], items, place) for (place, group), items in pairs]
 
 
-def pop_first(queue: Queue, specs: Sequence[tf.Tensor | tf.TensorSpec], device: str) -> tuple[Queue, list[tf.Tensor]]:
+def pop_first(
+    queue: Queue, specs: Sequence[tf.Tensor | tf.TensorSpec], device: Devices
+) -> tuple[Queue, list[tf.Tensor]]:
     """Return a queue without the tensors at its front, and those tensors.
 
     Args:
         queue: A queue that is not empty.
         specs: The specs of the tensors, or tensors like them.
-        device: The device that holds them.
+        device: The device that holds them, or the device of each.
     """
     rest: Queue = []
     found: dict[int, tf.Tensor] = {}
@@ -58,18 +62,28 @@ def pop_first(queue: Queue, specs: Sequence[tf.Tensor | tf.TensorSpec], device: 
             )
             values = tf.raw_ops.OptionalGetValue(optional=last, output_types=types, output_shapes=shapes)
         rest.append(others)
-        if place != device:  # a loop over integers runs where they come from
-            with tf.device(device):
-                values = [tf.identity(value) for value in values]
+        if place == _HOST:  # a loop over integers runs where they come from
+            homes = [device if isinstance(device, str) else device[one] for one in group]
+            values = [_copied(value, home) for value, home in zip(values, homes, strict=True)]
         found.update(zip(group, values, strict=True))
     return rest, [found[index] for index in range(len(specs))]
 
 
-def _places(specs: Sequence[tf.Tensor | tf.TensorSpec], device: str) -> list[tuple[str, list[int]]]:
+def _copied(value: tf.Tensor, device: str) -> tf.Tensor:
+    with tf.device(device):
+        return tf.identity(value)
+
+
+def _places(specs: Sequence[tf.Tensor | tf.TensorSpec], device: Devices) -> list[tuple[str, list[int]]]:
     """Return the indices of the tensors on each device."""
-    apart = [index for index, spec in enumerate(specs) if spec.dtype == tf.int32]
-    others = [index for index, spec in enumerate(specs) if spec.dtype != tf.int32]
-    return [(place, group) for place, group in ((device, others), (_HOST, apart)) if group]
+    found: dict[str, list[int]] = {}
+    apart = []
+    for index, spec in enumerate(specs):
+        if spec.dtype == tf.int32:
+            apart.append(index)
+        else:
+            found.setdefault(device if isinstance(device, str) else device[index], []).append(index)
+    return [*found.items(), *([(_HOST, apart)] if apart else [])]
 
 
 def _with_first(tensors: Sequence[tf.Tensor], items: tf.Tensor | None, device: str) -> tf.Tensor:
