@@ -69,19 +69,18 @@ def creating_divided_slots() -> Iterator[None]:
         yield
 
 
-def divide_slots(optimizer: Any, weights: Sequence[Any], device: str) -> None:
-    """Divide the slots of a built optimizer as their weights, and place those of other weights on a device.
+def divide_slots(optimizer: Any, weights: Sequence[Any]) -> None:
+    """Divide the slots of a built optimizer as their weights, and place those of other weights with them.
 
     Args:
         optimizer: A built optimizer.
         weights: The weights that it was built for.
-        device: The device of weights that are not divided.
     """
     keras_variables.find_slots(keras_variables.innermost(optimizer))
     for slot, weight in slots_of(optimizer, weights):
         memory = weight._value
         if not isinstance(memory, DividedMemory):
-            keras_weight_placement.place(slot, device)
+            keras_weight_placement.place(slot, memory.device)
         elif not tf_divided_memory.is_divided_as(slot, memory.axis, memory.sizes, memory.devices):
             tf_divided_memory.divide(slot, memory.axis, memory.sizes, memory.devices)
 

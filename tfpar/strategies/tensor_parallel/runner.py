@@ -13,7 +13,7 @@ from tfpar._compat import keras_model
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run_call
 from tfpar.strategies.batch_parts import split_into_parts
-from tfpar.strategies.tensor_parallel.layout import Layout
+from tfpar.strategies.tensor_parallel.layout import Layout, Way
 from tfpar.strategies.tensor_parallel.replicas import discarding_changes, joined
 from tfpar.strategies.tensor_parallel.shards import Placed, WholeValues
 from tfpar.strategies.tensor_parallel.wide_inputs import CutInputs, in_pieces
@@ -63,21 +63,33 @@ class DividedModel(NamedTuple):
     def _outputs(self, given: Sequence[Any], devices: Sequence[str], training: bool) -> Any:
         """Run all layer calls on the devices of a replica; return the outputs for its part of the batch."""
         placed = Placed(dict(zip(self.graph.inputs, given, strict=True)), devices)
-        ways = {id(call): way for call, way in zip(self.graph.calls, self.layout.ways, strict=True)}
-
-        def run_one(call: Call, tensors: dict[Value, Any], training: bool) -> Any:
-            way = ways[id(call)]
-            if way is not None and way.run is not None:
-                return way.run(placed, call, training)
-            with tf.device(devices[0]):
-                results = run_call(call, WholeValues(placed), training)
-            for value in call.inputs:
-                if placed.mask(value) is not None and keras_model.mask_of(placed.whole(value)) is None:
-                    placed.remove_mask(value)
-            return results
-
-        model_graph.run(self.graph.calls, placed.tensors, training, run_one)
+        run_calls(self.graph.calls, self.layout.ways, placed, training)
         return keras.tree.map_structure(lambda leaf: _output(leaf, placed), self.graph.outputs)
+
+
+def run_calls(calls: Sequence[Call], ways: Sequence[Way | None], placed: Placed, training: bool) -> None:
+    """Run layer calls, each in its way.
+
+    Args:
+        calls: Layer calls in their order.
+        ways: The way of each; None for one that runs on the first device alone.
+        placed: Their inputs, to which their outputs are added.
+        training: Whether the model trains.
+    """
+    way_of = {id(call): way for call, way in zip(calls, ways, strict=True)}
+
+    def run_one(call: Call, tensors: dict[Value, Any], training: bool) -> Any:
+        way = way_of[id(call)]
+        if way is not None and way.run is not None:
+            return way.run(placed, call, training)
+        with tf.device(placed.devices[0]):
+            results = run_call(call, WholeValues(placed), training)
+        for value in call.inputs:
+            if placed.mask(value) is not None and keras_model.mask_of(placed.whole(value)) is None:
+                placed.remove_mask(value)
+        return results
+
+    model_graph.run(calls, placed.tensors, training, run_one)
 
 
 def _output(leaf: Any, placed: Placed) -> Any:

@@ -173,7 +173,8 @@ class TensorParallel(SingleReplica):
         with random_state.stand_in_generator():
             graph = model_graph.trace(model, inputs)
         layout = layout_of(model, graph, self.num_shards, self.layout)
-        updates.place(model, layout, [list(map(keras_variables.full_name, devices)) for devices in self._owners])
+        owners = [list(map(keras_variables.full_name, devices)) for devices in self._owners]
+        updates.place(model, layout.weights, updates.homes_of(model, layout, owners))
         self._divided[model] = DividedModel(model, graph, layout, self._replicas)
         self._known[model] = _State.of(model)
 

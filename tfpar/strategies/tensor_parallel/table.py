@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfpar._compat import keras_variables, tf_divided_memory
+from tfpar.pipeline.graph.ir import Call
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
+from tfpar.strategies.tensor_parallel.layout import Layout
 from tfpar.strategies.tensor_parallel.runner import DividedModel
 
 
@@ -38,16 +40,21 @@ def preview_of(title: str, divided: DividedModel, num_examples: int, device_name
         num_parameters = sum(int(one.shape.num_elements() or 0) for one in own)
         rows.append(ReplicaRow(name, -(-num_examples // num_parts), num_parameters, state_bytes, gradient_bytes))
     table = replicas_table(title, tuple(rows), num_parts)
-    return Preview("\n".join([table, "", *_lines(divided)]), tuple(rows))
+    lines = lines_of(divided.graph.calls, divided.layout) or ["no layer is divided"]
+    return Preview("\n".join([table, "", *lines]), tuple(rows))
 
 
 def _on(variables: Sequence[Any], devices: Sequence[str]) -> list[Any]:
     return [one for one in variables if any(keras_variables.is_on(one, device) for device in devices)]
 
 
-def _lines(divided: DividedModel) -> list[str]:
-    pairs = zip(divided.graph.calls, divided.layout.ways, strict=True)
-    ways = {call.name: way.name for call, way in pairs if way is not None and way.cuts}
+def lines_of(calls: Sequence[Call], layout: Layout) -> list[str]:
+    """Return a line for each divided and each large whole layer call.
+
+    Args:
+        calls: The layer calls of a model or of a stage.
+        layout: Their layout.
+    """
+    ways = {call.name: way.name for call, way in zip(calls, layout.ways, strict=True) if way is not None and way.cuts}
     lines = [f"{name} is divided by {way}" for name, way in ways.items()]
-    lines += [f"{name} is whole: {reason}" for name, reason in divided.layout.whole.items()]
-    return lines or ["no layer is divided"]
+    return lines + [f"{name} is whole: {reason}" for name, reason in layout.whole.items()]

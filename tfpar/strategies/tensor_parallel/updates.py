@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,40 +17,53 @@ from tfpar._compat import (
 )
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction.weight_owners import largest_first, num_bytes
-from tfpar.strategies.tensor_parallel.layout import Layout
+from tfpar.strategies.tensor_parallel.layout import Division, Layout
 
 
-def place(model: keras.Model, layout: Layout, owners: Sequence[Sequence[str]]) -> None:
-    """Place the pieces of divided weights on the devices of an owner, and all other weights on the first device.
+def place(model: keras.Model, divisions: Mapping[Hashable, Division], homes: Callable[[Any], Sequence[str]]) -> None:
+    """Place the pieces of divided weights on their devices, and each other weight on the first of its devices.
 
-    Existing optimizer state moves with its weight. Of several owners each has about as many bytes.
+    Existing optimizer state moves with its weight.
+
+    Args:
+        model: A model with built layers.
+        divisions: The division of each divided weight, by its `id`.
+        homes: Returns the full name of the device of each shard for a variable.
+    """
+    before = keras_variables.num_moves(model.variables)
+    for variable in model.variables:
+        division, devices = divisions.get(id(variable)), homes(variable)
+        if division is None:
+            keras_weight_placement.place(variable, devices[0])
+        elif not tf_divided_memory.is_divided_as(variable, *division, devices):
+            tf_divided_memory.divide(variable, *division, devices)
+    optimizer = keras_variables.optimizer_of(model)
+    if optimizer is not None and optimizer.built and keras_variables.num_moves(model.variables) != before:
+        keras_divided_optimizer.divide_slots(optimizer, model.trainable_variables)
+
+
+def homes_of(model: keras.Model, layout: Layout, owners: Sequence[Sequence[str]]) -> Callable[[Any], Sequence[str]]:
+    """Return a function that returns the devices of the owner of a variable: divided weights belong to all owners.
+
+    Of several owners each has about as many bytes.
 
     Args:
         model: A model with built layers.
         layout: Its layout.
         owners: The full name of the device of each shard, for each replica that owns weights.
     """
-    first = owners[0][0]
     divided = [variable for variable in model.variables if id(variable) in layout.weights]
     numbers = largest_first(list(map(num_bytes, divided)), len(owners))
     homes = {id(variable): owners[number] for variable, number in zip(divided, numbers, strict=True)}
-    before = keras_variables.num_moves(model.variables)
-    for variable in model.variables:
-        division = layout.weights.get(id(variable))
-        if division is None:
-            keras_weight_placement.place(variable, first)
-        elif not tf_divided_memory.is_divided_as(variable, *division, homes[id(variable)]):
-            tf_divided_memory.divide(variable, *division, homes[id(variable)])
-    optimizer = keras_variables.optimizer_of(model)
-    if optimizer is not None and optimizer.built and keras_variables.num_moves(model.variables) != before:
-        keras_divided_optimizer.divide_slots(optimizer, model.trainable_variables, first)
+    return lambda variable: homes.get(id(variable), owners[0])
 
 
-def check_optimizer(model: keras.Model) -> None:
+def check_optimizer(model: keras.Model, strategy: str = "TensorParallel") -> None:
     """Refuse an optimizer that needs whole weights.
 
     Args:
         model: A compiled model with divided weights.
+        strategy: The strategy, for the message.
 
     Raises:
         ValueError: If its optimizer is not known to update each element of a weight separately.
@@ -58,7 +71,7 @@ def check_optimizer(model: keras.Model) -> None:
     if not keras_divided_optimizer.is_elementwise(model.optimizer):
         name = type(keras_variables.innermost(model.optimizer)).__name__
         raise ValueError(
-            "TensorParallel updates each piece of a weight on its own device, so the optimizer must update each "
+            f"{strategy} updates each piece of a weight on its own device, so the optimizer must update each "
             f"element separately, as Adam and SGD do, received {name}. Choose such an optimizer of Keras, or train "
             "with Mirrored(shard='optimizer'), where each weight is whole."
         )

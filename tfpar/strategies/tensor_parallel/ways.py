@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -41,23 +42,35 @@ _WAYS: dict[type, Callable[[Call], tuple[Way, ...]]] = {
 }
 
 
-def layout_of(model: keras.Model, graph: Graph, num_shards: int, rules: Rules | None) -> Layout:
-    """Return the layout of a model.
+def layout_of(
+    model: keras.Model,
+    graph: Graph,
+    num_shards: int,
+    rules: Rules | None,
+    calls: Sequence[Call] | None = None,
+    whole: Mapping[int, str] = MappingProxyType({}),
+) -> Layout:
+    """Return the layout of a model, or of a part of its layer calls.
 
     Args:
         model: A model with built layers.
         graph: Its layer calls.
         num_shards: The number of shards.
         rules: Rules of the user; None to choose from the graph.
+        calls: The part; None for all layer calls.
+        whole: Reasons against the division of variables, by the variable's `id`.
 
     Raises:
         ValueError: If a rule does not fit the model.
     """
     weights: dict[Hashable, Weight] = {
-        id(one): Weight(one.path, tuple(one.shape), num_bytes(one), _whole_because(one)) for one in model.variables
+        id(one): Weight(one.path, tuple(one.shape), num_bytes(one), _whole_because(one) or whole.get(id(one), ""))
+        for one in model.variables
     }
     wanted = None if rules is None else axes_by_rules(rules, weights)
-    return plan([_offer(call, graph) for call in graph.calls], weights, num_shards, wanted)
+    return plan(
+        [_offer(call, graph) for call in (graph.calls if calls is None else calls)], weights, num_shards, wanted
+    )
 
 
 def _offer(call: Call, graph: Graph) -> Offer:
