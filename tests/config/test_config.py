@@ -99,7 +99,7 @@ def test_a_strategy_shows_the_settings_of_its_kind_alone() -> None:
     tables = tomllib.loads(config.dump(config.load(None, PIPELINE)))
     assert tables["strategy"] == {
         **{"kind": "pipeline", "num_stages": 2, "num_microbatches": 8, "schedule": "1f1b", "balance": "time"},
-        **{"devices": "none", "num_logical_cpus": 1, "recompute": False, "memory_limit_bytes": "none"},
+        **{"devices": "none", "num_logical_cpus": 1, "recompute": False, "num_shards": 1, "memory_limit_bytes": "none"},
         **{"allow_batch_dependent_layers": False, "across_workers": False, "form_seconds": 300.0},
         "silence_seconds": 30.0,
     }

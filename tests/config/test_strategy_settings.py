@@ -44,6 +44,10 @@ def test_a_kind_has_the_settings_that_are_arguments_of_its_strategy(settings: An
             "Pipeline of 2 stages on CPU:2, CPU:3, 4 micro-batches, 1f1b",
         ),
         (
+            config.Hybrid(num_stages=1, num_microbatches=4, num_replicas=2, num_shards=2),
+            "Hybrid of 2 replicas of 1 stage of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), 4 micro-batches, 1f1b",
+        ),
+        (
             config.TensorParallel(num_shards=2, num_replicas=2, shard="optimizer"),
             "Hybrid of 2 replicas of TensorParallel of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), optimizer state "
             "sharded",

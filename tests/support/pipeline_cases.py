@@ -3,7 +3,7 @@
 By hand, a part of the whole table (rows x stages x schedules x micro-batches x recomputation), so many rows from a
 random order: `python -m tests.support.pipeline_cases 100`, or of other hundreds of that order
 `python -m tests.support.pipeline_cases 100 300`. `python -m tests.support.pipeline_cases hybrid` trains every case on
-two replicas of two stages.
+two replicas of two stages, and `python -m tests.support.pipeline_cases shards` in two stages of two shards.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ class Row:
     recompute: bool
     dtype: str = "float64"
     num_replicas: int = 1
+    num_shards: int = 1
 
     def __str__(self) -> str:
         """Return a name for a test."""
         replicas = f"{self.num_replicas}x" * (self.num_replicas > 1)
-        words = [self.case, self.schedule, f"{replicas}{self.num_stages}x{self.num_microbatches}"]
+        shards = f" of {self.num_shards} shards" * (self.num_shards > 1)
+        words = [self.case, self.schedule, f"{replicas}{self.num_stages}{shards}x{self.num_microbatches}"]
         return "-".join([*words, *["recompute"] * self.recompute, *["float32"] * (self.dtype == "float32")])
 
     @property
@@ -58,8 +60,9 @@ class Row:
     def strategy(self) -> tfpar.Strategy:
         balance = "parameters"  # not time: the same cuts in every run
         pipeline = tfpar.Pipeline(
-            self.num_stages, self.num_microbatches, self.schedule, balance, self.devices, recompute=self.recompute
-        )
+            self.num_stages, self.num_microbatches, self.schedule, balance, self.devices, self.recompute,
+            num_shards=self.num_shards,
+        )  # fmt: skip
         return pipeline if self.num_replicas == 1 else tfpar.Hybrid(pipeline, self.num_replicas)
 
     @property
@@ -121,14 +124,14 @@ def differences_of(row: Row) -> list[str]:
         return list(differences(found, expected(row.case, row.dtype), row.dtype))
 
 
-def on_replicas() -> list[Row]:
+def on_replicas(num_replicas: int = 2, num_shards: int = 1) -> list[Row]:
     """Return a row of every case on two replicas of two stages; schedules, types and recomputation take turns."""
     schedules = itertools.cycle(("1f1b", "gpipe", "zero_bubble"))
     kinds = itertools.cycle((("float64", False), ("float64", True), ("float32", False), ("float64", False)))
     sizes = itertools.cycle((2, 3, 1, 4, 1))
     rows = []
     for case, schedule, (dtype, recompute), size in zip(CASES, schedules, kinds, sizes, strict=False):
-        row = Row(case, schedule, 2, size, recompute, dtype, num_replicas=2)
+        row = Row(case, schedule, 2, size, recompute, dtype, num_replicas, num_shards)
         row = row if row.is_possible else dataclasses.replace(row, num_microbatches=1)
         rows += [row] if row.is_possible else []
     return rows
@@ -137,8 +140,9 @@ def on_replicas() -> list[Row]:
 def main(number: str, first: str = "0") -> None:
     """Train rows of a random order of the whole table, or those on replicas, and print those that differ."""
     tfpar.use_logical_cpus(4)
-    rows = on_replicas() if number == "hybrid" else everything()
-    if number != "hybrid":
+    tables = {"hybrid": on_replicas, "shards": lambda: on_replicas(num_replicas=1, num_shards=2)}
+    rows = tables.get(number, everything)()
+    if number not in tables:
         random.Random(0).shuffle(rows)
         rows = rows[int(first) : int(first) + int(number)]
     for row in rows:

@@ -153,11 +153,17 @@ ROWS = [
     _keras("keras.src.backend.tensorflow.core", "Variable", "backend/tensorflow/core", "memory is allocated later"),
     _keras(
         "a variable",
-        "_value _initializer _initialize _initialize_with_initializer _deferred_initialize _shape _dtype",
+        "_value _initializer _initialize _initialize_with_initializer _deferred_initialize _shape _dtype _trainable",
         "backend/common/variables",
         "memory is allocated later, or again on another device",
     ),
     _keras("a variable", "_direct_assign", "backend/tensorflow/core", "the same"),
+    _keras(
+        "keras.src.backend.common.stateless_scope",
+        "get_stateless_scope in_stateless_scope",
+        "backend/common/stateless_scope",
+        "a shard of a traced stage has another value of a weight than the others",
+    ),
     _keras(
         "keras.src.optimizers.base_optimizer",
         "BaseOptimizer",

@@ -16,6 +16,11 @@ from tfpar._compat import tf_divided_memory
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 
 
+def is_sum(regularizer: Any) -> bool:
+    """Return whether the penalty of a regularizer is a sum over the elements of a weight."""
+    return type(regularizer) in _SUMS
+
+
 @contextlib.contextmanager
 def of_pieces() -> Iterator[None]:
     """Add the penalties of the pieces of divided weights inside this context, where a regularizer is such a sum.
@@ -47,4 +52,4 @@ class _WithoutSums:
 
 
 def _is_summed(variable: Any) -> bool:
-    return tf_divided_memory.is_divided(variable) and type(variable.regularizer) in _SUMS
+    return tf_divided_memory.is_divided(variable) and is_sum(variable.regularizer)

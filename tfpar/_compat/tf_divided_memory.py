@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 
 from tfpar._compat import keras_weight_keys
 
@@ -36,6 +37,8 @@ class DividedMemory:
     def __init__(self, pieces: Sequence[tf.Variable], axis: int, unique_id: str | None = None) -> None:
         self.pieces, self.axis = tuple(pieces), axis
         self._unique_id = unique_id or pieces[0]._unique_id
+
+        self.variables: list[Any] = []  # what `lasting_pieces` returns
 
     @property
     def dtype(self) -> tf.DType:
@@ -68,8 +71,8 @@ class DividedMemory:
     def handle(self) -> tf.Tensor:
         """Refuse what needs the memory of the whole variable: Keras' own training, and exports."""
         raise ValueError(
-            f"TensorParallel divides the memory of {self.name!r} over devices, and Keras' own fit and export take it "
-            "whole. Train with tfpar.fit or tfpar.Trainer; to export, load the file that trainer.save writes."
+            f"The memory of {self.name!r} is divided over devices, and Keras' own fit and export take it whole. "
+            "Train with tfpar.fit or tfpar.Trainer; to export, load the file that trainer.save writes."
         )
 
     def _export_to_saved_model_graph(self, *_: Any, **__: Any) -> Any:
@@ -83,7 +86,7 @@ class DividedMemory:
     def read_value(self) -> tf.Tensor:
         """Return the whole value, on the host in eager mode, and else on the first device."""
         with tf.device(_HOST if tf.executing_eagerly() else self.device):
-            return tf.concat([piece.read_value() for piece in self.pieces], self.axis)
+            return tf.concat(list(map(read, self.pieces)), self.axis)
 
     value = read_value
 
@@ -219,6 +222,57 @@ def pieces_of(variable: Any) -> list[Any]:
     return found
 
 
+def lasting_pieces(variable: Any) -> list[Any]:
+    """Return what `pieces_of` returns, the same objects as long as the variable has the same memory."""
+    memory = variable._value
+    if not isinstance(memory, DividedMemory):
+        return [variable]
+    if not memory.variables:
+        memory.variables = pieces_of(variable)
+        for shard, piece in enumerate(memory.variables):
+            piece._tfpar_piece = (variable, shard)
+    for piece in memory.variables:
+        piece._trainable = variable._trainable
+    return memory.variables
+
+
+def piece_of(variable: Any) -> tuple[Any, int] | None:
+    """Return the divided variable and the shard of a lasting piece; None for another variable."""
+    found: tuple[Any, int] | None = getattr(variable, "_tfpar_piece", None)
+    return found
+
+
+def handles_of(variable: Any) -> list[tf.Tensor]:
+    """Return the resource of each piece of a Keras variable; one of a variable that is not divided."""
+    return [memory.handle for memory in memories_of(variable)]
+
+
+def read(piece: Any) -> tf.Tensor:
+    """Return the value of a piece, a `tf.Variable` or, while a stage of a pipeline is traced, a tensor."""
+    return piece.read_value() if isinstance(piece, tf.Variable) else piece
+
+
+@contextlib.contextmanager
+def with_values(pieces: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
+    """Let divided variables have tensors as the values of their pieces inside this context.
+
+    Args:
+        pieces: Lasting pieces, all those of a variable in their order, each with a tensor on the device of the shard.
+    """
+    values: dict[int, tuple[Any, list[tf.Tensor]]] = {}
+    for piece, value in pieces:
+        variable, _ = piece._tfpar_piece
+        values.setdefault(id(variable), (variable, []))[1].append(value)
+    before = [(variable, variable._value) for variable, _ in values.values()]
+    try:
+        for variable, tensors in values.values():
+            variable._value = DividedMemory(tensors, variable._value.axis, variable._value._unique_id)
+        yield
+    finally:
+        for variable, memory in before:
+            variable._value = memory
+
+
 @contextlib.contextmanager
 def as_pieces(variables: Sequence[Any], shard: int, others: Mapping[int, tf.Tensor] | None = None) -> Iterator[None]:
     """Let divided variables have the shape and memory of one of their pieces inside this context.
@@ -231,16 +285,24 @@ def as_pieces(variables: Sequence[Any], shard: int, others: Mapping[int, tf.Tens
         others: The values of variables that are not divided, by the variable's `id`, in place of their own.
     """
     before = [(variable, variable._value, variable._shape) for variable in variables]
+    scope = get_stateless_scope() if in_stateless_scope() else None
+    scoped = (
+        {} if scope is None else {key: scope.state_mapping[key] for key in others or {} if key in scope.state_mapping}
+    )
     try:
         for variable, memory, _ in before:
             if isinstance(memory, DividedMemory):
                 variable._value, variable._shape = memory.pieces[shard], tuple(memory.pieces[shard].shape)
             elif others and id(variable) in others:
                 variable._value = others[id(variable)]
+        if scope is not None:
+            scope.state_mapping.update({key: (others or {})[key] for key in scoped})
         yield
     finally:
         for variable, memory, shape in before:
             variable._value, variable._shape = memory, shape
+        if scope is not None:
+            scope.state_mapping.update(scoped)
 
 
 def memories_of(variable: Any) -> tuple[tf.Variable, ...]:

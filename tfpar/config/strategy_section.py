@@ -169,6 +169,7 @@ class Pipeline(Section):
     devices: _DevicesOfWorkers = None
     num_logical_cpus: _NumLogicalCPUs = 1
     recompute: bool = Field(False, description="Recompute activations in the backward pass instead of saving them.")
+    num_shards: _DeviceCount = Field(1, description="Number of devices of each stage, which divide its layers.")
     memory_limit_bytes: OrNone[Count] = Field(None, description="Memory of a device for weights and saved tensors.")
     allow_batch_dependent_layers: bool = Field(
         False, description="Accept layers that mix the examples of a batch; they mix those of a micro-batch."

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
+from tfpar._compat.tf_divided_memory import memories_of
 from tfpar.pipeline.graph.trial_batch import moving_statistics
 from tfpar.reduction import trial_losses
 from tfpar.reduction.losses import BatchWeights, global_mean, global_sum, reduce_loss
@@ -205,7 +206,7 @@ class LossDecomposition:
 
     def _find_ways(self, model: keras.Model, batch: Any, call: Callable[..., Any]) -> None:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        trainable = [variable.value for variable in model.trainable_variables]
+        trainable = [memory for variable in model.trainable_variables for memory in memories_of(variable)]
         self.ways[True] = cheapest_ways(functools.partial(call, model, inputs, True), trainable)
         if self._infers:
             self.ways[False] = cheapest_ways(functools.partial(call, model, inputs, False), trainable)

@@ -41,6 +41,7 @@ class Pipeline(Staged):
             as `"1/GPU:0"`; None takes as many as the schedule needs.
         recompute: Save only the inputs of a stage, and repeat its forward pass in the backward pass: less memory for
             about a third more time.
+        num_shards: Number of devices of each stage, which divide its layers as `TensorParallel` does.
         memory_limit_bytes: The limit for weights, gradients, optimizer state and activations on each device. With
             None, stages on GPUs are cut for their free memory, with a warning if it does not suffice by estimate.
         allow_batch_dependent_layers: Also train layers that mix the examples of a batch, although micro-batches change
@@ -69,21 +70,23 @@ class Pipeline(Staged):
         devices: Sequence[str] | None = None,
         recompute: bool = False,
         *,
+        num_shards: int = 1,
         memory_limit_bytes: int | None = None,
         allow_batch_dependent_layers: bool = False,
         across_workers: bool = False,
         form_seconds: float = 300.0,
         silence_seconds: float = 30.0,
     ) -> None:
-        numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+        numbers = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_shards": num_shards}
         if memory_limit_bytes is not None:
             numbers["memory_limit_bytes"] = memory_limit_bytes
         for name, value in numbers.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, received {value!r}.")
         check_balance(balance, num_stages)
+        _check_shards(num_shards, memory_limit_bytes, across_workers=across_workers)
         job = tf_config.from_environment(os.environ)
-        settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers)
+        settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers, num_shards)
         self.given_devices: list[str] | None = None
         self.lent: grid_devices.LentDevices | None = None
         self.watch: WorkerWatch | None = None
@@ -99,8 +102,9 @@ class Pipeline(Staged):
         # The workers of a job connect before TensorFlow starts, in Hybrid, which takes this pipeline.
         resolve = cluster.configured_devices if job and job.num_workers > 1 else cluster.resolve_devices
         self.given_devices = chosen = None if devices is None else resolve(devices)
-        order = schedules.make(schedule, num_stages, num_microbatches, None if chosen is None else len(chosen))
-        super().__init__(settings, order, _devices(order, resolve(None)) if chosen is None else chosen)
+        groups = None if chosen is None else _num_groups(chosen, num_shards)
+        order = schedules.make(schedule, num_stages, num_microbatches, groups)
+        super().__init__(settings, order, _devices(order, resolve(None), num_shards) if chosen is None else chosen)
 
     def describe(self) -> str:
         """Say in one line which devices run what."""
@@ -139,9 +143,10 @@ class Pipeline(Staged):
 
 def describe_stages(strategy: Staged, devices: Sequence[str]) -> str:
     """Return the stages of each replica of a strategy in words, with the devices of one replica or of all."""
-    one = strategy.schedule.of_one_replica
+    one, shards = strategy.schedule.of_one_replica, strategy.settings.num_shards
     return (
-        f"{one.num_stages} stage{'s' * (one.num_stages > 1)} on {', '.join(devices)}, "
+        f"{one.num_stages} stage{'s' * (one.num_stages > 1)}{f' of {shards} shards' * (shards > 1)} on "
+        f"{', '.join(devices)}, "
         f"{one.num_microbatches} micro-batch{'es' * (one.num_microbatches > 1)}, {one.name}"
         + ", recomputing"
         * strategy.settings.recompute
@@ -165,12 +170,33 @@ def _lent_devices(
     return grid_devices.LentDevices(job.addresses, connected.of_workers), connected.watch
 
 
-def _devices(schedule: schedules.Schedule, existing: list[str]) -> list[str]:
+def _check_shards(num_shards: int, memory_limit_bytes: int | None, *, across_workers: bool) -> None:
+    """Refuse arguments that do not fit stages of several devices."""
+    if num_shards > 1 and (across_workers or memory_limit_bytes is not None):
+        name = "across_workers" if across_workers else "memory_limit_bytes"
+        raise ValueError(
+            f"{name} is for stages on one device each, received num_shards={num_shards}. Leave out one of the two."
+        )
+
+
+def _num_groups(devices: Sequence[str], num_shards: int) -> int:
+    """Return the number of stages at a time, each on a group of devices."""
+    if len(devices) % num_shards:
+        raise ValueError(
+            f"Each stage needs num_shards={num_shards} devices, received {len(devices)} devices: {list(devices)}. Name "
+            f"a multiple of {num_shards}."
+        )
+    return len(devices) // num_shards
+
+
+def _devices(schedule: schedules.Schedule, existing: list[str], num_shards: int) -> list[str]:
     """Return the first devices of this machine, as many as a schedule needs."""
-    if len(existing) < schedule.num_devices:
+    number = schedule.num_devices * num_shards
+    if len(existing) < number:
+        shards = f" of {num_shards} shards" * (num_shards > 1)
         others = "" if existing[0].startswith("GPU") else ", or tfpar.use_logical_cpus(n)"
         raise ValueError(
-            f"{schedule.num_stages} stages under {schedule.name!r} need {schedule.num_devices} devices, and there are "
+            f"{schedule.num_stages} stages{shards} under {schedule.name!r} need {number} devices, and there are "
             f"{len(existing)}: {existing}. Use fewer stages{others}."
         )
-    return existing[: schedule.num_devices]
+    return existing[:number]

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -38,6 +39,8 @@ from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.strategies.tensor_parallel.layout import Layout
+from tfpar.strategies.tensor_parallel.stages import DividedStage, Groups, divide_stages
 
 
 class StagePlanner:
@@ -54,6 +57,8 @@ class StagePlanner:
         agree: Returns the chief's value of a JSON structure in a job of several workers; None in one process.
         other_orders: Other orders of the same devices, on several machines; each model has the one of least traffic.
         shards_weights: Whether the weights of a model are divided over the devices, each with all stages of a replica.
+        groups: The devices of the shards of a stage, by the first of them, which is one of `devices`; empty for stages
+            on one device each.
 
     Attributes:
         num_state_parts: The number of workers over which the optimizer's state of a stage is divided.
@@ -74,8 +79,11 @@ class StagePlanner:
         other_orders: Sequence[Sequence[str]] = (),
         *,
         shards_weights: bool = False,
+        groups: Groups = MappingProxyType({}),
     ) -> None:
         self._schedule, self._devices, self._shards_weights = schedule, devices, shards_weights
+        self._groups = groups
+        self._divided: PerModel[dict[int, tuple[Layout, DividedStage]]] = PerModel()
         self._orders = [devices, *other_orders]
         self._grids: PerModel[list[Grid]] = PerModel()
         self._raising, self._agree = raising, agree
@@ -83,17 +91,21 @@ class StagePlanner:
         self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
         self._schedules: PerModel[schedules.Schedule] = PerModel()
         self._partitions: PerModel[Partition] = PerModel()
-        self._num_moves: PerModel[int] = PerModel()
+        self._known: PerModel[tuple[int, int]] = PerModel()
         self._stages: PerModel[StagesOfModel] = PerModel()
         self._checked: PerModel[dict[bool, Any]] = PerModel()  # the checked compilation, by whether the model trains
 
     def forget_moved(self, model: keras.Model) -> bool:
         """Delete the stages of a model if another strategy has moved its weights; return whether it has."""
-        if (self._num_moves.get(model) or 0) == keras_variables.num_moves(model.variables):
+        if (self._known.get(model) or (0, 0)) == self._state(model):
             return False
         self._partitions.pop(model)
         self._stages.pop(model)
         return True
+
+    def _state(self, model: keras.Model) -> tuple[int, int]:
+        """Return numbers that change with the memory of weights, and with shards with their number (LoRA)."""
+        return keras_variables.num_moves(model.variables), len(model.variables) if self._groups else 0
 
     def place_early(self, model: keras.Model) -> None:
         """Place the weights of a functional model before its first batch, without measured times."""
@@ -143,6 +155,8 @@ class StagePlanner:
                 splits_backward=self._schedule.splits_backward,
                 accumulates=self._schedule.microbatches_per_replica > 1,
                 shards_weights=self._shards_weights,
+                divided=dict(enumerate(calls for _, calls in self.divided_stages(model))),
+                groups=self._groups,
                 pads=self._schedule.num_microbatches > 1 and not self._allow_batch_dependence,
             )
         return adds_losses
@@ -178,6 +192,10 @@ class StagePlanner:
     def other_stage_devices(self, model: keras.Model) -> list[list[str]]:
         """Return the device of each stage of each further replica."""
         return self._grids[model][0].devices[1:]
+
+    def divided_stages(self, model: keras.Model) -> list[tuple[Layout, DividedStage]]:
+        """Return the layout and the layer calls of each stage; nothing for stages on one device each."""
+        return list((self._divided.get(model) or {}).values())
 
     def grids_of(self, model: keras.Model) -> list[Grid]:
         """Return the grid of a model, and then those of more traffic between machines."""
@@ -231,7 +249,8 @@ class StagePlanner:
         memory = self.memory_of(model)
         cut = functools.partial(partition_model, graph, balance, schedule.num_stages, schedule.num_devices, costs, size)
         with self._raising():
-            if memory.limit_bytes is None and not self._shards_weights and self._free_bytes is not None:
+            estimates = not self._shards_weights and not self._groups
+            if memory.limit_bytes is None and estimates and self._free_bytes is not None:
                 partition = self._within_free_memory(model, cut, memory, self._free_bytes, warns)
             else:
                 partition = cut(memory)
@@ -239,10 +258,14 @@ class StagePlanner:
             partition = partition.with_sizes(self._agree([len(stage.calls) for stage in partition.stages]))
         grids = [_stage_devices(schedule, order) for order in self._orders]
         self._grids[model] = by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
-        devices = self.stage_devices(model), self.other_stage_devices(model)
-        place_weights(model, partition.stages, *devices, shards_weights=self._shards_weights)
+        if self._groups:
+            grid = self._grids[model][0].devices
+            self._divided[model] = divide_stages(model, graph, partition.stages, grid, self._groups)
+        else:
+            devices = self.stage_devices(model), self.other_stage_devices(model)
+            place_weights(model, partition.stages, *devices, shards_weights=self._shards_weights)
         self._partitions[model] = partition
-        self._num_moves[model] = keras_variables.num_moves(model.variables)
+        self._known[model] = self._state(model)
         self._stages.pop(model)
 
     def _hide_transfers(self, model: keras.Model, size: int) -> None:

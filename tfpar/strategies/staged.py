@@ -11,7 +11,13 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_weight_placement, tf_function
+from tfpar._compat import (
+    keras_divided_optimizer,
+    keras_model,
+    keras_variables,
+    keras_weight_placement,
+    tf_function,
+)
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.prediction import Prediction, predict_step_time
@@ -28,6 +34,9 @@ from tfpar.strategies.batches_ahead import StepBatch
 from tfpar.strategies.preview import Preview
 from tfpar.strategies.single_replica import SingleReplica
 from tfpar.strategies.stage_planner import StagePlanner
+from tfpar.strategies.tensor_parallel import updates
+from tfpar.strategies.tensor_parallel.stages import groups_of
+from tfpar.strategies.tensor_parallel.table import lines_of
 
 
 class Settings(NamedTuple):
@@ -37,6 +46,7 @@ class Settings(NamedTuple):
     recompute: bool
     memory_limit_bytes: int | None
     allow_batch_dependent_layers: bool
+    num_shards: int = 1
 
 
 class Staged(SingleReplica):
@@ -45,7 +55,7 @@ class Staged(SingleReplica):
     Args:
         settings: The pipeline.
         schedule: The order of the actions of all replicas of this process.
-        devices: Those of the schedule, the devices of the first replica first.
+        devices: Those of the schedule, the devices of the first replica first; for each all those of its shards.
         peers: The other workers of a job; None for none.
         other_orders: Other orders of the same devices, on several machines.
         shards_weights: Whether the weights are divided over the devices, each with all stages of a replica.
@@ -66,9 +76,10 @@ class Staged(SingleReplica):
     ) -> None:
         self.settings, self.schedule, self.devices, self._peers = settings, schedule, list(devices), peers
         self.num_replicas = schedule.num_replicas
+        self._groups = groups_of(devices, settings.num_shards)
         self._planner = StagePlanner(
             schedule,
-            devices,
+            devices[:: settings.num_shards],
             settings.balance,
             settings.recompute,
             settings.memory_limit_bytes,
@@ -77,6 +88,7 @@ class Staged(SingleReplica):
             None if peers is None else self._agree,
             other_orders,
             shards_weights=shards_weights,
+            groups=self._groups,
         )
         self._adds_losses: PerModel[bool] = PerModel()
         self._steps: PerModel[PipelineSteps] = PerModel()
@@ -85,6 +97,23 @@ class Staged(SingleReplica):
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created; its weights are allocated with the stages."""
         return keras_weight_placement.deferred_weights()
+
+    def holds(self, variable: keras.Variable) -> bool:
+        """Return whether a variable is plain, or in pieces where stages have shards."""
+        return keras_variables.home_of(variable) is None if self._groups else super().holds(variable)
+
+    def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the slots of divided weights are created in pieces."""
+        if not self._groups:
+            return super().creating_slots(model)
+        return keras_divided_optimizer.creating_divided_slots()
+
+    def finalize_weights(self, model: keras.Model) -> None:
+        """Overwrite the weights with their moving average, if the optimizer has one."""
+        if self._groups:
+            updates.finalize(model)
+        else:
+            super().finalize_weights(model)
 
     @property
     def batch_parts(self) -> tuple[int, str]:
@@ -124,6 +153,8 @@ class Staged(SingleReplica):
         adds_losses = self._planner.plan(model, batch, training)
         if adds_losses is not None:
             self._adds_losses[model] = adds_losses
+        if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
+            updates.check_optimizer(model, "A pipeline with num_shards")
         schedule = self.schedule_of(model)
         compiler = StepCompiler(
             self._planner.stages_of(model),
@@ -137,8 +168,8 @@ class Staged(SingleReplica):
         self._steps[model].keep_first(batch, training)
 
     def _update_of(self, model: keras.Model) -> Apply | None:
-        """Return the function that runs the optimizer in a step; None for all of it in this process."""
-        return None
+        """Return the function that runs the optimizer in a step; None for Keras' own on whole weights."""
+        return (lambda gradients, _: updates.apply(model, gradients)) if self._groups else None
 
     def schedule_of(self, model: keras.Model) -> schedules.Schedule:
         """Return the schedule of a model, which has fewer stages if the model has fewer layer calls."""
@@ -171,6 +202,7 @@ class Staged(SingleReplica):
                 batch,
                 self._planner.microbatch_size(inputs),
                 self._peers,
+                self._groups,
             )
 
     def preview(self, model: keras.Model, batch: Any) -> Preview:
@@ -185,7 +217,12 @@ class Staged(SingleReplica):
             prediction.not_measured,
             between_workers,
             self.num_workers,
+            self.settings.num_shards,
         )
+        divided = self._planner.divided_stages(model)
+        lines = [line for layout, calls in divided for line in lines_of(calls.calls, layout)]
+        if divided:
+            table = "\n".join([table, "", "The memory is that of all shards of a stage together.", *lines])
         return Preview(table, prediction.rows, prediction.planned, schedule, prediction.durations)
 
     def trace(self, model: keras.Model, batch: Any) -> Timeline:

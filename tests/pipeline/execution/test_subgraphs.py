@@ -47,10 +47,10 @@ def test_subgraphs_together_equal_the_graph(chain: tuple[Any, dict[str, Any]], r
     wanted = [named["made"], named["dx"], *named["sums"]]
     known = values(named)
     given = dict(known)
-    (whole,) = extract_subgraphs(graph, named["inputs"], [wanted], "CPU:0")
+    (whole,) = extract_subgraphs(graph, named["inputs"], [wanted], ["CPU:0"])
     whole(known)
     results = [wanted[:1], wanted[1:2], wanted[2:]]
-    for subgraph in extract_subgraphs(graph, named["inputs"], results, "CPU:0", recompute=recompute):
+    for subgraph in extract_subgraphs(graph, named["inputs"], results, ["CPU:0"], recompute=recompute):
         subgraph(given)
     for tensor in wanted:
         tf.debugging.assert_near(given[tensor.ref()], known[tensor.ref()], rtol=1e-14)
@@ -72,8 +72,8 @@ def test_the_gradients_of_weights_are_summed_on_the_way(chain: tuple[Any, dict[s
     """dz6 ─► dz5 ─► dz4 ─► … to the end first, and then all products, would keep every dz."""
     graph, named = chain
     results = [[named["made"]], [named["dx"], *named["sums"]]]
-    _, backward = extract_subgraphs(graph, named["inputs"], results, "CPU:0", sums=named["sums"])
+    _, backward = extract_subgraphs(graph, named["inputs"], results, ["CPU:0"], sums=named["sums"])
     first_to_last = [total.op.name for total in reversed(named["sums"])]
     assert set(first_to_last[:-3]) <= before(backward, named["dx"].op.name)
-    _, unordered = extract_subgraphs(graph, named["inputs"], results, "CPU:0")
+    _, unordered = extract_subgraphs(graph, named["inputs"], results, ["CPU:0"])
     assert not set(first_to_last) & before(unordered, named["dx"].op.name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tfpar import cluster, data
@@ -54,6 +55,7 @@ def predict_step_time(
     batch: Any,
     microbatch_size: int,
     peers: Peers | None = None,
+    groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Prediction:
     """Predict a step: measure the actions of a model on a batch, and simulate the schedule.
 
@@ -68,6 +70,7 @@ def predict_step_time(
         batch: A global batch, or the local batch of this worker.
         microbatch_size: Number of examples of a micro-batch.
         peers: The other workers of a job; None for none.
+        groups: The devices of the shards of a stage, by the first of them; empty for stages on one device each.
 
     Returns:
         The prediction. The weights of the model do not change.
@@ -102,7 +105,9 @@ def predict_step_time(
     rows = [
         StageRow(
             stage=index,
-            device=" ".join(cluster.short_name(of_one[index]) for of_one in devices),
+            device=" ".join(
+                cluster.short_name(name) for of_one in devices for name in groups.get(of_one[index], [of_one[index]])
+            ),
             first_layer=stage.calls[0].name,
             last_layer=stage.calls[-1].name,
             num_layers=len(stage.calls),

@@ -54,6 +54,7 @@ def stages_table(
     not_measured: Sequence[str] = (),
     between_workers: str | None = None,
     num_workers: int = 1,
+    num_shards: int = 1,
 ) -> str:
     """Format the stages of a pipeline as a table, with the layers of each stage on a separate line.
 
@@ -65,6 +66,7 @@ def stages_table(
         not_measured: What it does not include, in words.
         between_workers: What workers send one another in a step, in words; None for one worker.
         num_workers: The number of workers with such a pipeline each.
+        num_shards: The number of devices of a stage.
 
     Returns:
         The lines of the table.
@@ -83,7 +85,7 @@ def stages_table(
     device_columns = max(map(len, ["device", *names]))
     columns = (5, device_columns, 6, 10, 7, 8, 6, 7)
     lines = [
-        describe_schedule(schedule) + f", on each of {num_workers} workers" * (num_workers > 1),
+        describe_schedule(schedule, num_shards) + f", on each of {num_workers} workers" * (num_workers > 1),
         _cells(columns, ("", "", "", "", "forward", "backward", "memory", "to next")),
         _cells(columns, ("stage", "device", "layers", "parameters", "ms", "ms", "MB", "MB")),
     ]
@@ -129,21 +131,23 @@ def _cells(columns: Sequence[int], cells: Sequence[str]) -> str:
     return _GAP.join(aligned).rstrip()
 
 
-def describe_schedule(schedule: Schedule) -> str:
+def describe_schedule(schedule: Schedule, num_shards: int = 1) -> str:
     """Describe a schedule by its name and numbers.
 
     Args:
         schedule: The schedule.
+        num_shards: The number of devices of a stage.
 
     Example:
         >>> from tfpar.pipeline.schedule import make
         >>> describe_schedule(make("1f1b", num_stages=2, num_microbatches=8))
         '1f1b: 2 stages on 2 devices, 8 micro-batches'
     """
-    stages, devices = _count(schedule.num_stages, "stage"), _count(len(schedule.actions), "device")
+    stages, devices = _count(schedule.num_stages, "stage"), _count(len(schedule.actions) * num_shards, "device")
     microbatches = _count(schedule.num_microbatches, "micro-batch", "es")
     replicas = f"{schedule.num_replicas} replicas of " * (schedule.num_replicas > 1)
-    return f"{schedule.name}: {replicas}{stages} on {devices}, {microbatches}"
+    shards = f" of {num_shards} shards" * (num_shards > 1)
+    return f"{schedule.name}: {replicas}{stages}{shards} on {devices}, {microbatches}"
 
 
 def describe_step(timeline: Timeline) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_model, keras_variables
+from tfpar.pipeline.execution.divided_calls import DividedCalls
 from tfpar.pipeline.execution.row_padding import fixed_shape
-from tfpar.pipeline.execution.stage_program import StageOptions, StageProgram, compile_stage
+from tfpar.pipeline.execution.stage_compilation import compile_stage
+from tfpar.pipeline.execution.stage_program import StageOptions, StageProgram
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.staged_model import StagedModel
 from tfpar.pipeline.graph import tracing as model_graph
@@ -107,6 +109,8 @@ class StagesOfModel:
         splits_backward: Whether the weight gradient is a subgraph of its own.
         accumulates: Whether a replica has several micro-batches.
         shards_weights: Whether a device holds copies of the weights of a stage during an action alone.
+        divided: The divided layer calls of each stage; None for stages on one device each.
+        groups: The devices of the shards of a stage, by the first of them.
         pads: Whether stages that XLA compiles may pad micro-batches to one size: all layers are batch-independent, and
             random layers differ from those of one device anyway.
     """
@@ -123,10 +127,13 @@ class StagesOfModel:
         accumulates: bool,
         shards_weights: bool,
         pads: bool,
+        divided: Mapping[int, DividedCalls] | None = None,
+        groups: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.staged = StagedModel(model, graph, stages, devices)
         self._recompute, self._splits_backward, self._pads = recompute, splits_backward, pads
         self._accumulates, self._shards_weights = accumulates, shards_weights
+        self._divided, self._groups = divided or {}, groups or {}
         self._compiled: dict[bool, tuple[Any, Programs]] = {}  # evaluate and predict share theirs
 
     def programs(self, inputs: Any, trainable: Any, ways: Sequence[Way] = (), *, training: bool) -> Programs:
@@ -165,11 +172,14 @@ class StagesOfModel:
             shards_weights=self._shards_weights,
             recompute=training and self._recompute,
             splits_backward=training and self._splits_backward,
-            jit_compile=bool(model.jit_compile),
-            pads=bool(model.jit_compile) and self._pads,
+            # XLA compiles the operations of one device.
+            jit_compile=bool(model.jit_compile) and not self._divided,
+            pads=bool(model.jit_compile) and not self._divided and self._pads,
             # Keras' own optimizers add the rows of the same number; one of the user may count them.
             pads_lookups=not training or keras_model.is_of_keras(keras_variables.innermost(model.optimizer)),
             model_variables=model.variables,
+            divided=self._divided,
+            groups=self._groups,
         )
 
     def _input_specs(self, inputs: Any) -> dict[Value, ValueSpec]:

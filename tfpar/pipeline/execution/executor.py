@@ -259,11 +259,11 @@ class Execution:
         scales = scale * (tf.stack(factors) if factors else tf.zeros([0], scale.dtype))
         place = Place(self.number(number, device), one.part, self._sums_in_call[stage])
         done = program.forward(weights, self.variables.states(stage, number), values, place, scales, one.rows)
-        ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][:1]
+        ends = [*done.saved, *done.new_states, *tensors_of([done.outputs, done.losses])][: program.num_ends]
         self._publish(program.stage.outputs, done.outputs, done.masks, number)
         self.variables.note(stage, number, done.new_states, one)
         if done.saved and program.trains:
-            self.live.save(Key("saved", stage, number), done.saved, program.device)
+            self.live.save(Key("saved", stage, number), done.saved, program.saved_places[0])
         for factor, loss in zip(factors, done.losses, strict=False):
             self.add("added losses", stage, factor * tf.cast(loss, factor.dtype))
         if stage == len(self.devices) - 1:
@@ -319,15 +319,15 @@ class Execution:
 
     def _backward(self, stage: int, number: int, upstream: list[tf.Tensor | None]) -> list[tf.Tensor]:
         program, key, weights = self._programs.stages[stage], Key("totals", stage), self._weights_of(stage)
-        saved = self.live.take_saved(Key("saved", stage, number), program.device, [])
+        saved = self.live.take_saved(Key("saved", stage, number), program.saved_places[0], [])
         totals = None if program.splits_backward else self.live.get(key)
         done = program.backward(weights, saved, upstream, totals, self.microbatch(number, program.device).rows)
         self._send(done.input_gradients, program.stage.inputs, stage, number)
         if program.splits_backward:
-            self.live.save(Key("saved for W", stage, number), done.saved, program.device)
+            self.live.save(Key("saved for W", stage, number), done.saved, program.saved_places[1])
         else:
             self._note_gradients(stage, done)
-        return tensors_of(done)[:1] or [tf.zeros([])]
+        return tensors_of(done)[: program.num_ends] or [tf.zeros([])]
 
     def _weights_of(self, stage: int) -> Bundle:
         """Return the weights of a stage; sharded ones are on their way during the action before."""
@@ -335,10 +335,10 @@ class Execution:
 
     def _weights(self, stage: int, number: int) -> list[tf.Tensor]:
         program = self._programs.stages[stage]
-        saved = self.live.take_saved(Key("saved for W", stage, number), program.device, [])
+        saved = self.live.take_saved(Key("saved for W", stage, number), program.saved_places[1], [])
         done = program.weight_gradients(self._weights_of(stage), saved, self.live.get(Key("totals", stage)))
         self._note_gradients(stage, done)
-        return tensors_of(done)[:1] or [tf.zeros([])]
+        return tensors_of(done)[: program.num_ends] or [tf.zeros([])]
 
     def _note_gradients(self, stage: int, done: BackwardResults) -> None:
         self.live[Key("totals", stage)] = done.totals

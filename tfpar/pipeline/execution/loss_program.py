@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import random_state, tf_function
+from tfpar._compat import random_state, tf_divided_memory, tf_function
+from tfpar.pipeline.execution.divided_calls import refuse_divided
 from tfpar.pipeline.execution.loss_trace import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
@@ -168,4 +169,10 @@ def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Seque
 def _captured_weights(model: keras.Model, function: Any) -> list[keras.Variable]:
     """Return the trained weights that a function captures, instead of taking them as arguments."""
     handles = {id(outer) for outer, _ in function.graph.captures if outer.dtype == tf.resource}
-    return [variable for variable in model.trainable_variables if id(variable.value.handle) in handles]
+    found = [
+        variable
+        for variable in model.trainable_variables
+        if any(id(handle) in handles for handle in tf_divided_memory.handles_of(variable))
+    ]
+    refuse_divided(found, "the loss reads")
+    return found

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpar._compat.tf_divided_memory import lasting_pieces
 from tfpar.reduction.gradient_addition import plus
 
 
@@ -19,12 +20,12 @@ def add_penalties(model: keras.Model, gradients: dict[int, Any], scale: tf.Tenso
         scale: The gradient of one unit of loss, a scalar.
 
     Returns:
-        A scalar for each weight with a regularizer.
+        A scalar for each weight with a regularizer, of a divided weight for each piece: the penalty is then a sum over
+        the elements.
     """
     penalties = []
-    for variable in model.trainable_variables:
-        if variable.regularizer is None:
-            continue
+    penalized = [one for one in model.trainable_variables if one.regularizer is not None]
+    for variable in [piece for one in penalized for piece in lasting_pieces(one)]:
         with tf.device(variable.value.device), tf.GradientTape() as tape:
             weight = variable.value.read_value()
             tape.watch(weight)

@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.bundles import Bundle, bundled, specs_of, unbundle
+from tfpar.pipeline.execution.bundles import Bundle, bundled, devices_of_parts, specs_of, unbundle
+from tfpar.pipeline.execution.divided_calls import shard_of
 from tfpar.pipeline.execution.row_padding import Rows, add_zero_rows, repeat_last_row
 from tfpar.pipeline.execution.stage_trace import StageTrace
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec
@@ -68,7 +69,7 @@ class StageFunctions:
         subgraphs: The forward pass; for training the backward pass; where it is apart, the weight gradient.
         inputs: The specs of the inputs of the stage.
         num_parameters: The number of variables that are trained.
-        device: The device that runs it.
+        devices: The device of each shard; one for a stage that is not divided.
         pads: Whether F and B pad a micro-batch, and take the numbers of its rows.
     """
 
@@ -78,11 +79,11 @@ class StageFunctions:
         subgraphs: Sequence[Subgraph],
         inputs: Sequence[ValueSpec],
         num_parameters: int,
-        device: str,
+        devices: Sequence[str],
         *,
         pads: bool,
     ) -> None:
-        self._trace, self._inputs, self._device = trace, inputs, device
+        self._trace, self._inputs, self._devices, self._device = trace, inputs, devices, devices[0]
         self._rows = Rows(*[tf.TensorSpec([], tf.int64)] * 2) if pads else None
         self._forward, *self._later = subgraphs
         self._parameters, self._states = trace.variables[:num_parameters], trace.variables[num_parameters:]
@@ -92,6 +93,41 @@ class StageFunctions:
         gradients = tensors_of(trace.backward.output_gradients)
         before = [*given, *self._forward.outputs, *gradients, *(self._later[0].outputs if self._later else [])]
         self._saved_for_weights = _among(before, self._later[1:])
+
+    def places(self, tensors: Sequence[tf.Tensor]) -> list[str]:
+        """Return the device of the value of each tensor of the traced graph."""
+        if len(self._devices) == 1:
+            return [self._device] * len(tensors)
+        return [self._devices[shard_of(tensor, self._trace.devices)] for tensor in tensors]
+
+    @functools.cached_property
+    def saved_places(self) -> tuple[list[str], list[str]]:
+        """The device of each tensor of the bundles that F saves for B, and that B saves for W."""
+        tensors = self._saved, self._saved_for_weights
+        found = [devices_of_parts(of_one, self.places(of_one)) for of_one in tensors]
+        return found[0], found[1]
+
+    def run(self, name: str, *arguments: Any) -> Any:
+        """Add the operations of a pass to the graph that is being traced.
+
+        A call of a function would have all arguments and results on one device. The control dependencies in force apply
+        to the inputs of the pass: TensorFlow 2.21 cannot apply them to imported operations.
+
+        Args:
+            name: The name of the pass, such as "forward".
+            *arguments: Its arguments.
+        """
+        passes: dict[str, Callable[..., Any]] = {
+            "forward": self._run_forward,
+            "backward": self._run_backward,
+            "weights": self._run_weights,
+        }
+        given = tf.nest.map_structure(
+            lambda one: one if one is None or one.dtype == tf.variant else tf.identity(one),
+            arguments,
+            expand_composites=True,
+        )
+        return passes[name](*given)
 
     @functools.cached_property
     def forward(self) -> Any:
@@ -119,7 +155,7 @@ class StageFunctions:
         return _compiled(self._run_weights, *specs)
 
     def _specs(self, tensors: Sequence[tf.Tensor]) -> list[tf.TensorSpec]:
-        return specs_of(tensors)
+        return specs_of(tensors, self.places(tensors))
 
     def _run_forward(
         self,
@@ -182,15 +218,16 @@ class StageFunctions:
     def _sums(self, known: Known) -> tuple[list[Any], Bundle]:
         sums = [value_of(one, known) for one in self._trace.backward.sums]
         dense = [one for one in sums if isinstance(one, tf.Tensor)]
-        return [one if isinstance(one, tuple) else None for one in sums], bundled(dense, self._device)
+        places = self.places(self._trace.backward.dense_sums)
+        return [one if isinstance(one, tuple) else None for one in sums], bundled(dense, places)
 
     def _bundled(self, tensors: Sequence[tf.Tensor], known: Known) -> Bundle:
-        return bundled([known[tensor.ref()] for tensor in tensors], self._device)
+        return bundled([known[tensor.ref()] for tensor in tensors], self.places(tensors))
 
     def _known(self, *bundles: tuple[Sequence[tf.Tensor], Bundle]) -> Known:
         known: Known = {}
         for tensors, bundle in bundles:
-            known |= _pairs(tensors, unbundle(bundle, tensors, self._device))
+            known |= _pairs(tensors, unbundle(bundle, tensors, self.places(tensors)))
         return known
 
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_metrics, random_state, tf_function
+from tfpar._compat import tf_function
 from tfpar.pipeline.execution.bundles import Bundle, bundled, unbundle
-from tfpar.pipeline.execution.row_gradients import Kinds, known_kinds
-from tfpar.pipeline.execution.row_padding import Rows, can_pad, outputs_per_example
+from tfpar.pipeline.execution.divided_calls import DividedCalls
+from tfpar.pipeline.execution.row_gradients import Kinds
+from tfpar.pipeline.execution.row_padding import Rows
 from tfpar.pipeline.execution.saved_tensors import SavedBytes, saved_bytes
 from tfpar.pipeline.execution.stage_functions import (
     BackwardResults,
     ForwardResults,
     StageFunctions,
 )
-from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables, trace_stage, with_untrained_weights
+from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables
 from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, ValueSpec
-from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
-from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.execution.subgraphs import Subgraph
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.reduction.gradient_addition import tensors_of
 from tfpar.reduction.losses_in_call import Way
@@ -41,6 +42,8 @@ class StageOptions(NamedTuple):
         pads: Whether the stages that allow it pad micro-batches to one size.
         pads_lookups: Whether those with lookups do so.
         model_variables: All variables of the model. A layer may read a variable of another layer.
+        divided: The divided layer calls of each stage, by its index; empty for stages on one device each.
+        groups: The devices of the shards of a stage, by the first of them.
     """
 
     training: bool
@@ -52,6 +55,8 @@ class StageOptions(NamedTuple):
     pads: bool = False
     pads_lookups: bool = False
     model_variables: Sequence[keras.Variable] = ()
+    divided: Mapping[int, DividedCalls] = MappingProxyType({})
+    groups: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,7 +69,8 @@ class StageProgram:
     Args:
         stage: Its layer calls, inputs and outputs.
         input_specs: The specs of its inputs, in the order of `stage.inputs`.
-        device: The device that runs it.
+        devices: The device of each shard; one for a stage that is not divided.
+        groups: Those of every stage of every replica, by the first of them; empty for stages that are not divided.
         variables: The variables that it reads.
         metric_states: The `id` of each state of a metric that a layer holds.
         trace: The graph from which the subgraphs are extracted.
@@ -78,7 +84,8 @@ class StageProgram:
 
     stage: Stage
     input_specs: Sequence[ValueSpec]
-    device: str
+    devices: Sequence[str]
+    groups: Mapping[str, Sequence[str]]
     variables: StageVariables
     metric_states: frozenset[int]
     trace: StageTrace
@@ -88,6 +95,11 @@ class StageProgram:
     per_example: Sequence[bool]
     pads: bool
     shards_weights: bool
+
+    @property
+    def device(self) -> str:
+        """The device that runs it, of several the first: it receives the inputs and sends the outputs."""
+        return self.devices[0]
 
     @property
     def parameters(self) -> Sequence[Any]:
@@ -150,9 +162,28 @@ class StageProgram:
         saved = [*tensors_of(self.trace.values), *forward.outputs]
         return saved_bytes(saved, later, tensors_of(self.trace.backward.output_gradients), microbatch_size)
 
+    @property
+    def num_ends(self) -> int | None:
+        """The number of results of a pass after which it has run; None for all."""
+        return 1 if len(self.devices) == 1 else None
+
+    @property
+    def parameter_places(self) -> list[str]:
+        """The device of each of `parameters`: for a piece of a divided weight that of its shard."""
+        return self.functions.places(self.trace.variables[: len(self.parameters)])
+
+    @property
+    def saved_places(self) -> tuple[list[str], list[str]]:
+        """The device of each tensor of the bundles that F saves for B, and that B saves for W."""
+        return self.functions.saved_places
+
     def bundle(self, values: Sequence[tf.Tensor]) -> Bundle:
-        """Return the values of `parameters` or of `states` as the passes take them."""
+        """Return the values of `states` as the passes take them."""
         return bundled(values, self.device)
+
+    def bundle_parameters(self, values: Sequence[tf.Tensor]) -> Bundle:
+        """Return the values of `parameters` as the passes take them, each on its device."""
+        return bundled(values, self.parameter_places)
 
     def forward(
         self,
@@ -177,7 +208,7 @@ class StageProgram:
         for value, spec in zip(values, self.input_specs, strict=True):
             masks.append(None if spec.mask is None else value.mask)
         given = parameters, states, tensors, masks, place, scale, rows if self.pads else None
-        return ForwardResults(*self._call(self.functions.forward, *given))
+        return ForwardResults(*self._call("forward", *given))
 
     def backward(
         self,
@@ -202,7 +233,7 @@ class StageProgram:
             gradients.append(None if placeholder is None else gradient)
         before = self._zeros() if totals is None and not self.splits_backward else totals or []
         given = parameters, saved, gradients, before, rows if self.pads else None
-        return BackwardResults(*self._call(self.functions.backward, *given))
+        return BackwardResults(*self._call("backward", *given))
 
     def weight_gradients(self, parameters: Bundle, saved: Bundle, totals: Bundle | None) -> BackwardResults:
         """Run the part of the backward pass for the weights, after `backward`.
@@ -213,7 +244,7 @@ class StageProgram:
             totals: The summed dense gradients of earlier micro-batches; None for the first.
         """
         given = self._zeros() if totals is None else totals
-        return BackwardResults(*self._call(self.functions.weights, parameters, saved, given))
+        return BackwardResults(*self._call("weights", parameters, saved, given))
 
     def sums(self, totals: Bundle, rows: Sequence[Any]) -> list[Any]:
         """Return the summed gradient of each parameter: a tensor, the rows of each lookup, or None.
@@ -222,129 +253,38 @@ class StageProgram:
             totals: The summed dense gradients.
             rows: For each parameter a tuple with the summed rows of each lookup, or None.
         """
-        found = self.trace.backward.sums
-        dense = iter(unbundle(totals, [one for one in found if isinstance(one, tf.Tensor)], self.device))
+        found, tensors = self.trace.backward.sums, self.trace.backward.dense_sums
+        dense = iter(unbundle(totals, tensors, self.functions.places(tensors)))
         return [next(dense) if isinstance(one, tf.Tensor) else of_one for one, of_one in zip(found, rows, strict=True)]
 
     def on(self, device: str) -> StageProgram:
         """Return the same functions for another device, without another trace of the layers."""
-        subgraphs = [dataclasses.replace(one, device=device) for one in self.subgraphs]
-        return self._of(subgraphs, device, pads=self.pads)
+        devices = self.groups.get(device, [device])
+        return self._of([one.on(devices) for one in self.subgraphs], devices, pads=self.pads)
 
     def without_xla(self) -> StageProgram:
         """Return the same functions, not compiled by XLA, for trials with other numbers of examples than in steps."""
         subgraphs = [dataclasses.replace(one, jit_compile=False) for one in self.subgraphs]
-        return self._of(subgraphs, self.device, pads=False)
+        return self._of(subgraphs, self.devices, pads=False)
 
-    def _of(self, subgraphs: Sequence[Subgraph], device: str, *, pads: bool) -> StageProgram:
+    def _of(self, subgraphs: Sequence[Subgraph], devices: Sequence[str], *, pads: bool) -> StageProgram:
         num_parameters = len(self.parameters)
-        functions = StageFunctions(self.trace, subgraphs, self.input_specs, num_parameters, device, pads=pads)
-        return dataclasses.replace(self, device=device, subgraphs=subgraphs, functions=functions, pads=pads)
+        functions = StageFunctions(self.trace, subgraphs, self.input_specs, num_parameters, devices, pads=pads)
+        return dataclasses.replace(self, devices=devices, subgraphs=subgraphs, functions=functions, pads=pads)
 
     @property
     def _totals(self) -> list[tf.Tensor]:
         return [total for total in self.trace.backward.totals if total is not None]
 
     def _zeros(self) -> Bundle:
+        places, zeros = self.functions.places(self._totals), []
+        for total, place in zip(self._totals, places, strict=True):
+            with tf.device(place):
+                zeros.append(tf_function.fresh_zeros(total.shape, total.dtype))
+        return bundled(zeros, places)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
         with tf.device(self.device):
-            return bundled([tf_function.fresh_zeros(total.shape, total.dtype) for total in self._totals], self.device)
-
-    def _call(self, function: Any, *arguments: Any) -> Any:
-        with tf.device(self.device):
-            return tf_function.unordered_call(function, *arguments)
-
-
-def compile_stage(
-    stage: Stage,
-    input_specs: Sequence[ValueSpec],
-    device: str,
-    options: StageOptions,
-    *,
-    unused_outputs: frozenset[model_graph.Value] = frozenset(),
-    ways: Sequence[Way] = (),
-) -> StageProgram:
-    """Compile the functions of one stage.
-
-    Args:
-        stage: Its layer calls, inputs and outputs.
-        input_specs: The specs of its inputs, in the order of `stage.inputs`.
-        device: The device that runs it.
-        options: How it is compiled.
-        unused_outputs: Outputs that no loss depends on, and for which no gradient is received.
-        ways: What the losses computed by layers need of the whole batch, for this stage and all later ones.
-
-    Raises:
-        ValueError: If a layer assigns a trained weight, or computes from a loss what micro-batches would change.
-    """
-    layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
-    metric_states = [variable for layer in layers for variable in keras_metrics.metric_states(layer)]
-
-    def trace(variables: StageVariables) -> StageTrace:
-        return trace_stage(
-            stage, input_specs, variables, device, training=options.training, accumulates=options.accumulates,
-            unused_outputs=unused_outputs, ways=ways,
-        )  # fmt: skip
-
-    known = [*stage.variables, *metric_states, *random_state.states_of_no_layer()]
-    variables = _by_role(known, training=options.training)
-    with random_state.stand_in_generator():
-        traced = trace(variables)
-    unseen = _captured(traced, options.model_variables)
-    if unseen:  # a Lambda may read the weight of a layer that is not its own
-        variables = _by_role([*variables.parameters, *variables.states, *unseen], training=options.training)
-        traced = trace(variables)
-    if options.shards_weights:
-        variables, traced = with_untrained_weights(variables, traced)
-    subgraphs = _extract(traced, len(variables.parameters), device, options)
-    per_example = [options.pads and all(spec.per_example for spec in input_specs)] * len(stage.outputs)
-    if any(per_example):
-        per_example = outputs_per_example(traced, subgraphs[0])
-    pads = bool(per_example) and can_pad(traced, per_example, with_lookups=options.pads_lookups)
-    kinds = known_kinds(traced.graph, traced.backward.weight_gradients, tensors_of([traced.values, traced.place]))
-    return StageProgram(
-        stage,
-        input_specs,
-        device,
-        variables,
-        frozenset(map(id, metric_states)),
-        traced,
-        kinds,
-        subgraphs,
-        StageFunctions(traced, subgraphs, input_specs, len(variables.parameters), device, pads=pads),
-        per_example,
-        pads,
-        options.shards_weights,
-    )
-
-
-def _by_role(variables: Iterable[Any], *, training: bool) -> StageVariables:
-    found = list({id(variable): variable for variable in variables}.values())
-    parameters = [variable for variable in found if variable.trainable and training]
-    return StageVariables(tuple(parameters), tuple(v for v in found if not (v.trainable and training)))
-
-
-def _captured(trace: StageTrace, variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    """Return the variables that a traced graph captures, instead of taking them as arguments."""
-    handles = {id(outer) for outer, _ in trace.graph.captures if outer.dtype == tf.resource}
-    unseen = [variable for variable in variables if id(variable.value.handle) in handles]
-    return [*unseen, random_state.state_of_no_layer()] if trace.draws_from_no_layer else unseen
-
-
-def _extract(trace: StageTrace, num_parameters: int, device: str, options: StageOptions) -> list[Subgraph]:
-    """Extract the subgraphs of the forward and backward pass, and of the weight gradient if it is apart."""
-    backward, results = trace.backward, [trace.results]
-    if options.training:
-        of_inputs, of_weights = tensors_of(backward.input_gradients), tensors_of(backward.sums)
-        results += [of_inputs, of_weights] if options.splits_backward else [[*of_inputs, *of_weights]]
-    sums = [one for one in backward.sums if isinstance(one, tf.Tensor)]
-    return extract_subgraphs(
-        trace.graph,
-        trace.inputs,
-        results,
-        device,
-        late=tensors_of(backward.output_gradients),
-        sums=sums,
-        recompute=options.recompute,
-        weights=trace.variables[:num_parameters] if options.shards_weights else (),
-        jit_compile=options.jit_compile,
-    )
+            if len(self.devices) > 1:
+                return self.functions.run(name, *arguments)
+            return tf_function.unordered_call(getattr(self.functions, name), *arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,11 +10,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call, keras_model, keras_probabilities, random_state
+from tfpar._compat import keras_losses_in_call, keras_model, keras_probabilities, random_state, tf_divided_memory
+from tfpar.pipeline.execution.divided_calls import DividedCalls, on_shards
 from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
 from tfpar.pipeline.execution.trace_record import trace_with_record
 from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.reduction.gradient_addition import dense_part, reached_from, tensors_of
 from tfpar.reduction.losses_in_call import Way, in_part
@@ -23,12 +26,15 @@ class StageVariables(NamedTuple):
     """The variables of a stage.
 
     Args:
-        parameters: Weights that are trained; then, of sharded weights, large ones that are not.
+        parameters: Weights that are trained; then, of sharded weights, large ones that are not. Of a divided weight its
+            pieces.
         states: All others, such as moving averages and random seeds.
+        num_trained: The number of parameters that are trained, the first ones.
     """
 
     parameters: tuple[Any, ...]
     states: tuple[Any, ...]
+    num_trained: int
 
 
 class BackwardTrace(NamedTuple):
@@ -48,6 +54,11 @@ class BackwardTrace(NamedTuple):
     weight_gradients: tuple[Any, ...]
     totals: tuple[tf.Tensor | None, ...]
     sums: tuple[Any, ...]
+
+    @property
+    def dense_sums(self) -> list[tf.Tensor]:
+        """Those of `sums` that are tensors."""
+        return [one for one in self.sums if isinstance(one, tf.Tensor)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +80,7 @@ class StageTrace:
         draws_from_no_layer: Whether a layer draws from Keras' global generator, whose state is not an argument.
         unmasked: Whether each input has no mask afterwards: Keras' MultiHeadAttention removes those of its inputs.
         backward: The backward pass.
+        devices: The device of each shard in the graph; one for a stage that is not divided.
     """
 
     graph: Any
@@ -85,6 +97,7 @@ class StageTrace:
     draws_from_no_layer: bool
     unmasked: tuple[bool, ...]
     backward: BackwardTrace
+    devices: Sequence[str]
 
     @property
     def arguments(self) -> list[tf.Tensor]:
@@ -132,7 +145,9 @@ def with_untrained_weights(variables: StageVariables, trace: StageTrace) -> tupl
     )
     in_order = (*parameters, *(value for _, value, _ in weights), *(value for _, value, _ in others))
     new_states = tuple(new for *_, new in others)
-    found = StageVariables((*variables.parameters, *(row[0] for row in weights)), tuple(row[0] for row in others))
+    found = StageVariables(
+        (*variables.parameters, *(row[0] for row in weights)), tuple(row[0] for row in others), variables.num_trained
+    )
     return found, dataclasses.replace(trace, variables=in_order, new_states=new_states, backward=without_gradients)
 
 
@@ -140,7 +155,8 @@ def trace_stage(
     stage: Stage,
     inputs: Sequence[ValueSpec],
     variables: StageVariables,
-    device: str,
+    devices: Sequence[str],
+    divided: DividedCalls | None = None,
     *,
     training: bool,
     accumulates: bool = True,
@@ -153,7 +169,8 @@ def trace_stage(
         stage: Its layer calls, inputs and outputs.
         inputs: The specs of its inputs.
         variables: The variables whose values are arguments of the graph.
-        device: The device of the stage.
+        devices: The device of each shard of the stage; one for a stage that is not divided.
+        divided: Its divided layer calls; None for a stage on one device.
         training: Whether the model is trained.
         accumulates: Whether gradients are added to those of earlier micro-batches.
         unused_outputs: Outputs that no loss depends on.
@@ -162,16 +179,18 @@ def trace_stage(
     Raises:
         ValueError: If a layer assigns a trained weight, or computes from a loss what micro-batches would change.
     """
+    device = devices[0]
 
     def body(
         values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
     ) -> tuple[Any, StageTrace]:
+        variable_values = on_shards([*variables.parameters, *variables.states], variable_values, devices)
         with tf.device(device):
             masks = iter(values[len(inputs) :])
             tensors: dict[model_graph.Value, Any] = {}
             for value, spec, tensor in zip(stage.inputs, inputs, values, strict=False):
                 tensors[value] = spec.received(tensor, next(masks) if spec.mask is not None else None)
-        forward = _forward_pass(stage, tensors, variables, variable_values, place, device, training, ways)
+        forward = _forward_pass(stage, tensors, variables, variable_values, place, divided, device, training, ways)
         with tf.device(device):
             output_masks = tuple(keras_model.mask_of(tensors[value]) for value in stage.outputs)
             unmasked = tuple(keras_model.mask_of(tensors[value]) is None for value in stage.inputs)
@@ -184,14 +203,19 @@ def trace_stage(
             needs_gradient = [value not in unused_outputs for value in stage.outputs]
             pairs = zip(inputs, values, strict=False)  # masks come after the values
             sources = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
-            parameters = variable_values[: len(variables.parameters)]
-            backward = _differentiate(
-                outputs, needs_gradient, losses, scale, sources, parameters, training=training, accumulates=accumulates
-            )
+            parameters = [
+                value if index < variables.num_trained else None
+                for index, value in enumerate(variable_values[: len(variables.parameters)])
+            ]
+            with contextlib.nullcontext() if divided is None else follow_data():
+                backward = _differentiate(
+                    outputs, needs_gradient, losses, scale, sources, parameters,
+                    training=training, accumulates=accumulates,
+                )  # fmt: skip
         trace = StageTrace(
             tf.compat.v1.get_default_graph(), tuple(values), tuple(variable_values), place, scale, outputs, activations,
             output_masks, forward.new_states, losses, forward.ways, forward.draws_from_no_layer, unmasked,
-            backward,
+            backward, devices,
         )  # fmt: skip
         return tensors_of([outputs, backward.input_gradients, backward.sums]), trace
 
@@ -216,11 +240,13 @@ class _Forward(NamedTuple):
 
 def _forward_pass(
     stage: Stage, tensors: dict[model_graph.Value, Any], variables: StageVariables, values: Sequence[tf.Tensor],
-    place: Place, device: str, training: bool, ways: Sequence[Way],
+    place: Place, divided: DividedCalls | None, device: str, training: bool, ways: Sequence[Way],
 ) -> _Forward:  # fmt: skip
     """Add the layer calls of a stage to the graph, and their outputs to `tensors`."""
-    mapping = list(zip((*variables.parameters, *variables.states), values, strict=True))
+    pairs = list(zip((*variables.parameters, *variables.states), values, strict=True))
+    mapping = [pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is None]
     with (
+        tf_divided_memory.with_values([pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is not None]),
         tf.device(device),
         keras.StatelessScope(mapping, collect_losses=True) as scope,
         random_state.replica_seeds(lambda: place.number),
@@ -228,12 +254,15 @@ def _forward_pass(
         keras_losses_in_call.scalars_weighted(lambda _: place.part),
         in_part(ways, place.sums, place.part) as in_call,
     ):
-        model_graph.run(stage.calls, tensors, training)
+        if divided is None:
+            model_graph.run(stage.calls, tensors, training)
+        else:
+            divided.run(tensors, training)
         after = [scope.get_current_value(variable) for variable, _ in mapping]
         draws_from_no_layer = random_state.draws_from_no_layer(scope, variables.states)
-    changed = [None if new is old else new for new, old in zip(after, values, strict=True)]
-    num_parameters = len(variables.parameters)
-    _check_parameters(variables.parameters, changed[:num_parameters])
+    changed = [None if new is old else new for new, (_, old) in zip(after, mapping, strict=True)]
+    num_parameters = len(mapping) - len(variables.states)
+    _check_parameters([variable for variable, _ in mapping[:num_parameters]], changed[:num_parameters])
     whole = [loss for way, loss in in_call if way == "whole"]
     in_order = tuple(way for way, _ in in_call)
     return _Forward(tuple(changed[num_parameters:]), scope.losses, in_order, whole, draws_from_no_layer)
@@ -279,11 +308,12 @@ def _check_losses_in_call(
 
 def _differentiate(
     outputs: Sequence[Any], needs_gradient: Sequence[bool], losses: Sequence[tf.Tensor], scale: tf.Tensor,
-    sources: Sequence[Any], parameters: Sequence[tf.Tensor], *, training: bool, accumulates: bool,
+    sources: Sequence[Any], parameters: Sequence[tf.Tensor | None], *, training: bool, accumulates: bool,
 ) -> BackwardTrace:  # fmt: skip
     """Add the backward pass to the graph that is being traced."""
     given = [source for source in sources if source is not None]
-    reached = reached_from([*given, *parameters]) if training else set()
+    trained = [parameter for parameter in parameters if parameter is not None]
+    reached = reached_from([*given, *trained]) if training else set()
     parts = list(map(dense_part, outputs))
     upstream = tuple(
         tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
@@ -293,17 +323,20 @@ def _differentiate(
     )
     ends = [(tensor, gradient) for tensor, gradient in zip(parts, upstream, strict=True) if gradient is not None]
     ends += [(loss, tf.cast(scale[i], loss.dtype)) for i, loss in enumerate(losses) if loss.op in reached]
-    found: Sequence[Any] = [None] * (len(given) + len(parameters))
+    found: Sequence[Any] = [None] * (len(given) + len(trained))
     if ends:
-        found = tf.gradients([end for end, _ in ends], [*given, *parameters], [gradient for _, gradient in ends])
-    of_inputs = iter(found[: len(given)])
-    input_gradients = tuple(None if source is None else next(of_inputs) for source in sources)
-    weight_gradients = tuple(map(by_lookup, found[len(given) :]))
+        found = tf.gradients([end for end, _ in ends], [*given, *trained], [gradient for _, gradient in ends])
+    in_order = iter(found)
+    input_gradients = tuple(None if source is None else next(in_order) for source in sources)
+    weight_gradients = tuple(None if one is None else by_lookup(next(in_order)) for one in parameters)
     # A sum is added while its gradient is in the processor's cache, and overwrites its memory.
-    totals = tuple(
-        tf.compat.v1.placeholder(one.dtype, one.shape) if accumulates and isinstance(one, tf.Tensor) else None
-        for one in weight_gradients
-    )
-    pairs = zip(weight_gradients, totals, strict=True)
-    sums = tuple(one if total is None else total + one for one, total in pairs)
-    return BackwardTrace(upstream, input_gradients, weight_gradients, totals, sums)
+    totals, sums = list[Any](), list[Any]()
+    for parameter, gradient in zip(parameters, weight_gradients, strict=True):
+        total, added = None, gradient
+        if accumulates and parameter is not None and isinstance(gradient, tf.Tensor):
+            with tf.device(parameter.device):
+                total = tf.compat.v1.placeholder(gradient.dtype, gradient.shape)
+                added = total + gradient
+        totals.append(total)
+        sums.append(added)
+    return BackwardTrace(upstream, input_gradients, weight_gradients, tuple(totals), tuple(sums))

@@ -48,13 +48,13 @@ class StepVariables:
         self.last_reads: dict[int, list[tf.Operation]] = {}
         self._loss_device = programs[-1].device
         self._weights = {
-            stage: one.bundle(self._values(one.parameters, one.device))
+            stage: one.bundle_parameters(self._values(one.parameters, one.parameter_places))
             for stage, one in enumerate(programs)
             if not one.shards_weights
         }
-        self._states = [one.bundle(self._values(one.states, one.device)) for one in programs]
-        self.loss_parameters = self._values(loss_parameters, self._loss_device)
-        self._loss_values = self._values(loss_states, self._loss_device)
+        self._states = [one.bundle(self._values(one.states, [one.device] * len(one.states))) for one in programs]
+        self.loss_parameters = self._values(loss_parameters, [self._loss_device] * len(loss_parameters))
+        self._loss_values = self._values(loss_states, [self._loss_device] * len(loss_states))
         self._changes = self._find_changes()
         users = collections.Counter(id(state) for program in programs for state in program.states)
         users.update(map(id, loss_states))
@@ -75,7 +75,7 @@ class StepVariables:
                 with tf.device(weight.value.device):  # a read of its own: TensorFlow may merge copies of one read
                     reads.append(tf.raw_ops.ReadVariableOp(resource=weight.value.handle, dtype=weight.value.dtype))
             with tf.device(program.device):
-                copies = program.bundle(list(map(tf.identity, reads)))
+                copies = program.bundle_parameters(list(map(tf.identity, reads)))
         self.last_reads[stage] = [value.op for value in reads if not tf.executing_eagerly()]
         return copies
 
@@ -115,10 +115,10 @@ class StepVariables:
         """Return the changes of states in the step, after the last action."""
         return [change for changes in self._changes.values() for change in changes.results(self._live)]
 
-    def _values(self, variables: Sequence[keras.Variable], device: str) -> list[tf.Tensor]:
-        """Return the values of variables before the step, on a device."""
+    def _values(self, variables: Sequence[keras.Variable], devices: Sequence[str]) -> list[tf.Tensor]:
+        """Return the values of variables before the step, each on a device."""
         found = []
-        for variable in variables:
+        for variable, device in zip(variables, devices, strict=True):
             if id(variable) not in self._read:
                 with tf.control_dependencies(None), tf.device(variable.value.device):
                     self._read[id(variable)] = variable.value.read_value()

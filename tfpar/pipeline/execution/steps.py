@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_optimizer
+from tfpar._compat.tf_divided_memory import lasting_pieces
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
 from tfpar.pipeline.execution.peers import LocalPart, Peers
@@ -38,7 +39,8 @@ class PipelineSteps:
         compiler: Compiles the stages, the loss and the metrics of the model.
         schedule: The order of actions of a train step in this process.
         peers: The other workers of a job; None for none.
-        apply: Runs the optimizer in a step, with gradients and their weights; None for all of it in this process.
+        apply: Runs the optimizer in a step, with gradients and their weights, of a divided weight its pieces; None for
+            all of it in this process.
     """
 
     def __init__(
@@ -125,8 +127,8 @@ class PipelineSteps:
         with tf.control_dependencies([tf.group(*context.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
             if after:
-                variables = self._model.trainable_variables
-                self._apply([after.get(id(variable)) for variable in variables], variables)
+                weights = [one for weight in self._model.trainable_variables for one in lasting_pieces(weight)]
+                self._apply([after.get(id(weight)) for weight in weights], weights)
         return loss
 
     def _apply_all(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat.tf_function import noinline_function
+from tfpar.pipeline.execution.divided_calls import on_devices, shard_of_device
 
 _PENDING_SUMS = 2  # of a kernel and a bias: two threads may compute at the same time
 
@@ -34,7 +35,7 @@ class Subgraph:
         recomputed: Tensors of the traced graph that an earlier subgraph computed and did not save.
         operations: Its operations.
         captured: Tensors outside of the traced graph that the operations read, by the name of the tensor inside.
-        device: The device that runs it.
+        devices: The device of each shard of the stage; the first runs all operations that name none.
         jit_compile: Whether XLA compiles it.
     """
 
@@ -43,8 +44,13 @@ class Subgraph:
     recomputed: tuple[tf.Tensor, ...]
     operations: Any
     captured: dict[str, Any]
-    device: str
+    devices: tuple[str, ...]
     jit_compile: bool
+
+    def on(self, devices: Sequence[str]) -> Subgraph:
+        """Return the same operations for the devices of another replica."""
+        operations = on_devices(self.operations, self.devices, devices)
+        return dataclasses.replace(self, operations=operations, devices=tuple(devices))
 
     def __call__(self, known: dict[Any, tf.Tensor]) -> None:
         """Compute the outputs and add them to `known`.
@@ -77,15 +83,18 @@ class Subgraph:
         here = tf.compat.v1.get_default_graph()
         known |= {name: here.capture(outer) for name, outer in self.captured.items()}
         names = [tensor.name for tensor in self.outputs]
-        with tf.device(self.device):
-            return list(tf.graph_util.import_graph_def(self.operations, known, names, name=""))
+        if len(self.devices) == 1:
+            with tf.device(self.devices[0]):
+                return list(tf.graph_util.import_graph_def(self.operations, known, names, name=""))
+        with tf.device(self.devices[0]), tf.control_dependencies(None):
+            return list(tf.graph_util.import_graph_def(self.operations, known, names, name="divided"))
 
 
 def extract_subgraphs(
     graph: Any,
     inputs: Sequence[tf.Tensor],
     results: Sequence[Sequence[tf.Tensor]],
-    device: str,
+    devices: Sequence[str],
     *,
     late: Sequence[tf.Tensor] = (),
     sums: Sequence[tf.Tensor] = (),
@@ -99,7 +108,7 @@ def extract_subgraphs(
         graph: The graph of a concrete function.
         inputs: Its tensors that every subgraph may use.
         results: The tensors that each subgraph must compute.
-        device: The device of all subgraphs.
+        devices: The device of each shard of the stage; one for a stage that is not divided.
         late: Those of `inputs` that the first subgraph does not have: the gradients of its outputs.
         sums: Tensors of the graph that a subgraph computes as early as possible.
         recompute: Whether later subgraphs recompute tensors of the first, instead of using saved tensors.
@@ -129,7 +138,7 @@ def extract_subgraphs(
         repeated = ops & ops_of[0] if number else set()
         recomputed = [tensor for tensor in (*_outer_inputs(ops - repeated), *outputs) if tensor.op in repeated]
         turns = _turns(graph, ops, sums)
-        subgraphs.append(_subgraph(graph, whole, ops, outer, outputs, recomputed, turns, device, jit_compile))
+        subgraphs.append(_subgraph(graph, whole, ops, outer, outputs, recomputed, turns, devices, jit_compile))
     return subgraphs
 
 
@@ -240,12 +249,12 @@ def _subgraph(
     outputs: Sequence[tf.Tensor],
     recomputed: Sequence[tf.Tensor],
     turns: Mapping[str, str],
-    device: str,
+    devices: Sequence[str],
     jit_compile: bool,
 ) -> Subgraph:
     constants = {tensor.op for op in ops for tensor in op.inputs if tensor.op.type == "Const"}
     names = {op.name for op in ops | constants}
-    part = tf.compat.v1.GraphDef(library=_without_device(whole.library, device), versions=whole.versions)
+    part = tf.compat.v1.GraphDef(library=_without_device(whole.library, devices[0]), versions=whole.versions)
     for node in whole.node:
         if node.name in names:
             copy = part.node.add()
@@ -254,8 +263,9 @@ def _subgraph(
             if node.name in turns:
                 copy.input.append(f"^{turns[node.name]}")
             copy.attr.pop("_class", None)  # it may name operations of another subgraph
-            copy.device = ""
+            shard = shard_of_device(node.device, devices)
+            copy.device = devices[shard] if shard else ""
     outside = {inner.ref(): outer for outer, inner in graph.captures}
     arguments = [tensor for tensor in inputs if tensor.ref() not in outside]
     captured = {tensor.name: outside[tensor.ref()] for tensor in inputs if tensor.ref() in outside}
-    return Subgraph(tuple(arguments), tuple(outputs), tuple(recomputed), part, captured, device, jit_compile)
+    return Subgraph(tuple(arguments), tuple(outputs), tuple(recomputed), part, captured, tuple(devices), jit_compile)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from tfpar import cluster, data
 from tfpar._compat import keras_divided_state
+from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
 from tfpar.pipeline.execution.peers import LocalPart
@@ -51,6 +53,8 @@ class Hybrid(Worker, Staged):
     Of a pipeline with `across_workers=True`, one grid is on the devices of all workers, as many of each: the first
     process runs the steps. Each worker has the stages of a replica, or the replicas of a stage, whichever lets fewer
     bytes cross between workers; `preview` says which.
+
+    Of a pipeline with `num_shards`, the grid has replicas x stages x shards; the devices of a stage are consecutive.
 
     Of a `TensorParallel`, each replica has the shards of every layer on its own devices, and a part of every global
     batch. The loss is computed from the outputs of all replicas on the first device.
@@ -101,6 +105,7 @@ class Hybrid(Worker, Staged):
         silence_seconds: float = 30.0,
     ) -> None:
         pipeline = _check(pipeline, num_replicas)
+        self._check_shards(pipeline.settings.num_shards)
         check_shard(shard, ("optimizer",))
         self._shard = shard
         preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
@@ -115,7 +120,8 @@ class Hybrid(Worker, Staged):
             return
         job = self._take_place()
         starts = self.num_workers == 1
-        names = grid_devices.on_this_machine(num_replicas, pipeline.schedule.num_devices, given, starts=starts)
+        per_replica = pipeline.schedule.num_devices * pipeline.settings.num_shards
+        names = grid_devices.on_this_machine(num_replicas, per_replica, given, starts=starts)
         peers = None
         if self.num_workers > 1:
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
@@ -125,6 +131,15 @@ class Hybrid(Worker, Staged):
                 self._shards, self.divides_state = StageShards(self, peers, self._hosts), True
         super().__init__(pipeline.settings, schedule, names, peers)
         self._planner.num_state_parts = self.num_workers if self.divides_state else 1
+
+    @staticmethod
+    def _check_shards(num_shards: int) -> None:
+        job = tf_config.from_environment(os.environ)
+        if num_shards > 1 and job is not None and job.num_workers > 1:
+            raise ValueError(
+                f"Stages of several devices are on one machine, received num_shards={num_shards} in a job of "
+                f"{job.num_workers} workers. Use num_shards=1."
+            )
 
     @staticmethod
     def _check_all_reduce(all_reduce: AllReduce) -> None:
@@ -148,7 +163,7 @@ class Hybrid(Worker, Staged):
         """Say in one line which devices run what."""
         if self._lent is not None:
             return f"Hybrid of {self._stages(self._lent_devices())}"
-        size = self.schedule.num_devices
+        size = self.schedule.num_devices * self.settings.num_shards
         replicas = [self.devices[first : first + size] for first in range(0, len(self.devices), size)]
         grid = [f"({' '.join(devices)})" if size > 1 else devices[0] for devices in replicas]
         stages = self._stages(grid)
@@ -169,7 +184,7 @@ class Hybrid(Worker, Staged):
 
     def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
         """Return the context in which optimizers create their slots: with shards, each on one worker."""
-        return contextlib.nullcontext() if self._shards is None else self._shards.creating_slots(model)
+        return super().creating_slots(model) if self._shards is None else self._shards.creating_slots(model)
 
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Find the reduction of the losses over micro-batches; with shards, compare the owners of the workers."""
@@ -179,7 +194,7 @@ class Hybrid(Worker, Staged):
 
     def _update_of(self, model: keras.Model) -> Apply | None:
         if self._shards is None:
-            return None
+            return super()._update_of(model)
         shards = self._shards
         return lambda gradients, weights: shards.apply(model, model.optimizer, gradients, weights)
 

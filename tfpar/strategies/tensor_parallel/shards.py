@@ -93,7 +93,7 @@ def weight_piece(variable: Any, shard: int, device: str, dtype: str | None = Non
     """
     memory = tf_divided_memory.memories_of(variable)[shard]
     with tf.device(memory.device):
-        value = memory.read_value()
+        value = tf_divided_memory.read(memory)
     arrived = sent(value, keras_variables.full_name(memory.device), keras_variables.full_name(device))
     with tf.device(device):
         return arrived if dtype is None else tf.cast(arrived, dtype)

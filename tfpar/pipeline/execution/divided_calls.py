@@ -1,0 +1,115 @@
+"""Stages whose layer calls are divided over several devices, as tensor parallelism divides them.
+
+    stage 0   device 0 ─┐            stage 1   device 2 ─┐
+              device 1 ─┴─ sum ─► activation ─► device 3 ─┴─ sum
+
+The first device of a stage receives and sends whole values, and has all states. A piece of a divided weight is a
+parameter of the stage, on the device of its shard, with its gradient and the tensors that its operations save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import tf_divided_memory
+from tfpar.pipeline.graph.ir import Value
+
+
+class DividedCalls(Protocol):
+    """The layer calls of a stage, some of them divided."""
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """The device of each shard; the first runs what is not divided."""
+
+    def run(self, tensors: dict[Value, Any], training: bool) -> None:
+        """Add the outputs of the layer calls to `tensors`; those that the stage sends are whole, on the first device.
+
+        Args:
+            tensors: The inputs of the stage.
+            training: Whether the model trains.
+        """
+
+
+def shard_of(tensor: tf.Tensor, devices: Sequence[str]) -> int:
+    """Return the shard that computes a traced tensor: 0 for one without a device, or on another one.
+
+    Args:
+        tensor: A tensor of a graph.
+        devices: The device of each shard in the graph.
+    """
+    return shard_of_device(str(tensor.device), devices)
+
+
+def shard_of_device(name: str, devices: Sequence[str]) -> int:
+    """Return the shard of a device by its name, in full or in short; 0 for another one.
+
+    Example:
+        >>> shard_of_device("/job:localhost/device:CPU:3", ["/device:CPU:2", "/device:CPU:3"])
+        1
+    """
+    numbers = {_short(device): shard for shard, device in enumerate(devices)}
+    return numbers.get(_short(name), 0) if name else 0
+
+
+def _short(name: str) -> tuple[str | None, int | None]:
+    spec = tf.DeviceSpec.from_string(name)
+    return spec.device_type, spec.device_index
+
+
+def on_shards(variables: Sequence[Any], values: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Tensor]:
+    """Return the values of variables, those of pieces of divided weights on the devices of their shards.
+
+    Args:
+        variables: Keras variables, or lasting pieces of some.
+        values: The value of each.
+        devices: The device of each shard.
+    """
+    found = []
+    for variable, value in zip(variables, values, strict=True):
+        piece = tf_divided_memory.piece_of(variable)
+        if piece is None:
+            found.append(value)
+            continue
+        with tf.device(devices[piece[1]]):
+            found.append(tf.identity(value))
+    return found
+
+
+def on_devices(operations: Any, before: Sequence[str], after: Sequence[str]) -> Any:
+    """Return a copy of a graph for the devices of other shards.
+
+    Args:
+        operations: A `GraphDef`; operations of the first shard name no device.
+        before: The device of each shard.
+        after: The device of each shard in the copy.
+    """
+    names: Mapping[str, str] = dict(zip(before, after, strict=True))
+    copy = type(operations)()
+    copy.CopyFrom(operations)
+    for node in copy.node:
+        if node.device:
+            node.device = names[node.device]
+    return copy
+
+
+def refuse_divided(variables: Iterable[keras.Variable], what: str) -> None:
+    """Refuse divided weights among those that are read by others than their own layers.
+
+    Args:
+        variables: The weights.
+        what: Who reads them, such as "the loss reads".
+
+    Raises:
+        ValueError: If one is divided.
+    """
+    for variable in variables:
+        if tf_divided_memory.is_divided(variable):
+            raise ValueError(
+                "In a pipeline with num_shards, only its own layer can read a divided weight, received a model where "
+                f"{what} {variable.path!r}. Use num_shards=1."
+            )

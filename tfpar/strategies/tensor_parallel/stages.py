@@ -1,0 +1,116 @@
+"""Tensor parallelism inside of the stages of a pipeline: each stage on several devices, which divide its layers.
+
+    replica 0   stage 0: devices 0 1 ─► stage 1: devices 2 3
+    replica 1   stage 0: devices 4 5 ─► stage 1: devices 6 7
+
+A stage receives and sends whole values on its first device, so that each has a layout of its own. A weight that several
+stages read stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+
+from tfpar._compat import keras_divided_penalties, keras_variables
+from tfpar.pipeline.graph.ir import Call, Graph, Value
+from tfpar.pipeline.partition.placement import owners
+from tfpar.pipeline.partition.stages import Stage, users_of
+from tfpar.strategies.tensor_parallel import updates
+from tfpar.strategies.tensor_parallel.layout import Layout, Way
+from tfpar.strategies.tensor_parallel.runner import run_calls
+from tfpar.strategies.tensor_parallel.shards import Placed
+from tfpar.strategies.tensor_parallel.ways import layout_of
+
+Groups = Mapping[str, Sequence[str]]
+
+
+class DividedStage(NamedTuple):
+    """The layer calls of a stage, each with its way.
+
+    Args:
+        calls: Its layer calls.
+        outputs: The values that it sends.
+        ways: The way of each layer call; None for one that runs on the first device alone.
+        devices: The device of each shard.
+    """
+
+    calls: Sequence[Call]
+    outputs: Sequence[Value]
+    ways: Sequence[Way | None]
+    devices: Sequence[str]
+
+    def run(self, tensors: dict[Value, Any], training: bool) -> None:
+        """Add the outputs of the layer calls to `tensors`; those that the stage sends are whole, on the first device.
+
+        Args:
+            tensors: The inputs of the stage.
+            training: Whether the model trains.
+        """
+        placed = Placed(tensors, self.devices)
+        run_calls(self.calls, self.ways, placed, training)
+        for value in self.outputs:
+            tensors[value] = placed.whole(value)
+
+
+def groups_of(devices: Sequence[str], num_shards: int) -> dict[str, list[str]]:
+    """Return consecutive devices by the first of each group; nothing for one shard.
+
+    Args:
+        devices: Names of devices, as many for each group.
+        num_shards: The size of a group.
+
+    Example:
+        >>> groups_of(["CPU:0", "CPU:1", "CPU:2", "CPU:3"], 2)["/device:CPU:2"]
+        ['/device:CPU:2', '/device:CPU:3']
+    """
+    if num_shards == 1:
+        return {}
+    names = [f"/device:{name}" for name in devices]
+    return {names[first]: names[first : first + num_shards] for first in range(0, len(names), num_shards)}
+
+
+def divide_stages(
+    model: keras.Model, graph: Graph, stages: Sequence[Stage], devices: Sequence[Sequence[str]], groups: Groups
+) -> dict[int, tuple[Layout, DividedStage]]:
+    """Divide the layer calls of each stage, and place the weights of a model on the devices of their stages.
+
+    Args:
+        model: A model with built layers.
+        graph: Its layer calls.
+        stages: Its stages.
+        devices: The first device of each stage, for each replica.
+        groups: The devices of the shards, by the first of them.
+
+    Returns:
+        The layout and the layer calls of each stage in the first replica, by its index.
+    """
+    whole = _whole(model, graph, stages)
+    found = {}
+    for stage, first in zip(stages, devices[0], strict=True):
+        layout = layout_of(model, graph, len(groups[first]), None, stage.calls, whole)
+        found[stage.index] = layout, DividedStage(stage.calls, stage.outputs, layout.ways, groups[first])
+    owner_of_each = owners(model, stages, len(devices))
+
+    def homes(variable: Any) -> list[str]:
+        replica, stage = owner_of_each[id(variable)]
+        return list(map(keras_variables.full_name, groups[devices[replica][stage]]))
+
+    divisions = {key: division for layout, _ in found.values() for key, division in layout.weights.items()}
+    updates.place(model, divisions, homes)
+    return found
+
+
+def _whole(model: keras.Model, graph: Graph, stages: Sequence[Stage]) -> dict[int, str]:
+    """Return the reasons against the division of variables in a pipeline, by the variable's `id`."""
+    found = {
+        id(one): "its regularizer is no sum over its elements"
+        for one in model.variables
+        if one.regularizer is not None and not keras_divided_penalties.is_sum(one.regularizer)
+    }
+    for call in graph.calls:
+        if isinstance(call.operation, keras.layers.BatchNormalization):
+            found |= {id(one): "its layer has states, which are on the first device" for one in call.variables}
+    return found | {key: "several stages read it" for key, users in users_of(stages).items() if len(users) > 1}
