@@ -123,3 +123,18 @@ def test_a_gradient_with_side_effects_runs_in_the_backward_pass(schedule: str) -
     ]
     np.testing.assert_allclose(histories[0]["loss"], histories[1]["loss"], rtol=1e-5)
     assert calls == [8, 8, 4, 4, 4, 4]
+
+
+def test_a_weight_gradient_that_comes_with_that_of_the_inputs_reaches_the_update() -> None:
+    """W did not receive it from B in a batch of one micro-batch: "KeyError: <Reference wrapping ...Reshape:0>"."""
+
+    def build() -> keras.Model:
+        return linear(
+            keras.Input((3,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(2)
+        )
+
+    histories = [
+        tfpar.Trainer(build, strategy, seed=0).fit(*rows(8), batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        for strategy in (tfpar.SingleDevice(), tfpar.Pipeline(2, 1, "zero_bubble", balance="parameters"))
+    ]
+    np.testing.assert_allclose(histories[0]["loss"], histories[1]["loss"], rtol=1e-5)

@@ -89,10 +89,13 @@ class StageFunctions:
         self._parameters, self._states = trace.variables[:num_parameters], trace.variables[num_parameters:]
         self._totals = [total for total in trace.backward.totals if total is not None]
         given = tensors_of([trace.values, trace.place, trace.scale, self._states])
-        self._saved = _among([*given, *self._forward.outputs], self._later)
+        results = tensors_of([trace.backward.input_gradients, trace.backward.sums])
+        self._saved = _among([*given, *self._forward.outputs], self._later, results if self._later else ())
         gradients = tensors_of(trace.backward.output_gradients)
         before = [*given, *self._forward.outputs, *gradients, *(self._later[0].outputs if self._later else [])]
-        self._saved_for_weights = _among(before, self._later[1:])
+        self._saved_for_weights = _among(
+            before, self._later[1:], tensors_of(trace.backward.sums) * bool(self._later[1:])
+        )
 
     def places(self, tensors: Sequence[tf.Tensor]) -> list[str]:
         """Return the device of the value of each tensor of the traced graph."""
@@ -236,9 +239,11 @@ def _compiled(body: Callable[..., Any], *specs: Any) -> Any:
         return tf_function.noinline_function(body, *specs)
 
 
-def _among(tensors: Iterable[tf.Tensor], subgraphs: Sequence[Subgraph]) -> list[tf.Tensor]:
-    """Return the tensors that subgraphs read."""
-    read = {tensor.ref() for subgraph in subgraphs for tensor in subgraph.inputs}
+def _among(
+    tensors: Iterable[tf.Tensor], subgraphs: Sequence[Subgraph], results: Iterable[tf.Tensor]
+) -> list[tf.Tensor]:
+    """Return the tensors that subgraphs read, and those that are results of theirs although others computed them."""
+    read = {tensor.ref() for subgraph in subgraphs for tensor in subgraph.inputs} | {one.ref() for one in results}
     return [ref.deref() for ref in dict.fromkeys(tensor.ref() for tensor in tensors) if ref in read]
 
 
