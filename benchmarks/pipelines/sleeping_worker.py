@@ -62,7 +62,7 @@ def measure_grid(setting: Sleeping) -> Output:
         num_stages,
         setting.num_microbatches,
         setting.schedule,
-        balance=[2] * num_stages,
+        balance=[1] * num_stages,
         devices=[f"CPU:{number}" for number in range(setting.num_devices)] if setting.num_replicas == 1 else None,
     )
     num_replicas = setting.num_replicas // setting.num_workers
@@ -81,51 +81,59 @@ def measure_grid(setting: Sleeping) -> Output:
 
 
 def sleeping_model(width: int, seconds_per_row: Sequence[float]) -> Any:
-    """Return pairs of a layer with a weight and one that sleeps; the weight's gradient needs the sleep's.
+    """Return dense layers that sleep.
 
     Args:
         width: Each weight has this many rows and columns.
-        seconds_per_row: The sleep of each pair in the forward pass, for each row.
+        seconds_per_row: The sleep of each layer in the forward pass, for each row.
     """
     import keras
 
-    model = keras.Sequential([keras.Input((width,))])
-    for seconds in seconds_per_row:
-        model.add(keras.layers.Dense(width))
-        model.add(sleeping_layer(seconds))
+    sleeping = sleeping_dense()
+    model = keras.Sequential([keras.Input((width,)), *(sleeping(width, seconds) for seconds in seconds_per_row)])
     model.compile(keras.optimizers.SGD(1e-3), "mse")
     return model
 
 
-def sleeping_layer(seconds_per_row: float) -> Any:
-    """Return a layer that returns its inputs after a sleep, and their gradients after a longer one.
+def sleeping_dense() -> Any:
+    """Return a class of dense layers that sleep before they return their outputs, and longer before the gradients.
 
-    Args:
-        seconds_per_row: The sleep of the forward pass.
+    The sleep of the backward pass waits for the layer's inputs, which a device that computes needs there: else it would
+    be over before their recomputation, as no computation is.
     """
     import keras
     import numpy as np
     import tensorflow as tf
 
-    def sleep(tensor: tf.Tensor, seconds: float) -> tf.Tensor:
-        def body(rows: np.ndarray) -> np.ndarray:
+    def sleep(tensor: tf.Tensor, seconds: float, awaited: tf.Tensor) -> tf.Tensor:
+        def body(rows: np.ndarray, _: np.ndarray) -> np.ndarray:
             time.sleep(seconds * len(rows))
             return rows
 
         # As a stateful operation, it would run after those of all other devices.
-        slept = tf.numpy_function(body, [tensor], tensor.dtype, stateful=False)
+        slept = tf.numpy_function(body, [tensor, awaited], tensor.dtype, stateful=False)
         slept.set_shape(tensor.shape)
         return slept
 
-    @tf.custom_gradient
-    def pass_on(tensor: tf.Tensor) -> Any:
-        return sleep(tensor, seconds_per_row), lambda gradient: sleep(gradient, BACKWARD_PER_FORWARD * seconds_per_row)
+    def passed_on(outputs: tf.Tensor, inputs: tf.Tensor, seconds: float) -> tf.Tensor:
+        @tf.custom_gradient
+        def pass_on(outputs: tf.Tensor, inputs: tf.Tensor) -> Any:
+            def gradients(gradient: tf.Tensor) -> Any:
+                return sleep(gradient, BACKWARD_PER_FORWARD * seconds, inputs), None
 
-    class Sleep(keras.layers.Layer):  # type: ignore[misc]
+            return sleep(outputs, seconds, outputs), gradients
+
+        return pass_on(outputs, inputs)
+
+    class SleepingDense(keras.layers.Dense):  # type: ignore[misc]
+        def __init__(self, width: int, seconds_per_row: float) -> None:
+            super().__init__(width)
+            self._seconds_per_row = seconds_per_row
+
         def call(self, inputs: tf.Tensor) -> tf.Tensor:
-            return pass_on(inputs)
+            return passed_on(super().call(inputs), inputs, self._seconds_per_row)
 
-    return Sleep()
+    return SleepingDense
 
 
 if __name__ == "__main__":
