@@ -147,3 +147,9 @@ def test_replicas_are_refused_for_layers_that_mix_examples() -> None:
         Refusal(Layout(2), "norm mixes examples"),
         Refusal(Layout(2, shard="optimizer"), "norm mixes examples"),
     ]
+
+
+def test_micro_batches_larger_than_measured_grow_as_the_whole_model_does() -> None:
+    staged = dataclasses.replace(MODEL, staged=Curve((1, 2), (14.0, 28.0)))
+    assert staged.staged_seconds(2) == 28
+    assert staged.staged_seconds(4) == 28 + 24  # compute: 12 s an example

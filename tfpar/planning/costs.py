@@ -174,6 +174,25 @@ class ModelCosts:
     spread: float = 0.0
     seconds: float = 0.0
 
+    def staged_seconds(self, num_examples: float) -> float:
+        """Return the seconds of a micro-batch in a pipeline of one stage.
+
+        Beyond the largest measured one they grow as those of `compute`, which is measured up to the global batch.
+
+        Args:
+            num_examples: Examples of the micro-batch.
+
+        Example:
+            >>> costs = ModelCosts("mlp", 8, 32, 32, 0, (8,) * 4, 8, Curve((2, 8), (2.0, 5.0)), 0.0)
+            >>> dataclasses.replace(costs, staged=Curve((1, 2), (2.0, 4.0))).staged_seconds(4)
+            5.0
+        """
+        if self.staged is None:
+            return self.compute.at(num_examples)
+        largest = min(num_examples, self.staged.sizes[-1])
+        beyond_seconds = self.compute.at(num_examples) - self.compute.at(largest)
+        return self.staged.at(largest) + max(0.0, beyond_seconds)
+
 
 @dataclasses.dataclass(frozen=True)
 class MachineCosts:

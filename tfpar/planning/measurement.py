@@ -14,13 +14,13 @@ from tfpar import config, data
 from tfpar._compat import random_state
 from tfpar.planning.block_measurement import measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import measure_slowdown
-from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
+from tfpar.planning.costs import BlockCost, Curve, MachineCosts, ModelCosts
 from tfpar.planning.given_data import GivenData, MakeTrainer, ReadOnce
 from tfpar.planning.layouts import Layout
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
 from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
-from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_steps, measure_update
+from tfpar.planning.step_timing import TimedLoop, alternate_seconds, measure_loss, measure_steps, measure_update
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import Mirrored, Pipeline, SingleDevice, Strategy, batch_dependence, from_settings
 from tfpar.trainer import Trainer
@@ -129,10 +129,10 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
     model, num_examples = trainer.model, int(data.num_rows(batch))
     sizes = sizes_of(num_examples, num_planned)
     steps, spread = measure_steps(loop, sizes)
-    update_seconds = measure_update(model, device)
     block_sizes = sorted({max(1, num_examples // (4 * num_planned)), -(-num_examples // num_planned)})
     traced = trace_model(model, device, batch)
     blocks = measure_blocks(model, traced, device, block_sizes)
+    update_seconds = _update_within(steps, measure_update(model, device), blocks.costs)
     held = model_bytes(model, batch, device)
     return ModelCosts(
         name=model.name,
@@ -158,6 +158,21 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
     )
 
 
+def _update_within(steps: Curve, apart_seconds: float, blocks: Sequence[BlockCost]) -> float:
+    """Return the seconds of the update within a step, in which each weight is in a cache from its backward pass.
+
+    Args:
+        steps: The seconds of a step, by its number of examples.
+        apart_seconds: The seconds of the update by itself.
+        blocks: The costs of the blocks, each by itself.
+    """
+    size, step_seconds = steps.sizes[0], steps.seconds[0]
+    if apart_seconds < step_seconds:
+        return apart_seconds
+    blocks_seconds = sum(block.forward.seconds(size) + block.backward.seconds(size) for block in blocks)
+    return apart_seconds * step_seconds / (apart_seconds + blocks_seconds)
+
+
 def _replica_seconds(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float:
     """Return the seconds of a step on one replica beyond those of the same step on one device."""
     if len(devices) == 1:
@@ -173,21 +188,25 @@ def _measure_stages(make_trainer: ReadOnce, device: str, costs: ModelCosts) -> d
     if not costs.blocks or costs.batch < _MICROBATCHES:
         return {}
     sizes = sorted({max(1, costs.batch // (_MICROBATCHES << power)) for power in range(_SIZES_OF_STAGE)})
-    whole = _stage_seconds(make_trainer, device, costs, "1f1b", sizes)
-    split = _stage_seconds(make_trainer, device, costs, "zero_bubble", sizes[-1:])
-    size, seconds = split.sizes[-1], split.seconds[-1]
-    return {"staged": whole, "split_factor": seconds / whole.at(size) if whole.at(size) else 1.0}
+    whole = _stage_loop(make_trainer, device, costs, "1f1b")
+    steps, _ = measure_steps(whole, [_MICROBATCHES * size for size in sizes])
+    each = [max(0.0, one - costs.update_seconds) / _MICROBATCHES for one in steps.seconds]
+    staged = Curve(tuple(sizes[: len(each)]), tuple(each))
+    whole.resize(steps.sizes[-1])
+    try:
+        split = _stage_loop(make_trainer, device, costs, "zero_bubble")
+        split.resize(steps.sizes[-1])
+        taken = alternate_seconds([whole, split])
+    except tf.errors.ResourceExhaustedError:  # a device with the memory of one model, not of both
+        return {"staged": staged}
+    of_whole, of_split = (max(0.0, one - costs.update_seconds) for one in taken)
+    return {"staged": staged, "split_factor": of_split / of_whole if of_whole else 1.0}
 
 
-def _stage_seconds(
-    make_trainer: ReadOnce, device: str, costs: ModelCosts, schedule: Any, sizes: Sequence[int]
-) -> Curve:
+def _stage_loop(make_trainer: ReadOnce, device: str, costs: ModelCosts, schedule: Any) -> TimedLoop:
     layers = [len(costs.blocks)]
     pipeline = Pipeline(1, _MICROBATCHES, schedule=schedule, balance=layers, devices=[device])
-    _, loop, _, _ = _prepared(make_trainer, pipeline)
-    steps, _ = measure_steps(loop, [_MICROBATCHES * size for size in sizes])
-    each = [max(0.0, one - costs.update_seconds) / _MICROBATCHES for one in steps.seconds]
-    return Curve(tuple(sizes[: len(each)]), tuple(each))
+    return _prepared(make_trainer, pipeline)[1]
 
 
 def _bytes_of(batch: Any) -> int:

@@ -126,7 +126,7 @@ class _Step:
             whole = model.compute.at(size)
         else:
             overhead_seconds = 2 * self.machine.action_seconds + self.sum_of_gradients_seconds
-            whole = max(0.0, model.staged.at(size) * self._split_factor - overhead_seconds)
+            whole = max(0.0, model.staged_seconds(size) * self._split_factor - overhead_seconds)
         return max(0.0, whole - model.loss_seconds * size) / apart if apart else 1.0
 
     @property
@@ -144,7 +144,7 @@ class _Step:
         model = self.model
         seconds = self.machine.add.seconds(model.trainable_bytes, len(model.variable_bytes))
         if model.staged is not None:  # small sums overlap with other operations
-            seconds = min(seconds, _MOST_OF_STAGE * model.staged.at(self.size))
+            seconds = min(seconds, _MOST_OF_STAGE * model.staged_seconds(self.size))
         return seconds
 
     @property

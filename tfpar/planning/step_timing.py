@@ -23,6 +23,8 @@ _REPEATS = 4
 _REPEATS_OF_LONG = 2
 SECONDS_OF_REPEAT = 0.15
 _MOST_STEPS = 2000
+_LONG_SECONDS = 1.0
+_TURNS = 5
 # Beyond these the step is predicted from smaller batches, by a line.
 _FEWEST_SIZES = 4
 _MOST_SECONDS_OF_SIZE = 8.0
@@ -82,7 +84,7 @@ def measure_steps(loop: TimedLoop, sizes: Sequence[int]) -> tuple[Curve, float]:
     found: dict[int, list[float]] = {size: [] for size in sorted(set(sizes))}
     for number in range(ROUNDS):  # other processes of the machine disturb one round more than another
         for size in list(found):
-            if number and min(found[size]) > SECONDS_OF_REPEAT:
+            if number and min(found[size]) > _LONG_SECONDS:
                 continue
             if not number and _is_too_long(found, size):
                 found = {smaller: seconds for smaller, seconds in found.items() if smaller < size}
@@ -135,6 +137,23 @@ def repeated_seconds(run: Callable[[int], Any]) -> list[float]:
         return [seconds, *(_timed(run, 1) for _ in range(_REPEATS_OF_LONG))]
     count = max(2, min(_MOST_STEPS, round(SECONDS_OF_REPEAT / max(seconds, 1e-9))))
     return [_timed(run, count) / count for _ in range(_REPEATS)]
+
+
+def alternate_seconds(loops: Sequence[TimedLoop]) -> list[float]:
+    """Return the median seconds of a step of each of several loops, measured in turns.
+
+    What else the machine does then disturbs all of them, and their ratio less.
+
+    Args:
+        loops: The steps, one after another.
+    """
+    for loop in loops:
+        loop.run(1)  # compiles
+    counts = [max(1, round(SECONDS_OF_REPEAT / max(_timed(loop.run, 1), 1e-9))) for loop in loops]
+    turns = [
+        [_timed(loop.run, count) / count for loop, count in zip(loops, counts, strict=True)] for _ in range(_TURNS)
+    ]
+    return [statistics.median(seconds) for seconds in zip(*turns, strict=True)]
 
 
 def _timed(run: Callable[[int], Any], num_steps: int) -> float:
