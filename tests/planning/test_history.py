@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tfpar.planning.history import history
+from tfpar.planning.history import has_equal_devices, history
 from tfpar.planning.ranking import UNTESTED
 
 MACHINE = "node1, 2 cores, CPU"
@@ -65,3 +65,16 @@ def test_files_that_hold_something_else_are_left_out(content: Any, tmp_path: Pat
     write(tmp_path, "damaged", content)
     write(tmp_path, "whole", record(0.03))
     assert history(tmp_path, MACHINE) == "error of the prediction in 1 run of this machine: time 3 % (worst 3 %)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_planned", "num_used", "is_equal"),
+    [
+        ("CPU", 2, 2, True), ("CPU", 2, 1, False), ("CPU", 1, 1, True), ("CPU", 4, 2, False), ("CPU", 16, 32, True),
+        ("GPU", 2, 1, True),
+    ],
+)  # fmt: skip
+def test_logical_cpus_are_compared_only_with_those_of_as_many_cores(
+    kind: str, num_planned: int, num_used: int, is_equal: bool
+) -> None:
+    assert has_equal_devices(kind, num_planned, num_used, num_cores=8) == is_equal

@@ -34,6 +34,25 @@ def machine_name(device: str) -> str:
     return f"{platform.node()}, {number} core{'s' * (number > 1)}, {device}"
 
 
+def has_equal_devices(kind: str, num_planned: int, num_used: int, num_cores: int) -> bool:
+    """Return whether a device of a run is one of those that its plan measured, so that their steps can be compared.
+
+    GPUs are always. Logical CPUs divide the cores: one device of a plan for two has half of those that a run on one
+    device has.
+
+    Args:
+        kind: The kind of the devices: "CPU" or "GPU".
+        num_planned: Devices that the plan measured.
+        num_used: Devices of the run, on one host.
+        num_cores: Cores that the process may use.
+
+    Example:
+        >>> has_equal_devices("CPU", 2, 2, num_cores=8), has_equal_devices("CPU", 2, 1, num_cores=8)
+        (True, False)
+    """
+    return kind != "CPU" or max(1, num_cores // num_planned) == max(1, num_cores // num_used)
+
+
 def history(folder: Path, machine: str) -> str:
     """Return in words how well the runs of a machine were predicted.
 

@@ -10,9 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar import config
-from tfpar.cluster import process_memory
+from tfpar.cluster import cores, process_memory
 from tfpar.files import atomic_file
-from tfpar.planning.history import NAME, machine_name
+from tfpar.planning.history import NAME, has_equal_devices, machine_name
 from tfpar.planning.layouts import Layout
 from tfpar.runs import stored_plans
 from tfpar.runs.directory import RunDirectory
@@ -67,7 +67,7 @@ class PredictionRecorder:
         milliseconds = figures.get("step_milliseconds")
         record = {
             "layout": str(self._layout),
-            "planned_step_seconds": self._previewed_seconds if row is None else row["step_seconds"],
+            "planned_step_seconds": _planned_seconds(plan, row, self._layout) or self._previewed_seconds,
             "planned_memory_bytes": None if plan is None or row is None else _planned_bytes(plan, row, is_gpu),
             "measured_step_seconds": None if milliseconds is None else milliseconds / 1e3,
             "measured_memory_bytes": self._peak_bytes(self._layout),
@@ -115,6 +115,17 @@ def layout_of(settings: config.Strategy, strategy: Strategy) -> Layout | None:
     if isinstance(settings, config.MultiWorker) and (settings.sync != "step" or settings.compression):
         return None
     return Layout(strategy.num_replicas, shard=getattr(settings, "shard", None), num_hosts=hosts)
+
+
+def _planned_seconds(plan: Mapping[str, Any] | None, row: Mapping[str, Any] | None, layout: Layout) -> float | None:
+    """Return the predicted step of a plan; None where its devices have other cores than those of the run."""
+    if plan is None or row is None:
+        return None
+    measured = plan["measured"]
+    num_planned = measured.get("num_measured") or measured["num_devices"]
+    num_used = layout.num_devices // layout.num_hosts
+    is_equal = has_equal_devices(measured["device"], num_planned, num_used, cores.num_allowed_cores())
+    return row["step_seconds"] if is_equal else None
 
 
 def _planned_bytes(plan: Mapping[str, Any], row: Mapping[str, Any], is_gpu: bool) -> int:
