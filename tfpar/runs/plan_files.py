@@ -100,13 +100,22 @@ def command_of(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
     file = None if name is None else bundled_configurations.find(name)
     kept = [one for one in overrides if not one.partition("=")[0].strip().startswith("strategy")]
     settings = plan.take.settings
-    one_by_one = [f"strategy.{key}={_value(value)}" for key, value in settings.items()]
-    try:
-        config.load(file, [*kept, *one_by_one])
-    except ValueError:  # the file has settings of another kind
-        one_by_one[0] = f"strategy={{kind={received.toml(settings['kind'])}}}"
-    words = [*(["--config", name] if name is not None else []), *_flags([*kept, *one_by_one])]
+    wanted = with_strategy(config.load(file, overrides), settings).strategy
+    changes = [f"strategy.{key}={_value(value)}" for key, value in settings.items()]
+    if _strategy(file, [*kept, *changes]) != wanted:  # the file has other settings, or those of another kind
+        section = wanted.model_dump(exclude_defaults=True, exclude={"kind"})
+        changes = [f"strategy={{kind={received.toml(wanted.kind)}}}"]
+        changes += [f"strategy.{key}={_value(value)}" for key, value in section.items()]
+    words = [*(["--config", name] if name is not None else []), *_flags([*kept, *changes])]
     return " ".join([_program(plan), *map(shlex.quote, words)])
+
+
+def _strategy(file: Path | None, overrides: Sequence[str]) -> config.Strategy | None:
+    """Return the section of a configuration with overrides; None if it does not load."""
+    try:
+        return config.load(file, overrides).strategy
+    except ValueError:
+        return None
 
 
 def _program(plan: Plan) -> str:

@@ -1,0 +1,40 @@
+"""The command of a planned layout trains that layout, whatever the configuration says of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.planning.test_ranking import ONE, TWO, planned, step
+from tfpar import config
+from tfpar.planning.layouts import Layout
+from tfpar.runs.plan_files import command_of, with_strategy
+
+LAYOUTS = [ONE, TWO, dataclasses.replace(TWO, shard="optimizer"), Layout(1, 2, 4), Layout(num_shards=2)]
+SECTIONS = [
+    "",
+    'kind = "mirrored"\nshard = "weights"\nnum_logical_cpus = 2',
+    'kind = "pipeline"\nnum_stages = 2\nnum_microbatches = 4\nnum_shards = 2\nschedule = "gpipe"\nrecompute = true',
+    'kind = "hybrid"\nnum_replicas = 2\nnum_stages = 2\nnum_microbatches = 2\nallow_batch_dependent_layers = true',
+    'kind = "tensor_parallel"\nnum_shards = 4\nnum_replicas = 2',
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize("override", [[], ["training.epochs=3", "strategy={kind='mirrored', pack_bytes=1024}"]])
+def test_the_command_gives_the_layout_of_the_plan(
+    tmp_path: Path, section: str, layout: Layout, override: list[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[strategy]\n{section}\n" if section else "")
+    plan = planned([step(layout, 1.0)])
+    assert plan.take is not None
+    words = shlex.split(command_of(plan, str(file), override))
+    overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
+    assert words[:5] == ["python", "-m", "tfpar.train", "--config", str(file)]
+    assert config.load(file, overrides) == with_strategy(config.load(file, override), plan.take.settings)
