@@ -89,7 +89,7 @@ def _gpus(strategy: Strategy) -> list[str]:
 
 
 def layout_of(settings: config.Strategy, strategy: Strategy) -> Layout | None:
-    """Return the layout of a run; None for one that has other results than one device, which are not predicted.
+    """Return the layout of a run; None for one that is not predicted, such as those with other results.
 
     Args:
         settings: The section of the strategy.
@@ -103,7 +103,7 @@ def layout_of(settings: config.Strategy, strategy: Strategy) -> Layout | None:
     hosts = strategy.num_workers
     if isinstance(settings, config.Pipeline):  # or a grid of them
         replicas = settings.num_replicas if isinstance(settings, config.Hybrid) else 1
-        if settings.schedule == "interleaved" or settings.across_workers:
+        if settings.schedule == "interleaved" or settings.across_workers or settings.num_shards > 1:
             return None
         shard = settings.shard if isinstance(settings, config.Hybrid) else None
         return Layout(
