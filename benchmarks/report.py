@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +14,9 @@ from benchmarks import all_reduce, parity_table
 from benchmarks.gpus import experiments as gpu_experiments
 from benchmarks.harness import Finding, Result, is_number, shown
 from benchmarks.scaling import layouts
+
+_PREDICTED = "predicted "
+_MOST_SECONDS = 1e4
 
 
 def machine_table(machine: Mapping[str, Any]) -> rich.table.Table:
@@ -37,6 +42,8 @@ def print_result(result: Result, console: rich.console.Console) -> None:
         console.print(all_reduce.table_of(result))
     else:
         console.print(_settings(result))
+    if _predicted(result):
+        console.print(_predictions(result))
     if result.findings:
         console.print(_findings(result))
     if result.experiment.name.startswith(f"{gpu_experiments.NAME}_"):
@@ -48,6 +55,8 @@ def _settings(result: Result) -> rich.table.Table:
     table = rich.table.Table(title=f"{experiment.name}: {experiment.summary}")
     # Not every setting has every figure: a dict keeps each once, in the order in which they come.
     figures = dict.fromkeys(figure for output in first.values() for figure, value in output.items() if is_number(value))
+    layouts_of = tuple(f" {layout}" for layout in dict.fromkeys(layout for _, layout in _predicted(result)))
+    figures = {figure: None for figure in figures if not figure.endswith(layouts_of)} if layouts_of else figures
     table.add_column("medians of the rounds")
     for figure in figures:
         title = shown(figure, 0.0)[0]
@@ -66,6 +75,40 @@ def _cells(result: Result, name: str, figure: str) -> list[str]:
     values = result.figures(name, figure)
     numbers = [result.median(name, figure), min(values), max(values)] if is_compared else [result.median(name, figure)]
     return [shown(figure, number)[1] for number in numbers]
+
+
+def _predicted(result: Result) -> list[tuple[str, str]]:
+    """Return each setting and layout of which a figure was predicted."""
+    found = ((name, figure) for name, output in result.rounds[0].items() for figure in output)
+    return [(name, figure.removeprefix(_PREDICTED)) for name, figure in found if figure.startswith(_PREDICTED)]
+
+
+def _predictions(result: Result) -> rich.table.Table:
+    """Return a row for each layout: what was predicted, and it relative to each figure that was measured."""
+    rows = _predicted(result)
+    setting, layout = rows[0]
+    kinds = [figure.removesuffix(f" {layout}") for figure in result.rounds[0][setting] if figure.endswith(f" {layout}")]
+    measured = [kind for kind in kinds if f"{kind} " != _PREDICTED]
+    table = rich.table.Table(title="Predictions and measurements, with predicted / measured")
+    table.add_column("medians of the rounds")
+    for column in ("predicted", *(column for kind in measured for column in (kind, "ratio"))):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, of_setting in itertools.groupby(rows, key=operator.itemgetter(0)):
+        table.add_section()
+        table.add_row(name, style="bold")
+        for _, layout in of_setting:
+            predicted = result.median(name, f"{_PREDICTED}{layout}")
+            cells = [_quantity(predicted)]
+            for kind in measured:
+                value = result.median(name, f"{kind} {layout}")
+                cells += [_quantity(value), f"{predicted / value:.2f}" if value else ""]
+            table.add_row(f"  {layout}", *cells)
+    return table
+
+
+def _quantity(value: float) -> str:
+    """Return seconds in ms, and bytes, of which there are more, in MB."""
+    return f"{1e3 * value:,.4g} ms" if value < _MOST_SECONDS else f"{value / 1e6:,.1f} MB"
 
 
 def _findings(result: Result) -> rich.table.Table:

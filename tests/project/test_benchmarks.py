@@ -150,6 +150,20 @@ def printed(result: harness.Result) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
+def test_predictions_have_a_row_for_each_layout() -> None:
+    def output(_: Measurement) -> dict[str, float]:
+        seconds = {"predicted Mirrored(2)": 0.075, "measured Mirrored(2)": 0.06}
+        return seconds | {"tensors Mirrored(2)": 3e7, "regret of prediction alone": 1.25}
+
+    text = printed(harness.run_rounds(replace(experiment(), measure=output, findings=()), 1))
+    for part in (
+        r"rounds +┃ regret of prediction alone ┃\n",
+        r"rounds +┃ predicted ┃ measured ┃ ratio ┃ +tensors ┃ ratio ┃",
+        r"tfpar +│ +│ +│ +│ +│ +│\n│ +Mirrored\(2\) +│ +75 ms │ +60 ms │ +1\.25 │ 30\.0 MB │",
+    ):
+        assert re.search(part, text), f"no {part!r} in\n{text}"
+
+
 def test_the_tables_show_medians_rounds_and_a_missed_target_and_leave_out_missing_figures() -> None:
     def output(measurement: Measurement) -> dict[str, float]:
         return {**measured_speed(measurement), **({"peak_bytes": 2.5e6} if measurement == THEIRS else {})}
