@@ -282,3 +282,28 @@ def test_what_needs_whole_weights_is_refused_before_the_first_step(
     trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance="parameters", num_shards=2), seed=0)
     with pytest.raises(ValueError, match=message):
         trainer.fit(*of_features(8), verbose=0)
+
+
+def test_an_optimizer_that_needs_whole_weights_is_refused_after_an_evaluation() -> None:
+    trainer = tfpar.Trainer(with_lamb, tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2), seed=0)
+    trainer.evaluate(*of_features(8), verbose=0)
+    with pytest.raises(ValueError, match="received Lamb"):
+        trainer.fit(*of_features(8), verbose=0)
+
+
+@pytest.mark.parametrize("strategy", [lambda: tfpar.Pipeline(2, 2, num_shards=2), lambda: tfpar.TensorParallel(2)])
+def test_an_optimizer_that_was_built_by_hand_has_its_state_in_pieces(strategy: Callable[[], tfpar.Strategy]) -> None:
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(size, "tanh") for size in (8, 6, CLASSES)]
+        model = keras.Sequential([keras.Input((FEATURES,)), *layers])
+        model.compile(keras.optimizers.Adam(0.01), "sparse_categorical_crossentropy")
+        return model
+
+    def run(strategy: tfpar.Strategy) -> list[np.ndarray]:
+        trainer = tfpar.Trainer(build, strategy, seed=0)
+        trainer.evaluate(*of_features(8), verbose=0)
+        trainer.model.optimizer.build(trainer.model.trainable_variables)
+        trainer.fit(*of_features(8), batch_size=8, verbose=0)
+        return state(trainer.model)
+
+    assert_equal(run(strategy()), run(tfpar.SingleDevice()))

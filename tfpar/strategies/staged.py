@@ -148,13 +148,13 @@ class Staged(SingleReplica):
             data.check_same_inputs(self._present, model, batch)
             self._planner.check_again(model, batch, training)
         if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
+            self._check_update(model, training)
             self._steps[model].keep_first(batch, training)
             return
         adds_losses = self._planner.plan(model, batch, training)
         if adds_losses is not None:
             self._adds_losses[model] = adds_losses
-        if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
-            updates.check_optimizer(model, "A pipeline with num_shards")
+        self._check_update(model, training)
         schedule = self.schedule_of(model)
         compiler = StepCompiler(
             self._planner.stages_of(model),
@@ -166,6 +166,12 @@ class Staged(SingleReplica):
         )
         self._steps[model] = PipelineSteps(compiler, schedule, self._peers, self._update_of(model))
         self._steps[model].keep_first(batch, training)
+
+    def _check_update(self, model: keras.Model, training: bool) -> None:
+        """Refuse an optimizer that cannot update divided weights, and divide what it has of them."""
+        if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
+            updates.check_optimizer(model, "A pipeline with num_shards")
+            updates.place_slots(model)
 
     def _update_of(self, model: keras.Model) -> Apply | None:
         """Return the function that runs the optimizer in a step; None for Keras' own on whole weights."""

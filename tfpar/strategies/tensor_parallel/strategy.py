@@ -165,6 +165,7 @@ class TensorParallel(SingleReplica):
         self._divide(model, inputs)
         if training and self._divided[model].layout.weights:
             updates.check_optimizer(model)
+            updates.place_slots(model)
 
     def _divide(self, model: keras.Model, inputs: Any) -> None:
         known = self._known.get(model)

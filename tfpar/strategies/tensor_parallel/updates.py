@@ -37,8 +37,18 @@ def place(model: keras.Model, divisions: Mapping[Hashable, Division], homes: Cal
             keras_weight_placement.place(variable, devices[0])
         elif not tf_divided_memory.is_divided_as(variable, *division, devices):
             tf_divided_memory.divide(variable, *division, devices)
+    if keras_variables.num_moves(model.variables) != before:
+        place_slots(model)
+
+
+def place_slots(model: keras.Model) -> None:
+    """Divide existing optimizer state as its weights: `optimizer.build` outside of a strategy creates it whole.
+
+    Args:
+        model: A model with divided weights.
+    """
     optimizer = keras_variables.optimizer_of(model)
-    if optimizer is not None and optimizer.built and keras_variables.num_moves(model.variables) != before:
+    if optimizer is not None and optimizer.built:
         keras_divided_optimizer.divide_slots(optimizer, model.trainable_variables)
 
 
