@@ -35,7 +35,8 @@ def places(num_workers: int, host: str = "127.0.0.1") -> list[Job]:
 
 def side(job: Job, seconds: float = SECONDS, secret: bytes = SECRET) -> tuple[list[str], str]:
     """What one worker learns at the rendezvous."""
-    return (worker.report if job.rank else chief.gather)(job, seconds, secret)
+    found = (worker.report if job.rank else chief.gather)(job, seconds, secret)
+    return found.missing, found.remark
 
 
 def together(jobs: Sequence[Job], seconds: float = SECONDS) -> list[tuple[list[str], str]]:
@@ -90,8 +91,8 @@ def test_a_job_with_other_hosts_listens_on_both_families() -> None:
     for host in ("127.0.0.1", "::1"):
         with connect(Job((f"{host}:{port}" if host != "::1" else f"[::1]:{port}",), 1, "worker")) as connection:
             assert messages.read_greeting(connection.recv(100))
-    assert worker.report(jobs[1], SECONDS, SECRET) == ([], "")
-    assert future.result(SECONDS) == ([], "")
+    assert worker.report(jobs[1], SECONDS, SECRET) == messages.Outcome([])
+    assert future.result(SECONDS) == messages.Outcome([])
 
 
 def test_a_job_of_this_machine_listens_on_the_loopback_alone() -> None:
@@ -112,6 +113,14 @@ def test_missing_workers_are_named_to_all_that_came() -> None:
 def test_a_chief_that_never_appears_is_named() -> None:
     _, second = places(2)
     assert side(second, seconds=0.3) == ([second.addresses[0]], "")
+
+
+def test_a_worker_names_the_reason_of_its_own_attempts() -> None:
+    _, second = places(2)
+    chief_address = second.addresses[0]
+    assert worker.report(second, 0.3, SECRET).reasons == {chief_address: "Connection refused"}
+    with socket.create_server(tf_config.split_address(chief_address)):  # accepts, and sends nothing
+        assert worker.report(second, 0.3, SECRET) == messages.Outcome([chief_address])
 
 
 def test_a_worker_that_is_started_again_takes_its_own_place() -> None:
@@ -316,7 +325,8 @@ def test_a_chief_without_file_descriptors_takes_its_workers_once_strangers_leave
         "import json, resource, sys\nfrom tfpar.cluster.rendezvous import chief\n"
         "from tfpar.cluster.tf_config import Job\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))\n"
-        f"found = chief.gather(Job({jobs[0].addresses!r}, 0, 'chief'), {SECONDS}, {SECRET!r})\nprint(json.dumps(found))"
+        f"found = chief.gather(Job({jobs[0].addresses!r}, 0, 'chief'), {SECONDS}, {SECRET!r})\n"
+        "print(json.dumps(found[:2]))"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         strangers = [connect(jobs[1]) for _ in range(100)]

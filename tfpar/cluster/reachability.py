@@ -42,5 +42,14 @@ def _problem(address: str, seconds: float) -> str | None:
     try:
         socket.create_connection(split_address(address), timeout=seconds).close()
     except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
-        return getattr(error, "strerror", None) or str(error) or type(error).__name__
+        return reason(error)
     return None
+
+
+def reason(error: Exception) -> str:
+    """Return why a connection failed, such as "No route to host".
+
+    Args:
+        error: The error of the connection.
+    """
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -54,7 +54,7 @@ class Rendezvous:
         self._accepts_from_seconds = 0.0
         self._selector = selectors.PollSelector()
 
-    def run(self, seconds: float, keep: Keep | None = None) -> tuple[list[str], str]:
+    def run(self, seconds: float, keep: Keep | None = None) -> messages.Outcome:
         """Wait for all workers, answer those that are connected, and close every connection that is not kept.
 
         Args:
@@ -82,7 +82,7 @@ class Rendezvous:
             while keep is not None and not missing and self._workers:
                 rank, worker = self._workers.popitem()
                 keep(rank, worker.socket)
-            return missing, self._remark()
+            return messages.Outcome(missing, self._remark())
         finally:
             for connection in [*self._strangers, *self._workers.values()]:
                 connection.socket.close()
@@ -175,7 +175,7 @@ class Rendezvous:
         )
 
 
-def gather(job: Job, seconds: float, secret: bytes, keep: Keep | None = None) -> tuple[list[str], str]:
+def gather(job: Job, seconds: float, secret: bytes, keep: Keep | None = None) -> messages.Outcome:
     """Wait as the chief for all workers, and send the missing addresses to those that are connected.
 
     Args:

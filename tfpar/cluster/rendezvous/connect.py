@@ -7,7 +7,7 @@ import sys
 
 from tfpar.cluster import job_secret, reachability, tf_config
 from tfpar.cluster.rendezvous import chief, worker
-from tfpar.cluster.rendezvous.messages import Keep
+from tfpar.cluster.rendezvous.messages import Keep, Outcome
 
 _MOST_ASKED, _ASK_SECONDS = 16, 2.0
 
@@ -39,17 +39,18 @@ def connect_workers(job: tf_config.Job, seconds: float, keep: Keep | None = None
             file=sys.stderr,
         )
     tf_config.check_port_free(job)
-    missing, remark = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret, keep)
-    if missing:
+    found = (chief.gather if job.rank == 0 else worker.report)(job, seconds, secret, keep)
+    if found.missing:
         raise TimeoutError(
-            f"All {job.num_workers} workers must connect within {seconds:g} s, and {_named(job, missing)} did not. "
+            f"All {job.num_workers} workers must connect within {seconds:g} s, and {_named(job, found)} did not. "
             "Check the output of that worker, and that its address in TF_CONFIG is right and reachable from the other "
-            f"workers; if it only starts slowly, set a longer strategy.form_seconds.{remark}"
+            f"workers; if it only starts slowly, set a longer strategy.form_seconds.{found.remark}"
         )
 
 
-def _named(job: tf_config.Job, missing: list[str]) -> str:
+def _named(job: tf_config.Job, found: Outcome) -> str:
     """Return missing addresses, each with the reason why the chief, or a worker without the chief, cannot connect."""
-    asks = job.rank == 0 or missing == [job.addresses[0]]
-    problems = reachability.problems(missing[:_MOST_ASKED], _ASK_SECONDS) if asks else {}
-    return ", ".join(f"{one} ({problems[one]})" if one in problems else one for one in missing)
+    reasons = found.reasons
+    if job.rank == 0:
+        reasons = reachability.problems(found.missing[:_MOST_ASKED], _ASK_SECONDS)
+    return ", ".join(f"{one} ({reasons[one]})" if one in reasons else one for one in found.missing)

@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tfpar.cluster import job_secret
@@ -31,6 +31,20 @@ class Challenges(NamedTuple):
 
     chief: str
     worker: str
+
+
+class Outcome(NamedTuple):
+    """What one side of the rendezvous found.
+
+    Attributes:
+        missing: The addresses of the missing workers.
+        remark: More for the error, "" for nothing.
+        reasons: For a missing address the reason why it could not be reached, as far as this side tried.
+    """
+
+    missing: list[str]
+    remark: str = ""
+    reasons: Mapping[str, str] = {}
 
 
 def new_challenge() -> str:

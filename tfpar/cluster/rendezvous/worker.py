@@ -6,7 +6,7 @@ import contextlib
 import socket
 import time
 
-from tfpar.cluster import job_secret
+from tfpar.cluster import job_secret, reachability
 from tfpar.cluster.rendezvous import messages
 from tfpar.cluster.tf_config import Job, split_address
 
@@ -15,7 +15,7 @@ _GREETING_SECONDS = 5.0  # a chief sends its greeting at once
 _ANSWER_SECONDS = 5.0  # the chief's answer may arrive this long after the worker's time limit
 
 
-def report(job: Job, seconds: float, secret: bytes, keep: messages.Keep | None = None) -> tuple[list[str], str]:
+def report(job: Job, seconds: float, secret: bytes, keep: messages.Keep | None = None) -> messages.Outcome:
     """Connect to the chief, and wait for its answer.
 
     Args:
@@ -25,38 +25,55 @@ def report(job: Job, seconds: float, secret: bytes, keep: messages.Keep | None =
         keep: Takes the connection to the chief, if no worker is missing; None closes it.
 
     Returns:
-        The missing addresses in the chief's answer, or the chief's own without an answer; and a remark for the error.
+        The missing addresses in the chief's answer; or the chief's own without an answer, with the reason why this
+        worker could not connect.
 
     Raises:
         ValueError: If the chief refuses this worker's secret.
     """
     ends_seconds = time.monotonic() + seconds
-    remark = ""
+    remark, problem = "", None
     while (left := ends_seconds - time.monotonic()) > 0:
-        with (
-            contextlib.suppress(OSError, UnicodeError),  # UnicodeError: an invalid host name
-            socket.create_connection(split_address(job.addresses[0]), timeout=min(left, 5.0)) as connection,
-        ):
-            greeting_ends = min(time.monotonic() + _GREETING_SECONDS, ends_seconds + _ANSWER_SECONDS)
-            greeting = _read_line(connection, greeting_ends, messages.LONGEST_GREETING_BYTES)
-            challenge = messages.read_greeting(greeting)
-            if challenge is None:
-                remark = " Another program answers at the chief's address." if greeting else remark
-            else:
-                challenges = messages.Challenges(challenge, messages.new_challenge())
-                connection.sendall(messages.hello(job.rank, challenges, secret))
-                line = _read_line(connection, ends_seconds + _ANSWER_SECONDS, messages.LONGEST_ANSWER_BYTES)
-                if line == messages.REFUSED:
-                    raise ValueError(_refusal(job))
-                missing = messages.read_answer(line, challenges, job, secret)
+        try:
+            connection = socket.create_connection(split_address(job.addresses[0]), timeout=min(left, 5.0))
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
+            if problem is None or not isinstance(error, TimeoutError):  # the last attempt has little time
+                problem = reachability.reason(error)
+        else:
+            problem = None
+            with connection, contextlib.suppress(OSError):
+                missing, remark = _ask(connection, job, secret, ends_seconds, remark)
                 if missing is not None:
                     if keep is not None and not missing:
                         keep(0, connection.dup())
-                    return missing, ""
-                if line:
-                    remark = f" The program at the chief's address does not have this job's {job_secret.VARIABLE}."
+                    return messages.Outcome(missing)
         time.sleep(_RETRY_SECONDS)
-    return [job.addresses[0]], remark
+    chief = job.addresses[0]
+    return messages.Outcome([chief], remark, {} if problem is None else {chief: problem})
+
+
+def _ask(
+    connection: socket.socket, job: Job, secret: bytes, ends_seconds: float, remark: str
+) -> tuple[list[str] | None, str]:
+    """Return the missing addresses in the chief's answer, None without one, and the remark for the error.
+
+    Raises:
+        ValueError: If the chief refuses this worker's secret.
+    """
+    greeting_ends = min(time.monotonic() + _GREETING_SECONDS, ends_seconds + _ANSWER_SECONDS)
+    greeting = _read_line(connection, greeting_ends, messages.LONGEST_GREETING_BYTES)
+    challenge = messages.read_greeting(greeting)
+    if challenge is None:
+        return None, " Another program answers at the chief's address." if greeting else remark
+    challenges = messages.Challenges(challenge, messages.new_challenge())
+    connection.sendall(messages.hello(job.rank, challenges, secret))
+    line = _read_line(connection, ends_seconds + _ANSWER_SECONDS, messages.LONGEST_ANSWER_BYTES)
+    if line == messages.REFUSED:
+        raise ValueError(_refusal(job))
+    missing = messages.read_answer(line, challenges, job, secret)
+    if missing is None and line:
+        remark = f" The program at the chief's address does not have this job's {job_secret.VARIABLE}."
+    return missing, remark
 
 
 def _refusal(job: Job) -> str:
