@@ -123,7 +123,7 @@ def first_batch(dataset: Any) -> Any:
     from tfpar import data
 
     batches = data.as_dataset(*dataset) if isinstance(dataset, tuple) else data.as_dataset(dataset)
-    batch = next(iter(data.global_batches(batches)), None)
+    batch = next(iter(data.without_autotuning(data.global_batches(batches))), None)
     if batch is None:
         raise ValueError("The data are empty.")
     return tf.nest.map_structure(lambda tensor: None if tensor is None else tensor.numpy(), batch)

@@ -2,6 +2,7 @@
 
 from tfpar._compat.keras_data_adapters import is_python_source
 from tfpar.data.batching.arrays import from_arrays
+from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.data.batching.batches import (
     check_same_inputs,
     class_weights,
@@ -53,4 +54,5 @@ __all__ = [
     "take_rows",
     "to_numpy",
     "user_message",
+    "without_autotuning",
 ]

@@ -51,11 +51,7 @@ class EpochIterator:
         restarts: bool = False,
         raising_on_all_workers: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        # TensorFlow 2.21's autotuning thread sleeps for up to seconds, and the end of an iterator, once an epoch, waits
-        # for it. Without the thread, AUTOTUNE means as many calls as there are cores, up to 16.
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        self._dataset = dataset.with_options(options)
+        self._dataset = data.without_autotuning(dataset)
         self._has_more = has_more or (lambda upcoming: upcoming.has_value())
         self._source = source
         self._steps_asked = steps_per_epoch
@@ -72,7 +68,7 @@ class EpochIterator:
                 self.iterator, self.upcoming = unused.iterator, unused.upcoming
                 self.passes, self._pass_is_over = unused.passes, unused._pass_is_over
             elif first is not None:
-                self.upcoming = iter(first).get_next_as_optional()
+                self.upcoming = iter(data.without_autotuning(first)).get_next_as_optional()
             else:
                 self._begin_pass()
         with raising_on_all_workers():

@@ -92,7 +92,7 @@ def read(dataset: Any) -> GivenData:
 
 def _timed(dataset: tf.data.Dataset) -> tuple[Any, list[float]]:
     """Return the first batch, None if there is none, and the seconds until each of the first batches was there."""
-    first, seconds, iterator = None, [], iter(dataset)
+    first, seconds, iterator = None, [], iter(data.without_autotuning(dataset))
     for number in range(1 + _BATCHES):
         began_seconds = time.perf_counter()
         upcoming = iterator.get_next_as_optional()

@@ -48,7 +48,7 @@ class TimedLoop:
             dataset = dataset.map(lambda *parts: _first(parts, self._size), num_parallel_calls=1).prefetch(2)
         distributed = strategy.distribute(dataset)
         self._loop = StepFunctions(model, strategy).loop("train", distributed)
-        self._dataset = distributed.dataset
+        self._dataset = data.without_autotuning(distributed.dataset)
         self.resize(int(data.num_rows(batch)))
 
     def resize(self, num_examples: int) -> None:

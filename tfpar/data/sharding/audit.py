@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.data.batching.batches import split_batch
 from tfpar.data.sharding.row_digests import DIGEST_BYTES, in_words, row_digests
 from tfpar.data.sharding.sharded import Sharded
@@ -123,7 +124,7 @@ def _context(rank: int, num_workers: int) -> tf.distribute.InputContext:
 def _finite(dataset: tf.data.Dataset) -> tf.data.Dataset:
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ValueError("audit reads one epoch to its end, but this dataset has none: leave out repeat().")
-    return dataset
+    return without_autotuning(dataset)
 
 
 def _audit_batches(dataset: tf.data.Dataset, num_workers: int) -> Audit:
@@ -150,14 +151,15 @@ def _audit_batches(dataset: tf.data.Dataset, num_workers: int) -> Audit:
 
 def _audit_sharded(sharded: Sharded, num_workers: int) -> Audit:
     def own_batches(rank: int) -> Iterator[Any]:
-        for rows, count in sharded.local_batches(rank, num_workers):
+        for rows, count in without_autotuning(sharded.local_batches(rank, num_workers)):
             if count == 0:
                 return
             yield rows
 
     read = [_digests(own_batches(rank)) for rank in range(num_workers)]
     num_steps = max(steps for _, steps in read)  # a worker runs all steps, also those in which it has no rows
-    return _compare([digests for digests, _ in read], [num_steps] * num_workers, sharded.global_batches)
+    digests = [digests for digests, _ in read]
+    return _compare(digests, [num_steps] * num_workers, lambda: without_autotuning(sharded.global_batches()))
 
 
 def _compare(read: list[Digests], steps: list[int], whole: Callable[[], Iterable[Any]]) -> Audit:

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar.cluster.cores import num_allowed_cores
+from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.data.sharding.sharded import NUM_SHARDS, Sharded
 
 _FILES_PER_SHARD_AT_ONCE = 4
@@ -123,7 +124,7 @@ def begins_alike(dataset: tf.data.Dataset) -> bool:
     >>> begins_alike(tf.data.Dataset.range(9)), begins_alike(tf.data.Dataset.range(999).shuffle(999))
     (True, False)
     """
-    for elements in zip(*(dataset.take(NUM_COMPARED) for _ in range(2)), strict=True):
+    for elements in zip(*(without_autotuning(dataset.take(NUM_COMPARED)) for _ in range(2)), strict=True):
         first, again = (tf.nest.flatten(element, expand_composites=True) for element in elements)
         for leaf, other in zip(first, again, strict=True):
             if leaf is not None and not np.array_equal(leaf, other, equal_nan=leaf.dtype.is_floating):

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfpar import config
 from tfpar.config import toml
+from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.data.sources import categories, tables
 from tfpar.data.sources.files import FILES_AT_ONCE, of_split
 from tfpar.data.sources.held_out import Part, keeps, of_settings
@@ -60,7 +61,7 @@ def _vocabularies(settings: config.Data) -> categories.Vocabularies:
         return tf.stack([categories.strip(cells[place]) for place in places], axis=1)
 
     part: Part = "all" if settings.validation_share is None else "train"
-    rows = _rows(settings, paths, part, words).batch(tables.BLOCK_ROWS)
+    rows = without_autotuning(_rows(settings, paths, part, words).batch(tables.BLOCK_ROWS))
     blocks = ([[word.decode() for word in column] for column in block.T] for block in rows.as_numpy_iterator())
     try:
         return categories.vocabularies(names, blocks, f'split "{settings.train_split}"')

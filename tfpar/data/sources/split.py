@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import tensorflow as tf
 
 from tfpar.cluster.cores import num_allowed_cores
+from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.messages.suggestions import closest
 
 
@@ -88,7 +89,7 @@ def first_input(split: Split) -> tf.Tensor:
             f"All inputs must have one fixed shape to form a batch, but those of {split.origin} have {spec[0].shape}. "
             "Store them in one size, or choose another dataset."
         )
-    first = next(iter(split.decoded().take(1)), None)
+    first = next(iter(without_autotuning(split.decoded().take(1))), None)
     if first is None:
         raise ValueError(f"The {split.origin} holds no examples: choose another split, or fill it.")
     return first[0]

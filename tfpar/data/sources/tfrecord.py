@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar import config
+from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.data.sources.files import EXAMPLES_IN_A_ROW, FILES_AT_ONCE, of_split
 from tfpar.data.sources.split import Split, check
 
@@ -119,7 +120,7 @@ def _check_declaration(settings: config.Data) -> None:
 
 def _check_first_record(settings: config.Data, path: Path) -> None:
     try:
-        record = next(iter(_records([path]).take(1)), None)
+        record = next(iter(without_autotuning(_records([path]).take(1))), None)
         if record is not None:
             parse(record, settings.features)
     except tf.errors.DataLossError as error:

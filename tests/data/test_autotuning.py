@@ -1,0 +1,70 @@
+"""No dataset is iterated over with TensorFlow's autotuning, which lets the end of an iterator take up to a minute."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpar
+from tests import ROOT
+from tests.support import small
+from tfpar.planning import step_timing
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+@pytest.fixture
+def autotuned() -> Iterator[list[str]]:
+    """The lines of the library that iterate over a dataset with autotuning."""
+    lines: list[str] = []
+    original = tf.data.Dataset.__iter__
+
+    def iterate(dataset: tf.data.Dataset) -> Iterator[object]:
+        if dataset.options().autotune.enabled is not False:
+            inside = [frame for frame in traceback.extract_stack() if frame.filename.startswith(str(ROOT / "tfpar"))]
+            lines.extend(f"{frame.filename}:{frame.lineno}" for frame in inside[-1:])
+        return original(dataset)
+
+    with mock.patch.object(tf.data.Dataset, "__iter__", iterate):
+        yield lines
+
+
+def slow(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return dataset.map(lambda *parts: parts, num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+
+
+def train(strategy: Callable[[], tfpar.Strategy], dataset: object) -> None:
+    trainer = tfpar.Trainer(small.build_model, strategy())
+    trainer.fit(dataset, epochs=2, steps_per_epoch=1, validation_data=small.data(), verbose=0)
+    trainer.evaluate(slow(small.data()), verbose=0)
+    trainer.predict(slow(small.data()), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [tfpar.SingleDevice, lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]), lambda: tfpar.Pipeline(2, 2)],
+    ids=["single_device", "mirrored", "pipeline"],
+)
+def test_a_trainer_reads_without_autotuning(strategy: Callable[[], tfpar.Strategy], autotuned: list[str]) -> None:
+    train(strategy, slow(small.data()))
+    train(strategy, (batch for batch in list(small.data())))
+    assert not autotuned
+
+
+def test_a_plan_reads_and_measures_without_autotuning(autotuned: list[str]) -> None:
+    with mock.patch.object(step_timing, "SECONDS_OF_REPEAT", 0.002), mock.patch.object(step_timing, "ROUNDS", 1):
+        tfpar.plan(small.build_model, slow(small.data()), devices=["CPU:0"], measured_layouts=1)
+    assert not autotuned
+
+
+def test_an_audit_reads_without_autotuning(autotuned: list[str]) -> None:
+    rows = np.arange(8)
+    tfpar.data.audit(tf.data.Dataset.from_tensor_slices(rows).batch(4), num_workers=2)
+    sharded = tfpar.data.by_example(tf.data.Dataset.from_tensor_slices(rows), global_batch_size=4, num_shards=2)
+    tfpar.data.audit(sharded, num_workers=2)
+    assert not autotuned
