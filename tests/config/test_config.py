@@ -20,6 +20,7 @@ from tfpar.config import (
     Optimizer,
     Pipeline,
     Run,
+    TensorParallel,
     Training,
     bundled_configurations,
     toml,
@@ -82,8 +83,13 @@ def test_every_config_loads_and_its_header_says_command_hardware_time_and_result
 
 @pytest.mark.parametrize(
     "run",
-    [Run(), RICH_RUN, Run(strategy=Pipeline(num_stages=2, num_microbatches=8, balance=(3, 2)))],
-    ids=["default", "rich", "pipeline"],
+    [
+        Run(),
+        RICH_RUN,
+        Run(strategy=Pipeline(num_stages=2, num_microbatches=8, balance=(3, 2))),
+        Run(strategy=TensorParallel(num_shards=2, layout={'.*"\\d".*kernel': (None, "model"), "bias": ("model",)})),
+    ],
+    ids=["default", "rich", "pipeline", "rules"],
 )
 def test_a_dumped_run_loads_as_the_same_run(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"

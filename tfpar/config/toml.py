@@ -132,4 +132,6 @@ def write(tables: Mapping[str, Any]) -> str:
 def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_none(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_none(inner) for inner in value]
     return "none" if value is None else value

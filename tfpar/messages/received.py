@@ -59,10 +59,10 @@ def toml(value: object) -> str:
         value: A value of a TOML file, or None.
 
     Example:
-        >>> toml(("GPU:0", True, 1.5))
-        '["GPU:0", true, 1.5]'
+        >>> toml(("GPU:0", True, 1.5, None))
+        '["GPU:0", true, 1.5, "none"]'
     """
-    text = json.dumps("none" if value is None else _pruned(value, _LEVELS), default=str, ensure_ascii=False)
+    text = json.dumps(_pruned(value, _LEVELS), default=str, ensure_ascii=False)
     return excerpt(text)
 
 
@@ -123,7 +123,7 @@ def _pruned(value: Any, levels: int) -> Any:
         return {str(key)[:COLUMNS]: _pruned(item, levels - 1) for key, item in kept} if levels else "..."
     if isinstance(value, list | tuple):
         return [_pruned(item, levels - 1) for item in value[:_ITEMS]] if levels else "..."
-    return value
+    return "none" if value is None else value
 
 
 def _large_integer(value: int) -> str:
