@@ -160,6 +160,8 @@ def test_three_steps_of_a_strategy_are_judged(changes: dict[str, Any], status: s
         (config.Mirrored(devices=("GPU:1", "GPU:3")), 2, 2),
         (config.Pipeline(num_stages=3, num_microbatches=4), 3, 3),
         (config.Pipeline(num_stages=4, num_microbatches=4, schedule="interleaved"), 2, 2),
+        (config.Hybrid(num_stages=2, num_microbatches=4, num_shards=2, num_replicas=3), 12, 12),
+        (config.Hybrid(num_stages=1, num_microbatches=4, num_shards=2, devices=("CPU:0", "CPU:1")), 2, 2),
     ],
 )
 def test_a_strategy_is_tried_on_as_many_devices_as_it_trains_on(

@@ -233,9 +233,9 @@ def num_devices(settings: config.Strategy, existing: int, *, on_gpus: bool) -> i
     named = len(named_devices(settings))
     if isinstance(settings, config.Pipeline):
         num_replicas = settings.num_replicas if isinstance(settings, config.Hybrid) else 1
-        per_replica = named // num_replicas or None
+        per_replica = named // (num_replicas * settings.num_shards) or None
         chosen = schedule.make(settings.schedule, settings.num_stages, settings.num_microbatches, per_replica)
-        return num_replicas * chosen.num_devices
+        return num_replicas * settings.num_shards * chosen.num_devices
     if named:
         return named
     if isinstance(settings, config.Auto):
