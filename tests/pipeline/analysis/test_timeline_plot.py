@@ -188,6 +188,13 @@ def test_the_caption_names_what_is_included_and_what_was_not_measured() -> None:
     )
 
 
+def test_a_long_title_has_two_lines() -> None:
+    schedule = make("1f1b", 2, 8).replicated(2)
+    first, second, *_ = stages_table([row()], None, schedule, num_workers=2, num_shards=2).splitlines()
+    assert first == "1f1b: 2 replicas of 2 stages of 2 shards on 8 devices, 16 micro-batches, on"
+    assert second == "  each of 2 workers"
+
+
 def test_unknown_cells_are_empty() -> None:
     unknown = row(forward_seconds=None, backward_seconds=None, memory_bytes=None, cut_bytes=None, num_layers=1)
     *_, numbers, layer = printed([unknown], None, make("1f1b", 1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 
 from tfpar.messages.number_format import line, three_digits
@@ -11,6 +12,7 @@ from tfpar.pipeline.schedule.simulator import Timeline
 
 _GAP = "  "
 _DEVICE_COLUMNS = 17  # of a table of 80
+_TITLE_COLUMNS = 76  # the launcher puts the rank before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ def stages_table(
     device_columns = max(map(len, ["device", *names]))
     columns = (5, device_columns, 6, 10, 7, 8, 6, 7)
     lines = [
-        describe_schedule(schedule, num_shards) + f", on each of {num_workers} workers" * (num_workers > 1),
+        *_title(describe_schedule(schedule, num_shards), num_workers),
         _cells(columns, ("", "", "", "", "forward", "backward", "memory", "to next")),
         _cells(columns, ("stage", "device", "layers", "parameters", "ms", "ms", "MB", "MB")),
     ]
@@ -114,6 +116,11 @@ def stages_table(
         missing = f"; {' and '.join(not_measured)} not measured" if not_measured else ""
         lines += [*[""] * (between_workers is None), line("predicted", text + missing)]
     return "\n".join(lines)
+
+
+def _title(described: str, num_workers: int) -> list[str]:
+    text = f"{described}, on each of {num_workers} workers" if num_workers > 1 else described
+    return textwrap.wrap(text, _TITLE_COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _shortened(devices: str) -> str:
