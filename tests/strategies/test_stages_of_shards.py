@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -228,15 +227,6 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 def test_a_grid_of_too_many_shards_is_refused() -> None:
     with pytest.raises(ValueError, match="a device for each of 2 replicas x 4 devices of the pipeline"):
         tfpar.Hybrid(tfpar.Pipeline(2, 2, num_shards=2), num_replicas=2)
-
-
-def test_a_job_of_several_workers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = ["127.0.0.1:2001", "127.0.0.1:2002"]
-    monkeypatch.setenv(
-        "TF_CONFIG", json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": 0}})
-    )
-    with pytest.raises(ValueError, match="received num_shards=2 in a job of 2 workers"):
-        tfpar.Hybrid(tfpar.Pipeline(2, 2, num_shards=2))
 
 
 def reading_elsewhere() -> keras.Model:

@@ -91,6 +91,23 @@ def from_environment(environment: Mapping[str, str]) -> Job | None:
     return Job(addresses, rank, "worker" if rank else "chief")
 
 
+def has_other_workers(environment: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to a job of several workers.
+
+    Args:
+        environment: The variables of this process, as `os.environ`.
+
+    Raises:
+        ValueError: If the variables are invalid, with one line for each mistake.
+
+    Example:
+        >>> has_other_workers({"TF_CONFIG": to_tf_config(["localhost:2222", "localhost:2223"], rank=1)})
+        True
+    """
+    job = from_environment(environment)
+    return job is not None and job.num_workers > 1
+
+
 def to_tf_config(addresses: Sequence[str], rank: int) -> str:
     """Return the TF_CONFIG of one worker; worker 0 is the chief.
 

@@ -206,7 +206,7 @@ class Hybrid(Pipeline):
 
 
 class TensorParallel(Section):
-    """Layers divided over several devices of this machine.
+    """Layers divided over several devices of this machine, or of each worker of a job.
 
     >>> TensorParallel(num_shards=2, layout={"dense.*kernel": ("none", "model")}).layout
     {'dense.*kernel': (None, 'model')}
@@ -219,7 +219,9 @@ class TensorParallel(Section):
         description='Rules for the weights to divide: regular expressions of their paths, each with "model" at the '
         'divided axis and "none" at the others; none: all large layers.',
     )
-    num_replicas: _DeviceCount = Field(1, description="Number of replicas, each with a part of every global batch.")
+    num_replicas: _DeviceCount = Field(
+        1, description="Number of replicas in each process, each with a part of every global batch."
+    )
     shard: _Shard = None
     devices: _Devices = None
     num_logical_cpus: _NumLogicalCPUs = 1

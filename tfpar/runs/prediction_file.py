@@ -111,6 +111,8 @@ def layout_of(settings: config.Strategy, strategy: Strategy) -> Layout | None:
             shard, num_hosts=hosts,
         )  # fmt: skip
     if isinstance(settings, config.TensorParallel):
+        if hosts > 1:
+            return None
         return Layout(settings.num_replicas, num_shards=settings.num_shards, shard=settings.shard)
     if isinstance(settings, config.MultiWorker) and (settings.sync != "step" or settings.compression):
         return None

@@ -46,11 +46,12 @@ def from_settings(settings: config.Strategy) -> Strategy:
     if isinstance(settings, config.Auto):
         settings = _automatic(settings, num_workers)
     across = isinstance(settings, config.Pipeline) and settings.across_workers
-    if num_workers > 1 and not (isinstance(settings, config.MultiWorker | config.Hybrid) or across):
+    of_workers = isinstance(settings, config.MultiWorker | config.Hybrid | config.TensorParallel)
+    if num_workers > 1 and not (of_workers or across):
         raise ValueError(
             f'The environment describes a job of {num_workers} workers, and strategy.kind = "{settings.kind}" would '
-            'train a separate model in each. Set "multi_worker", "hybrid" or "auto", or start one process without '
-            "TF_CONFIG."
+            'train a separate model in each. Set "multi_worker", "hybrid", "tensor_parallel" or "auto", or start one '
+            "process without TF_CONFIG."
         )
     names = [name for name in type(settings).model_fields if name not in _NOT_ARGUMENTS]
     arguments = {name: getattr(settings, name) for name in names}
@@ -61,7 +62,7 @@ def from_settings(settings: config.Strategy) -> Strategy:
         return Hybrid(Pipeline(**arguments, **seconds), **of_grid)
     if isinstance(settings, config.TensorParallel):
         num_replicas, shard = arguments.pop("num_replicas"), arguments.pop("shard")
-        if num_replicas > 1:
+        if num_replicas > 1 or num_workers > 1:
             shards = TensorParallel(settings.num_shards, settings.layout)
             return Hybrid(shards, num_replicas, settings.devices, shard=shard)
     return _CLASSES[settings.kind](**arguments)

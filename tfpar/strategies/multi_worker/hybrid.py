@@ -57,7 +57,8 @@ class Hybrid(Worker, Staged):
     Of a pipeline with `num_shards`, the grid has replicas x stages x shards; the devices of a stage are consecutive.
 
     Of a `TensorParallel`, each replica has the shards of every layer on its own devices, and a part of every global
-    batch. The loss is computed from the outputs of all replicas on the first device.
+    batch. The loss is computed from the outputs of all replicas on the first device. In a job of several workers each
+    replica is a pipeline of one stage of such shards, and computes the loss of its part.
 
     Args:
         pipeline: The pipeline of each replica; `num_microbatches` are those of one replica. Or a `TensorParallel`.
@@ -88,9 +89,11 @@ class Hybrid(Worker, Staged):
     _shards: StageShards | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return a grid of pipelines, or the replicas of a `TensorParallel`, which is no `Hybrid`."""
+        """Return a grid of pipelines, or in one process the replicas of a `TensorParallel`, which is no `Hybrid`."""
         inner = kwargs.get("pipeline", args[0] if args else None)
-        return replicas_of(*args, **kwargs) if isinstance(inner, TensorParallel) else super().__new__(cls)
+        if isinstance(inner, TensorParallel) and not tf_config.has_other_workers(os.environ):
+            return replicas_of(*args, **kwargs)
+        return super().__new__(cls)
 
     @keyword_arguments.named
     def __init__(
@@ -105,7 +108,6 @@ class Hybrid(Worker, Staged):
         silence_seconds: float = 30.0,
     ) -> None:
         pipeline = _check(pipeline, num_replicas)
-        self._check_shards(pipeline.settings.num_shards)
         check_shard(shard, ("optimizer",))
         self._shard = shard
         preflight.check_options(all_reduce, None, None, form_seconds, silence_seconds)
@@ -124,6 +126,7 @@ class Hybrid(Worker, Staged):
         names = grid_devices.on_this_machine(num_replicas, per_replica, given, starts=starts)
         peers = None
         if self.num_workers > 1:
+            _check_shard_over_workers(shard, pipeline.settings.num_shards)
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
             self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds)
             peers = self._meet(names, f"{num_replicas} x {schedule.num_stages} stages", all_reduce)
@@ -131,15 +134,6 @@ class Hybrid(Worker, Staged):
                 self._shards, self.divides_state = StageShards(self, peers, self._hosts), True
         super().__init__(pipeline.settings, schedule, names, peers)
         self._planner.num_state_parts = self.num_workers if self.divides_state else 1
-
-    @staticmethod
-    def _check_shards(num_shards: int) -> None:
-        job = tf_config.from_environment(os.environ)
-        if num_shards > 1 and job is not None and job.num_workers > 1:
-            raise ValueError(
-                f"Stages of several devices are on one machine, received num_shards={num_shards} in a job of "
-                f"{job.num_workers} workers. Use num_shards=1."
-            )
 
     @staticmethod
     def _check_all_reduce(all_reduce: AllReduce) -> None:
@@ -309,6 +303,8 @@ class Hybrid(Worker, Staged):
 
 
 def _check(pipeline: Pipeline | TensorParallel, num_replicas: int) -> Pipeline:
+    if isinstance(pipeline, TensorParallel):
+        pipeline = _one_stage(pipeline)
     if not isinstance(pipeline, Pipeline):
         raise TypeError(
             f"pipeline must be a tfpar.Pipeline or tfpar.TensorParallel, received {excerpt(repr(pipeline))}. Write "
@@ -316,3 +312,21 @@ def _check(pipeline: Pipeline | TensorParallel, num_replicas: int) -> Pipeline:
         )
     check_num_replicas(pipeline, num_replicas)
     return pipeline
+
+
+def _one_stage(shards: TensorParallel) -> Pipeline:
+    """Return a pipeline of one stage, divided as the layers of a `TensorParallel`."""
+    if shards.layout is not None:
+        raise ValueError(
+            "layout is for the replicas of a TensorParallel on one machine, received rules in a job of several "
+            "workers, whose layers are divided by choice. Leave it out."
+        )
+    return Pipeline(1, 1, devices=shards.given_devices, num_shards=shards.num_shards)
+
+
+def _check_shard_over_workers(shard: str | None, num_shards: int) -> None:
+    if shard is not None and num_shards > 1:
+        raise ValueError(
+            f'shard="{shard}" over workers is for stages on one device each, received num_shards={num_shards}, whose '
+            "devices divide the optimizer's state already. Leave out shard."
+        )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from tfpar.cluster import tf_config
 from tfpar.strategies.optimizer_shards import check_shard
 from tfpar.strategies.tensor_parallel.strategy import TensorParallel, devices_of
 
@@ -64,12 +62,6 @@ def replicas_of(
         raise ValueError(
             f"{next(iter(others))} is an argument of Hybrid for pipelines over several workers, received with a "
             "TensorParallel, whose replicas are on one machine. Leave it out."
-        )
-    job = tf_config.from_environment(os.environ)
-    if job is not None and job.num_workers > 1:
-        raise ValueError(
-            f"Replicas of a TensorParallel are on one machine, received a job of {job.num_workers} workers. Use "
-            "MultiWorker, or Hybrid of a Pipeline."
         )
     check_num_replicas(pipeline, num_replicas)
     return TensorParallelReplicas(pipeline, num_replicas, devices, shard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from tfpar._compat import (
     keras_weight_placement,
     random_state,
 )
+from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.per_model import PerModel
 from tfpar.pipeline.graph import tracing as model_graph
@@ -268,7 +270,9 @@ def devices_of(num_shards: int, num_replicas: int, devices: Sequence[str] | None
     Raises:
         ValueError: If there are others, or too few.
     """
-    found, number = cluster.resolve_devices(devices), num_shards * num_replicas
+    # The workers of a job connect before TensorFlow starts, in Hybrid, which takes these shards.
+    resolve = cluster.configured_devices if tf_config.has_other_workers(os.environ) else cluster.resolve_devices
+    found, number = resolve(devices), num_shards * num_replicas
     replicas = f" x num_replicas={num_replicas}" * (num_replicas > 1)
     if devices is not None and len(found) != number:
         raise ValueError(

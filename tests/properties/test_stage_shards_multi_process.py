@@ -1,0 +1,105 @@
+"""Two workers with stages of shards, or replicas of shards, train as one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import tfpar
+from tests.properties.test_parity import computing_in, differences
+from tests.strategies import test_stages_of_shards as models
+from tests.strategies.test_tensor_parallel import assert_equal, of_features, of_tokens, trained
+from tests.support import checkpoint_matrix, pipeline_cases, small, workers
+from tests.support.pipeline_cases import Row
+
+pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+ROWS = pipeline_cases.on_replicas()
+# Where pieces of gradients differ from whole ones between workers: empty parts, rows from elsewhere, clipping by norm.
+IN_CI = ("last batch of 1", "global_clipnorm", "accumulation 4, ragged end, clipped", "rows looked up in several ways")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "row" in metafunc.fixturenames:
+        metafunc.parametrize("row", rows_of(metafunc.config), ids=lambda row: str(row).replace(" ", "_"))
+
+
+def rows_of(config: pytest.Config) -> list[Row]:
+    return [row for row in ROWS if config.getoption("whole_tables") or row.case in IN_CI]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[workers.Workers]:
+    names = [str(row) for row in rows_of(request.config)]
+    with workers.started("worker_program_stage_shards", tmp_path_factory.mktemp("workers"), 2, *names) as started:
+        yield started
+
+
+def results_of(job: workers.Workers, function: str) -> list[Any]:
+    """Return the results of a function on both workers, none of which is an error."""
+    results = job.results(function)
+    for rank, result in enumerate(results):
+        assert not isinstance(result, workers.Raised), f"worker {rank}: {result.trace}"
+    return results
+
+
+def test_each_worker_names_its_grid(job: workers.Workers) -> None:
+    stages = "1 replica of 2 stages of 2 shards on (CPU:0 CPU:1 CPU:2 CPU:3), 2 micro-batches, 1f1b"
+    shards = "2 replicas of 1 stage of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), 1 micro-batch, 1f1b"
+    for rank, found in enumerate(results_of(job, "description")):
+        assert found == [f"Hybrid over 2 workers; this is worker {rank}, {grid}" for grid in (stages, shards)]
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "data", "expected"),
+    [
+        ("pairs", models.pairs, of_features, {"up/kernel": (5, 5), "down/kernel": (5, 5), "classes/kernel": (2, 1)}),
+        ("attention", models.attention, of_tokens, {"table/embeddings": (6, 5), "query/kernel": (4, 2)}),
+    ],
+)
+def test_replicas_and_stages_of_shards_train_evaluate_and_predict_as_one_device(
+    job: workers.Workers, name: str, build: Any, data: Any, expected: dict[str, Any]
+) -> None:
+    with computing_in("float64"):
+        _, *alone = trained(build, data(), tfpar.SingleDevice())
+    for found, pieces in results_of(job, name):
+        assert_equal(found, tuple(alone))
+        assert {name: pieces[name] for name in expected} == expected
+
+
+def test_the_rows_of_ci_are_rows_of_the_table() -> None:
+    assert {*IN_CI} <= {row.case for row in ROWS}
+
+
+def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row) -> None:
+    with computing_in(row.dtype):
+        expected = pipeline_cases.expected(row.case, row.dtype)
+    for rank, result in enumerate(results_of(job, str(row))):
+        assert not list(differences(result, expected, row.dtype)), f"worker {rank}"
+
+
+def test_the_table_of_stages_has_shards_and_the_all_reduce_over_the_workers(job: workers.Workers) -> None:
+    for table in results_of(job, "preview"):
+        text = " ".join(table.split())
+        assert "2 stages of 2 shards on 4 devices, 2 micro-batches, on each of 2 workers" in text
+        assert "all-reduce over 2 workers" in text
+
+
+def test_a_run_begins_in_stages_and_ends_on_replicas(job: workers.Workers) -> None:
+    folder = job.folder / "alone"
+    history, expected = checkpoint_matrix.end(tfpar.SingleDevice(), folder)
+    for found, state in results_of(job, "resumed"):
+        small.assert_same_history(found, history)
+        small.assert_same_state(state, expected, 1e-5)
+
+
+def test_rules_and_sharded_state_are_refused(job: workers.Workers) -> None:
+    for raised in job.results("rules"):
+        assert raised.message.startswith("layout is for the replicas of a TensorParallel on one machine, received")
+    for raised in job.results("sharded state"):
+        assert raised.message.startswith('shard="optimizer" over workers is for stages on one device each, received')
+
+
+def test_the_workers_end_without_error(job: workers.Workers) -> None:
+    assert job.finish() == [0, 0]
