@@ -8,9 +8,10 @@ from collections.abc import Mapping
 import pytest
 
 from tests.planning.test_ranking import BLOCKS
+from tfpar.planning.close_layouts import with_measured
 from tfpar.planning.comparison import compare
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
-from tfpar.planning.layouts import Refusal
+from tfpar.planning.layouts import Layout, Refusal
 from tfpar.planning.plan import Plan
 from tfpar.planning.rows import PredictedStep
 
@@ -61,6 +62,14 @@ def test_a_measurement_shorter_than_all_predictions_has_the_close_ones_measured_
     plan = planned(device)
     assert sorted(device.asked) == sorted([MIRRORED, SHARDED])
     assert str(plan.rows[0].layout) == SHARDED
+
+
+def test_one_layout_of_each_kind_is_measured_before_a_second_one_of_a_kind() -> None:
+    layouts = [Layout(2), Layout(2, shard="optimizer"), Layout(2, shard="weights"), Layout(num_shards=2), Layout()]
+    steps = [PredictedStep(layout, 0.4 + 0.01 * place, {}) for place, layout in enumerate(layouts)]
+    device = Device({MIRRORED: 0.41, "TensorParallel(2)": 0.3, "SingleDevice": 0.5, SHARDED: 0.4})
+    with_measured(steps, MACHINE, device.measure, most=4)
+    assert device.asked == [MIRRORED, "TensorParallel(2)", "SingleDevice", SHARDED]
 
 
 def test_at_most_the_given_number_is_measured() -> None:

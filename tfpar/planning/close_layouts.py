@@ -20,7 +20,8 @@ def with_measured(
 ) -> tuple[list[PredictedStep], list[Refusal]]:
     """Measure the layouts that may be the fastest, the most promising first.
 
-    The layout of the shortest prediction is measured first. One whose prediction is longer than the shortest one, and
+    The layout of the shortest prediction is measured first, then one of each other kind, then the others: predictions
+    of one kind, such as replicas, err in the same direction. One whose prediction is longer than the shortest one, and
     than the shortest known step, by more than `MARGIN` is not measured. Nothing is measured where one prediction leads
     by more than that.
 
@@ -42,12 +43,13 @@ def with_measured(
         >>> [step.known_seconds for step in with_measured(steps, MachineCosts("CPU", 2, 2), twice, most=3)[0]]
         [2.0, 1.8]
     """
-    found, refusals = list(steps), list[Refusal]()
+    found, refusals, tried = list(steps), list[Refusal](), list[str]()
     for _ in range(most):
         rivals = _rivals(found, machine)
         if not rivals:
             break
-        step = min(rivals, key=lambda one: one.seconds)
+        step = min(rivals, key=lambda one: (tried.count(one.layout.kind), one.seconds))
+        tried.append(step.layout.kind)
         result = measure(step)
         if result is None:
             break
