@@ -16,6 +16,7 @@ from tfpar import data
 from tfpar._compat import keras_model, random_state, tf_function
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
+from tfpar.pipeline.partition.layer_settings import settings_of
 from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.reduction.gradient_addition import dense_part
 from tfpar.reduction.weight_owners import num_bytes
@@ -198,18 +199,9 @@ def wait_for_gpus() -> None:
 
 def _cost_key(call: Call, values: dict[Value, Any]) -> Any:
     """Return a key that is equal for layer calls of equal cost."""
-    settings: dict[str, Any] = {}
-    if isinstance(call.operation, keras.Layer):
-        try:
-            settings = call.operation.get_config()
-        except NotImplementedError:  # a custom layer without get_config
-            return id(call.operation), call
-        settings.pop("name", None)
     shapes = [(tuple(values[value].shape), values[value].dtype.name) for value in call.inputs]
     constants = [leaf for leaf in keras.tree.flatten((call.args, dict(call.kwargs))) if not isinstance(leaf, Value)]
-    own = {name: value for name, value in vars(call.operation).items() if isinstance(value, int | float | str | tuple)}
-    own.pop("name", None)
-    return type(call.operation), repr(settings), repr(own) if not settings else "", repr(shapes), repr(constants)
+    return settings_of(call.operation), repr(shapes), repr(constants)
 
 
 def _call_cost(call: Call, measured: tuple[float, float, float], microbatch_size: int, seen: set[int]) -> CallCost:

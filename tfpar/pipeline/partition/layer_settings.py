@@ -1,0 +1,99 @@
+"""The settings of a layer call, by which calls of equal cost are found: each kind of call is measured once.
+
+The configuration of a layer does not hold all of them: a subclass of `Dense` with one more argument has the
+configuration of `Dense`, unless it overrides `get_config`, and a function has its name alone. So the attributes of
+layers that are not Keras' own are compared, and functions by their identity.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar._compat.keras_model import all_layers, is_of_keras
+
+
+def settings_of(operation: keras.Operation) -> Hashable:
+    """Return a value that is equal for operations with the same settings, whatever their names and weights.
+
+    Args:
+        operation: A layer, or another operation of a model. It must exist as long as the value.
+
+    Example:
+        >>> same, other = keras.layers.Dense(4), keras.layers.Dense(8)
+        >>> settings_of(same) == settings_of(keras.layers.Dense(4)), settings_of(same) == settings_of(other)
+        (True, False)
+    """
+    return _of_operation(operation, frozenset())
+
+
+def _of_operation(operation: keras.Operation, above: frozenset[int]) -> Hashable:
+    kind = type(operation)
+    if not isinstance(operation, keras.Layer):
+        return kind, _attributes(operation, _names_of_operations(), above)
+    layers = all_layers(operation)
+    if all(is_of_keras(type(layer)) for layer in layers):
+        settings = operation.get_config()
+        settings.pop("name", None)
+        return kind, repr(settings), tuple(one for layer in layers for one in _functions(layer))
+    policy = operation.dtype_policy.name, operation.trainable
+    return kind, policy, _attributes(operation, _names_of_layers(), above)
+
+
+def _functions(layer: keras.Layer) -> list[int]:
+    """Return the identities of functions that a layer of Keras was given."""
+    given = [value for name, value in vars(layer).items() if name not in _names_of_layers()]
+    return [id(value) for value in given if callable(value) and not is_of_keras(value)]
+
+
+def _attributes(operation: keras.Operation, others: frozenset[str], above: frozenset[int]) -> Hashable:
+    """Return the attributes of an operation, without those that every one has, and TensorFlow's own."""
+    own = {name: value for name, value in vars(operation).items() if name not in others}
+    own = {name: value for name, value in own.items() if not name.startswith("_self_")}
+    return _of(own, above | {id(operation)})
+
+
+@functools.cache
+def _names_of_layers() -> frozenset[str]:
+    return frozenset(vars(keras.Layer())) - {"activity_regularizer"}
+
+
+@functools.cache
+def _names_of_operations() -> frozenset[str]:
+    return frozenset(vars(keras.Operation()))
+
+
+def _of(value: Any, above: frozenset[int]) -> Hashable:
+    """Return the settings in a value of an attribute; the identity of what is unknown.
+
+    Args:
+        value: The value.
+        above: The identities of the objects that contain it.
+    """
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return type(value), value
+    if id(value) in above:
+        return "above"
+    above = above | {id(value)}
+    if isinstance(value, Mapping):
+        return tuple((repr(key), _of(item, above)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_of(item, above) for item in value)
+    if isinstance(value, set | frozenset):
+        return frozenset(_of(item, above) for item in value)
+    if isinstance(value, keras.Variable):
+        return tuple(value.shape), value.dtype, value.trainable
+    if isinstance(value, np.ndarray | tf.Tensor):
+        array = np.asarray(value)
+        return array.shape, array.dtype.str, hashlib.sha256(array.tobytes()).digest()
+    if isinstance(value, keras.Operation):
+        return _of_operation(value, above)
+    if is_of_keras(type(value)) and hasattr(value, "get_config"):
+        return type(value), repr(value.get_config())
+    return id(value)
