@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
+from tfpar.pipeline.schedule import make
 from tfpar.pipeline.schedule.links import Link
+from tfpar.pipeline.schedule.simulator import Durations, simulate
 from tfpar.planning.costs import BlockCost, Bytes, Curve, Line, MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, Refusal, candidates
 from tfpar.planning.stage_costs import stages_of
@@ -38,6 +40,16 @@ def test_replicas_share_the_batch_and_each_updates_all_weights() -> None:
 
 def test_an_uneven_batch_takes_the_time_of_the_largest_share() -> None:
     assert seconds(Layout(3)) == 3 * 12 + 8
+
+
+def test_the_micro_batches_of_replicas_are_those_of_the_whole_batch() -> None:
+    """53 examples are 7 7 6 7 and 7 6 7 6: the last of the first replica has no backward pass of fewer examples."""
+    found = predict(Layout(2, 2, 4), MODEL, MACHINE, batch=53).seconds
+    full = Durations((14.0, 14.0), (28.0, 28.0), (28.0, 28.0), (0.0, 0.0), (0.0,), microbatch_scale=(1, 1, 6 / 7, 1))
+    last_is_short = dataclasses.replace(full, microbatch_scale=(1, 1, 1, 6 / 7))
+    in_order, other = (simulate(make("1f1b", 2, 4), one).step_seconds for one in (full, last_is_short))
+    assert found == pytest.approx(in_order + 8 / 2)
+    assert in_order > other
 
 
 def test_a_sharded_optimizer_divides_the_update() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.partition.blocks import num_blocks
@@ -57,13 +58,29 @@ class _Step:
         self.size = -(-self.share // layout.num_microbatches)
 
     def predicted(self) -> PredictedStep:
-        durations, speed = self._durations(), self.machine.speed
-        planned = simulate(self._schedule, durations)
+        speed = self.machine.speed
+        durations, planned = max(self._simulated(), key=lambda one: one[1].step_seconds)
         seconds = planned.step_seconds / speed + self._network_seconds
         data_seconds = max(0.0, self.model.data_seconds - seconds)
         waits = {name: one / speed for name, one in self._waits(durations, planned).items()}
         waits |= {"network": self._network_seconds, "data": data_seconds}
         return PredictedStep(self.layout, seconds + data_seconds, {name: one for name, one in waits.items() if one > 0})
+
+    def _simulated(self) -> Iterator[tuple[Durations, Timeline]]:
+        """Yield the durations and the simulated step of each replica of a host; one of those with equal micro-batches.
+
+        The batch of a host is cut into the micro-batches of all its replicas, so that 53 examples are 7 7 6 7 for the
+        first of two, and 7 6 7 6 for the other.
+        """
+        layout, scale = self.layout, tuple[float, ...]()
+        if layout.num_stages > 1:
+            num_microbatches = layout.replicas_per_host * layout.num_microbatches
+            scale = microbatch_scale(-(-self.batch // layout.num_hosts), num_microbatches)
+        starts = range(0, len(scale) or 1, layout.num_microbatches)
+        durations = self._durations()
+        for of_one in dict.fromkeys(scale[start : start + layout.num_microbatches] for start in starts):
+            of_replica = dataclasses.replace(durations, microbatch_scale=of_one)
+            yield of_replica, simulate(self._schedule, of_replica)
 
     @functools.cached_property
     def _schedule(self) -> Schedule:
@@ -90,11 +107,9 @@ class _Step:
         return tuple(ends)
 
     def _durations(self) -> Durations:
-        layout = self.layout
         stages = [_Stage(blocks, self) for blocks in self._stages()]
         weights = [stage.weight_gradient_seconds if self.splits_backward else 0.0 for stage in stages]
         backward = [stage.backward_seconds - weight for stage, weight in zip(stages, weights, strict=True)]
-        scale = microbatch_scale(self.share, layout.num_microbatches) if layout.num_stages > 1 else ()
         return Durations(
             forward_seconds=tuple(stage.forward_seconds for stage in stages),
             backward_seconds=tuple(backward),
@@ -103,7 +118,6 @@ class _Step:
             transfer_seconds=tuple(stage.transfer_seconds for stage in stages[:-1]),
             update_seconds=self._together([stage.update_seconds for stage in stages]),
             reduction_seconds=tuple(stage.reduction_seconds for stage in stages),
-            microbatch_scale=scale,
             slowdown=self._slowdown,
         )
 
