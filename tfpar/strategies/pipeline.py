@@ -100,7 +100,7 @@ class Pipeline(Staged):
             super().__init__(settings, order, self._devices_across(order.num_devices, devices))
             return
         # The workers of a job connect before TensorFlow starts, in Hybrid, which takes this pipeline.
-        resolve = cluster.configured_devices if tf_config.has_other_workers(os.environ) else cluster.resolve_devices
+        resolve = cluster.configured_devices if job and job.num_workers > 1 else cluster.resolve_devices
         self.given_devices = chosen = None if devices is None else resolve(devices)
         groups = None if chosen is None else _num_groups(chosen, num_shards)
         order = schedules.make(schedule, num_stages, num_microbatches, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,10 @@ from keras import layers
 from tfpar.pipeline.partition.layer_settings import settings_of
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+
+# Keras cannot serialize it.
+WITHOUT_CONFIGURATION = functools.partial(keras.ops.leaky_relu, negative_slope=0.1)
 
 
 class Repeated(layers.Dense):
@@ -53,12 +58,13 @@ def block(times: int = 1, last: float = 1.0, activation: Any = keras.ops.relu) -
     [
         lambda: layers.Dense(4, "relu", kernel_initializer="zeros"),
         lambda: layers.Lambda(keras.ops.relu),
+        lambda: layers.Dense(4, WITHOUT_CONFIGURATION),
         lambda: Repeated(4, 2),
         block,
         lambda: layers.TimeDistributed(Repeated(4, 2)),
         lambda: keras.ops.sum(keras.Input((3, 4)), axis=1)._keras_history.operation,
     ],
-    ids=["Dense", "Lambda", "subclass", "block", "wrapper", "function"],
+    ids=["Dense", "Lambda", "activation", "subclass", "block", "wrapper", "function"],
 )
 def test_equal_settings_are_equal_whatever_the_name(make: Callable[[], Any]) -> None:
     assert settings_of(make()) == settings_of(make())

@@ -37,19 +37,18 @@ def _of_operation(operation: keras.Operation, above: frozenset[int]) -> Hashable
     kind = type(operation)
     if not isinstance(operation, keras.Layer):
         return kind, _attributes(operation, _names_of_operations(), above)
-    layers = all_layers(operation)
-    if all(is_of_keras(type(layer)) for layer in layers):
+    if all(is_of_keras(type(layer)) and not _has_own_function(layer) for layer in all_layers(operation)):
         settings = operation.get_config()
         settings.pop("name", None)
-        return kind, repr(settings), tuple(one for layer in layers for one in _functions(layer))
+        return kind, repr(settings)
     policy = operation.dtype_policy.name, operation.trainable
     return kind, policy, _attributes(operation, _names_of_layers(), above)
 
 
-def _functions(layer: keras.Layer) -> list[int]:
-    """Return the identities of functions that a layer of Keras was given."""
+def _has_own_function(layer: keras.Layer) -> bool:
+    """Return whether a layer of Keras was given a function of the user, which `get_config` may be unable to return."""
     given = [value for name, value in vars(layer).items() if name not in _names_of_layers()]
-    return [id(value) for value in given if callable(value) and not is_of_keras(value)]
+    return any(callable(value) and not is_of_keras(value) for value in given)
 
 
 def _attributes(operation: keras.Operation, others: frozenset[str], above: frozenset[int]) -> Hashable:
