@@ -88,8 +88,9 @@ def test_every_config_loads_and_its_header_says_command_hardware_time_and_result
         RICH_RUN,
         Run(strategy=Pipeline(num_stages=2, num_microbatches=8, balance=(3, 2))),
         Run(strategy=TensorParallel(num_shards=2, layout={'.*"\\d".*kernel': (None, "model"), "bias": ("model",)})),
+        Run(strategy=Pipeline(num_stages=2, num_microbatches=8, num_shards=2, layout={"up/kernel": (None, "model")})),
     ],
-    ids=["default", "rich", "pipeline", "rules"],
+    ids=["default", "rich", "pipeline", "rules", "rules for stages"],
 )
 def test_a_dumped_run_loads_as_the_same_run(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
@@ -106,7 +107,7 @@ def test_a_strategy_shows_the_settings_of_its_kind_alone() -> None:
     assert tables["strategy"] == {
         **{"kind": "pipeline", "num_stages": 2, "num_microbatches": 8, "schedule": "1f1b", "balance": "time"},
         **{"devices": "none", "num_logical_cpus": 1, "recompute": False, "num_shards": 1, "memory_limit_bytes": "none"},
-        **{"allow_batch_dependent_layers": False, "across_workers": False, "form_seconds": 300.0},
+        **{"layout": "none", "allow_batch_dependent_layers": False, "across_workers": False, "form_seconds": 300.0},
         "silence_seconds": 30.0,
     }
 

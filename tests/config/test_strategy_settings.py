@@ -68,6 +68,7 @@ def test_settings_become_their_strategy(settings: config.Strategy, described: st
         (config.MultiWorker(sync="average", compression="bfloat16"), "compression rounds gradients"),
         (config.MultiWorker(sync="average", shard="optimizer"), "takes all of the optimizer's state"),
         (config.Pipeline(num_stages=2, num_microbatches=2, balance=(3,)), "balance"),
+        (config.Pipeline(num_stages=2, num_microbatches=2, layout={"up": ("model",)}), "rules and num_shards=1"),
     ],
 )
 def test_settings_are_judged_by_the_constructor_of_their_strategy(settings: config.Strategy, message: str) -> None:

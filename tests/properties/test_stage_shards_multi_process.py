@@ -56,6 +56,7 @@ def test_each_worker_names_its_grid(job: workers.Workers) -> None:
     [
         ("pairs", models.pairs, of_features, {"up/kernel": (5, 5), "down/kernel": (5, 5), "classes/kernel": (2, 1)}),
         ("attention", models.attention, of_tokens, {"table/embeddings": (6, 5), "query/kernel": (4, 2)}),
+        ("rules", models.pairs, of_features, {"up/kernel": (5, 5), "classes/kernel": (4, 3)}),
     ],
 )
 def test_replicas_and_stages_of_shards_train_evaluate_and_predict_as_one_device(
@@ -94,9 +95,10 @@ def test_a_run_begins_in_stages_and_ends_on_replicas(job: workers.Workers) -> No
         small.assert_same_state(state, expected, 1e-5)
 
 
-def test_rules_and_sharded_state_are_refused(job: workers.Workers) -> None:
-    for raised in job.results("rules"):
-        assert raised.message.startswith("layout is for the replicas of a TensorParallel on one machine, received")
+def test_workers_with_other_rules_and_sharded_state_are_refused(job: workers.Workers) -> None:
+    for raised in job.results("other rules"):
+        assert raised.message.startswith("All workers must be equal, and worker 1 (")
+        assert "in layout (\"{'layer_1': (None, 'model')}\" instead of \"{'layer_0': (None, 'model')}" in raised.message
     for raised in job.results("sharded state"):
         assert raised.message.startswith('shard="optimizer" over workers is for stages on one device each, received')
 

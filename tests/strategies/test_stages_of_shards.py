@@ -111,6 +111,21 @@ def test_equals_one_device(build: Any, data: Any, strategy: Any, expected: dict[
     assert build is not shared or "table/embeddings" not in pieces, "two stages read it"
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda rules: tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2, layout=rules),
+        lambda rules: tfpar.Hybrid(tfpar.Pipeline(1, 3, num_shards=2, layout=rules), num_replicas=2),
+    ],
+    ids=["pipeline", "hybrid"],
+)
+def test_rules_choose_the_weights_of_all_stages(strategy: Any) -> None:
+    rules = {"up/kernel": (None, "model"), "down/(kernel|missing)": (None, None), "classes/kernel": ("model", None)}
+    found, alone = (trained(pairs, of_features(), one) for one in (strategy(rules), tfpar.SingleDevice()))
+    assert_equal(found[1:], alone[1:])
+    assert divided(found[0].model) == {"up/kernel": (5, 5), "up/bias": (5, 5), "classes/kernel": (4, 3)}
+
+
 def test_each_shard_computes_its_part_and_no_weight_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> keras.Model:
         layers = [keras.layers.Dense(size, "gelu", kernel_regularizer="l2") for size in (64, FEATURES, 64, FEATURES)]
@@ -217,6 +232,8 @@ def test_preview_names_the_devices_of_a_stage() -> None:
         ({"num_shards": 2, "devices": DEVICES[:3]}, "Each stage needs num_shards=2 devices, received 3 devices"),
         ({"num_shards": 2, "memory_limit_bytes": 1}, "memory_limit_bytes is for stages on one device each"),
         ({"num_shards": 2, "across_workers": True}, "across_workers is for stages on one device each"),
+        ({"layout": {"kernel": (None, "model")}}, "layout divides the weights of a stage over its devices, received"),
+        ({"num_shards": 2, "layout": {"kernel": (1, "model")}}, 'A rule of layout names at most one axis "model"'),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -238,6 +255,38 @@ def reading_elsewhere() -> keras.Model:
     model = keras.Model(inputs, keras.layers.Dense(CLASSES, "softmax")(hidden))
     model.compile("adam", "sparse_categorical_crossentropy")
     return model
+
+
+class WithUnreadWeight(keras.layers.Dense):
+    """A layer with a weight that is no part of its call."""
+
+    def build(self, input_shape: Any) -> None:
+        super().build(input_shape)
+        self.unread = self.add_weight(shape=(4, 4), name="unread")
+
+
+def unread() -> keras.Model:
+    inputs = keras.Input((FEATURES,))
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES, name="classes")(WithUnreadWeight(8, name="own")(inputs)))
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "data", "rules", "message"),
+    [
+        (pairs, of_features, {"none": (None, "model")}, "must name a weight, and 'none' is found in no path"),
+        (pairs, of_features, {"up/k": (None, "model"), "kernel": (None, None)}, "'up/k' and 'kernel' both name"),
+        (pairs, of_features, {"penalized/kernel": (None, "model")}, "its regularizer is no sum over its elements"),
+        (shared, of_tokens, {"table": ("model", None)}, "'table/embeddings' stays whole: several stages read it"),
+        (unread, of_features, {"own/unread": ("model", None)}, "divides 'own/unread' at axis 0, and"),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(build: Any, data: Any, rules: Any, message: str) -> None:
+    balance = ["twice"] if build is shared else "parameters"
+    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance=balance, num_shards=2, layout=rules), seed=0)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(*data(), verbose=0)
 
 
 def with_lamb() -> keras.Model:

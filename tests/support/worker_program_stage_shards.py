@@ -55,7 +55,14 @@ def resumed() -> Any:
 
 
 def with_rules() -> tfpar.Strategy:
-    return tfpar.Hybrid(tfpar.TensorParallel(2, {".*kernel": (None, "model")}))
+    """Return a replica of two shards on each worker, by the rules of a configuration."""
+    rules = {"up/kernel": (None, "model"), "classes/kernel": ("model", None)}
+    return strategies.from_settings(config.TensorParallel(num_shards=2, layout=rules))
+
+
+def with_other_rules() -> tfpar.Strategy:
+    """Return replicas with other rules on each worker."""
+    return tfpar.Hybrid(tfpar.Pipeline(1, 1, num_shards=2, layout={f"layer_{RANK}": (None, "model")}))
 
 
 def with_sharded_state() -> tfpar.Strategy:
@@ -74,7 +81,8 @@ def main() -> None:
             **{name: functools.partial(train_row, rows[name]) for name in names},
             "preview": previewed,
             "resumed": resumed,
-            "rules": with_rules,
+            "rules": functools.partial(in_float64, models.pairs, of_features, with_rules),
+            "other rules": with_other_rules,
             "sharded state": with_sharded_state,
         }
     )

@@ -23,6 +23,13 @@ _LayerNames = Annotated[tuple[Text, ...], Field(min_length=1, strict=False)]
 _Axes = Annotated[tuple[OrNone[Literal["model"]], ...], Field(min_length=1, max_length=16, strict=False)]
 
 # Settings of several kinds.
+_Layout = Annotated[
+    OrNone[dict[Text, _Axes]],
+    Field(
+        description='Rules for the weights to divide: regular expressions of their paths, each with "model" at the '
+        'divided axis and "none" at the others; none: all large layers.'
+    ),
+]
 _Devices = Annotated[
     OrNone[Annotated[tuple[_Device, ...], Field(min_length=1, strict=False)]],
     Field(description='Only these devices, such as ["GPU:0", "GPU:1"]; none: all GPUs, or else all logical CPUs.'),
@@ -170,6 +177,7 @@ class Pipeline(Section):
     num_logical_cpus: _NumLogicalCPUs = 1
     recompute: bool = Field(False, description="Recompute activations in the backward pass instead of saving them.")
     num_shards: _DeviceCount = Field(1, description="Number of devices of each stage, which divide its layers.")
+    layout: _Layout = None
     memory_limit_bytes: OrNone[Count] = Field(None, description="Memory of a device for weights and saved tensors.")
     allow_batch_dependent_layers: bool = Field(
         False, description="Accept layers that mix the examples of a batch; they mix those of a micro-batch."
@@ -214,11 +222,7 @@ class TensorParallel(Section):
 
     kind: Literal["tensor_parallel"] = Field("tensor_parallel", description="How the model is trained.")
     num_shards: Annotated[int, Field(ge=2, le=4096)] = Field(description="Number of devices that divide each layer.")
-    layout: OrNone[dict[Text, _Axes]] = Field(
-        None,
-        description='Rules for the weights to divide: regular expressions of their paths, each with "model" at the '
-        'divided axis and "none" at the others; none: all large layers.',
-    )
+    layout: _Layout = None
     num_replicas: _DeviceCount = Field(
         1, description="Number of replicas in each process, each with a part of every global batch."
     )

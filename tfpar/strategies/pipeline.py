@@ -16,6 +16,7 @@ from tfpar.strategies import grid_devices, remote_devices
 from tfpar.strategies.job_roles import refuse_evaluator
 from tfpar.strategies.lost_workers import check_seconds
 from tfpar.strategies.staged import Settings, Staged
+from tfpar.strategies.tensor_parallel.rules import Rules, check_rules
 from tfpar.strategies.worker_watch import WorkerWatch
 
 
@@ -42,6 +43,8 @@ class Pipeline(Staged):
         recompute: Save only the inputs of a stage, and repeat its forward pass in the backward pass: less memory for
             about a third more time.
         num_shards: Number of devices of each stage, which divide its layers as `TensorParallel` does.
+        layout: With `num_shards`, rules for the weights to divide, as for `TensorParallel`; None divides all large
+            layers.
         memory_limit_bytes: The limit for weights, gradients, optimizer state and activations on each device. With
             None, stages on GPUs are cut for their free memory, with a warning if it does not suffice by estimate.
         allow_batch_dependent_layers: Also train layers that mix the examples of a batch, although micro-batches change
@@ -71,6 +74,7 @@ class Pipeline(Staged):
         recompute: bool = False,
         *,
         num_shards: int = 1,
+        layout: Rules | None = None,
         memory_limit_bytes: int | None = None,
         allow_batch_dependent_layers: bool = False,
         across_workers: bool = False,
@@ -84,9 +88,10 @@ class Pipeline(Staged):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, received {value!r}.")
         check_balance(balance, num_stages)
-        _check_shards(num_shards, memory_limit_bytes, across_workers=across_workers)
+        _check_shards(num_shards, layout, memory_limit_bytes, across_workers=across_workers)
         job = tf_config.from_environment(os.environ)
-        settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers, num_shards)
+        rules = check_rules(layout)
+        settings = Settings(balance, recompute, memory_limit_bytes, allow_batch_dependent_layers, num_shards, rules)
         self.given_devices: list[str] | None = None
         self.lent: grid_devices.LentDevices | None = None
         self.watch: WorkerWatch | None = None
@@ -170,8 +175,15 @@ def _lent_devices(
     return grid_devices.LentDevices(job.addresses, connected.of_workers), connected.watch
 
 
-def _check_shards(num_shards: int, memory_limit_bytes: int | None, *, across_workers: bool) -> None:
-    """Refuse arguments that do not fit stages of several devices."""
+def _check_shards(
+    num_shards: int, layout: Rules | None, memory_limit_bytes: int | None, *, across_workers: bool
+) -> None:
+    """Refuse arguments that do not fit stages of several devices, or those that need them."""
+    if layout is not None and num_shards == 1:
+        raise ValueError(
+            "layout divides the weights of a stage over its devices, received rules and num_shards=1. Set num_shards, "
+            "or leave layout out."
+        )
     if num_shards > 1 and (across_workers or memory_limit_bytes is not None):
         name = "across_workers" if across_workers else "memory_limit_bytes"
         raise ValueError(

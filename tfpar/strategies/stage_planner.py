@@ -40,6 +40,7 @@ from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
 from tfpar.strategies.tensor_parallel.layout import Layout
+from tfpar.strategies.tensor_parallel.rules import Rules
 from tfpar.strategies.tensor_parallel.stages import DividedStage, Groups, divide_stages
 
 
@@ -59,6 +60,7 @@ class StagePlanner:
         shards_weights: Whether the weights of a model are divided over the devices, each with all stages of a replica.
         groups: The devices of the shards of a stage, by the first of them, which is one of `devices`; empty for stages
             on one device each.
+        rules: Rules of the user for the weights that the shards divide; None to choose from the graph.
 
     Attributes:
         num_state_parts: The number of workers over which the optimizer's state of a stage is divided.
@@ -80,9 +82,10 @@ class StagePlanner:
         *,
         shards_weights: bool = False,
         groups: Groups = MappingProxyType({}),
+        rules: Rules | None = None,
     ) -> None:
         self._schedule, self._devices, self._shards_weights = schedule, devices, shards_weights
-        self._groups = groups
+        self._groups, self._rules = groups, rules
         self._divided: PerModel[dict[int, tuple[Layout, DividedStage]]] = PerModel()
         self._orders = [devices, *other_orders]
         self._grids: PerModel[list[Grid]] = PerModel()
@@ -115,6 +118,7 @@ class StagePlanner:
                 with random_state.stand_in_generator():
                     graph = model_graph.trace(model)
                 costs = self._measure(graph, balance, (), 1)
+            # Whether a rule fits depends on the stages, which are others with measured times.
             self._cut(model, graph, balance, costs, 1)
 
     def check_again(self, model: keras.Model, batch: Any, training: bool) -> None:
@@ -143,7 +147,8 @@ class StagePlanner:
             before = self._partitions[model]
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             size = self.microbatch_size(inputs)
-            self._cut(model, before.graph, self._balance, update_trainable_bytes(before.graph, before.costs), size)
+            costs = update_trainable_bytes(before.graph, before.costs)
+            self._cut(model, before.graph, self._balance, costs, size, rules=self._rules)
             self._hide_transfers(model, size)
         if model not in self._stages:
             self._stages[model] = StagesOfModel(
@@ -211,7 +216,7 @@ class StagePlanner:
                 graph = model_graph.trace(model, given)
             self._check_batch_dependence(model, graph, batch, training)
             costs = self._measure(graph, self._balance, model_graph.standardize(model, given), size)
-        self._cut(model, graph, self._balance, costs, size, warns=True)
+        self._cut(model, graph, self._balance, costs, size, warns=True, rules=self._rules)
         self._hide_transfers(model, size)
         # A layer adds its loss in the symbolic run; the trace of a subclassed model contains the call of add_loss.
         adds = added or any(isinstance(call.operation, keras_tracing.AddedLoss) for call in graph.calls)
@@ -244,6 +249,7 @@ class StagePlanner:
         costs: Sequence[CallCost],
         size: int,
         warns: bool = False,
+        rules: Rules | None = None,
     ) -> None:
         self._schedules[model] = schedule = self._fitted_schedule(model, graph, costs)
         memory = self.memory_of(model)
@@ -260,7 +266,8 @@ class StagePlanner:
         self._grids[model] = by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
         if self._groups:
             grid = self._grids[model][0].devices
-            self._divided[model] = divide_stages(model, graph, partition.stages, grid, self._groups)
+            with self._raising():
+                self._divided[model] = divide_stages(model, graph, partition.stages, grid, self._groups, rules)
         else:
             devices = self.stage_devices(model), self.other_stage_devices(model)
             place_weights(model, partition.stages, *devices, shards_weights=self._shards_weights)

@@ -35,6 +35,7 @@ from tfpar.strategies.preview import Preview
 from tfpar.strategies.single_replica import SingleReplica
 from tfpar.strategies.stage_planner import StagePlanner
 from tfpar.strategies.tensor_parallel import updates
+from tfpar.strategies.tensor_parallel.rules import Rules
 from tfpar.strategies.tensor_parallel.stages import groups_of
 from tfpar.strategies.tensor_parallel.table import lines_of
 
@@ -47,6 +48,7 @@ class Settings(NamedTuple):
     memory_limit_bytes: int | None
     allow_batch_dependent_layers: bool
     num_shards: int = 1
+    layout: Rules | None = None
 
 
 class Staged(SingleReplica):
@@ -89,6 +91,7 @@ class Staged(SingleReplica):
             other_orders,
             shards_weights=shards_weights,
             groups=self._groups,
+            rules=settings.layout,
         )
         self._adds_losses: PerModel[bool] = PerModel()
         self._steps: PerModel[PipelineSteps] = PerModel()

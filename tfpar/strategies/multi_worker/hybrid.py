@@ -130,7 +130,8 @@ class Hybrid(Worker, Staged):
             _check_shard_over_workers(shard, pipeline.settings.num_shards)
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
             self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds)
-            peers = self._meet(names, f"{num_replicas} x {schedule.num_stages} stages", all_reduce)
+            grid = f"{num_replicas} x {schedule.num_stages} stages"
+            peers = self._meet(names, {"grid": grid, "layout": str(pipeline.settings.layout)}, all_reduce)
             if shard is not None:
                 self._shards, self.divides_state = StageShards(self, peers, self._hosts), True
         super().__init__(pipeline.settings, schedule, names, peers)
@@ -144,10 +145,10 @@ class Hybrid(Worker, Staged):
                 "the gradients of a weight are added on its device. Leave it out."
             )
 
-    def _meet(self, names: Sequence[str], grid: str, all_reduce: AllReduce) -> StageSums:
-        """Set up the communication between the workers, and refuse those with another grid."""
+    def _meet(self, names: Sequence[str], facts: dict[str, str], all_reduce: AllReduce) -> StageSums:
+        """Set up the communication between the workers, and refuse those that differ in a fact of the grid."""
         own = [tf.DeviceSpec.from_string(name) for name in self._cluster.extended.worker_devices]
-        self._connect(own[0], {"grid": f"{grid} on {len(own)} devices"})
+        self._connect(own[0], facts | {"number of devices": str(len(own))})
         cards = tf.constant(cluster.card_numbers(names), tf.int64)
         all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
         chosen = all_reduce_choice.choose(all_reduce, all_cards, self.num_workers)
@@ -317,12 +318,7 @@ def _check(pipeline: Pipeline | TensorParallel, num_replicas: int) -> Pipeline:
 
 def _one_stage(shards: TensorParallel) -> Pipeline:
     """Return a pipeline of one stage, divided as the layers of a `TensorParallel`."""
-    if shards.layout is not None:
-        raise ValueError(
-            "layout is for the replicas of a TensorParallel on one machine, received rules in a job of several "
-            "workers, whose layers are divided by choice. Leave it out."
-        )
-    return Pipeline(1, 1, devices=shards.given_devices, num_shards=shards.num_shards)
+    return Pipeline(1, 1, devices=shards.given_devices, num_shards=shards.num_shards, layout=shards.layout)
 
 
 def _check_shard_over_workers(shard: str | None, num_shards: int) -> None:

@@ -20,6 +20,7 @@ from tfpar.pipeline.partition.placement import owners
 from tfpar.pipeline.partition.stages import Stage, users_of
 from tfpar.strategies.tensor_parallel import updates
 from tfpar.strategies.tensor_parallel.layout import Layout, Way
+from tfpar.strategies.tensor_parallel.rules import Rules
 from tfpar.strategies.tensor_parallel.runner import run_calls
 from tfpar.strategies.tensor_parallel.shards import Placed
 from tfpar.strategies.tensor_parallel.ways import layout_of
@@ -73,7 +74,12 @@ def groups_of(devices: Sequence[str], num_shards: int) -> dict[str, list[str]]:
 
 
 def divide_stages(
-    model: keras.Model, graph: Graph, stages: Sequence[Stage], devices: Sequence[Sequence[str]], groups: Groups
+    model: keras.Model,
+    graph: Graph,
+    stages: Sequence[Stage],
+    devices: Sequence[Sequence[str]],
+    groups: Groups,
+    rules: Rules | None = None,
 ) -> dict[int, tuple[Layout, DividedStage]]:
     """Divide the layer calls of each stage, and place the weights of a model on the devices of their stages.
 
@@ -83,14 +89,18 @@ def divide_stages(
         stages: Its stages.
         devices: The first device of each stage, for each replica.
         groups: The devices of the shards, by the first of them.
+        rules: Rules of the user for all weights; None to choose from the graph.
 
     Returns:
         The layout and the layer calls of each stage in the first replica, by its index.
+
+    Raises:
+        ValueError: If a rule does not fit the model, or its stages.
     """
     whole = _whole(model, graph, stages)
     found = {}
     for stage, first in zip(stages, devices[0], strict=True):
-        layout = layout_of(model, graph, len(groups[first]), None, stage.calls, whole)
+        layout = layout_of(model, graph, len(groups[first]), rules, stage.calls, whole)
         found[stage.index] = layout, DividedStage(stage.calls, stage.outputs, layout.ways, groups[first])
     owner_of_each = owners(model, stages, len(devices))
 

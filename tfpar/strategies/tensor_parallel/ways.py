@@ -68,9 +68,16 @@ def layout_of(
         for one in model.variables
     }
     wanted = None if rules is None else axes_by_rules(rules, weights)
+    if wanted is not None and calls is not None:
+        elsewhere = _read_by(graph.calls) - _read_by(calls)
+        wanted = {key: axis for key, axis in wanted.items() if key not in elsewhere}
     return plan(
         [_offer(call, graph) for call in (graph.calls if calls is None else calls)], weights, num_shards, wanted
     )
+
+
+def _read_by(calls: Sequence[Call]) -> set[Hashable]:
+    return {id(variable) for call in calls for variable in call.variables}
 
 
 def _offer(call: Call, graph: Graph) -> Offer:
