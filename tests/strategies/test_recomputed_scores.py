@@ -1,5 +1,7 @@
 """Large scores of a last layer in pieces: the losses and metrics compute them again by chunks, as one device."""
 
+import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,11 +49,59 @@ def test_equals_one_device_and_scores_of_all_rows_are_never_read(name: str, monk
     assert spoilt
 
 
+def test_scores_of_examples_without_positions_are_never_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    features, labels, weights = random.normal(size=(13, 6)), random.integers(0, 11, 13), random.uniform(size=13)
+
+    def fitted(strategy: tfpar.Strategy) -> Any:
+        def build() -> keras.Model:
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(11)])
+            model.compile(keras.optimizers.Adam(0.05), sparse(from_logits=True), weighted_metrics=[accuracy()])
+            return model
+
+        trainer = tfpar.Trainer(build, strategy, seed=0)
+        history = trainer.fit(features, labels, 5, 2, 0, sample_weight=weights, shuffle=False).history
+        logs = trainer.evaluate(features, labels, batch_size=5, verbose=0, return_dict=True)
+        return history, logs, [variable.numpy() for variable in trainer.model.weights]
+
+    expected = fitted(tfpar.SingleDevice())
+    spoilt = spoil_scores(monkeypatch)
+    assert_equal(fitted(tfpar.TensorParallel(3)), expected)
+    assert spoilt
+
+
 def test_scores_that_take_few_bytes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES["softmax"], "softmax", tfpar.SingleDevice())
     # The pieces of 4 classes take more for 25 positions, and less for the 15 of the last batch.
     monkeypatch.setattr(row_scores, "LEAST_BYTES", 25 * 4 * tf.float64.size)
     assert_equal(trained(CASES["softmax"], "softmax", tfpar.TensorParallel(3)), expected)
+
+
+def test_a_step_takes_a_third_of_the_memory_of_gathered_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_scores, "CHUNK_BYTES", 1 << 20)
+    num_positions, num_classes = 512, 20_000  # scores of 82 MB
+    random = np.random.default_rng(0)
+    features, labels = random.normal(size=(num_positions, 8)), random.integers(0, num_classes, num_positions)
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(num_classes)])
+        model.compile("sgd", sparse(from_logits=True), metrics=[accuracy()])
+        return model
+
+    def peak_bytes() -> int:
+        trainer = tfpar.Trainer(build, tfpar.TensorParallel(2), seed=0)
+        trainer.fit(features[:2], labels[:2], verbose=0)  # creates what stays
+        gc.collect()
+        before_bytes = tf.config.experimental.get_memory_info("CPU:0")["current"]
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        trainer.fit(features, labels, batch_size=num_positions, verbose=0)
+        return int(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before_bytes)
+
+    computed_again_bytes = peak_bytes()
+    monkeypatch.setattr(gathered_classes, "read_in_pieces", contextlib.nullcontext)
+    gathered_bytes = peak_bytes()
+    assert gathered_bytes > num_positions * num_classes * tf.float64.size
+    assert computed_again_bytes < gathered_bytes / 3
 
 
 def test_gradients_of_weights_in_half_precision_lose_no_addends() -> None:

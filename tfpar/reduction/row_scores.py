@@ -62,12 +62,10 @@ class RowScores(NamedTuple):
 def are_recomputed(pieces: Sequence[tf.Tensor]) -> bool:
     """Return whether scores are large enough to compute them again where they are read.
 
-    These are the scores of positions, `[batch, positions, classes]`, for many classes.
-
     Args:
-        pieces: The scores in pieces of the classes.
+        pieces: The scores in pieces of the classes, `[batch, ..., classes]` together.
     """
-    if not tf.is_symbolic_tensor(pieces[0]) or pieces[0].shape.rank is None or pieces[0].shape.rank < 3:
+    if not tf.is_symbolic_tensor(pieces[0]) or pieces[0].shape.rank is None or pieces[0].shape.rank < 2:
         return False
     if sum(int(piece.shape[-1]) for piece in pieces) < LEAST_CLASSES:
         return False
