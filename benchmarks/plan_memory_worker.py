@@ -26,11 +26,12 @@ from tfpar.planning.memory import bytes_of_devices
 from tfpar.planning.memory_measurement import model_bytes
 from tfpar.reduction.weight_owners import num_bytes
 
-_DEVICE, _NUM_STEPS = "CPU:0", 4
+# Threads run the operations of each step in another order.
+_DEVICE, _NUM_STEPS = "CPU:0", 12
 
 
 def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the predicted bytes of all devices together, for each layout.
+    """Return the predicted bytes of all devices and of the batch on the host together, for each layout.
 
     Args:
         model: The name of the model.
@@ -59,7 +60,7 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
         blocks=with_bytes(blocks, traced, batch, _DEVICE),
     )
     return {
-        str(layout): layout.num_replicas * sum(bytes_of_devices(layout, costs, batch))
+        str(layout): sum(bytes_of_devices(layout, costs, batch)) + costs.input_bytes * batch
         for layout in (Layout(**one) for one in layouts)
     }
 

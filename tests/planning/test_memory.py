@@ -55,10 +55,11 @@ LAYOUTS = [
         (Layout(2, shard="optimizer"), 400 + 400 + 400 + 4 * 20 + 100),
         # Half of weights, gradients and slots; weights of two blocks, a gradient; saved and temporary tensors.
         (Layout(2, shard="weights"), 200 + 200 + 400 + 2 * 100 + 100 + 4 * (4 + 4 * 4 + 8)),
-        # Two blocks with their gradients and slots; two micro-batches of 2 examples in flight; temporaries with the
-        # gradients of one micro-batch.
-        (Layout(num_stages=2, num_microbatches=4), 200 + 200 + 400 + 2 * 2 * 12 + 2 * 8 + 200),
-        (Layout(num_shards=2), (400 + 800 + 400) // 2 + 8 * 20 * 0.5),
+        # Two blocks with their gradients and slots; two micro-batches of 2 examples in flight, and one that waits for
+        # its weight gradients; temporaries with the gradients of one micro-batch.
+        (Layout(num_stages=2, num_microbatches=4), 200 + 200 + 400 + 3 * 2 * 12 + 2 * 8 + 200),
+        # Half of the state, and of the saved tensors but for the inputs, a fifth of them.
+        (Layout(num_shards=2), (400 + 800 + 400) // 2 + 8 * 20 * 0.2 + 8 * 20 * 0.8 / 2),
     ],
     ids=str,
 )
@@ -88,6 +89,30 @@ def test_without_a_limit_there_is_no_largest_batch_and_with_too_little_memory_it
 def test_the_next_batch_is_on_the_device_too() -> None:
     model = dataclasses.replace(MODEL, input_bytes=10)
     assert device_bytes(Layout(), model, MACHINE, 8) - device_bytes(Layout(), MODEL, MACHINE, 8) == 2 * 8 * 10
+
+
+def test_on_a_cpu_the_batch_of_the_host_counts_too() -> None:
+    model, cpu = dataclasses.replace(MODEL, input_bytes=10), dataclasses.replace(MACHINE, device="CPU")
+    assert device_bytes(Layout(2), model, cpu, 8) - device_bytes(Layout(2), model, MACHINE, 8) == 8 * 10
+
+
+def test_devices_differ_by_the_weights_that_they_own_and_by_the_layers_that_stay_whole() -> None:
+    model = dataclasses.replace(MODEL, variable_bytes=(300, 100))
+    used = 400 + 400 + 4 * 20 + 300
+    assert bytes_of_devices(Layout(2, shard="optimizer"), model, 8) == [used + 600, used + 200]
+    first, *others = BLOCKS
+    model = dataclasses.replace(
+        MODEL, blocks=(dataclasses.replace(first, is_divided=False, divided_bytes=0, shared=Bytes()), *others)
+    )
+    part = (1600 + 8 * 20) * 3 // 4 // 2
+    assert bytes_of_devices(Layout(num_shards=2), model, 8) == [part + (1600 + 8 * 20) // 4, part]
+
+
+def test_all_micro_batches_in_flight_wait_for_nothing_more() -> None:
+    late = [
+        device_bytes(Layout(num_stages=2, num_microbatches=number), MODEL, MACHINE, 8 * number) for number in (2, 4)
+    ]
+    assert late[1] - late[0] == 8 * 12
 
 
 def test_recomputation_saves_less() -> None:

@@ -4,6 +4,7 @@ weights, slots, gradients     divided as the layout divides them
 saved tensors                 of the micro-batches in flight, by the schedule
 temporaries                   the largest, once
 copies                        of sums over replicas, of weights that other devices own, of batches ahead
+host                          on CPUs, the batch that the input pipeline has ready
 runtime                       what TensorFlow itself takes
 """
 
@@ -45,11 +46,12 @@ def device_bytes(layout: Layout, model: ModelCosts, machine: MachineCosts, batch
         >>> device_bytes(Layout(), model, MachineCosts("CPU", 2, 2), batch=8)
         960
     """
-    return max(bytes_of_devices(layout, model, batch)) + machine.runtime_bytes
+    host_bytes = model.input_bytes * batch if machine.device == "CPU" else 0
+    return max(bytes_of_devices(layout, model, batch)) + host_bytes + machine.runtime_bytes
 
 
 def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
-    """Return the peak memory of each device of a replica, without that of TensorFlow itself.
+    """Return the peak memory of each device, without that of TensorFlow itself.
 
     Args:
         layout: The layout.
@@ -57,7 +59,7 @@ def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int) -> list[int]
         batch: Examples of the global batch.
 
     Returns:
-        Bytes of each stage or shard; those of the only device otherwise.
+        Bytes of each device: replica by replica, each with its stages or shards.
 
     Example:
         >>> from tfpar.planning.costs import Bytes, Curve
@@ -68,15 +70,15 @@ def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int) -> list[int]
     """
     share = -(-batch // layout.num_replicas)
     if layout.num_stages > 1:
-        return _pipeline_bytes(layout, model, batch)
+        return _pipeline_bytes(layout, model, batch) * layout.num_replicas
     if layout.shard == "weights":
         used = _fully_sharded_bytes(layout, model, share)
     elif layout.num_shards > 1:
-        used = _divided_bytes(layout, model, share)
+        used = _divided_bytes(layout, model, share) * layout.num_replicas
     else:
         used = _replica_bytes(layout, model, share)
     num_batches = _BATCHES_ON_DEVICE if layout.num_devices == 1 else _BATCHES_OF_REPLICA
-    return [used + num_batches * model.input_bytes * share] * layout.num_shards
+    return [one + num_batches * model.input_bytes * share for one in used]
 
 
 def largest_batch(layout: Layout, model: ModelCosts, machine: MachineCosts) -> int | None:
@@ -122,40 +124,37 @@ def _largest_variable(model: ModelCosts) -> int:
     return max(model.variable_bytes, default=0)
 
 
-def _replica_bytes(layout: Layout, model: ModelCosts, share: int) -> int:
-    """Return the bytes of one device, or of a replica, with or without sharded optimizer state."""
-    slots = model.slot_bytes
-    copies = 0
-    if layout.num_replicas > 1:
-        # The sum of a gradient over the replicas has memory of its own.
-        copies = _largest_variable(model)
+def _replica_bytes(layout: Layout, model: ModelCosts, share: int) -> list[int]:
+    """Return the bytes of one device, or of each replica, with or without sharded optimizer state."""
+    slots = [1.0] * layout.num_replicas
     if layout.shard == "optimizer":
-        slots = _share_of_largest(model, slots, layout.num_replicas)
-    return model.weight_bytes + slots + model.working.of(share) + copies
+        slots = _shares(model, layout.num_replicas)
+    # The sum of a gradient over the replicas has memory of its own.
+    copies = _largest_variable(model) if layout.num_replicas > 1 else 0
+    used = model.weight_bytes + model.working.of(share) + copies
+    return [used + round(model.slot_bytes * one) for one in slots]
 
 
-def _share_of_largest(model: ModelCosts, total_bytes: int, num_owners: int) -> int:
-    """Return what the fullest of some owners holds of the optimizer's state, or of the weights.
+def _shares(model: ModelCosts, num_owners: int) -> list[float]:
+    """Return the part of each owner of the optimizer's state, or of the weights.
 
     Each weight has one owner; the largest are assigned first, each to the owner with the fewest bytes.
     """
     owned = [0] * num_owners
     for size in sorted(model.variable_bytes, reverse=True):
         owned[owned.index(min(owned))] += size
-    return round(total_bytes * max(owned) / max(1, sum(owned)))
+    return [one / max(1, sum(owned)) for one in owned]
 
 
-def _fully_sharded_bytes(layout: Layout, model: ModelCosts, share: int) -> int:
-    """Return the bytes of a replica that holds its part of the weights, and copies of those of two blocks."""
+def _fully_sharded_bytes(layout: Layout, model: ModelCosts, share: int) -> list[int]:
+    """Return the bytes of each replica: its part of the weights, and copies of those of two blocks."""
     blocks = _blocks_of_weights(model)
     held = [sum(block.weight_bytes for block in one) for one in blocks]
     copies = sum(sorted(held)[-2:])
     gradients = max((sum(block.trainable_bytes for block in one) for one in blocks), default=0)
-    owned = sum(
-        _share_of_largest(model, size, layout.num_replicas)
-        for size in (model.weight_bytes, model.trainable_bytes, model.slot_bytes)
-    )
-    return owned + copies + gradients + _saved_bytes(model.blocks, share) + _temporary_bytes(model.blocks, share)
+    used = copies + gradients + _saved_bytes(model.blocks, share) + _temporary_bytes(model.blocks, share)
+    owned = model.weight_bytes + model.trainable_bytes + model.slot_bytes
+    return [used + round(owned * one) for one in _shares(model, layout.num_replicas)]
 
 
 def _blocks_of_weights(model: ModelCosts) -> list[Sequence[BlockCost]]:
@@ -168,15 +167,17 @@ def _blocks_of_weights(model: ModelCosts) -> list[Sequence[BlockCost]]:
     return [model.blocks[end - number : end] for number, end in zip(numbers, ends, strict=True)]
 
 
-def _divided_bytes(layout: Layout, model: ModelCosts, share: int) -> int:
-    """Return the bytes of a device that computes a part of each divided layer."""
-    rest = 1 - 1 / layout.num_shards
-    divided = sum(block.divided_bytes for block in model.blocks) / max(1, model.weight_bytes)
+def _divided_bytes(layout: Layout, model: ModelCosts, share: int) -> list[int]:
+    """Return the bytes of each device of a replica: a part of each divided layer, and on the first one the others."""
+    of_weights = sum(block.divided_bytes for block in model.blocks) / max(1, model.weight_bytes)
     saved = _saved_bytes(model.blocks, share)
-    of_divided = _saved_bytes([block for block in model.blocks if block.is_divided], share)
+    of_divided = sum(block.saved.of(share) for block in model.blocks if block.is_divided)
+    of_tensors = of_divided / saved if saved else 0.0
+    state = model.weight_bytes + model.slot_bytes + model.working.of(0)
     tensors = model.working.of(share) - model.working.of(0)
-    whole = (model.weight_bytes + model.slot_bytes + model.working.of(0)) * (1 - rest * divided)
-    return round(whole + tensors * (1 - rest * of_divided / saved if saved else 1.0))
+    part = (state * of_weights + tensors * of_tensors) / layout.num_shards
+    whole = state * (1 - of_weights) + tensors * (1 - of_tensors)
+    return [round(part + whole), *[round(part)] * (layout.num_shards - 1)]
 
 
 def _saved_bytes(blocks: Sequence[BlockCost], num_examples: int) -> int:
@@ -207,11 +208,24 @@ def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
         ),
         fixed_bytes=tuple(_fixed_bytes(layout, model, stage) for stage in stages),
     )
-    held = [peak_bytes(schedule, durations, [stage]) for stage in range(layout.num_stages)]
+    held = [
+        peak_bytes(schedule, durations, [stage]) + _late_bytes(layout, stages[stage], size, in_flight)
+        for stage, in_flight in enumerate(schedules.peak_activations(schedule))
+    ]
     share = _BATCHES_ON_DEVICE * size * layout.num_microbatches
     held[0] += share * (model.input_bytes - model.target_bytes)
     held[-1] += share * model.target_bytes
     return held
+
+
+def _late_bytes(layout: Layout, stage: Sequence[BlockCost], size: int, in_flight: int) -> int:
+    """Return the saved tensors of one micro-batch more than the schedule has in flight.
+
+    TensorFlow may run the next forward pass before the last weight gradients, whose inputs live until then. The
+    schedule orders weight gradients that are actions of their own, and recomputed tensors have no forward pass.
+    """
+    is_late = not layout.recompute and layout.schedule != "zero_bubble" and in_flight < layout.num_microbatches
+    return _saved_bytes(stage, size) if is_late else 0
 
 
 def _backward_bytes(layout: Layout, stage: Sequence[BlockCost], size: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,9 @@ from tfpar.reduction.gradient_addition import dense_part
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import SingleDevice
 
-_NUM_STEPS = 3  # threads run the operations in another order each time
+# Threads run the operations in another order each time, so that the peak differs: the largest of ten steps, or of those
+# that fit into a second, but of at least three.
+_MOST_STEPS, _LEAST_STEPS, _STEPS_SECONDS = 10, 3, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +114,7 @@ def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) 
     step = tf.function(lambda examples: strategy.train_step(model, examples), autograph=False)
     function = step.get_concrete_function(specs)
     if _counts(device):
-        return max(_counted_bytes(lambda: step(given), device) for _ in range(_NUM_STEPS))
+        return _most_counted_bytes(lambda: step(given), device)
     graph = function.graph
     operations = needed_operations(graph.get_operations(), graph.outputs)
     nodes = read_graph(operations, "GPU" in device, num_examples)
@@ -125,6 +128,14 @@ def _counts(device: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _most_counted_bytes(run: Callable[[], Any], device: str) -> int:
+    """Return the largest peak of several runs."""
+    begin, found = time.perf_counter(), list[int]()
+    while len(found) < _LEAST_STEPS or (len(found) < _MOST_STEPS and time.perf_counter() - begin < _STEPS_SECONDS):
+        found.append(_counted_bytes(run, device))
+    return max(found)
 
 
 def _counted_bytes(run: Callable[[], Any], device: str) -> int:
