@@ -15,6 +15,8 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as loss_module
 
+from tfpar._compat import keras_model
+
 LossReduction = Callable[[Any, Any, Any, str | None, Any], tf.Tensor]
 AddedLossReduction = Callable[[keras.Model, Any], tf.Tensor]
 
@@ -95,6 +97,11 @@ def flat_losses(model: keras.Model) -> list[Any]:
     """Return the loss objects and functions of a compiled model (Keras 3.15 keeps them in `_compile_loss`)."""
     compiled = model._compile_loss
     return [] if compiled is None else [entry for entry in keras.tree.flatten(compiled._user_loss) if entry is not None]
+
+
+def is_of_keras(loss: Any) -> bool:
+    """Return whether a loss of `flat_losses` is one of Keras' own (Keras 3.15 keeps a wrapped function in `fn`)."""
+    return isinstance(loss, str) or keras_model.is_of_keras(getattr(loss, "fn", loss))
 
 
 @contextlib.contextmanager

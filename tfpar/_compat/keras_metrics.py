@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 
@@ -33,6 +36,28 @@ def counts_metrics(model: keras.Model) -> bool:
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """Return the metric of the log entry `loss`; `model.metrics` holds it only at no fixed place (Keras 3.15)."""
     return model._loss_tracker
+
+
+def functions(model: keras.Model) -> list[Any]:
+    """Return the functions of metrics that were given as functions (Keras 3.15 keeps them in `_fn`)."""
+    compiled = model._compile_metrics
+    metrics = [*(compiled.metrics if compiled is not None else ()), *own_metrics(model)]
+    return [metric._fn for metric in metrics if isinstance(metric, keras.metrics.MeanMetricWrapper)]
+
+
+@contextlib.contextmanager
+def function_values(note: Callable[[keras.Metric, Any, Any], None]) -> Iterator[None]:
+    """Call a function with what the functions of metrics return inside this context; the metrics count nothing.
+
+    Args:
+        note: Takes the metric, its function and the value.
+    """
+
+    def update_state(metric: keras.metrics.MeanMetricWrapper, y_true: Any, y_pred: Any, *_: Any, **__: Any) -> None:
+        note(metric, metric._fn, metric._fn(y_true, y_pred, **metric._fn_kwargs))
+
+    with mock.patch.object(keras.metrics.MeanMetricWrapper, "update_state", update_state):
+        yield
 
 
 def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:

@@ -45,6 +45,11 @@ def is_of_keras(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).startswith("keras.src.")
 
 
+def computes_in_half(model: keras.Model) -> bool:
+    """Return whether a layer of a model computes in 16 bits."""
+    return any("16" in str(layer.compute_dtype) for layer in all_layers(model))
+
+
 def overridden(model: keras.Model, method: str) -> bool:
     """Return whether the user's model class replaces a method of Keras' own trainer."""
     return getattr(type(model), method) is not getattr(keras.Model, method)

@@ -16,7 +16,7 @@ from tfpar import data
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
 from tfpar._compat.tf_divided_memory import memories_of
 from tfpar.pipeline.graph.trial_batch import moving_statistics
-from tfpar.reduction import trial_losses
+from tfpar.reduction import metric_trials, part_trials, trial_losses
 from tfpar.reduction.losses import BatchWeights, global_mean, global_sum, reduce_loss
 from tfpar.reduction.losses_in_call import PartTrial, Way, cheapest_ways, other_ways
 from tfpar.reduction.replicas import local_replica_id
@@ -42,6 +42,8 @@ class LossDecomposition:
         call: Calls the model, with its added losses in the order of the step.
         communicates: Whether parts can all-reduce values inside of `call`; micro-batches cannot.
         values_call: Calls the model where the values of its outputs count; None for `call`.
+        divides: Whether the batch has parts.
+        adds_states: Whether parts have metrics of their own, whose states are added.
 
     Raises:
         ValueError: If a loss is neither a sum nor a mean over the batch; for added losses see `check`.
@@ -54,6 +56,8 @@ class LossDecomposition:
         call: Callable[..., Any] = keras_model.call_model,
         communicates: bool = True,
         values_call: Callable[..., Any] | None = None,
+        divides: bool = True,
+        adds_states: bool = True,
     ) -> None:
         trial_losses.check_divisible(model)
         # With several outputs Keras logs the loss of each, which must be the value over the global batch.
@@ -68,7 +72,7 @@ class LossDecomposition:
         self._whole_in_call = {True: communicates, False: communicates}
         # If parts do not communicate, the way of each of these losses.
         self.ways: dict[bool, tuple[Way, ...]] = {True: (), False: ()}
-        self._communicates = communicates
+        self._communicates, self._divides = communicates, divides
         # Some models run in training only: in inference RandomCrop returns images of another size.
         self._infers = True
         parts = parts_of(batch)
@@ -76,12 +80,24 @@ class LossDecomposition:
         with unchanged(model):
             if trial_losses.scalar_metrics(model, parts[2], call):
                 self._check_metrics(model, parts, values_call)
+            outputs = call(model, keras.utils.unpack_x_y_sample_weight(parts[2])[0], training=False)
+            if divides:
+                metric_trials.check_metrics(model, batch, outputs, adds_states)
             if not keras_model.overridden(model, "compute_loss"):
                 self._find_losses(model, parts, call, values_call)
+                self._check_made_up(model, batch, outputs)
             else:  # `find_own_loss` classifies it for training and evaluation
                 self._whole_in_call = {True: False, False: False}
             if keras_metrics.own_metrics(model):
                 self._check_counted_scalars(model, parts, values_call)
+
+    def _check_made_up(self, model: keras.Model, batch: Any, outputs: Any) -> None:
+        """Compare the losses of made-up outputs, for losses that are not known to have a value per example."""
+        is_known = all(map(keras_losses.is_of_keras, keras_losses.flat_losses(model))) and not any(self._scalar_losses)
+        if self._divides and not is_known:
+            found = part_trials.loss_kinds(model, batch, outputs, False, Trial() if self._communicates else None)
+            kinds = zip(self._scalar_losses, found, strict=False)
+            self._scalar_losses = [other or kind for kind, other in kinds]
 
     def _check_counted_scalars(self, model: keras.Model, parts: Sequence[Any], call: Callable[..., Any]) -> None:
         """Refuse scalars that layers, or an overridden `compute_metrics`, count in metrics of the wrong kind."""
@@ -187,6 +203,8 @@ class LossDecomposition:
                     raise
                 # Random numbers in training hide the kind of the loss; evaluation has none.
                 kind = trial_losses.kind_of_own_loss(model, parts, call, training=False)
+            outputs = call(model, keras.utils.unpack_x_y_sample_weight(parts[2])[0], training=False)
+            part_trials.loss_kinds(model, batch, outputs, training)
         self._own_losses[training] = kind or "mean"
 
     def _find_added_losses(

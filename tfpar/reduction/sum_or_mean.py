@@ -11,11 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses_in_call, random_state, tf_distribute, typical_draws
+from tfpar._compat import keras_losses_in_call, keras_model, random_state, tf_distribute, typical_draws
 from tfpar.reduction.losses_in_call import PartTrial
 from tfpar.reduction.whole_batch import Trial
 
 Kind = Literal["mean", "sum"]
+_RULE = "must be a sum or a mean over the batch to be computed by replicas or micro-batches"
+_TOLERANCE = 1e-3  # a loss may be a small difference of large numbers
 
 
 def parts_of(batch: Any) -> tuple[Any, Any, Any]:
@@ -73,6 +75,15 @@ def _perturb(model: keras.Model) -> None:
         variable.assign_add(random.uniform(0.1, 0.3, variable.shape))
 
 
+def _spread(model: keras.Model) -> None:
+    """Add random numbers to all weights that are as large as these, so that examples differ."""
+    random = np.random.default_rng(1)
+    for variable in model.trainable_variables:
+        value = np.asarray(variable.numpy(), np.float64)
+        scale = np.std(value) + 1 / np.sqrt(value.shape[0]) if value.ndim > 1 else 0.3
+        variable.assign_add(random.normal(0.0, scale, variable.shape))
+
+
 def kinds_of(
     model: keras.Model,
     parts: Sequence[Any],
@@ -90,6 +101,9 @@ def kinds_of(
         trial: Computes the losses inside of `call` as replicas or micro-batches do; None for the losses of the part
             alone.
 
+    At its first weights a model returns almost the same for every example, where many losses are means that are none
+    later. So the kinds must be the same with other weights.
+
     Returns:
         The kind of each loss; None for a loss that is zero on every part.
     """
@@ -105,11 +119,18 @@ def kinds_of(
 
     num_others = float(data.num_rows(parts[1]))
 
-    def kinds() -> Iterator[Kind | None]:
+    def kinds(tolerance: float = _TOLERANCE) -> Iterator[Kind | None]:
         for number, values in enumerate(zip(*measure(), strict=True)):
-            yield _kind(values, num_others, what(number) if callable(what) else what)
+            yield _kind(values, num_others, what(number) if callable(what) else what, tolerance)
 
     found = list(kinds())
+    if any(found) and not keras_model.computes_in_half(model):
+        with restored(model):
+            _spread(model)
+            others = list(kinds(_TOLERANCE / 10))
+        for number, (kind, other) in enumerate(zip(found, others, strict=False)):
+            if None not in (kind, other) and kind != other:
+                raise ValueError(f"{what(number) if callable(what) else what} {_RULE}, and is one and then the other.")
     if None in found:  # zero on every part, perhaps only with these weights
         with restored(model):
             _perturb(model)
@@ -117,20 +138,19 @@ def kinds_of(
     return found
 
 
-def _kind(values: Sequence[float], num_others: float, what: str) -> Kind | None:
+def _kind(values: Sequence[float], num_others: float, what: str, tolerance: float) -> Kind | None:
     one, others, both = values
-    if one == others == both == 0:
+    if one == others == both == 0 or not np.isfinite(values).all():
         return None
-    if _close((one + num_others * others) / (1 + num_others), both):
+    if _close((one + num_others * others) / (1 + num_others), both, tolerance):
         return "mean"
-    if _close(one + others, both):
+    if _close(one + others, both, tolerance):
         return "sum"
     raise ValueError(
-        f"{what} must be a sum or a mean over the batch to be computed by replicas or micro-batches, received "
-        f"{one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. Let it sum or average "
-        "over the examples, or train on SingleDevice()."
+        f"{what} {_RULE}, received {one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. Let it "
+        "return one value per example, with sample weights in place of a mask, or train on SingleDevice()."
     )
 
 
-def _close(value: float, expected: float) -> bool:
-    return abs(value - expected) <= 1e-3 * max(abs(value), abs(expected), 1e-12)
+def _close(value: float, expected: float, tolerance: float) -> bool:
+    return abs(value - expected) <= tolerance * max(abs(value), abs(expected), 1e-12)

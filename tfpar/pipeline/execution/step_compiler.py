@@ -74,7 +74,16 @@ class StepCompiler:
         # Else the shapes of the losses suffice: to run a large model without a graph takes long.
         needs_values = self._adds_losses or not self.staged.has_output_shapes or bool(keras_metrics.own_metrics(model))
         call = self._call if needs_values else self._zeros
-        self._decomposition = LossDecomposition(model, batch, call, communicates=False, values_call=self._call)
+        replicates = bool(self.other_devices) or self._agree is not None
+        self._decomposition = LossDecomposition(
+            model,
+            batch,
+            call,
+            communicates=False,
+            values_call=self._call,
+            divides=self._num_microbatches > 1 or replicates,
+            adds_states=replicates,
+        )
 
     def agree_on_losses(self) -> None:
         """Replace the decomposition of the losses by the chief's; all workers of a job call this after `prepare`."""

@@ -1,0 +1,106 @@
+"""Trials of metrics on made-up outputs: whether parts of a batch count what the whole batch does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar._compat import keras_losses_in_call, keras_metrics, keras_model
+from tfpar.reduction.metric_logs import all_metrics
+from tfpar.reduction.part_trials import Named, Value, trial_of
+from tfpar.reduction.trial_examples import NUM_EXAMPLES, Examples, made_up
+
+_REFUSAL = (
+    "The state of a metric must {rule}, and that of {name!r} for a batch is not {relation} its parts. Let update_state "
+    "add sums over examples, and divide them in result(), or train on SingleDevice()."
+)
+_OF_REPLICAS = {"rule": "add up over replicas", "relation": "the sum of those for"}
+_OF_MICROBATCHES = {"rule": "be the same for any micro-batches", "relation": "that after"}
+
+
+def check_metrics(model: keras.Model, batch: Any, outputs: Any, adds: bool) -> None:
+    """Refuse metrics that parts of a batch count otherwise than the whole batch.
+
+    Args:
+        model: A built and compiled model.
+        batch: Its first batch.
+        outputs: Its outputs for some examples, of which types and shapes count.
+        adds: Whether replicas add the states of metrics; otherwise micro-batches update one state in turn.
+
+    Raises:
+        ValueError: If there is one.
+    """
+    own = [metric for metric in all_metrics(model) if not keras_model.is_of_keras(type(metric))]
+    functions = any(not keras_model.is_of_keras(one) for one in keras_metrics.functions(model))
+    for examples in made_up(batch, outputs) if own or functions else ():
+        if functions:
+            for value in trial_of(examples, lambda one: _function_values(model, one), None):
+                _check_function(value)
+        if own:
+            _check_states(model, own, examples, adds)
+
+
+def _function_values(model: keras.Model, examples: Examples) -> Named:
+    found: Named = []
+
+    def note(metric: keras.Metric, function: Any, values: Any) -> None:
+        if not keras_model.is_of_keras(function):
+            found.append((metric.name, tf.convert_to_tensor(values)))
+
+    with keras_metrics.function_values(note):
+        _count(model, examples)
+    return found
+
+
+def _count(model: keras.Model, examples: Examples) -> None:
+    inputs, targets, weights, outputs = examples
+    with keras.StatelessScope():
+        model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+
+
+def _check_function(value: Value) -> None:
+    if not value.is_decided or (value.whole.shape.rank and not value.has_rows):
+        return
+    if not (value.is_by_example if value.whole.shape.rank else value.kind == "mean"):
+        raise ValueError(
+            "A metric function must return one value per example, or their mean, to be computed by replicas or "
+            f"micro-batches, and {value.name!r} returned for parts of a batch what does not average to its result for "
+            "all of it. Count sums in a metric, such as keras.metrics.Precision, or train on SingleDevice()."
+        )
+
+
+def _check_states(model: keras.Model, own: Sequence[keras.Metric], examples: Examples, adds: bool) -> None:
+    parts = examples.parts()
+    whole = _states(model, own, [examples])
+    if adds:
+        alone = [_states(model, own, [part]) for part in parts]
+        found = [np.sum(states, 0) for states in zip(*alone, strict=True)]
+    else:
+        found = _states(model, own, parts)
+    names = [metric.name for metric in own for _ in metric.variables]
+    for name, one, other in zip(names, whole, found, strict=False):
+        if np.isfinite(one).all() and not np.allclose(one, other, rtol=1e-4, atol=1e-6):
+            raise ValueError(_REFUSAL.format(name=name, **(_OF_REPLICAS if adds else _OF_MICROBATCHES)))
+
+
+def _states(model: keras.Model, own: Sequence[keras.Metric], updates: Sequence[Examples]) -> list[np.ndarray]:
+    """Return the states of metrics after some updates; none where an update fails outside of a step."""
+    with contextlib.suppress(Exception), keras.StatelessScope():
+        for metric in own:
+            metric.reset_state()
+        for inputs, targets, weights, outputs in updates:
+            share = int(tf.nest.flatten(outputs)[0].shape[0]) / NUM_EXAMPLES
+            with keras_losses_in_call.scalars_weighted(functools.partial(_constant, share)):
+                model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+        return [np.asarray(one.value, np.float64) for metric in own for one in metric.variables]
+    return []
+
+
+def _constant(share: float, value: tf.Tensor) -> tf.Tensor:
+    return tf.cast(share, value.dtype if value.dtype.is_floating else keras.config.floatx())
