@@ -32,7 +32,16 @@ def recomputes(model: keras.Model) -> bool:
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
     """Call a model as Keras' own step does: `training` only where its `call` takes it (Keras 3.15)."""
     with keras_losses_in_call.in_call():
-        return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+        return model(inputs, **training_argument(model, training))
+
+
+def training_argument(model: keras.Model, training: bool) -> dict[str, bool]:
+    """Return the argument `training` of a call by Keras' own step, empty for a `call` without it.
+
+    Keras 3.15 leaves it out there (keras/src/backend/tensorflow/trainer.py), so that layers that such a `call`
+    gives no `training` run as in inference: a Dropout drops nothing, also in `fit`.
+    """
+    return {"training": training} if versions.private(model, "_call_has_training_arg") else {}
 
 
 def compute_loss(model: keras.Model, inputs: Any, targets: Any, outputs: Any, weights: Any, training: bool) -> Any:
