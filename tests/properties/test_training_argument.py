@@ -62,6 +62,15 @@ class NetOfConstant(Net):
         return self.last(rows)
 
 
+class NetAfter(Net):
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.norm = layers.BatchNormalization()
+
+    def call(self, inputs: Any) -> Any:
+        return self.norm(super().call(inputs))
+
+
 class Block(layers.Layer):
     """Layers inside a layer without the argument."""
 
@@ -82,6 +91,20 @@ class Trains(layers.Layer):
 
     def call(self, inputs: Any, training: bool = True) -> Any:
         return self.norm(inputs, training=training)
+
+
+class BlockOfConstant(layers.Layer):
+    """A block that leaves its constant to the layers after it, in Keras, and says its shape without a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = layers.BatchNormalization()
+
+    def call(self, inputs: Any) -> Any:
+        return self.norm(inputs, training=True)
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        return input_shape
 
 
 def functional(inner: Any) -> keras.Model:
@@ -106,6 +129,7 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     "a default of the model": lambda: NetWithDefault(layers.BatchNormalization()),
     "the opposite": lambda: NetOfOpposite(layers.BatchNormalization()),
     "a constant": lambda: NetOfConstant(layers.BatchNormalization()),
+    "a constant of a block": lambda: Net(NetAfter(BlockOfConstant())),
     "a model in a graph": lambda: functional(Net(layers.BatchNormalization())),
     "a block in a graph": lambda: functional(Net(Block())),
 }

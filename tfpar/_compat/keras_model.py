@@ -44,6 +44,21 @@ def training_argument(model: keras.Model, training: bool) -> dict[str, bool]:
     return {"training": training} if versions.private(model, "_call_has_training_arg") else {}
 
 
+def leave_training_of(layer: keras.Layer, args: Any, kwargs: Any) -> None:
+    """Leave the `training` for the next layer that the call of a layer leaves, where symbolic outputs need no call.
+
+    Keras 3.15 keeps the `training` of the last layer that was called, also inside of a layer, for later layers that are
+    called without one (`_resolve_and_populate_arg` in keras/src/layers/layer.py). A layer with its own
+    `compute_output_shape` makes its symbolic outputs without a call.
+    """
+    methods = ("compute_output_shape", "compute_output_spec")
+    was_called = all(getattr(type(layer), name) is getattr(keras.Layer, name) for name in methods)
+    if was_called or is_of_keras(type(layer)) or len(all_layers(layer)) < 2:
+        return
+    with contextlib.suppress(Exception):  # a call that needs real tensors
+        backend.compute_output_spec(layer.call, *args, **kwargs)
+
+
 def compute_loss(model: keras.Model, inputs: Any, targets: Any, outputs: Any, weights: Any, training: bool) -> Any:
     """Compute the loss as Keras' own step does, also where a subclass overrides `compute_loss` (Keras 3.15)."""
     return model._compute_loss(x=inputs, y=targets, y_pred=outputs, sample_weight=weights, training=training)

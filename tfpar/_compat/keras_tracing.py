@@ -189,7 +189,9 @@ class _Recorder:
                 self._path.pop()
             del self.calls[num_calls:]
         with self._inside():
-            return layer.compute_output_spec(*args, **kwargs)
+            outputs = layer.compute_output_spec(*args, **kwargs)
+            keras_model.leave_training_of(layer, args, kwargs)
+            return outputs
 
     def _operate(self, operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
         sizes = getattr(operation, "shape", getattr(operation, "newshape", None))
