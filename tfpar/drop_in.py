@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from tfpar import cluster, strategies
+from tfpar.messages import keyword_arguments
 from tfpar.strategies import SingleDevice
 from tfpar.trainer import Trainer
 
@@ -38,7 +40,7 @@ def fit(model: keras.Model, *data: Any, **settings: Any) -> keras.callbacks.Hist
         ...     model = build_model()
         >>> tfpar.fit(model, dataset, epochs=5)
     """
-    trainer = _trainer_of(model, "fit")
+    trainer = _trainer_of(model, "fit", settings)
     if model._tfpar_trainer is trainer and isinstance(trainer.strategy, SingleDevice):  # the default strategy
         _print_other_devices()
     history: keras.callbacks.History = trainer.fit(*data, **settings)
@@ -63,7 +65,7 @@ def evaluate(model: keras.Model, *data: Any, **settings: Any) -> Any:
     Example:
         >>> tfpar.evaluate(model, validation, return_dict=True)
     """
-    return _trainer_of(model, "evaluate").evaluate(*data, **settings)
+    return _trainer_of(model, "evaluate", settings).evaluate(*data, **settings)
 
 
 def predict(model: keras.Model, *data: Any, **settings: Any) -> Any:
@@ -85,13 +87,19 @@ def predict(model: keras.Model, *data: Any, **settings: Any) -> Any:
         >>> features = keras.Model(model.inputs, model.get_layer("features").output)
         >>> tfpar.predict(features, images)
     """
-    return _trainer_of(model, "predict").predict(*data, **settings)
+    return _trainer_of(model, "predict", settings).predict(*data, **settings)
 
 
-def _trainer_of(model: keras.Model, method: str) -> Trainer:
+def _trainer_of(model: keras.Model, method: str, settings: Mapping[str, Any]) -> Trainer:
     """Return the trainer of a model; all calls share one trainer and its compiled functions."""
     if not isinstance(model, keras.Model):
         raise TypeError(f"tfpar.{method} takes a keras.Model, received {type(model).__name__}.")
+    if "strategy" in settings:
+        raise TypeError(
+            f"tfpar.{method}() uses the strategy in whose scope the model was built, and has no argument 'strategy'. "
+            f"Use tfpar.Trainer(model, strategy).{method}(...)."
+        )
+    keyword_arguments.check(getattr(Trainer, method), f"tfpar.{method}", settings)
     found: Any = getattr(model, "_tfpar_trainer", None)
     trainer: Trainer | None = found() if isinstance(found, weakref.ref) else found
     if trainer is None:

@@ -430,8 +430,13 @@ def test_warmup_refuses_numbers_out_of_range(arguments: tuple[int, ...]) -> None
         tfpar.LearningRateWarmup(*arguments)
 
 
-def test_warmup_refuses_a_schedule() -> None:
-    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
+class WithoutConfig(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step: Any) -> Any:
+        return 0.1 / (1.0 + keras.ops.cast(step, "float32"))
+
+
+@pytest.mark.parametrize("schedule", [keras.optimizers.schedules.CosineDecay(0.1, 10), WithoutConfig()])
+def test_warmup_refuses_a_schedule(schedule: Any) -> None:
     trainer = tfpar.Trainer(small.parity_cases.classifier(lambda: keras.optimizers.SGD(schedule)))
     with pytest.raises(ValueError, match="this optimizer's rate is a schedule"):
         trainer.fit(small.data(), verbose=0, callbacks=[tfpar.LearningRateWarmup(5, 8)])

@@ -203,6 +203,48 @@ def test_a_grid_cannot_shard_weights() -> None:
         tfpar.Hybrid(tfpar.Pipeline(2, 2), 2, shard="weights")  # type: ignore[arg-type]
 
 
+class OfBatch(keras.layers.Layer):
+    """A layer that no replica can compute."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def call(self, inputs: Any) -> Any:
+        return self.function(inputs)
+
+
+@pytest.mark.parametrize(
+    ("layer", "way_out"),
+    [
+        (
+            lambda: OfBatch(lambda rows: rows - keras.ops.mean(rows, axis=0)),
+            r'its batch; train with shard="optimizer" and batch_dependent_layers="gather", or on SingleDevice\(\)\.$',
+        ),
+        (lambda: OfBatch(lambda rows: keras.ops.reshape(rows, (8, 3))), r"in a reshape, or train on SingleDevice\(\)"),
+        (lambda: OfBatch(lambda rows: rows * np.random.rand()), r"in the constructor, or train on SingleDevice\(\)"),
+        (
+            lambda: OfBatch(keras.ops.transpose),
+            r'ops.transpose, or train on SingleDevice\(\). Or train with shard="opt',
+        ),
+        (
+            lambda: keras.layers.BatchNormalization(synchronized=True),
+            r'by itself, or train on SingleDevice\(\). Or train with shard="optimizer"',
+        ),
+    ],
+)
+def test_an_error_names_no_setting_of_pipelines(layer: Callable[[], keras.layers.Layer], way_out: str) -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((3,)), layer()])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ValueError, match=way_out) as refused:
+        tfpar.Trainer(build, sharded(2)).fit(np.ones((8, 3)), np.ones((8, 3)), batch_size=8, verbose=0)
+    assert "num_microbatches" not in str(refused.value)
+    assert "allow_batch_dependent_layers" not in str(refused.value)
+
+
 def test_a_model_that_a_pipeline_cannot_train_is_refused_with_the_way_out() -> None:
     message = r'shard="weights" runs a model in blocks.*GAN.*Or train with shard="optimizer"'
     with pytest.raises(ValueError, match=message):

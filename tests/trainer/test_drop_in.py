@@ -145,3 +145,16 @@ def test_models_of_other_shapes_train_under_tensorflows_default_all_reduce() -> 
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False
     )
     assert completed.stdout.count("trained") == 4, completed.stdout + completed.stderr[-2000:]
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_unknown_arguments_are_refused_in_the_name_of_the_function(method: str) -> None:
+    function, model = getattr(tfpar, method), small.build_model()
+    with pytest.raises(
+        TypeError, match=rf"^tfpar.{method}\(\).*Use tfpar.Trainer\(model, strategy\).{method}\(...\).$"
+    ):
+        function(model, small.data(), strategy=tfpar.Mirrored(TWO))
+    with pytest.raises(
+        TypeError, match=rf"^tfpar.{method}\(\) has no argument 'batchsize'. Did you mean batch_size\?$"
+    ):
+        function(model, small.data(), batchsize=4)

@@ -9,13 +9,16 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
+from tfpar._compat import keras_model
+
 
 def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
     """Create the weights and metrics that the first batch calls for, as `fit` does; not the optimizer's slots.
 
     Keras 3.15's method builds the optimizer too, also for an evaluation, runs the model and `compute_loss` as in an
-    evaluation, also for a training, and calls the model on dense tensors in place of ragged and sparse ones; on one
-    device Keras does without the method (`_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py).
+    evaluation, also for a training, gives `training` also to a `call` without this argument, and calls the model on
+    dense tensors in place of ragged and sparse ones; on one device Keras does without the method
+    (`_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py).
 
     Args:
         model: A compiled model.
@@ -28,11 +31,13 @@ def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
 
     def spec(function: Any, *args: Any, **kwargs: Any) -> Any:
         def call(symbolic: Any, **options: Any) -> Any:
-            return model(keras.tree.map_structure(_of_same_kind, inputs, symbolic), **{**options, "training": training})
+            others = {name: value for name, value in options.items() if name != "training"} | training_argument
+            return model(keras.tree.map_structure(_of_same_kind, inputs, symbolic), **others)
 
         return original_spec(call if function is model else function, *args, **kwargs)
 
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    training_argument = keras_model.training_argument(model, training)
     original, original_spec, optimizer = keras.Model._compute_loss, backend.compute_output_spec, model.optimizer
     was_built = optimizer is None or optimizer.built
     if not was_built:

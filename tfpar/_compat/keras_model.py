@@ -32,7 +32,31 @@ def recomputes(model: keras.Model) -> bool:
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
     """Call a model as Keras' own step does: `training` only where its `call` takes it (Keras 3.15)."""
     with keras_losses_in_call.in_call():
-        return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+        return model(inputs, **training_argument(model, training))
+
+
+def training_argument(model: keras.Model, training: bool) -> dict[str, bool]:
+    """Return the argument `training` of a call by Keras' own step, empty for a `call` without it.
+
+    Keras 3.15 leaves it out there (keras/src/backend/tensorflow/trainer.py), so that layers that such a `call`
+    gives no `training` run as in inference: a Dropout drops nothing, also in `fit`.
+    """
+    return {"training": training} if versions.private(model, "_call_has_training_arg") else {}
+
+
+def leave_training_of(layer: keras.Layer, args: Any, kwargs: Any) -> None:
+    """Leave the `training` for the next layer that the call of a layer leaves, where symbolic outputs need no call.
+
+    Keras 3.15 keeps the `training` of the last layer that was called, also inside of a layer, for later layers that are
+    called without one (`_resolve_and_populate_arg` in keras/src/layers/layer.py). A layer with its own
+    `compute_output_shape` makes its symbolic outputs without a call.
+    """
+    methods = ("compute_output_shape", "compute_output_spec")
+    was_called = all(getattr(type(layer), name) is getattr(keras.Layer, name) for name in methods)
+    if was_called or is_of_keras(type(layer)) or len(all_layers(layer)) < 2:
+        return
+    with contextlib.suppress(Exception):  # a call that needs real tensors
+        backend.compute_output_spec(layer.call, *args, **kwargs)
 
 
 def compute_loss(model: keras.Model, inputs: Any, targets: Any, outputs: Any, weights: Any, training: bool) -> Any:

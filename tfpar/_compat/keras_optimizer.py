@@ -17,6 +17,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfpar._compat import keras_variables, keras_weight_keys
+from tfpar._compat.keras_optimizer_copy import unbuilt_copy
 from tfpar._compat.keras_weight_placement import place
 
 
@@ -84,8 +85,7 @@ def slots_per_weight(optimizer: keras.Optimizer | None) -> int:
     """Return the number of an optimizer's variables per weight that have the weight's size (Keras 3.15)."""
     if optimizer is None:
         return 0
-    inner = keras_variables.innermost(optimizer)
-    trial = type(inner).from_config(inner.get_config())
+    trial = unbuilt_copy(keras_variables.innermost(optimizer))
     trial.build([keras.Variable(tf.zeros([1]))])
     return sum(variable.shape == (1,) for variable in trial.variables)
 

@@ -29,7 +29,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
 from keras.src.ops.core import ConvertToTensor
 
-from tfpar._compat import versions
+from tfpar._compat import keras_model, versions
 
 
 class Recorded(NamedTuple):
@@ -41,7 +41,7 @@ class Recorded(NamedTuple):
         kwargs: Its keyword arguments, without `training`.
         outputs: Its symbolic outputs, flat.
         path: Names of the models around it, without the outermost, and its own.
-        training: The argument `training` of a layer; None for an operation.
+        training: The argument `training` of a layer; None if it receives none, and for an operation.
         autocast_dtype: The dtype to which weights are cast when an operation reads them; None for no cast.
     """
 
@@ -94,14 +94,14 @@ def record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Record
     Args:
         model: Its inner models are opened where they can be run so; another counts as one operation.
         inputs: Symbolic tensors, in the structure of the model's first argument.
-        training: The argument `training` of the model's call.
+        training: Whether the model trains: the argument `training`, if the model's call takes it.
 
     Raises:
         Exception: Whatever the model's own `call` raises on symbolic tensors.
     """
     recorder = _Recorder(model)
     with recorder.listening():
-        outputs = model(inputs, training=training)
+        outputs = model(inputs, **keras_model.training_argument(model, training))
     return recorder.calls, outputs
 
 
@@ -189,7 +189,9 @@ class _Recorder:
                 self._path.pop()
             del self.calls[num_calls:]
         with self._inside():
-            return layer.compute_output_spec(*args, **kwargs)
+            outputs = layer.compute_output_spec(*args, **kwargs)
+            keras_model.leave_training_of(layer, args, kwargs)
+            return outputs
 
     def _operate(self, operation: keras.Operation, *args: Any, **kwargs: Any) -> Any:
         sizes = getattr(operation, "shape", getattr(operation, "newshape", None))
@@ -242,7 +244,8 @@ class _Recorder:
     def _append(self, operation: Any, args: Any, kwargs: Any, outputs: Any, training: bool | None) -> None:
         scope = backend.get_autocast_scope()
         made = tuple(leaf for leaf in keras.tree.flatten(outputs) if isinstance(leaf, keras.KerasTensor))
-        named = {name: value for name, value in kwargs.items() if name != "training" or training is None}
+        is_layer = isinstance(operation, keras.Layer)
+        named = {name: value for name, value in kwargs.items() if name != "training" or not is_layer}
         path = (*self._path, operation.name)
         self.calls.append(Recorded(operation, args, named, made, path, training, scope and scope.dtype))
 

@@ -45,8 +45,7 @@ class LearningRateWarmup(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Refuse an optimizer whose rate cannot be set."""
-        optimizer = self.model.optimizer
-        if isinstance(optimizer.get_config().get("learning_rate"), dict):
+        if not isinstance(self.model.optimizer.learning_rate, keras.Variable):
             raise ValueError(
                 "LearningRateWarmup sets the learning rate at every step, and this optimizer's rate is a schedule. "
                 "Give the optimizer a number, or put the warm-up into the schedule."

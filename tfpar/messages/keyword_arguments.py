@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 from tfpar.messages.suggestions import did_you_mean
 
@@ -32,18 +32,35 @@ def named(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         Traceback (most recent call last):
         TypeError: fit() has no argument 'epoch'. Did you mean epochs?
     """
-    kinds = inspect.signature(function).parameters
-    takes = [name for name, one in kinds.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    takes = [name for name in takes if name not in ("self", "cls")]
     called = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__").rpartition(".<locals>.")[2]
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        for name in kwargs:
-            if name not in takes:
-                near = sorted(takes, key=lambda one: difflib.SequenceMatcher(None, name, one).ratio(), reverse=True)
-                way_out = did_you_mean(name, near) or f" It takes {', '.join(takes)}."
-                raise TypeError(f"{called}() has no argument {name!r}.{way_out}")
+        check(function, called, kwargs)
         return function(*args, **kwargs)
 
     return call
+
+
+def check(function: Callable[..., Any], called: str, names: Iterable[str]) -> None:
+    """Refuse an unknown keyword argument with a suggestion.
+
+    Args:
+        function: The function or method that takes the arguments.
+        called: The name under which the user called it.
+        names: The names of the given arguments.
+
+    Raises:
+        TypeError: If the function does not take one of them.
+
+    Example:
+        >>> check(lambda epochs=1: None, "fit", ["epochs"])
+    """
+    kinds = inspect.signature(function).parameters
+    takes = [name for name, one in kinds.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    takes = [name for name in takes if name not in ("self", "cls")]
+    for name in names:
+        if name not in takes:
+            near = sorted(takes, key=lambda one: difflib.SequenceMatcher(None, name, one).ratio(), reverse=True)
+            way_out = did_you_mean(name, near) or f" It takes {', '.join(takes)}."
+            raise TypeError(f"{called}() has no argument {name!r}.{way_out}")

@@ -93,9 +93,11 @@ def optimizer_settings(model: keras.Model) -> str:
     try:
         settings = [optimizer.get_config() for optimizer in dict.fromkeys(found)]
     except NotImplementedError as error:
+        names = ", ".join(type(one).__name__ for one in dict.fromkeys(found))
         raise ValueError(
-            f"The optimizer must have a configuration to be saved with the model: {error} Implement get_config() to "
-            "return the constructor's arguments as a dictionary."
+            f"The optimizer and its learning-rate schedule must have a configuration to be saved with the model, "
+            f"received {names} without one{f' ({error})' if str(error) else ''}; implement get_config() to return the "
+            "constructor's arguments as a dictionary."
         ) from error
     return json.dumps([_without_names(one) for one in settings], indent=2, sort_keys=True, default=str) + "\n"
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,10 +32,16 @@ from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
 from tfpar.strategies.staged import Settings, Staged
 from tfpar.strategies.worker_watch import WorkerWatch
 
-_EXPLANATION = (
-    'shard="weights" runs a model in blocks, as a pipeline with one micro-batch for each replica. {error} Or train '
-    'with shard="optimizer".'
+_EXPLANATION = 'shard="weights" runs a model in blocks, as a pipeline with one micro-batch for each replica. {error}'
+_WAY_OUT = ' Or train with shard="optimizer".'
+# Settings that a pipeline has and replicas have not, where an error about stages names them as its way out.
+_SETTINGS_OF_PIPELINES = re.compile(
+    r"([;,] )(?:or )?use num_microbatches=1(?:,? or (?:set )?allow_batch_dependent_layers=True(?: to [^.]*)?)?"
 )
+_WAYS_OUT_OF_REPLICAS = {
+    "; ": '; train with shard="optimizer" and batch_dependent_layers="gather", or on SingleDevice()',
+    ", ": ", or train on SingleDevice()",
+}
 
 
 class FullySharded(Staged):
@@ -171,7 +178,9 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = str(error)
-        if "shard=" in text or not any(word in text for word in ("pipeline", "micro-batch", "stages")):
+        text = _SETTINGS_OF_PIPELINES.sub(lambda found: _WAYS_OUT_OF_REPLICAS[found[1]], str(error))
+        if 'shard="weights"' not in text and any(word in text for word in ("pipeline", "micro-batch", "stages")):
+            text = _EXPLANATION.format(error=text) + (_WAY_OUT if "shard=" not in text else "")
+        if text == str(error):
             raise
-        raise ValueError(_EXPLANATION.format(error=text)) from error
+        raise ValueError(text) from error

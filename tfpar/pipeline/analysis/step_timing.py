@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_optimizer, tf_function
+from tfpar._compat import keras_optimizer, keras_optimizer_copy, tf_function
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
@@ -159,7 +159,7 @@ def _update_seconds(optimizer: keras.Optimizer, parameters: Sequence[keras.Varia
         return 0.0
     sizes = [int(np.prod(variable.shape)) for variable in parameters]
     largest = parameters[int(np.argmax(sizes))]
-    copy = type(optimizer).from_config(optimizer.get_config())
+    copy = keras_optimizer_copy.unbuilt_copy(optimizer)
     with tf.device(device):
         weight = keras.Variable(tf.identity(largest.value), dtype=largest.dtype)
         copy.build([weight])

@@ -41,7 +41,7 @@ class Call:
         outputs: Its flat outputs.
         name: Name of the operation; a path for an operation of a nested model, such as `"encoder/dense"`. Further
             calls of the same name are numbered: `"dense#2"`.
-        training: The constant argument `training` of the layer, if the model passes one; None for that of `run`.
+        training: The argument `training` of the layer where the model trains, and where it does not; None for none.
         autocast_dtype: Type to which weights among the arguments are cast; None for no cast.
 
     Example:
@@ -55,7 +55,7 @@ class Call:
     kwargs: Mapping[str, Any]
     outputs: tuple[Value, ...]
     name: str
-    training: bool | None = None
+    training: tuple[bool | None, bool | None] = (True, False)
     autocast_dtype: str | None = None
 
     @property
@@ -68,6 +68,14 @@ class Call:
         """The weights and states that it reads."""
         arguments = [leaf for leaf in self._leaves() if isinstance(leaf, keras.Variable)]
         return [*self.operation.variables, *arguments] if isinstance(self.operation, keras.Layer) else arguments
+
+    def training_in(self, training: bool) -> bool | None:
+        """Return the argument `training` of the layer.
+
+        Args:
+            training: Whether the model trains.
+        """
+        return self.training[0 if training else 1]
 
     def _leaves(self) -> list[Any]:
         return keras.tree.flatten((self.args, dict(self.kwargs)))  # type: ignore[no-any-return]
@@ -101,12 +109,12 @@ def run(
 ) -> None:
     """Run layer calls in order, and add their outputs to `tensors`.
 
-    As in Keras, layers receive the argument `training`, and tensors carry their masks.
+    As in Keras, layers receive the argument `training` where the model gives it, and tensors carry their masks.
 
     Args:
         calls: Layer calls of one graph, in its order. For a part of the graph `tensors` must have the other inputs.
         tensors: The tensors of the values, at first those of the inputs.
-        training: Argument of the layers for which the model passes no constant `training`.
+        training: Whether the model trains.
         run_one: Runs one layer call and returns its outputs; None for `run_call`.
 
     Example:
@@ -136,6 +144,6 @@ def run_call(call: Call, tensors: Mapping[Value, Any], training: bool) -> Any:
         lambda leaf: tensors[leaf] if isinstance(leaf, Value) else leaf, (call.args, dict(call.kwargs))
     )
     if keras_tracing.takes_training(call.operation):
-        kwargs["training"] = training if call.training is None else call.training
+        kwargs["training"] = call.training_in(training)  # also None: the layer before it would leave its own
     with keras_tracing.autocast(call.autocast_dtype):
         return call.operation(*args, **kwargs)

@@ -59,7 +59,7 @@ def uses_batch_statistics(call: Call, training: bool) -> bool:
         call: The layer call.
         training: Whether the model trains.
     """
-    return (training if call.training is None else call.training) and any(
+    return bool(call.training_in(training)) and any(
         isinstance(layer, layers.BatchNormalization) and layer.trainable for layer in layers_of(call)
     )
 

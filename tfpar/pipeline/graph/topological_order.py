@@ -20,14 +20,17 @@ from tfpar.pipeline.graph.ir import Call, Graph, Value
 
 
 def build_graph(
-    inputs: Any, recorded: Sequence[Recorded], training_arguments: Sequence[bool | None], outputs: Any
+    inputs: Any,
+    recorded: Sequence[Recorded],
+    training_arguments: Sequence[tuple[bool | None, bool | None]],
+    outputs: Any,
 ) -> Graph:
     """Build the graph of recorded layer calls.
 
     Args:
         inputs: The symbolic inputs of the model, in any structure.
         recorded: The layer calls in the order of the model.
-        training_arguments: The constant argument `training` of each layer call; None if it is not constant.
+        training_arguments: `Call.training` of each layer call.
         outputs: The symbolic outputs of the model, in its structure.
 
     Returns:
@@ -40,7 +43,7 @@ def build_graph(
         >>> relu, entry = keras.layers.ReLU(name="relu"), keras.Input((4,))
         >>> output = relu(entry)
         >>> recorded = Recorded(relu, (entry,), {}, (output,), ("relu",), None, None)
-        >>> [call.name for call in build_graph(entry, [recorded], [None], output).calls]
+        >>> [call.name for call in build_graph(entry, [recorded], [(True, False)], output).calls]
         ['relu']
     """
     values = {id(t): Value(t.name, tuple(t.shape), t.dtype) for t in keras.tree.flatten(inputs) if t is not None}

@@ -55,14 +55,14 @@ def trace(model: keras.Model, input_specs: Any = None) -> Graph:
     build(model, input_specs)
     inputs = _symbolic_inputs(model, input_specs)
     recorded, outputs = _record(model, inputs, training=True)
-    training_arguments: list[bool | None] = [None] * len(recorded)
+    training_arguments: list[tuple[bool | None, bool | None]] = [(True, False)] * len(recorded)
     if any(
         isinstance(layer, keras.Model) and keras_tracing.has_own_call(layer) for layer in keras_model.all_layers(model)
     ):
         inference = _record(model, inputs, training=False)
         _check_same_calls(model, inputs, (recorded, outputs), inference)
         both = zip(recorded, inference[0], strict=True)
-        training_arguments = [one.training if one.training == other.training else None for one, other in both]
+        training_arguments = [(one.training, other.training) for one, other in both]
     return build_graph(inputs, recorded, training_arguments, outputs)
 
 

@@ -62,8 +62,7 @@ def _query_and_value(call: Call) -> list[Value]:
 
 def _run(placed: Placed, call: Call, training: bool) -> tf.Tensor:
     layer = call.operation
-    is_training = training if call.training is None else call.training
-    factors = _score_factors(placed, call) if layer.dropout and is_training else None
+    factors = _score_factors(placed, call) if layer.dropout and call.training_in(training) else None
     partial = []
     for shard, device in enumerate(placed.devices):
         tensors = {value: _masked_copy(placed, value, shard) for value in dict.fromkeys(call.inputs)}

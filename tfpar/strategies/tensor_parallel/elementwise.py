@@ -116,7 +116,7 @@ def _run(placed: Placed, call: Call, training: bool) -> Pieces:
     """Run a call on each device, with the pieces of its inputs."""
     held = [placed.tensors[value] for value in call.inputs]
     axis, outputs = held[0].axis, []
-    drops = isinstance(call.operation, keras.layers.Dropout) and (training if call.training is None else call.training)
+    drops = isinstance(call.operation, keras.layers.Dropout) and call.training_in(training)
     if drops and call.operation.rate > 0:
         factors = _dropout_factors(placed, call, held[0])
     for shard, device in enumerate(placed.devices):

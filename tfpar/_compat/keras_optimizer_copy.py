@@ -1,0 +1,45 @@
+"""Copies of optimizers for trials, also of those without a configuration. Written for Keras 3.15."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+
+def unbuilt_copy(optimizer: keras.Optimizer) -> keras.Optimizer:
+    """Return an optimizer with the settings of another, without its slots; its learning rate may be another.
+
+    The configuration of an optimizer would be enough, but Keras raises NotImplementedError for a learning-rate schedule
+    without `get_config`, which `fit` never needs (`serialize` in
+    keras/src/optimizers/schedules/learning_rate_schedule.py), and a user's optimizer may have none.
+
+    Args:
+        optimizer: An optimizer, built or not.
+    """
+    try:
+        return type(optimizer).from_config(optimizer.get_config())
+    except Exception:  # from methods of the user, or missing arguments of a constructor
+        return _copied(optimizer)
+
+
+def _copied(optimizer: keras.Optimizer) -> keras.Optimizer:
+    copy = object.__new__(type(optimizer))
+    keras.Optimizer.__init__(copy, learning_rate=0.001, name=optimizer.name)
+    # The base class has public settings and private state, except `built`; the copy has a state of its own.
+    own_state = {name for name in vars(copy) if name.startswith("_")} | {"built"}
+    for name, value in vars(optimizer).items():
+        if name not in own_state:
+            vars(copy)[name] = _without_slots(value)
+    return copy
+
+
+def _without_slots(value: Any) -> Any:
+    """Copy lists and inner optimizers, which `build` of a copy would change for both; leave out slots in lists."""
+    if isinstance(value, keras.Optimizer):
+        return unbuilt_copy(value)
+    if isinstance(value, list):
+        return [_without_slots(one) for one in value if not isinstance(one, keras.Variable)]
+    if isinstance(value, dict):
+        return {key: _without_slots(one) for key, one in value.items() if not isinstance(one, keras.Variable)}
+    return value
