@@ -32,7 +32,12 @@ def recomputes(model: keras.Model) -> bool:
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:
     """Call a model as Keras' own step does: `training` only where its `call` takes it (Keras 3.15)."""
     with keras_losses_in_call.in_call():
-        return model(inputs, training=training) if model._call_has_training_arg else model(inputs)
+        return model(inputs, training=training) if step_passes_training(model) else model(inputs)
+
+
+def step_passes_training(model: keras.Model) -> bool:
+    """Return whether Keras' own step passes `training`: else the layers of the model infer, also in `fit` (3.15)."""
+    return bool(model._call_has_training_arg)
 
 
 def compute_loss(model: keras.Model, inputs: Any, targets: Any, outputs: Any, weights: Any, training: bool) -> Any:

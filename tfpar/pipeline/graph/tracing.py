@@ -56,7 +56,9 @@ def trace(model: keras.Model, input_specs: Any = None) -> Graph:
     inputs = _symbolic_inputs(model, input_specs)
     recorded, outputs = _record(model, inputs, training=True)
     training_arguments: list[bool | None] = [None] * len(recorded)
-    if any(
+    if not keras_model.step_passes_training(model):
+        training_arguments = [bool(one.training) for one in recorded]
+    elif any(
         isinstance(layer, keras.Model) and keras_tracing.has_own_call(layer) for layer in keras_model.all_layers(model)
     ):
         inference = _record(model, inputs, training=False)
