@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -46,6 +47,20 @@ def test_a_driver_that_fails_is_an_error_where_there_is_a_gpu(has_gpu: bool, mon
     monkeypatch.setattr(tensorflow_log, "_has_gpu", lambda: has_gpu)
     line = "E0000 00:00:1795358864.370111   19311 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error"
     assert tensorflow_log.is_startup_message(line) is not has_gpu
+
+
+def test_steps_of_replicas_that_run_eagerly_are_reported_once(logical_cpus: list[str]) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("tensorflow")
+    logger.addHandler(handler)
+    for _ in range(3):
+        logger.warning("Using MirroredStrategy eagerly has significant overhead currently. We will be working on it")
+    logger.warning("another")
+    logger.removeHandler(handler)
+    assert len(said) == 2
+    assert said[1] == "another"
 
 
 def test_buffered_lines_are_printed_also_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:

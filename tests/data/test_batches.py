@@ -6,8 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.data_adapters import get_data_adapter
 
-from tfpar.data import class_weights, num_rows, split_batch
+from tfpar.data import as_dataset, class_weights, num_rows, split_batch
 
 CLASSES = np.array([0, 2, 1, 2, 0, 1])
 
@@ -28,6 +29,22 @@ def test_weights_equal_those_of_keras_fit(labels: Any) -> None:
     expected = trained(x=x, y=labels, batch_size=6, class_weight=class_weight)
     for found, wanted in zip(trained(x=class_weights(dataset, class_weight)), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("class_weight", [{1: 0.1}, {1: 2}, {0: np.float64(0.1), 1: 0.7}])
+@pytest.mark.parametrize("as_arrays", [False, True])
+def test_weights_have_the_type_of_keras(as_arrays: bool, class_weight: dict[int, Any]) -> None:
+    x, y = np.zeros([3, 1]), np.array([0, 1, 1])
+    given = (x, y) if as_arrays else (tf.data.Dataset.from_tensors((x, y)),)
+    keras.config.set_floatx("float64")
+    try:
+        ((_, _, found),) = as_dataset(*given, class_weight=class_weight)
+        adapter = get_data_adapter(*given, class_weight=class_weight, shuffle=False)
+        ((_, _, wanted),) = adapter.get_tf_dataset()
+    finally:
+        keras.config.set_floatx("float32")
+    assert found.dtype == wanted.dtype or not wanted.dtype.is_floating
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("shape", [[3], [3, 2]])

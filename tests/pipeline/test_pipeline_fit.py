@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from keras import layers, ops
 
 import tfpar
 from tests.properties.test_parity import computing_in
@@ -106,3 +110,37 @@ def test_a_run_is_resumed_by_one_device_and_by_pipelines_of_other_stages(tmp_pat
             )
             assert history.epoch[-1] == number
     assert_same_state(state(trainer.model), state(model), TOLERANCE)
+
+
+BY_STAGES: dict[str, Callable[[], tfpar.Strategy]] = {
+    "pipeline": lambda: tfpar.Pipeline(2, 4, balance="parameters"),
+    "hybrid": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance="parameters"), 2),
+    "shards": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
+}
+
+
+class AddsReconstructionLoss(layers.Layer):
+    def call(self, original: Any, output: Any) -> Any:
+        self.add_loss(ops.mean(ops.square(original - output), -1))
+        return output
+
+
+@pytest.mark.parametrize("structure", ["tensor", "dict"])
+@pytest.mark.parametrize("strategy", BY_STAGES)
+def test_elements_may_be_the_inputs_alone(strategy: str, structure: str) -> None:
+    def build() -> keras.Model:
+        image = keras.Input((inputs(1).shape[1],), name="image")
+        output = AddsReconstructionLoss()(image, layers.Dense(image.shape[1])(layers.Dense(4)(image)))
+        model = keras.Model({"image": image} if structure == "dict" else image, output)
+        model.compile("sgd")
+        return model
+
+    features = inputs(NUM_EXAMPLES)
+    data = tf.data.Dataset.from_tensor_slices({"image": features} if structure == "dict" else features).batch(8)
+    keras.utils.set_random_seed(0)
+    model, trainer = build(), tfpar.Trainer(build, BY_STAGES[strategy](), seed=0)
+    expected = model.fit(data, epochs=2, verbose=0).history
+    assert_same_history(trainer.fit(data, epochs=2, verbose=0).history, expected, 1e-5)
+    assert_same_state(state(trainer.model), state(model), 1e-5)
+    assert trainer.evaluate(data, verbose=0) == pytest.approx(model.evaluate(data, verbose=0), rel=1e-5)
+    np.testing.assert_allclose(trainer.predict(data, verbose=0), model.predict(data, verbose=0), rtol=1e-4, atol=1e-6)

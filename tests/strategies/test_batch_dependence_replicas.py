@@ -152,15 +152,46 @@ def test_the_check_changes_no_variable_and_no_random_state() -> None:
     np.testing.assert_array_equal(np.random.get_state()[1], drawn)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: tfpar.Mirrored(TWO),
+        lambda: tfpar.Mirrored(TWO, shard="weights"),
+        lambda: tfpar.Hybrid(tfpar.TensorParallel(2), 2),
+        lambda: tfpar.Pipeline(2, 4),
+        lambda: tfpar.Pipeline(2, 1),  # its stages would drop the state
+    ],
+    ids=["replicas", "shards", "replicas of shards", "pipeline", "one micro-batch"],
+)
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_stateful_layer_is_refused(strategy: Callable[[], tfpar.Strategy], bidirectional: bool) -> None:
+    def build() -> keras.Model:
+        features = keras.Input(batch_shape=(8, 3, 2))
+        layer = layers.LSTM(2, stateful=True, name="remembers")
+        if bidirectional:
+            layer = layers.Bidirectional(layer, name="remembers")
+        model = keras.Model(features, layers.Dense(1)(layer(features)))
+        model.compile("sgd", "mse")
+        return model
+
+    def train() -> None:
+        trainer = tfpar.Trainer(build, strategy())
+        trainer.fit(np.zeros((16, 3, 2), "float32"), np.zeros((16, 1), "float32"), batch_size=8, verbose=0)
+
+    with pytest.raises(ValueError, match=r"keeps a state .* 'remembers' with stateful=True.* SingleDevice\(\)"):
+        train()
+
+
 def test_a_layer_with_a_fixed_batch_size_is_refused() -> None:
     def build() -> keras.Model:
         features = keras.Input(batch_shape=(8, 3, 2))
-        model = keras.Model(features, layers.Dense(1)(layers.LSTM(2, stateful=True, name="remembers")(features)))
+        rows = layers.Lambda(lambda x: ops.reshape(x, (8, 6)), name="of_8")(features)
+        model = keras.Model(features, layers.Dense(1)(rows))
         model.compile("sgd", "mse")
         return model
 
     trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO))
-    with pytest.raises(ValueError, match=r"must run on any number of examples, and 'remembers' .* SingleDevice\(\)"):
+    with pytest.raises(ValueError, match=r"must run on any number of examples, and 'of_8' .* SingleDevice\(\)"):
         trainer.fit(np.zeros((16, 3, 2), "float32"), np.zeros((16, 1), "float32"), batch_size=8, verbose=0)
 
 

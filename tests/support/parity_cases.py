@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
         ),
         RAGGED,
     ),
-    "class weights": Case(classifier(), ODD, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 3.0}}),
+    "class weights": Case(classifier(), ODD, fit={"class_weight": {0: 0.3, 1: 1.0, 2: 2.7}}),
     "masked sequence": Case(sequence_model, sequence_data, epochs=4),
     "outputs as dict": Case(two_outputs(True), two_outputs_data(True)),
     "outputs as list": Case(two_outputs(False), two_outputs_data(False)),

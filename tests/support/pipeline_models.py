@@ -207,6 +207,26 @@ def grouped_convolutions() -> keras.Model:
     return model
 
 
+class FeaturesOfNodes(keras.Model):
+    """Looks up rows of a table that layers compute without the batch; it has no argument `training`, so they infer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = np.random.default_rng(3).normal(size=(11, NUM_FEATURES))
+        self.before = keras.Sequential([layers.Dense(8, "tanh"), layers.BatchNormalization()])
+        self.after, self.head = layers.Dense(8, "tanh"), layers.Dense(NUM_CLASSES)
+
+    def call(self, nodes: Any) -> Any:
+        rows = self.before(ops.convert_to_tensor(self.features, keras.config.floatx()))
+        return self.head(self.after(ops.take(rows, nodes, axis=0)))
+
+
+def features_of_nodes() -> keras.Model:
+    model = FeaturesOfNodes()
+    model.compile(keras.optimizers.Adam(0.01), crossentropy(), metrics=["accuracy"])
+    return model
+
+
 class Distiller(keras.Model):
     """Its loss calls a teacher, frozen or not, and reads a weight of a stage and one that no stage has."""
 
@@ -296,6 +316,11 @@ MODELS: dict[str, tuple[Build, Callable[[], tf.data.Dataset], dict[str, Any]]] =
         distiller(frozen=False),
         lambda: batched(tokens(6), labels(NUM_EXAMPLES)),
         {"num_stages": 2, "schedule": "gpipe"},
+    ),
+    "features of nodes": (
+        features_of_nodes,
+        lambda: batched(tokens(1)[:, 0], labels(NUM_EXAMPLES)),
+        {"num_stages": 3, "balance": [1, 1, 3]},
     ),
     "ragged rows": (ragged_rows, ragged_data, {"num_stages": 4, "schedule": "zero_bubble"}),
     "loops and lookups": (

@@ -348,6 +348,12 @@ ROWS = [
     _keras("", "_model_variables_moving_average", "optimizers/base_optimizer", "the averages to swap"),
     # tf.distribute
     _tensorflow(
+        "tensorflow.python.util.deprecation",
+        "_PRINT_DEPRECATION_WARNINGS",
+        "util/deprecation",
+        "operations are counted without a warning of TensorFlow's own deprecation",
+    ),
+    _tensorflow(
         "tensorflow.python.distribute.collective_all_reduce_strategy",
         "CollectiveAllReduceExtended",
         "distribute/collective_all_reduce_strategy",

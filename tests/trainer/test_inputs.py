@@ -200,6 +200,31 @@ def test_a_dataset_that_is_not_batched_says_so(strategy: str, make: Callable[[],
             method(make(), verbose=0)
 
 
+@by_any_strategy
+@pytest.mark.parametrize("as_arrays", [False, True])
+def test_targets_of_strings_are_refused(strategy: str, as_arrays: bool) -> None:
+    trainer, _ = trainer_of(cases.dense_model, strategy)
+    names = np.array(["cat", "dog"])[np.arange(len(FEATURES)) % 2]
+    given = (FEATURES, names) if as_arrays else (tf.data.Dataset.from_tensors((FEATURES, names)),)
+    for method in (trainer.fit, trainer.evaluate):
+        with pytest.raises(
+            ValueError, match=r"must be numbers, .* received strings\. Encode .*keras\.layers\.StringLookup"
+        ):
+            method(*given, verbose=0)
+
+
+def test_targets_of_strings_without_a_loss_are_ignored() -> None:
+    def build() -> keras.Model:
+        features = keras.Input((FEATURES.shape[1],))
+        model = keras.Model(features, [keras.layers.Dense(1)(features), keras.layers.Dense(1)(features)])
+        model.compile("sgd", ["mse", None])
+        return model
+
+    targets = (LABELS[:, None], np.full(len(LABELS), "cat"))
+    rows = tf.data.Dataset.from_tensors((FEATURES, targets))
+    assert np.isfinite(tfpar.Trainer(build, seed=0).fit(rows, verbose=0).history["loss"]).all()
+
+
 def test_a_generator_of_single_examples_says_so() -> None:
     trainer, _ = trainer_of(cases.dense_model, "single_device")
     with pytest.raises(ValueError, match="Yield whole batches"):

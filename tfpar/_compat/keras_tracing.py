@@ -30,6 +30,7 @@ from keras.src.models.functional import Functional
 from keras.src.ops.core import ConvertToTensor
 
 from tfpar._compat import keras_model, versions
+from tfpar._compat.keras_loss_operations import AddedLoss, ReducedLoss
 
 
 class Recorded(NamedTuple):
@@ -52,40 +53,6 @@ class Recorded(NamedTuple):
     path: tuple[str, ...]
     training: bool | None
     autocast_dtype: str | None
-
-
-class AddedLoss(keras.Operation):
-    """Adds a loss to a model, where its `call` did so."""
-
-    def __init__(self, model: keras.Model) -> None:
-        super().__init__(name="add_loss")
-        self.model = model
-
-    def call(self, loss: Any) -> tuple[()]:
-        """Add a loss to the model."""
-        self.model.add_loss(loss)
-        return ()
-
-    def compute_output_spec(self, loss: Any) -> tuple[()]:
-        """Return nothing: the operation has no outputs."""
-        return ()
-
-
-class ReducedLoss(keras.Operation):
-    """Makes a scalar of a loss's values where a model's `call` calls a loss object: one operation, as in Keras 3.15."""
-
-    def __init__(self, reduction: str | None, dtype: Any) -> None:
-        super().__init__(name="loss")
-        self.reduction, self.dtype = reduction, dtype
-
-    def call(self, values: Any, sample_weight: Any = None, mask: Any = None) -> Any:
-        """Reduce the values of a loss, as Keras does in `call`."""
-        return loss_module.reduce_weighted_values(values, sample_weight, mask, self.reduction, self.dtype)
-
-    def compute_output_spec(self, values: Any, sample_weight: Any = None, mask: Any = None) -> keras.KerasTensor:
-        """Return a symbolic scalar, or values where nothing is reduced."""
-        shape = values.shape if self.reduction in (None, "none") else ()
-        return keras.KerasTensor(shape, backend.standardize_dtype(self.dtype or values.dtype))
 
 
 def record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Recorded], Any]:
@@ -120,6 +87,7 @@ class _Recorder:
         self._frames: list[_Frame] = []
         self._path: list[str] = []
         self._is_inside = False  # of a layer or operation that is not opened
+        self._constants: dict[int, tuple[keras.KerasTensor, Any]] = {}  # by the `id` of what stands for them
         self.calls: list[Recorded] = []
 
     @contextlib.contextmanager
@@ -158,7 +126,7 @@ class _Recorder:
             return call(layer, *args, **kwargs)
         given_args, given_kwargs = args, dict(kwargs)
         if not any(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))):
-            args, kwargs = keras.tree.map_structure(_as_symbolic, (args, kwargs))
+            args, kwargs = keras.tree.map_structure(self._as_symbolic, (args, kwargs))
         frame = _Frame(given_kwargs)
         self._frames.append(frame)
         try:
@@ -241,11 +209,23 @@ class _Recorder:
         finally:
             self._is_inside = before
 
+    def _as_symbolic(self, leaf: Any) -> Any:
+        if not hasattr(leaf, "shape"):
+            return leaf
+        symbolic = keras.KerasTensor(leaf.shape, backend.standardize_dtype(leaf.dtype))
+        self._constants[id(symbolic)] = symbolic, leaf
+        return symbolic
+
+    def _given(self, leaf: Any) -> Any:
+        """Return the constant for which a tensor stands inside of a nested model; another argument as it is."""
+        return self._constants[id(leaf)][1] if id(leaf) in self._constants else leaf
+
     def _append(self, operation: Any, args: Any, kwargs: Any, outputs: Any, training: bool | None) -> None:
         scope = backend.get_autocast_scope()
         made = tuple(leaf for leaf in keras.tree.flatten(outputs) if isinstance(leaf, keras.KerasTensor))
         is_layer = isinstance(operation, keras.Layer)
         named = {name: value for name, value in kwargs.items() if name != "training" or not is_layer}
+        args, named = keras.tree.map_structure(self._given, (args, named))
         path = (*self._path, operation.name)
         self.calls.append(Recorded(operation, args, named, made, path, training, scope and scope.dtype))
 
@@ -257,10 +237,6 @@ class _Symbolic(type):
 
     def __instancecheck__(cls, leaf: Any) -> bool:
         return cls.recorder.is_symbolic(leaf)
-
-
-def _as_symbolic(leaf: Any) -> Any:
-    return keras.KerasTensor(leaf.shape, backend.standardize_dtype(leaf.dtype)) if hasattr(leaf, "shape") else leaf
 
 
 def _is_alike(given: Any, made: keras.KerasTensor) -> bool:

@@ -1,4 +1,4 @@
-"""Order and devices of operations of a graph that exist already.
+"""Order, devices and costs of operations of a graph that exist already.
 
 Written for TensorFlow 2.21. `tf.control_dependencies` orders operations only when they are created, and a
 `tf.GradientTape` creates those of a backward pass all at once. `auto_control_deps` of TensorFlow uses the same method.
@@ -7,8 +7,11 @@ Written for TensorFlow 2.21. `tf.control_dependencies` orders operations only wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import tensorflow as tf
+from tensorflow.python.util import deprecation
 
 
 def run_before(first: tf.Operation, then: Sequence[tf.Operation]) -> None:
@@ -30,3 +33,18 @@ def place_constants(op: tf.Operation, device: str) -> None:
     for tensor in op.inputs:
         if tensor.op.type == "Const" and tensor.dtype.is_floating and not tensor.op.device:
             tensor.op._set_device(device)
+
+
+def num_float_operations(graph: Any) -> float:
+    """Return the floating-point operations of a graph.
+
+    The counter of TensorFlow 2.21 calls a function that warns of its own deprecation (`flops_registry.py`), with advice
+    that no caller can follow.
+
+    Args:
+        graph: The graph of a concrete function.
+    """
+    builder = tf.compat.v1.profiler.ProfileOptionBuilder
+    options = builder(builder.float_operation()).with_empty_output().build()
+    with mock.patch.object(deprecation, "_PRINT_DEPRECATION_WARNINGS", False):
+        return float(tf.compat.v1.profiler.profile(graph, options=options).total_float_ops)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_data_adapters
@@ -69,10 +70,11 @@ def as_dataset(
             "Targets and weights are part of a dataset, received a dataset with y or sample_weight. Let the dataset "
             "yield (inputs, targets, sample_weight)."
         )
+    dtype = None if is_dataset(x) else keras.config.floatx()
     if not is_dataset(x):
         size = batch_size or _default_batch_size((x, y, sample_weight), steps)
         x = from_arrays(x, y, sample_weight, batch_size=size, shuffle=shuffle, seed=seed)
-    dataset: Batches = x if class_weight is None else class_weights(x, class_weight)
+    dataset: Batches = x if class_weight is None else class_weights(x, class_weight, dtype)
     return dataset
 
 

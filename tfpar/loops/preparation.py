@@ -130,7 +130,10 @@ class Preparation:
     def _build(self, epoch_iterator: EpochIterator, distributed: Distributed, kind: str) -> Any:
         with self._strategy.raising_on_all_workers():
             batch = self._strategy.local_batch(epoch_iterator.peek())
-            model_checks.check_inputs(self._model, keras.utils.unpack_x_y_sample_weight(batch)[0])
+            inputs, targets, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            model_checks.check_inputs(self._model, inputs)
+            if kind != "predict":
+                model_checks.check_targets(self._model, targets)
         # Workers with different shapes would create different variables, and wait for each other without end.
         self._strategy.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
         self._strategy.move_model(self._model)  # it may have been compiled again outside of the scope

@@ -67,7 +67,8 @@ def wants_all(environment: Mapping[str, str]) -> bool:
 
 def install() -> None:
     """Suppress TensorFlow's start-up messages that are not printed yet."""
-    logging.getLogger("tensorflow").addFilter(_is_no_report_of_distribution)
+    for is_shown in (_is_no_report_of_distribution, _is_no_repetition):
+        logging.getLogger("tensorflow").addFilter(is_shown)
     if wants_all(os.environ):
         return
     if LEVEL not in os.environ:
@@ -100,6 +101,15 @@ def _is_no_report_of_distribution(record: logging.LogRecord) -> bool:
     return record.levelno > logging.INFO or "tensorflow/python/distribute" not in Path(record.pathname).as_posix()
 
 
+def _is_no_repetition(record: logging.LogRecord) -> bool:
+    """Show once that a replica runs eagerly: TensorFlow 2.21 warns in each of the first five steps."""
+    if "eagerly has significant overhead" not in str(record.msg):
+        return True
+    is_new = record.msg not in _shown
+    _shown.add(record.msg)
+    return is_new
+
+
 class _QuietImport(importlib.abc.MetaPathFinder):
     """Finds TensorFlow, once, and suppresses the messages of its import."""
 
@@ -125,6 +135,7 @@ class _QuietImport(importlib.abc.MetaPathFinder):
 
 _finder = _QuietImport()
 _was_set: list[str] = []
+_shown: set[str] = set()
 
 
 @contextlib.contextmanager

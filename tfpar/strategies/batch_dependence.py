@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_losses, keras_model, random_state, tf_function
-from tfpar.pipeline.graph.batch_dependence import find_batch_dependence
+from tfpar.pipeline.graph.batch_dependence import check_stateless, find_batch_dependence
 from tfpar.pipeline.graph.tracing import Call, Graph, Value, run, standardize, trace
 from tfpar.pipeline.graph.trial_batch import moving_statistics
 from tfpar.reduction import whole_batch
@@ -87,8 +87,9 @@ def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
         training: Whether the model will train, or evaluate and predict.
 
     Raises:
-        ValueError: If the model fails on parts of a batch.
+        ValueError: If the model fails on parts of a batch, or keeps a state for each example.
     """
+    check_stateless(keras_model.all_layers(model))
     inputs = _examples(batch)
     graph = _graph(model, inputs)
     if graph is None:

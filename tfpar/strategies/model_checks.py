@@ -116,6 +116,34 @@ def check_inputs(model: keras.Model, inputs: Any) -> None:
         )
 
 
+def check_targets(model: keras.Model, targets: Any) -> None:
+    """Refuse strings as the targets of a loss, which Keras' losses convert to floats.
+
+    Args:
+        model: A compiled model.
+        targets: Tensors or specs `[batch, ...]` in any structure; None for none.
+
+    Raises:
+        ValueError: If a loss would be computed from strings.
+    """
+    # Code of the user may look up the strings itself.
+    if objective.has_objectives(model) or keras_model.overridden(model, "compute_loss"):
+        return
+    found = keras.tree.flatten_with_path(targets)
+    losses = keras.tree.flatten(model.loss) if keras.tree.is_nested(model.loss) else [model.loss] * len(found)
+    pairs = zip(losses, found, strict=True) if len(losses) == len(found) else ()
+    for loss, (path, target) in pairs:
+        if loss is None or target is None or target.dtype != tf.string:
+            continue
+        if isinstance(loss, keras.losses.Loss) and type(loss).__call__ is not keras.losses.Loss.__call__:
+            continue
+        where = f" for {'/'.join(map(str, path))!r}" if path else ""
+        raise ValueError(
+            f"The targets of a loss must be numbers, and {model.name!r} received strings{where}. Encode the labels in "
+            "the data, for instance with keras.layers.StringLookup, as integers or with output_mode='one_hot'."
+        )
+
+
 def check_batched(model: keras.Model, spec: Any) -> None:
     """Refuse a dataset of single examples.
 

@@ -15,10 +15,10 @@ import tensorflow as tf
 
 from tfpar import cluster, data
 from tfpar._compat import (
+    keras_loss_operations,
     keras_losses,
     keras_model,
     keras_optimizer,
-    keras_tracing,
     keras_variables,
     random_state,
 )
@@ -219,7 +219,7 @@ class StagePlanner:
         self._cut(model, graph, self._balance, costs, size, warns=True, rules=self._rules)
         self._hide_transfers(model, size)
         # A layer adds its loss in the symbolic run; the trace of a subclassed model contains the call of add_loss.
-        adds = added or any(isinstance(call.operation, keras_tracing.AddedLoss) for call in graph.calls)
+        adds = added or any(isinstance(call.operation, keras_loss_operations.AddedLoss) for call in graph.calls)
         return bool(adds) or any(layer.activity_regularizer for layer in keras_model.all_layers(model))
 
     def _check_batch_dependence(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:

@@ -26,6 +26,7 @@ from tfpar.pipeline.analysis.step_timing import measure_step
 from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.step_compiler import StepCompiler
 from tfpar.pipeline.execution.steps import Apply, PipelineSteps
+from tfpar.pipeline.graph.batch_dependence import check_stateless
 from tfpar.pipeline.partition.partitioner import Balance
 from tfpar.pipeline.partition.traffic import describe_traffic
 from tfpar.pipeline.schedule.simulator import Timeline
@@ -127,9 +128,11 @@ class Staged(SingleReplica):
         """Place the model's weights on the devices of their stages, as far as layers and shapes are known.
 
         Raises:
-            ValueError: If the model cannot be cut into stages, or has variables that are no Keras variables.
+            ValueError: If the model cannot be cut into stages, keeps a state for each example, or has variables that
+                are no Keras variables.
         """
         super().move_model(model)
+        check_stateless(keras_model.all_layers(model))
         if objective.objectives_of(model):
             raise ValueError(
                 f"A pipeline trains with the loss of compile, after the last stage, and {type(model).__name__} has "

@@ -330,6 +330,42 @@ def test_weights_that_operations_read_are_no_constants() -> None:
     assert read == {id(v) for v in model.trainable_variables}
 
 
+def test_a_nested_model_of_a_constant_is_opened() -> None:
+    features = tf.constant(numbers(7, 3))
+
+    def double(model: Own, inputs: Any, training: Any) -> Any:
+        return model.drop(2 * inputs)
+
+    def call(model: Own, inputs: Any, training: Any) -> Any:
+        rows = model.half(model.twice(features)) + ops.cast(model.whole(features), "float16")
+        return ops.take(rows, inputs, axis=0)
+
+    half = keras.Sequential([layers.Dense(4, dtype="mixed_float16", name="half")], name="inner")
+    twice = Own(double, name="twice", drop=layers.Dropout(0.5, name="drop"))
+    twice.dtype_policy = keras.DTypePolicy("mixed_float16")
+    model = Own(call, half=half, twice=twice, whole=keras.Sequential([layers.Dense(4, name="whole")], name="outer"))
+    words = np.array([1, 2, 6, 2])
+    expected = model(words)
+    assert {"twice/multiply", "twice/drop", "inner/half", "outer/whole"} < set(names(trace(model, words)))
+    assert_same(applied(model, words, specs=words), expected)
+
+
+def test_layers_of_a_call_without_training_infer() -> None:
+    class Silent(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.drop = layers.BatchNormalization(), layers.Dropout(0.5)
+
+        def call(self, inputs: Any) -> Any:
+            return self.drop(self.norm(inputs))
+
+    model = Silent()
+    expected = model(numbers(8, 4))
+    assert [call.training for call in trace(model, spec(4)).calls] == [False, False]
+    assert_same(applied(model, numbers(8, 4), training=True, specs=spec(4)), expected)
+    np.testing.assert_array_equal(model.norm.moving_mean, np.zeros(4))
+
+
 def test_operations_read_weights_in_the_compute_type_of_their_model() -> None:
     def call(model: Own, inputs: Any, training: Any) -> Any:
         return ops.matmul(inputs, model.dense.kernel) + ops.cast(model.dense(inputs), "float16")

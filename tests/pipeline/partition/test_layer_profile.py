@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 import keras
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from tensorflow.python.util import deprecation
 
 from tfpar.pipeline.graph.tracing import Graph, trace
 from tfpar.pipeline.partition import layer_profile
@@ -106,10 +108,14 @@ def test_masks_reach_compiled_layers_and_the_layers_after_them() -> None:
     assert costs[-1].forward_seconds > 0
 
 
-def test_operations_are_counted_without_a_measurement() -> None:
+def test_operations_are_counted_without_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logging.getLogger("tensorflow"), "handle", lambda record: said.append(record.getMessage()))
+    monkeypatch.setattr(deprecation, "_PRINTED_WARNING", {})  # it warns once in a process
     dense, _ = costs_of(graph_of(layers.Dense(8), layers.ReLU()), np.ones((1, 4), "float32"), times=False, flops=True)
     assert dense.flops == 2 * 2 * 4 * 8 + 2 * 8, "products and sums for two examples, and the bias"
     assert dense.forward_seconds == dense.backward_seconds == 0
+    assert not said
 
 
 def test_the_clock_is_read_after_the_gpus_are_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tfpar._compat import keras_data_adapters
 from tfpar.per_model import PerModel
 
 
-def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
+def class_weights(dataset: Any, class_weight: Mapping[int, float], dtype: str | None = None) -> Any:
     """Weight each example by the class of its label, as `keras.Model.fit(class_weight=...)` does.
 
     Labels of rank 2 and more are one-hot over the last axis, unless that axis is 1 long. Classes without an entry have
@@ -22,9 +22,11 @@ def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
         dataset: A `tf.data.Dataset` or `Sharded` of batches `(x, y)` or `(x, y, sample_weight)`; `y` is one tensor:
             classes `[batch]` or `[batch, 1]`, or one-hot `[batch, classes]`.
         class_weight: Weight of each class.
+        dtype: The type of the weights; None for that of Keras with a `tf.data.Dataset`, which is float32 for floats of
+            Python, also where Keras computes in float64. A product with sample weights has Keras' float type.
 
     Returns:
-        Batches `(x, y, sample_weight)` with weights `[batch]` in Keras' float type.
+        Batches `(x, y, sample_weight)` with weights `[batch]`.
 
     Raises:
         ValueError: No class, a negative class or weight, batches without labels or with several outputs.
@@ -33,12 +35,12 @@ def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
     >>> [weights.numpy().tolist() for _, _, weights in class_weights(dataset, {1: 2.5})]
     [[1.0, 2.5, 2.5]]
     """
-    table = _weight_table(class_weight)
     spec = dataset.element_spec
     if not isinstance(spec, tuple) or len(spec) not in (2, 3):
         raise ValueError(f"class_weight needs batches (x, y) or (x, y, sample_weight), but a batch is {spec}.")
     if isinstance(spec[1], (dict, list, tuple)):
         raise ValueError("class_weight needs a model with one output, but y is a structure: pass sample_weight.")
+    table = _weight_table(class_weight, keras.config.floatx() if len(spec) == 3 else dtype)
 
     @tf.autograph.experimental.do_not_convert
     def weigh(x: Any, y: tf.Tensor, sample_weight: tf.Tensor | None = None) -> tuple[Any, tf.Tensor, tf.Tensor]:
@@ -50,7 +52,7 @@ def class_weights(dataset: Any, class_weight: Mapping[int, float]) -> Any:
     return dataset.map(weigh)
 
 
-def _weight_table(class_weight: Mapping[int, float]) -> Any:
+def _weight_table(class_weight: Mapping[int, float], dtype: str | None) -> Any:
     if not class_weight:
         raise ValueError("class_weight must name at least one class, but is empty.")
     for label, weight in class_weight.items():
@@ -58,10 +60,10 @@ def _weight_table(class_weight: Mapping[int, float]) -> Any:
             raise ValueError(
                 f"class_weight maps classes (0, 1, 2, ...) to weights of at least 0, but has {label!r}: {weight!r}."
             )
-    table = np.ones(max(int(label) for label in class_weight) + 1, dtype=keras.config.floatx())
-    for label, weight in class_weight.items():
-        table[int(label)] = weight
-    return table
+    known = {int(label): weight for label, weight in class_weight.items()}
+    table = [known.get(label, 1.0) for label in range(max(known) + 1)]
+    found = tf.convert_to_tensor(table).dtype if dtype is None else tf.as_dtype(dtype)
+    return np.array(table, found.as_numpy_dtype if found.is_floating else "float32")
 
 
 def _classes(y: tf.Tensor) -> tf.Tensor:

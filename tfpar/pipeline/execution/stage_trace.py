@@ -326,7 +326,9 @@ def _differentiate(
     found: Sequence[Any] = [None] * (len(given) + len(trained))
     if ends:
         found = tf.gradients([end for end, _ in ends], [*given, *trained], [gradient for _, gradient in ends])
-    in_order = iter(found)
+    # The gradient of rows that were looked up in an input is sent whole: the stage before has no use for slices.
+    dense = [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in found[: len(given)]]
+    in_order = iter([*dense, *found[len(given) :]])
     input_gradients = tuple(None if source is None else next(in_order) for source in sources)
     weight_gradients = tuple(None if one is None else by_lookup(next(in_order)) for one in parameters)
     # A sum is added while its gradient is in the processor's cache, and overwrites its memory.

@@ -61,7 +61,7 @@ class PipelineSteps:
             batch: The first global batch of the data.
             training: Whether train steps follow, or evaluate or predict steps.
         """
-        self.compiler.examples.keep(batch)
+        self.compiler.examples.keep(_plain(batch))
         self._usual_sizes[training].assign(-(-data.num_rows(batch) // self._schedule.num_microbatches))
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class PipelineSteps:
             batch: A global batch, or the local batch of this worker.
             num_counted: The number of examples with weight 1 of a local batch, an int64 scalar; None for all.
         """
-        inputs, *others = batch if isinstance(batch, tuple) else (batch,)
+        inputs, *others = _plain(batch)
         with tf.device(HOST):
             values = self._staged.flat_inputs(inputs)
         staged = StagedBatch((inputs, *others), self._shares(inputs, others, values, num_counted))
@@ -202,7 +202,7 @@ class PipelineSteps:
             usual_size = self._usual_sizes[training].read_value()
         count = self._schedule.num_microbatches
         first_number = 0 if self._peers is None else self._peers.rank * count
-        plain = _plain(batch) if isinstance(batch, StagedBatch | tuple) else (batch,)
+        plain = _plain(batch)
         found = Microbatches(plain, count, usual_size, part, first_number, self._hosts)
         if isinstance(batch, StagedBatch):
             rows = zip(batch.shares, self._takers, self._devices, strict=True)
@@ -288,8 +288,10 @@ class PipelineSteps:
         return [Action("F", stage, number) for number in microbatches for stage in stages]
 
 
-def _plain(batch: Any) -> Any:
-    return batch.batch if isinstance(batch, StagedBatch) else batch
+def _plain(batch: Any) -> tuple[Any, ...]:
+    """Return a batch as a tuple; an element of a dataset may be the inputs alone, as in Keras."""
+    plain = batch.batch if isinstance(batch, StagedBatch) else batch
+    return plain if isinstance(plain, tuple) else (plain,)
 
 
 def _over_workers(sums: tf.Tensor, microbatches: Microbatches, peers: Peers | None) -> tf.Tensor:

@@ -116,6 +116,27 @@ def check_synchronized(graph: Graph) -> None:
             )
 
 
+def check_stateless(found: Iterable[keras.Layer]) -> None:
+    """Raise an error if a recurrent layer keeps its state for the next batch.
+
+    Args:
+        found: The layers of a model at every depth.
+
+    Raises:
+        ValueError: If a layer has `stateful=True`.
+
+    Example:
+        >>> check_stateless([keras.layers.LSTM(2)])
+    """
+    for layer in found:
+        if isinstance(layer, layers.RNN | layers.Bidirectional) and layer.stateful:
+            raise ValueError(
+                f"A stateful layer keeps a state for each position of the batch, and replicas and micro-batches divide "
+                f"the positions, received {layer.name!r} with stateful=True. Remove stateful, or train on "
+                "SingleDevice()."
+            )
+
+
 @random_state.preserved_random_state()
 def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = True) -> BatchDependence:
     """Find the batch-dependent layer calls of a model.
@@ -135,7 +156,8 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
         The names of the layer calls, in the order of the graph.
 
     Raises:
-        ValueError: If a layer call does not run on any number of examples, or draws from NumPy or Python.
+        ValueError: If a layer call does not run on any number of examples, keeps a state for each of them, or draws
+            from NumPy or Python.
 
     Example:
         >>> from tfpar.pipeline.graph.tracing import trace
@@ -143,6 +165,7 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
         >>> find_batch_dependence(trace(model), [np.ones((4, 4))]).calls
         ('mixes',)
     """
+    check_stateless(layer for call in graph.calls for layer in layers_of(call))
     inputs, is_ragged = trial_examples(inputs), any(isinstance(tensor, tf.RaggedTensor) for tensor in inputs)
     calls, size = _calls_of_outputs(graph), int(data.num_rows(inputs))
     if not is_ragged and all(is_batch_independent(call, training) for call in calls):

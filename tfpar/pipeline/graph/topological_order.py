@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from tfpar._compat import keras_tracing
+from tfpar._compat import keras_loss_operations
 from tfpar._compat.keras_tracing import Recorded
 from tfpar.pipeline.graph.ir import Call, Graph, Value
 
@@ -85,7 +85,7 @@ def _sorted(calls: Sequence[Call], outputs: Any) -> list[Call]:
     visited: set[Call] = set()
     ordered = _postorder(roots, dependencies, visited)
     for call in calls:
-        if isinstance(call.operation, keras.Layer | keras_tracing.AddedLoss) and call not in visited:
+        if isinstance(call.operation, keras.Layer | keras_loss_operations.AddedLoss) and call not in visited:
             added = _postorder([call], dependencies, visited)
             needed = {dependency for new in added for dependency in dependencies[new]}
             position = max((index + 1 for index, other in enumerate(ordered) if other in needed), default=0)

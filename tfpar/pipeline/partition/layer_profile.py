@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, random_state, tf_function
+from tfpar._compat import keras_model, random_state, tf_function, tf_graph
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Call, Graph, Value
 from tfpar.pipeline.partition.layer_settings import settings_of
@@ -158,9 +158,7 @@ class _CompiledCall:
     def flops(self) -> float:
         """Return the floating-point operations of the forward pass."""
         graph = self._forward.get_concrete_function(self._inputs, self._weights).graph
-        builder = tf.compat.v1.profiler.ProfileOptionBuilder
-        options = builder(builder.float_operation()).with_empty_output().build()
-        return float(tf.compat.v1.profiler.profile(graph, options=options).total_float_ops)
+        return tf_graph.num_float_operations(graph)
 
 
 def _empty_seconds() -> tuple[float, float]:
