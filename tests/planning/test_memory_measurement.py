@@ -33,6 +33,17 @@ def test_linear_layers_save_their_inputs_alone() -> None:
     assert [block.shared.of(64) for block in found] == [0, 0, 0]
 
 
+def test_layers_before_all_trained_weights_save_nothing() -> None:
+    model = chain("relu", number=4)
+    model.layers[0].trainable = model.layers[1].trainable = model.layers[3].trainable = False
+    found = block_bytes(tracing.trace(model), [tf.zeros([64, 32])], 64)
+    one = 64 * 32 * 4
+    # The third saves its input and its output; the gradient of the last passes through its relu, and needs no input.
+    assert [block.saved.of(64) for block in found] == [0, 0, 2 * one, one]
+    assert [block.shared.of(64) for block in found] == [0, 0, 0, 0]
+    assert [block.temporary.of(64) for block in found[:2]] == [0, 0]
+
+
 def test_the_bytes_of_a_model_are_those_of_its_variables_and_of_the_saved_tensors() -> None:
     model, width = chain("relu", number=6, width=128), 128
     found = model_bytes(model, (tf.zeros([4096, width]), tf.zeros([4096, width])))

@@ -191,11 +191,11 @@ def _of_calls(graph: Graph, inputs: Sequence[Any], size: int, device: str) -> li
     found: list[tuple[int, int, int]] = []
 
     def trace() -> None:
-        kept: set[Value] = set()
+        kept, trained = set[Value](), set[Value]()
         values = {value: _input(one, size) for value, one in zip(graph.inputs, inputs, strict=True)}
         with tf.device(device):
             for call in graph.calls:
-                found.append(_of_call(call, values, kept, size, device))
+                found.append(_of_call(call, values, kept, trained, size, device))
 
     tf.function(trace, autograph=False).get_concrete_function()
     return found
@@ -217,7 +217,10 @@ def _placeholder(tensor: Any) -> Any:
     )
 
 
-def _of_call(call: Call, values: dict[Value, Any], kept: set[Value], size: int, device: str) -> tuple[int, int, int]:
+def _of_call(
+    call: Call, values: dict[Value, Any], kept: set[Value], trained: set[Value], size: int, device: str
+) -> tuple[int, int, int]:
+    """Trace one layer call; add to `kept` the values that it saves, and to `trained` those with a gradient."""
     graph = tf.compat.v1.get_default_graph()
     given = {
         value: keras_model.with_mask(_placeholder(values[value]), keras_model.mask_of(values[value]))
@@ -230,7 +233,9 @@ def _of_call(call: Call, values: dict[Value, Any], kept: set[Value], size: int, 
         tracing.run([call], tensors, training=True)
     middle = len(graph.get_operations())
     outputs = [tensors[value] for value in call.outputs]
-    gradients = _gradients(outputs, [*given.values(), *(tensor for one, tensor in weights.values() if one.trainable)])
+    sources = [tensor for value, tensor in given.items() if value in trained]
+    sources += [tensor for one, tensor in weights.values() if one.trainable]
+    gradients = _gradients(outputs, sources)
     operations = graph.get_operations()
     backward = needed_operations(operations[middle:], _tensors(gradients))
     inner = set(operations[begin:middle])
@@ -248,6 +253,7 @@ def _of_call(call: Call, values: dict[Value, Any], kept: set[Value], size: int, 
         for value, one in zip(call.outputs, outputs, strict=True)
         if any(_owner(part, inner).ref() in used for part in _tensors([one]))
     }
+    trained |= set(call.outputs) if gradients else set()
     nodes = read_graph(backward, "GPU" in device, size)
     temporary = max(live_bytes(nodes, executor_order(nodes)), default=0)
     values.update(zip(call.outputs, outputs, strict=True))
@@ -257,9 +263,9 @@ def _of_call(call: Call, values: dict[Value, Any], kept: set[Value], size: int, 
 def _gradients(outputs: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
     """Return the gradients of outputs by sources, as far as both have floats."""
     floating = [dense_part(one) for one in outputs if one.dtype.is_floating]
-    if not floating:
-        return []
     trained = [dense_part(one) for one in sources if one.dtype.is_floating]
+    if not floating or not trained:
+        return []
     found = tf.gradients(floating, trained, [tf.ones_like(one) for one in floating])
     return [one for one in found if one is not None]
 

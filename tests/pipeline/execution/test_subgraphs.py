@@ -77,3 +77,32 @@ def test_the_gradients_of_weights_are_summed_on_the_way(chain: tuple[Any, dict[s
     assert set(first_to_last[:-3]) <= before(backward, named["dx"].op.name)
     _, unordered = extract_subgraphs(graph, named["inputs"], results, ["CPU:0"])
     assert not set(first_to_last) & before(unordered, named["dx"].op.name)
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_sizes_are_saved_in_place_of_tensors_that_are_read_for_nothing_else(num_parts: int) -> None:
+    """The gradient of a mean needs the shape of what it adds up, which is open where the batch is."""
+    named: dict[str, Any] = {}
+
+    def body(x: tf.Tensor, weight: tf.Tensor) -> Any:
+        product = tf.matmul(x, weight)
+        made = tf.reduce_mean(product, axis=1)
+        upstream = tf.compat.v1.placeholder(made.dtype, made.shape)
+        gradients = tf.gradients(made, [x, weight], upstream)
+        named.update(inputs=[x, weight, upstream], made=made, gradients=gradients, product=product)
+        return [made, *gradients]
+
+    specs = [tf.TensorSpec([None, 4], "float64"), tf.TensorSpec([4, 3], "float64")]
+    graph = tf.function(body, autograph=False).get_concrete_function(*specs).graph
+    gradients = named["gradients"]
+    results = [[named["made"]], *([[one] for one in gradients] if num_parts == 3 else [gradients])]
+    parts = extract_subgraphs(graph, named["inputs"], results, ["CPU:0"], late=named["inputs"][2:])
+    assert {tensor.dtype for tensor in parts[0].outputs if tensor is not named["made"]} == {tf.int32}
+    assert named["product"].ref() not in {tensor.ref() for part in parts[1:] for tensor in part.inputs}
+    known = values(named)
+    for part in parts:
+        part(known)
+    given, weight, upstream = (known[tensor.ref()] for tensor in named["inputs"])
+    spread = tf.repeat(upstream[:, None] / 3, 3, axis=1)
+    tf.debugging.assert_near(known[gradients[0].ref()], spread @ tf.transpose(weight), rtol=1e-14)
+    tf.debugging.assert_near(known[gradients[1].ref()], tf.transpose(given) @ spread, rtol=1e-14)

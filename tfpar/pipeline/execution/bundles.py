@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfpar._compat import tf_onednn
+
 # For each device one of type variant with tensors of other types than int32; then those of int32.
 Bundle = list[tf.Tensor]
 Devices = str | Sequence[str]  # of all tensors, or of each
@@ -57,7 +59,7 @@ def unbundle(bundle: Bundle, specs: Sequence[tf.Tensor | tf.TensorSpec], devices
         types, shapes = [specs[one].dtype for one in group], [specs[one].shape for one in group]
         with tf.device(device):
             values = tf.raw_ops.OptionalGetValue(optional=part, output_types=types, output_shapes=shapes)
-        found.update(zip(group, values, strict=True))
+        found.update(zip(group, [tf_onednn.sole_output(value, device) for value in values], strict=True))
     apart = iter(bundle[len(groups) :])
     return [found[index] if index in found else next(apart) for index in range(len(specs))]
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import tf_function
+from tfpar._compat import tf_function, tf_onednn
 from tfpar.pipeline.execution.bundles import Bundle, bundled, devices_of_parts, specs_of, unbundle
 from tfpar.pipeline.execution.divided_calls import shard_of
 from tfpar.pipeline.execution.row_padding import Rows, add_zero_rows, repeat_last_row
@@ -125,12 +125,13 @@ class StageFunctions:
             "backward": self._run_backward,
             "weights": self._run_weights,
         }
-        given = tf.nest.map_structure(
-            lambda one: one if one is None or one.dtype == tf.variant else tf.identity(one),
-            arguments,
-            expand_composites=True,
-        )
+        given = tf.nest.map_structure(self._argument, arguments, expand_composites=True)
         return passes[name](*given)
+
+    def _argument(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
+        if tensor is None or tensor.dtype == tf.variant:
+            return tensor
+        return tf_onednn.sole_output(tf.identity(tensor), self._device)
 
     @functools.cached_property
     def forward(self) -> Any:

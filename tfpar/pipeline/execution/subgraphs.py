@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfpar._compat.tf_function import noinline_function
 from tfpar.pipeline.execution.divided_calls import on_devices, shard_of_device
 
+_SIZES = ("Rank", "Shape", "ShapeN", "Size")
 _PENDING_SUMS = 2  # of a kernel and a bias: two threads may compute at the same time
 
 
@@ -127,6 +128,7 @@ def extract_subgraphs(
         ops_of.append(ops)
         # A random operation with TensorFlow's own state would draw other numbers when it is recomputed.
         known |= {op for op in ops if op.op_def.is_stateful} if recompute and number == 0 else ops - of_weights
+    _take_sizes_early(ops_of[recompute:], results[recompute:], of_weights)
     subgraphs, whole = [], graph.as_graph_def()
     for number, ops in enumerate(ops_of):
         outer = _outer_inputs(ops)
@@ -140,6 +142,31 @@ def extract_subgraphs(
         turns = _turns(graph, ops, sums)
         subgraphs.append(_subgraph(graph, whole, ops, outer, outputs, recomputed, turns, devices, jit_compile))
     return subgraphs
+
+
+def _take_sizes_early(
+    ops_of: Sequence[set[tf.Operation]], results: Sequence[Sequence[tf.Tensor]], repeated: set[tf.Operation]
+) -> None:
+    """Move operations that read sizes alone to the subgraph that has the tensor, which would be saved only for them.
+
+    Those that are repeated are part of each subgraph that needs them, and stay there.
+
+    x ─► mean ─► y            the gradient of a mean needs the shape of x: f saves some integers in place of x
+    dx ◄── shape of x ◄── dy
+    """
+    for number, ops in enumerate(ops_of[:-1]):
+        readers = [op for later in ops_of[number + 1 :] for op in later if op not in repeated]
+        read = {tensor.ref() for op in readers if not _reads_sizes(op) for tensor in op.inputs}
+        read |= {tensor.ref() for wanted in results[number + 1 :] for tensor in wanted}
+        here = {tensor.ref() for op in ops for tensor in (*op.inputs, *op.outputs)} - read
+        moved = {op for op in readers if _reads_sizes(op) and all(tensor.ref() in here for tensor in op.inputs)}
+        ops |= moved
+        for later in ops_of[number + 1 :]:
+            later -= moved
+
+
+def _reads_sizes(op: tf.Operation) -> bool:
+    return op.type in _SIZES and not op.control_inputs
 
 
 def _computed_from(weights: Sequence[tf.Tensor], graph: Any) -> set[tf.Operation]:
