@@ -41,7 +41,7 @@ def test_layers_before_all_trained_weights_save_nothing() -> None:
     # The third saves its input and its output; the gradient of the last passes through its relu, and needs no input.
     assert [block.saved.of(64) for block in found] == [0, 0, 2 * one, one]
     assert [block.shared.of(64) for block in found] == [0, 0, 0, 0]
-    assert [block.temporary.of(64) for block in found[:2]] == [0, 0]
+    assert [block.temporary.of(64) >= 2 * one for block in found[:2]] == [True, True]  # an input and an output
 
 
 def test_the_bytes_of_a_model_are_those_of_its_variables_and_of_the_saved_tensors() -> None:
