@@ -132,6 +132,8 @@ def _node(op: tf.Operation, index_of: dict[tf.Operation, int], on_gpu: bool, num
 def tensor_bytes(tensor: tf.Tensor, num_examples: int) -> int:
     """Return the bytes of a tensor; 0 for one without values of its own, such as the handle of a variable.
 
+    A list that a loop fills for its gradient has those of all its elements.
+
     Args:
         tensor: A tensor of a graph.
         num_examples: The size of an axis that the graph leaves open.
@@ -140,10 +142,30 @@ def tensor_bytes(tensor: tf.Tensor, num_examples: int) -> int:
         >>> tensor_bytes(tf.zeros([2, 3]), 1)
         24
     """
-    if tensor.dtype in (tf.resource, tf.variant, tf.string) or tensor.shape.rank is None:
+    if tensor.dtype == tf.variant:
+        return _list_bytes(tensor, num_examples)
+    if tensor.dtype in (tf.resource, tf.string) or tensor.shape.rank is None:
         return 0
     sizes = [num_examples if size is None else size for size in tensor.shape]
     return math.prod(sizes) * int(max(tensor.dtype.size, 1))
+
+
+def _list_bytes(tensor: tf.Tensor, num_examples: int) -> int:
+    """Return the bytes of a list of a loop that begins empty, and gets an element in each iteration; else 0."""
+    begin = tensor.op.inputs[tensor.value_index].op if tensor.op.type in ("While", "StatelessWhile") else None
+    if begin is None or begin.type != "EmptyTensorList":
+        return 0
+    shape, most = tf.get_static_value(begin.inputs[0]), _static_maximum(begin.inputs[1])
+    if shape is None or most is None or most < 0:
+        return 0
+    sizes = [num_examples if size < 0 else int(size) for size in shape.flatten()]
+    return most * math.prod(sizes) * int(max(begin.get_attr("element_dtype").size, 1))
+
+
+def _static_maximum(tensor: tf.Tensor) -> int | None:
+    """Return the value of a constant integer, or the maximum of constants: Keras gives its loops the longest length."""
+    value = tf.get_static_value(tensor.op.inputs[0] if tensor.op.type == "Max" else tensor)
+    return None if value is None else int(value.max())
 
 
 def needed_operations(operations: Sequence[tf.Operation], results: Iterable[tf.Tensor]) -> list[tf.Operation]:

@@ -152,7 +152,8 @@ class BlockBytes(NamedTuple):
     Args:
         saved: Bytes that its backward pass needs and no earlier call saves.
         shared: Bytes of inputs that its backward pass needs, and that an earlier call saves.
-        temporary: The largest of its temporaries in the backward pass, the gradient of its outputs included.
+        temporary: The largest of its temporaries in the backward pass, the gradient of its outputs included; of a call
+            without a backward pass in the forward pass, its inputs and outputs included.
     """
 
     saved: Bytes = NO_BYTES
@@ -254,10 +255,19 @@ def _of_call(
         if any(_owner(part, inner).ref() in used for part in _tensors([one]))
     }
     trained |= set(call.outputs) if gradients else set()
-    nodes = read_graph(backward, "GPU" in device, size)
-    temporary = max(live_bytes(nodes, executor_order(nodes)), default=0)
+    if gradients:
+        temporary = _most_bytes(backward, size, device)
+    else:
+        temporary = _most_bytes(needed_operations(operations[begin:middle], _tensors(outputs)), size, device)
+        temporary += sum(input_bytes.values())
     values.update(zip(call.outputs, outputs, strict=True))
     return saved, shared, temporary
+
+
+def _most_bytes(operations: Sequence[tf.Operation], size: int, device: str) -> int:
+    """Return the bytes of the results of operations at the peak."""
+    nodes = read_graph(operations, "GPU" in device, size)
+    return max(live_bytes(nodes, executor_order(nodes)), default=0)
 
 
 def _gradients(outputs: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
