@@ -193,11 +193,18 @@ ROWS = [
     ),
     _keras("", "_exclude_from_weight_decay", "optimizers/base_optimizer", "the same"),
     _keras(
-        "keras.src.optimizers.base_optimizer.BaseOptimizer",
-        "_use_weight_decay",
-        "optimizers/base_optimizer",
-        "a weight that moved is excluded from weight decay by its former keys",
+        "keras.src.backend.tensorflow.optimizer.TFOptimizer",
+        "_apply_weight_decay _use_weight_decay",
+        "backend/tensorflow/optimizer",
+        "the optimizer takes the tf.Variable, and a weight that moved is excluded from weight decay by its former keys",
     ),
+    _keras(
+        "keras.src.backend.common.variables",
+        "register_uninitialized_variable",
+        "backend/common/variables",
+        "weights that the first batch creates have the names that Keras gives them",
+    ),
+    _tensorflow("", "_handle_name", "ops/resource_variable_ops", "the copy of a replica has the name of the weight"),
     _tensorflow("", "_unique_id", "ops/resource_variable_ops", "the same"),
     _keras(
         "keras.src.optimizers.base_optimizer.BaseOptimizer",

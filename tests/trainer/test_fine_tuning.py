@@ -19,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("logical_cpus")
 TOLERANCE = 1e-9
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     **small.STRATEGIES,
+    "optimizer sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="optimizer"),
+    "weights sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
     "pipeline": lambda: tfpar.Pipeline(2, 2, balance="parameters"),
 }
 by_strategy = pytest.mark.parametrize("strategy", STRATEGIES)

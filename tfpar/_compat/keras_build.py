@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
-from tfpar._compat import keras_model
+from tfpar._compat import keras_model, tf_variable_names
 
 
 def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
@@ -46,6 +46,7 @@ def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
         with (
             mock.patch.object(keras.Model, "_compute_loss", compute),
             mock.patch.object(backend, "compute_output_spec", spec),
+            tf_variable_names.as_without_outer_scope(),
         ):
             model._symbolic_build(data_batch=batch)
     finally:

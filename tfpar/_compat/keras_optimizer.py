@@ -29,15 +29,26 @@ def one_device_optimizer() -> Iterator[None]:
     conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
     `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right. It reads the
     learning rate once for each weight, and would send each value to the process of the weight; here it reads it once.
+
+    As in Keras' code for TensorFlow, `update_step` and `_use_weight_decay` take the `tf.Variable` of a weight, whose
+    name is the whole path, `sequential/dense/bias:0`.
     """
 
     def update_all(optimizer: BaseOptimizer, gradients: Any, variables: Any, learning_rate: Any) -> None:
         is_variable = isinstance(learning_rate, keras.Variable)
         rate = tf.convert_to_tensor(learning_rate.value) if is_variable else learning_rate
-        BaseOptimizer._backend_update_step(optimizer, gradients, variables, rate)
+        BaseOptimizer._backend_update_step(optimizer, gradients, list(map(_memory, variables)), rate)
+
+    def decay_all(optimizer: BaseOptimizer, variables: Sequence[Any]) -> None:
+        if optimizer.weight_decay is None:
+            return
+        for variable in variables:
+            memory = _memory(variable)
+            if not keras_weight_keys.is_excluded(optimizer, variable) and optimizer._use_weight_decay(memory):
+                rate, decay = (tf.cast(one, memory.dtype) for one in (optimizer.learning_rate, optimizer.weight_decay))
+                memory.assign_sub(memory * decay * rate)
 
     names = (
-        "_apply_weight_decay",
         "_backend_increment_gradient_accumulators",
         "_overwrite_model_variables_with_average_value",
     )
@@ -45,9 +56,13 @@ def one_device_optimizer() -> Iterator[None]:
         for name in names:
             stack.enter_context(mock.patch.object(TFOptimizer, name, getattr(BaseOptimizer, name)))
         stack.enter_context(mock.patch.object(TFOptimizer, "_backend_update_step", update_all))
-        stack.enter_context(keras_weight_keys.excluding_moved_weights())
+        stack.enter_context(mock.patch.object(TFOptimizer, "_apply_weight_decay", decay_all))
         stack.enter_context(mock.patch.object(LossScaleOptimizer, "_tf_apply", LossScaleOptimizer._common_apply))
         yield
+
+
+def _memory(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def move_optimizer(optimizer: keras.Optimizer, variables: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.values import DistributedVariable
 
-from tfpar._compat import keras_weight_keys, tf_distribute, tf_divided_memory, versions
+from tfpar._compat import keras_weight_keys, tf_distribute, tf_divided_memory, tf_variable_names, versions
 
 
 def state(model: keras.Model) -> list[Any]:
@@ -88,11 +88,12 @@ def re_create(variable: Any, value: Any = None) -> None:
         value: Its new value; None runs its deferred initializer.
     """
     keras_weight_keys.note_key(variable)
-    if value is None:
-        variable._initialize_with_initializer(variable._initializer)
-        variable._initializer = None
-    else:
-        variable._initialize(value)
+    with tf_variable_names.scope_of(variable):
+        if value is None:
+            variable._initialize_with_initializer(variable._initializer)
+            variable._initializer = None
+        else:
+            variable._initialize(value)
     variable._tfpar_moves = getattr(variable, "_tfpar_moves", 0) + 1
 
 

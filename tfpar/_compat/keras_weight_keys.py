@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
-from unittest import mock
 
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 _OF_TFPAR = "_tfpar_keys_without_memory"
 
@@ -41,15 +38,14 @@ def note_key(variable: Any) -> None:
     variable._tfpar_keys = {*_former_keys(variable), key}
 
 
-def excluding_moved_weights() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which weights are excluded from weight decay by their former keys too."""
-    original = BaseOptimizer._use_weight_decay
+def is_excluded(optimizer: Any, variable: Any) -> bool:
+    """Return whether an optimizer excludes a weight from weight decay by a key of its former memory.
 
-    def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
-        excluded = getattr(optimizer, "_exclude_from_weight_decay", ())
-        return _former_keys(variable).isdisjoint(excluded) and bool(original(optimizer, variable))
-
-    return mock.patch.object(BaseOptimizer, "_use_weight_decay", uses_weight_decay)
+    Args:
+        optimizer: An optimizer, without others that it wraps.
+        variable: A Keras variable.
+    """
+    return not _former_keys(variable).isdisjoint(getattr(optimizer, "_exclude_from_weight_decay", ()))
 
 
 def _former_keys(variable: Any) -> set[Any]:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfpar._compat import keras_variables, keras_weight_keys, versions
+from tfpar._compat import keras_variables, keras_weight_keys, tf_variable_names, versions
 
 
 @contextlib.contextmanager
@@ -46,13 +46,16 @@ def deferred_weights() -> Iterator[None]:
             original_initialize(variable, initializer)
         elif _is_pure(initializer):
             variable._value = None
+            tf_variable_names.note_scope(variable)
             versions.replace(variable, "_initializer", initializer)
         else:
             with tf.device("CPU:0"):
                 original_initialize(variable, initializer)
 
     def initialize_late(variable: Any) -> None:
-        if not getattr(variable, "_tfpar_deferred", False):
+        if getattr(variable, "_tfpar_deferred", False):
+            tf_variable_names.note_scope(variable)
+        else:
             original_late(variable)
 
     def assign(variable: Any, value: Any) -> None:

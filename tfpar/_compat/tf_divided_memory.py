@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 
-from tfpar._compat import keras_weight_keys
+from tfpar._compat import keras_weight_keys, tf_variable_names
 
 _HOST = "/device:CPU:0"
 
@@ -204,7 +204,7 @@ def initialize_divided(variable: Any, initializer: Callable[..., Any], like: Div
 def _allocate(variable: Any, parts: Sequence[tf.Tensor], devices: Sequence[str]) -> list[tf.Variable]:
     pieces = []
     for part, device in zip(parts, devices, strict=True):
-        with tf.init_scope(), tf.device(device):
+        with tf.init_scope(), tf.device(device), tf_variable_names.scope_of(variable):
             pieces.append(tf.Variable(part, dtype=variable._dtype, trainable=True, name=variable.name))
     return pieces
 

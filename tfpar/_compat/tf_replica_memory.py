@@ -73,18 +73,22 @@ def memories(variable: keras.Variable) -> Sequence[tf.Variable]:
 def of_owners(owners: Mapping[int, int], variables: Sequence[keras.Variable]) -> Iterator[None]:
     """Read and update only the memory of one replica of each weight inside this context.
 
+    It has the name of the mirrored weight, which optimizers read: TensorFlow adds the number of the replica.
+
     Args:
         owners: The number of the replica by the weight's `id`.
         variables: Mirrored weights.
     """
     mirrored = [(variable, variable._value) for variable in variables]
+    owned = [memories(variable)[owners[id(variable)]] for variable in variables]
+    names = [memory.name for memory in owned]
     try:
-        for variable in variables:
-            variable._value = memories(variable)[owners[id(variable)]]
+        for (variable, of_all), memory in zip(mirrored, owned, strict=True):
+            variable._value, memory._handle_name = memory, of_all.name
         yield
     finally:
-        for variable, memory in mirrored:
-            variable._value = memory
+        for (variable, of_all), memory, name in zip(mirrored, owned, names, strict=True):
+            variable._value, memory._handle_name = of_all, name
 
 
 def swap_owned_averages() -> None:

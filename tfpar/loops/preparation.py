@@ -66,10 +66,12 @@ class Preparation:
         reused = unused[1] if unused is not None and unused[0] is dataset else None
         raising = self._strategy.raising_on_all_workers
         epoch_iterator = EpochIterator(distributed.dataset, steps, has_more, reused, source, first, restarts, raising)
+        training = kind == "train"
+        self._check_gradients(training)
         batch = self._build(epoch_iterator, distributed, kind)
+        self._check_gradients(training)  # the batch may have created weights
         if source is not None and reused is None:
             source.start(self._strategy.broadcast)
-        training = kind == "train"
         if not objective.objectives_of(self._model):
             self._prepare_outputs(batch, training)
         self._once("prepare", lambda: self._strategy.prepare(self._model, batch))
@@ -77,6 +79,12 @@ class Preparation:
         prepare_loss = functools.partial(self._strategy.prepare_loss, self._model, batch, training)
         self._once(f"{kind} loss", prepare_loss, present)
         return epoch_iterator, self._compiled.loop(kind, distributed)
+
+    def _check_gradients(self, training: bool) -> None:
+        in_parts = self._strategy.batch_parts[0] > 1 or self._strategy.cuts_model
+        if (training and in_parts) or self._strategy.has_schedule:  # a pipeline times the backward pass of layers first
+            with self._strategy.raising_on_all_workers():
+                model_checks.check_gradients(self._model, self._strategy.describe())
 
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Callable[[Any], Any]]:
         """Return an iterator over a distributed dataset and the compiled prediction of one batch; build the model."""
@@ -91,6 +99,7 @@ class Preparation:
             first=first,
             raising_on_all_workers=self._strategy.raising_on_all_workers,
         )
+        self._check_gradients(training=False)
         batch = self._build(epoch_iterator, distributed, "predict")
         self._prepare_outputs(batch, training=False)
         return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)

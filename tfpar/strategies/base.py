@@ -64,6 +64,7 @@ class Strategy(abc.ABC):
     divides_state: bool = False
     # Whether a step follows a schedule of actions, which `preview` predicts and `trace` times.
     has_schedule: bool = False
+    cuts_model: bool = False  # into stages, each with its own forward and backward pass
 
     @property
     def is_chief(self) -> bool:

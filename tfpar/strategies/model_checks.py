@@ -69,6 +69,28 @@ def check_compiled(model: keras.Model, method: str) -> None:
         )
 
 
+def check_gradients(model: keras.Model, strategy: str) -> None:
+    """Refuse weights that are overwritten by their gradients where a gradient is a sum of parts.
+
+    Keras' float8 layers return the new scale of a tensor, a maximum over the batch, as the gradient of the old one; the
+    sum over parts of the batch means nothing.
+
+    Args:
+        model: A built model.
+        strategy: The description of a strategy that computes gradients in parts.
+
+    Raises:
+        ValueError: If the model has such a weight.
+    """
+    found = next((one for one in model.trainable_variables if one.overwrite_with_gradient), None)
+    if found is not None:
+        raise ValueError(
+            f"The gradient of a weight must be a sum over the examples, and that of {found.path!r} is its new value "
+            f"for the batch, as in float8 training. {strategy} computes gradients in parts. Train on SingleDevice() or "
+            "TensorParallel, or without quantize('float8')."
+        )
+
+
 def check_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
     """Refuse to move a model with plain `tf.Variable` objects into a strategy.
 

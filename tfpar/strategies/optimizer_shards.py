@@ -24,7 +24,8 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_optimizer, keras_variables, tf_replica_memory
+from tfpar._compat import keras_model, keras_optimizer, keras_variables, tf_replica_memory
+from tfpar.per_model import PerModel
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import objective
 from tfpar.reduction.replicas import replica_id
@@ -49,18 +50,26 @@ class OptimizerShards:
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
         self._strategy, self._devices = strategy, strategy.extended.worker_devices
+        self._compiled: PerModel[tuple[Any, dict[int, int]]] = PerModel()
         tf_replica_memory.swap_owned_averages()
         tf_replica_memory.refuse_updates_by_replicas()
 
     def owners(self, model: keras.Model) -> dict[int, int]:
-        """Return the replica that owns each trained weight by the weight's `id`, the same in every call.
+        """Return the replica that owns each trained weight by the weight's `id`, the same until the next `compile`.
+
+        A change of `trainable` waits for `compile`, as in Keras: the owners of the other weights stay.
 
         Args:
             model: A compiled model with built layers.
         """
-        weights = trained(model)
+        compiled, known = self._compiled.get(model) or (None, {})
+        if compiled is not keras_model.compilation(model):
+            known = {}
+        weights = [weight for weight in trained(model) if id(weight) not in known]
         numbers = largest_first(list(map(num_bytes, weights)), self._strategy.num_replicas_in_sync)
-        return dict(zip(map(id, weights), numbers, strict=True))
+        found = known | dict(zip(map(id, weights), numbers, strict=True))
+        self._compiled[model] = keras_model.compilation(model), found
+        return found
 
     def holds(self, variable: keras.Variable) -> bool:
         """Return whether a variable is a slot on a device of a replica."""

@@ -65,7 +65,7 @@ class Staged(SingleReplica):
     """
 
     compiles_with_xla = False
-    has_schedule = True
+    has_schedule = cuts_model = True
 
     def __init__(
         self,

@@ -47,15 +47,17 @@ class DividedState(abc.ABC):
     def owners(self, model: keras.Model) -> dict[int, int]:
         """Return the owner of each trained weight, by the weight's `id`.
 
-        The owners stay the same while layers are frozen, because state cannot move to another worker.
+        The owners stay the same while layers are frozen or thawed, because state cannot move to another worker.
         """
         built = [optimizer for optimizer, _ in objective.updates_of(model) if optimizer is not None and optimizer.built]
         weights = [*trained(model), *(weight for one in built for weight in keras_divided_state.weights_of(one))]
         found = {id(weight): weight for weight in weights}
         known = self._tables.get(model)
         if known is None or not found.keys() <= known.keys():
-            owners = self._choose(list(found.values()))
-            known = self._tables[model] = dict(zip(found, owners, strict=True))
+            kept = known if known is not None and built else {}
+            added = [weight for key, weight in found.items() if key not in kept]
+            owners = dict(zip(map(id, added), self._choose(added), strict=True))
+            known = self._tables[model] = kept | owners
         return known
 
     def check(self, model: keras.Model) -> None:

@@ -10,6 +10,7 @@ shard alone, and a dropout of the scores is drawn once for all heads.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Hashable, Sequence
 from typing import Any
 from unittest import mock
@@ -40,6 +41,8 @@ def attention_ways(call: Call) -> tuple[Way, ...]:
         return ()
     if layer.dropout and any(len(value.shape) != 3 for value in _query_and_value(call)):
         return ()  # scores of other ranks have their heads at another axis
+    if _has_mask_of_other_heads(call):
+        return ()
     if any(variable.path.split("/")[-1] not in ("kernel", "bias") for variable in layer.weights):
         return ()  # LoRA or quantization
     is_grouped = isinstance(layer, keras.layers.GroupQueryAttention)
@@ -55,6 +58,21 @@ def attention_ways(call: Call) -> tuple[Way, ...]:
     return (Way("key-value heads" if is_grouped else "heads", num_units, cuts, None, None, _run),)
 
 
+def _mask_of_heads(call: Call) -> Any:
+    """Return the attention mask of a call if it may have an axis of heads, `[batch, heads, query, key]`; else None."""
+    mask = inspect.signature(call.operation.call).bind(*call.args, **call.kwargs).arguments.get("attention_mask")
+    ranks = [len(value.shape) for value in _query_and_value(call)]
+    may_have_heads = mask is not None and len(mask.shape) > max(ranks, default=0) and mask.shape[_HEADS_OF_SCORES] != 1
+    return mask if may_have_heads else None
+
+
+def _has_mask_of_other_heads(call: Call) -> bool:
+    """Return whether a call has a mask of heads that is no value of the graph, or has its heads at another axis."""
+    mask = _mask_of_heads(call)
+    is_known = isinstance(mask, Value) and len(mask.shape) == 4 and mask.shape[_HEADS_OF_SCORES] is not None
+    return mask is not None and not is_known
+
+
 def _query_and_value(call: Call) -> list[Value]:
     arguments = [*call.args, call.kwargs.get("query"), call.kwargs.get("value")]
     return [one for one in arguments if isinstance(one, Value)][:2]
@@ -63,9 +81,13 @@ def _query_and_value(call: Call) -> list[Value]:
 def _run(placed: Placed, call: Call, training: bool) -> tf.Tensor:
     layer = call.operation
     factors = _score_factors(placed, call) if layer.dropout and call.training_in(training) else None
+    mask_of_heads = _mask_of_heads(call)
+    masks = None if mask_of_heads is None else _pieces_of_heads(placed, call, placed.whole(mask_of_heads))
     partial = []
     for shard, device in enumerate(placed.devices):
         tensors = {value: _masked_copy(placed, value, shard) for value in dict.fromkeys(call.inputs)}
+        if masks is not None:
+            tensors[mask_of_heads] = masks[shard]
         with tf.device(device):
             zeros = {id(one): tf.zeros(one.shape, one.dtype) for one in layer.weights if shard and _is_output_bias(one)}
             with tf_divided_memory.as_pieces(layer.weights, shard, zeros), _dropping(layer, factors, shard):
@@ -95,11 +117,16 @@ def _score_factors(placed: Placed, call: Call) -> tuple[tf.Tensor, ...]:
     query, value = map(placed.whole, _query_and_value(call))
     is_grouped = isinstance(layer, keras.layers.GroupQueryAttention)
     num_heads = layer.num_query_heads if is_grouped else layer.num_heads
-    sizes = next(one.value.sizes for one in layer.weights if one.path.endswith(f"{_OUTPUT}/kernel"))
     with tf.device(placed.devices[0]):
         shape = tf.stack([tf.shape(query)[0], num_heads, tf.shape(query)[1], tf.shape(value)[1]])
         factors = _dropout_of(layer)(tf.ones(shape, layer.compute_dtype), training=True)
-    return pieces_of.divided(tf.stop_gradient(factors), sizes, _HEADS_OF_SCORES, placed.devices)
+    return _pieces_of_heads(placed, call, tf.stop_gradient(factors))
+
+
+def _pieces_of_heads(placed: Placed, call: Call, scores: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    """Return a tensor `[batch, heads, query, key]` in pieces, as the heads of a layer."""
+    sizes = next(one.value.sizes for one in call.operation.weights if one.path.endswith(f"{_OUTPUT}/kernel"))
+    return pieces_of.divided(scores, sizes, _HEADS_OF_SCORES, placed.devices)
 
 
 def _dropout_of(layer: Any) -> keras.layers.Dropout:

@@ -54,7 +54,7 @@ def dense_ways(call: Call) -> tuple[Way, ...]:
         if axis is not None:
             cuts: dict[Hashable, Cut] = {id(layer.kernel): Cut(kernel.index(label))}
             if layer.bias is not None and label in bias:
-                cuts[id(layer.bias)] = Cut(bias.index(label))
+                cuts[id(layer.bias)] = Cut(output.index(label) - min(map(output.index, bias)))  # as the output
             run = functools.partial(_run_columns, equation, axis, label in bias)
             result = Cut(axis) if activates_pieces(layer) else None
             found.append(Way("columns", _size(layer, kernel, label), cuts, None, result, run))
