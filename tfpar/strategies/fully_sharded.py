@@ -31,10 +31,9 @@ from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
 from tfpar.strategies.staged import Settings, Staged
 from tfpar.strategies.worker_watch import WorkerWatch
 
-_EXPLANATION = (
-    'shard="weights" runs a model in blocks, as a pipeline with one micro-batch for each replica. {error} Or train '
-    'with shard="optimizer".'
-)
+_EXPLANATION = 'shard="weights" runs a model in blocks, as a pipeline with one micro-batch for each replica. {error}'
+_OR_WHOLE_WEIGHTS = ' Or train with shard="optimizer".'
+_FEWER_PARTS = "use num_microbatches=1"  # which this strategy does not have
 
 
 class FullySharded(Staged):
@@ -172,6 +171,10 @@ def _explained() -> Iterator[None]:
         yield
     except ValueError as error:
         text = str(error)
-        if "shard=" in text or not any(word in text for word in ("pipeline", "micro-batch", "stages")):
+        if _FEWER_PARTS in text and "number of examples" in text:  # replicas of whole weights divide the batch too
+            text = _EXPLANATION.format(error=text.replace(_FEWER_PARTS, "train on SingleDevice()"))
+        elif "shard=" in text or not any(word in text for word in ("pipeline", "micro-batch", "stages")):
             raise
-        raise ValueError(_EXPLANATION.format(error=text)) from error
+        else:
+            text = _EXPLANATION.format(error=text.replace(_FEWER_PARTS, "train on SingleDevice()")) + _OR_WHOLE_WEIGHTS
+        raise ValueError(text) from error
