@@ -249,3 +249,23 @@ def test_a_model_that_a_pipeline_cannot_train_is_refused_with_the_way_out() -> N
     message = r'shard="weights" runs a model in blocks.*GAN.*Or train with shard="optimizer"'
     with pytest.raises(ValueError, match=message):
         tfpar.Trainer(objective_cases.gan, sharded(), seed=0).fit(objective_cases.CASES["GAN"].data(), verbose=0)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
+        lambda: tfpar.Hybrid(tfpar.TensorParallel(2), num_replicas=2),
+    ],
+    ids=["weights sharded", "replicas of shards"],
+)
+def test_the_way_out_of_a_static_batch_has_no_setting_of_pipelines(strategy: Callable[[], tfpar.Strategy]) -> None:
+    def stateful() -> keras.Model:
+        layers = [keras.layers.GRU(4, stateful=True), keras.layers.Dense(8)]
+        model = keras.Sequential([keras.Input((4, 6), batch_size=8), *layers])
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.raises(ValueError, match=r"SingleDevice\(\)|without replicas") as raised:
+        tfpar.Trainer(stateful, strategy(), seed=0).fit(np.ones([16, 4, 6]), np.ones([16, 8]), batch_size=8, verbose=0)
+    assert "num_microbatches" not in str(raised.value)

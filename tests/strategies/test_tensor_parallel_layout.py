@@ -124,6 +124,17 @@ def test_a_rule_that_no_way_of_the_layer_follows_is_refused() -> None:
         plan(offers, weights, 2, {"mixer/kernel": 1})
 
 
+def test_a_rule_against_another_names_the_weight_of_the_other() -> None:
+    offers = [dense("first", ("x",), 8, 8)]
+    reason = (
+        r"'first/kernel' at axis 1, .* \(by columns, 'first/bias' would be divided too, and its rule keeps it whole\)"
+    )
+    with pytest.raises(ValueError, match=reason):
+        plan(offers, weights_of(*offers), 2, {"first/kernel": 1, "first/bias": None})
+    with pytest.raises(ValueError, match=r"'first/kernel' at axis 0, .* \(by rows, 'first/bias' would stay whole\)"):
+        plan(offers, weights_of(*offers), 2, {"first/kernel": 0, "first/bias": 0})
+
+
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [

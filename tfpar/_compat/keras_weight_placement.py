@@ -6,7 +6,7 @@ All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,14 +25,17 @@ def deferred_weights() -> Iterator[None]:
     Keras 3.15 allocates a weight where its layer is built, and a model is built before anybody knows which layer runs
     where: one larger than its first device could not be built at all. A weight without memory reads as its initial
     value (Keras' own rule for variables of a stateless scope); one that is assigned or optimized gets memory on the
-    host, and so does one whose initializer gives other values each time.
+    host, and so does one whose initializer gives other values each time. Keras' own training, as in a model function
+    that trains a part of its model first, reads and updates memory: it gets the memory on the host before.
     """
-    making = False
+    making = trained = False
     keras_weight_keys.give_keys_without_memory()
     versions.require_mentioned(Variable._deferred_initialize, "_value")
 
     def add_weight(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
         nonlocal making
+        if trained:
+            return original_add(layer, *args, **kwargs)
         making, before = True, making
         try:
             variable = original_add(layer, *args, **kwargs)
@@ -69,6 +72,20 @@ def deferred_weights() -> Iterator[None]:
                 place(variable, "CPU:0")
         original_build(optimizer, variables)
 
+    def training(original: Callable[..., Any]) -> Callable[..., Any]:
+        def train(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            nonlocal trained
+            for variable in model.variables:
+                if variable._value is None:
+                    place(variable, "CPU:0")
+            trained, before = True, trained
+            try:
+                return original(model, *args, **kwargs)
+            finally:
+                trained = before
+
+        return train
+
     original_build = BaseOptimizer.build
     original_add, original_initialize = keras.Layer.add_weight, Variable._initialize_with_initializer
     original_late, original_assign = Variable._deferred_initialize, Variable._direct_assign
@@ -78,6 +95,8 @@ def deferred_weights() -> Iterator[None]:
         mock.patch.object(Variable, "_deferred_initialize", initialize_late),
         mock.patch.object(Variable, "_direct_assign", assign),
         mock.patch.object(BaseOptimizer, "build", build),
+        mock.patch.object(keras.Model, "fit", training(keras.Model.fit)),
+        mock.patch.object(keras.Model, "train_on_batch", training(keras.Model.train_on_batch)),
     ):
         yield
 

@@ -205,7 +205,7 @@ class _Search:
 
     def _choose(self, offer: Offer) -> tuple[Way | None, str]:
         """Return the way of a layer call, or None with the reason, if its weights are large enough for one."""
-        reasons = []
+        reasons: list[tuple[Way, str]] = []
         for way in offer.ways:
             sizes = self._sizes(way, offer)
             if sizes is None:
@@ -214,13 +214,13 @@ class _Search:
             if not reason:
                 self._note(way, sizes, offer)
                 return way, ""
-            reasons.append(reason)
+            reasons.append((way, reason))
         if not self._is_large(offer.weights):
             return None, ""
         if self._wanted is not None:
             self._note_unmet(offer, reasons)
             return None, ""
-        return None, next(filter(None, reasons), f"layers of the class {offer.kind} are not divided")
+        return None, next((reason for _, reason in reasons), f"layers of the class {offer.kind} are not divided")
 
     def _sizes(self, way: Way, offer: Offer) -> tuple[int, ...] | None:
         """Return the units of each shard, None if the way does not fit the placement of the inputs."""
@@ -252,13 +252,20 @@ class _Search:
                 self.conflicts[key] = "layers would divide it differently"
                 return self.conflicts[key]
         if self._wanted is not None:
-            asked = {key: self._wanted[key] for key in offer.weights if self._wanted.get(key) is not None}
-            if not asked:
-                return "no rule names it"
-            fits = all(key in way.cuts and way.cuts[key].axis == axis for key, axis in asked.items())
-            stays = [key for key in way.cuts if key in self._wanted and self._wanted[key] is None]
-            return "" if fits and not stays else f"by {way.name} it would be divided otherwise"
+            return self._against_rules(way, offer, self._wanted)
         return "" if self._is_large(tuple(way.cuts)) else "its weights are small"
+
+    def _against_rules(self, way: Way, offer: Offer, wanted: Mapping[Hashable, int | None]) -> str:
+        if all(wanted.get(key) is None for key in offer.weights):
+            return "no rule names it"
+        for key in offer.weights:
+            cut, axis = way.cuts.get(key), wanted.get(key)
+            if axis is not None and (cut is None or cut.axis != axis):
+                found = "stay whole" if cut is None else f"be divided at axis {cut.axis}"
+                return f"by {way.name}, {self._weights[key].path!r} would {found}"
+            if cut is not None and key in wanted and axis is None:
+                return f"by {way.name}, {self._weights[key].path!r} would be divided too, and its rule keeps it whole"
+        return ""
 
     def _note(self, way: Way, sizes: tuple[int, ...], offer: Offer) -> None:
         self._divisions.update((key, _scaled(cut, sizes)) for key, cut in way.cuts.items())
@@ -269,10 +276,13 @@ class _Search:
         total = sum(self._weights[key].num_bytes for key in keys if key in self._weights)
         return total > 0 and total >= self._least_bytes
 
-    def _note_unmet(self, offer: Offer, reasons: Sequence[str]) -> None:
+    def _note_unmet(self, offer: Offer, reasons: Sequence[tuple[Way, str]]) -> None:
         for key in offer.weights:
-            if (self._wanted or {}).get(key) is not None:
-                why = next(filter(None, reasons), f"layers of the class {offer.kind} are not divided")
+            axis = (self._wanted or {}).get(key)
+            if axis is not None:
+                as_asked = [reason for way, reason in reasons if key in way.cuts and way.cuts[key].axis == axis]
+                others = [reason for _, reason in reasons]
+                why = next(iter([*as_asked, *others]), f"layers of the class {offer.kind} are not divided")
                 possible = sorted({way.cuts[key].axis for way in offer.ways if key in way.cuts})
                 axes = f"at axis {' or '.join(map(str, possible))}" if possible else "at no axis by itself"
                 self._unmet.setdefault(key, f"{offer.name!r} can be divided {axes} ({why})")

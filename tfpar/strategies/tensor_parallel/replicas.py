@@ -41,7 +41,11 @@ def check_examples_apart(graph: Graph, inputs: Sequence[Any], training: bool) ->
     Raises:
         ValueError: If there is one, or an output has the examples not as its first axis.
     """
-    found = find_batch_dependence(graph, inputs, training)
+    try:
+        found = find_batch_dependence(graph, inputs, training)
+    except ValueError as error:
+        text = str(error).replace("use num_microbatches=1", "use TensorParallel without replicas")
+        raise ValueError(text) from error
     calls = [*found.calls, *(call.name for call in graph.calls if uses_batch_statistics(call, training))]
     if calls:
         raise ValueError(
