@@ -80,22 +80,23 @@ class LossDecomposition:
         with unchanged(model):
             if trial_losses.scalar_metrics(model, parts[2], call):
                 self._check_metrics(model, parts, values_call)
-            outputs = call(model, keras.utils.unpack_x_y_sample_weight(parts[2])[0], training=False)
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(parts[2])
+            outputs_of = functools.cache(functools.partial(call, model, inputs, training=False))
             if divides:
-                metric_trials.check_metrics(model, batch, outputs, adds_states)
+                metric_trials.check_metrics(model, batch, outputs_of, adds_states)
             if not keras_model.overridden(model, "compute_loss"):
                 self._find_losses(model, parts, call, values_call)
-                self._check_made_up(model, batch, outputs)
+                self._check_made_up(model, batch, outputs_of)
             else:  # `find_own_loss` classifies it for training and evaluation
                 self._whole_in_call = {True: False, False: False}
             if keras_metrics.own_metrics(model):
                 self._check_counted_scalars(model, parts, values_call)
 
-    def _check_made_up(self, model: keras.Model, batch: Any, outputs: Any) -> None:
+    def _check_made_up(self, model: keras.Model, batch: Any, outputs_of: Callable[[], Any]) -> None:
         """Compare the losses of made-up outputs, for losses that are not known to have a value per example."""
         is_known = all(map(keras_losses.is_of_keras, keras_losses.flat_losses(model))) and not any(self._scalar_losses)
         if self._divides and not is_known:
-            found = part_trials.loss_kinds(model, batch, outputs, False, Trial() if self._communicates else None)
+            found = part_trials.loss_kinds(model, batch, outputs_of(), False, Trial() if self._communicates else None)
             kinds = zip(self._scalar_losses, found, strict=False)
             self._scalar_losses = [other or kind for kind, other in kinds]
 

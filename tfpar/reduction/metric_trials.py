@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -24,13 +24,13 @@ _OF_REPLICAS = {"rule": "add up over replicas", "relation": "the sum of those fo
 _OF_MICROBATCHES = {"rule": "be the same for any micro-batches", "relation": "that after"}
 
 
-def check_metrics(model: keras.Model, batch: Any, outputs: Any, adds: bool) -> None:
+def check_metrics(model: keras.Model, batch: Any, outputs_of: Callable[[], Any], adds: bool) -> None:
     """Refuse metrics that parts of a batch count otherwise than the whole batch.
 
     Args:
         model: A built and compiled model.
         batch: Its first batch.
-        outputs: Its outputs for some examples, of which types and shapes count.
+        outputs_of: Returns its outputs for some examples, of which types and shapes count.
         adds: Whether replicas add the states of metrics; otherwise micro-batches update one state in turn.
 
     Raises:
@@ -38,7 +38,7 @@ def check_metrics(model: keras.Model, batch: Any, outputs: Any, adds: bool) -> N
     """
     own = [metric for metric in all_metrics(model) if not keras_model.is_of_keras(type(metric))]
     functions = any(not keras_model.is_of_keras(one) for one in keras_metrics.functions(model))
-    for examples in made_up(batch, outputs) if own or functions else ():
+    for examples in made_up(batch, outputs_of()) if own or functions else ():
         if functions:
             for value in trial_of(examples, lambda one: _function_values(model, one), None):
                 _check_function(value)

@@ -130,7 +130,7 @@ class Hybrid(Worker, Staged):
             _check_shard_over_workers(shard, pipeline.settings.num_shards)
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
             self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds)
-            grid = f"{num_replicas} x {schedule.num_stages} stages"
+            grid = f"{num_replicas} x {schedule.num_stages} stages on {len(names)} devices"
             peers = self._meet(names, {"grid": grid, "layout": str(pipeline.settings.layout)}, all_reduce)
             if shard is not None:
                 self._shards, self.divides_state = StageShards(self, peers, self._hosts), True
@@ -148,7 +148,7 @@ class Hybrid(Worker, Staged):
     def _meet(self, names: Sequence[str], facts: dict[str, str], all_reduce: AllReduce) -> StageSums:
         """Set up the communication between the workers, and refuse those that differ in a fact of the grid."""
         own = [tf.DeviceSpec.from_string(name) for name in self._cluster.extended.worker_devices]
-        self._connect(own[0], facts | {"number of devices": str(len(own))})
+        self._connect(own[0], facts)
         cards = tf.constant(cluster.card_numbers(names), tf.int64)
         all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
         chosen = all_reduce_choice.choose(all_reduce, all_cards, self.num_workers)
