@@ -69,6 +69,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "an optimizer of scaled losses": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
     "a Sequential model": lambda: keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)]),
     "a metric": keras.metrics.Mean,
+    "a metric of a function": lambda: keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error),
     "probabilities": lambda: keras.activations.softmax(keras.ops.ones((1, 2))),
     "a reshaping operation": lambda: operations.Reshape((1,)),
     "a broadcasting operation": lambda: operations.BroadcastTo((1,)),

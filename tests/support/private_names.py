@@ -111,6 +111,12 @@ ROWS = [
     ),
     _keras("a compiled loss", "_user_loss metrics", "trainers/compile_utils", "the loss objects of a compiled model"),
     _keras("a metric", "_metrics", "metrics/metric", "metrics inside of metrics"),
+    _keras(
+        "a metric of a function",
+        "_fn _fn_kwargs",
+        "metrics/reduction_metrics",
+        "trials compare what metric functions return for parts of a batch",
+    ),
     # Layers and models
     _keras(
         "a layer",
