@@ -113,7 +113,7 @@ REFUSED_LOSSES: dict[str, tuple[Callable[[], keras.Model], Callable[[], np.ndarr
     "statistics of the batch": (lambda: build(centred), values, "must not depend on the others of its batch"),
     "mask": (lambda: build(masked, shape=(LENGTH, TOKENS)), tokens_of_equal_lengths, "must be a sum or a mean"),
     "mask in compute_loss": (with_own_loss, tokens_of_equal_lengths, "'OwnLoss.compute_loss' returned"),
-    "root": (lambda: build(root_mean_square, "sigmoid"), bits, "'root_mean_square' returned"),
+    "root": (lambda: build(root_mean_square, "sigmoid"), bits, "must be a sum or a mean over the batch"),
     "ratio": (lambda: build(unexplained), values, "must be a sum or a mean over the batch"),
     "balanced": (lambda: build(balanced, "sigmoid"), bits, "must be a sum or a mean over the batch"),
     "Dice over the batch": (

@@ -60,6 +60,8 @@ class Value(NamedTuple):
     @property
     def is_by_example(self) -> bool:
         """Whether the values of the parts are those of all examples."""
+        if any(part.shape[1:] != self.whole.shape[1:] for part in self.parts):
+            return False
         return self._is_close(np.concatenate([_array(part) for part in self.parts]), _array(self.whole))
 
     def _is_close(self, value: Any, expected: Any) -> bool:

@@ -9,6 +9,7 @@ that are none later. The targets change too: the first examples may have no padd
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from tfpar import data
 NUM_EXAMPLES = 8
 SIZES = (1, 2, 5)  # of the parts
 
+_MOST_VALUES = 1 << 28  # of all outputs; larger ones take too much memory
+_NUM_DRAWN = 1_048_573  # a prime, so that no two examples have the same of the numbers, which repeat
 _Change = Callable[[tf.Tensor, np.random.Generator], tf.Tensor]
 
 
@@ -49,7 +52,7 @@ class Examples(NamedTuple):
 
 
 def made_up(batch: Any, outputs: Any) -> Iterator[Examples]:
-    """Yield examples with several outputs and targets; none where an output is ragged or sparse.
+    """Yield examples with several outputs and targets; none where an output is ragged, sparse or very large.
 
     Args:
         batch: Some examples, `(inputs, targets, sample_weight)` as far as given, at least one.
@@ -60,7 +63,10 @@ def made_up(batch: Any, outputs: Any) -> Iterator[Examples]:
         >>> [examples.targets.numpy().tolist() for examples in made_up(batch, tf.zeros([4, 2]))][2]
         [1, 0, 0, 0, 1, 0, 0, 0]
     """
-    if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in tf.nest.flatten(outputs)):
+    leaves = tf.nest.flatten(outputs)
+    if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
+        return
+    if sum(NUM_EXAMPLES * math.prod(leaf.shape[1:]) for leaf in leaves) > _MOST_VALUES:
         return
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(_first_rows(batch))
     changes: list[tuple[_Change, _Change]] = [(_same, _shares), (_same, _signed), (_ended, _shares), (_binary, _shares)]
@@ -92,11 +98,17 @@ def _same(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
 
 def _shares(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
     """Return outputs between 0 and 1, valid as probabilities and as any other numbers."""
-    return tf.cast(random.uniform(0.02, 0.98, leaf.shape), leaf.dtype) if leaf.dtype.is_floating else leaf
+    return _repeated(leaf, random.uniform(0.02, 0.98, _NUM_DRAWN))
 
 
 def _signed(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
-    return tf.cast(random.normal(0.0, 2.0, leaf.shape), leaf.dtype) if leaf.dtype.is_floating else leaf
+    return _repeated(leaf, random.normal(0.0, 2.0, _NUM_DRAWN))
+
+
+def _repeated(leaf: tf.Tensor, numbers: np.ndarray) -> tf.Tensor:
+    """Return a tensor like a floating one that has some numbers, again and again; another as it is."""
+    dtype = leaf.dtype
+    return tf.constant(np.resize(numbers.astype(dtype.as_numpy_dtype), leaf.shape)) if dtype.is_floating else leaf
 
 
 def _ended(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
@@ -108,9 +120,8 @@ def _ended(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
         else np.arange(NUM_EXAMPLES) * length // NUM_EXAMPLES + 1
     )
     kept = np.arange(length) < ends[:, None]
-    return leaf * tf.cast(
-        kept.reshape([NUM_EXAMPLES, length][: leaf.shape.rank] + [1] * (leaf.shape.rank - 2)), leaf.dtype
-    )
+    shape = [NUM_EXAMPLES, length][: leaf.shape.rank] + [1] * (leaf.shape.rank - 2)
+    return tf.where(kept.reshape(shape), leaf, tf.zeros_like(leaf))
 
 
 def _binary(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
