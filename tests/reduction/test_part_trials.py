@@ -254,6 +254,23 @@ def test_a_largest_value_is_refused_on_replicas_and_counted_over_micro_batches()
     small.assert_trains_as_one_device(make, lambda: data, pipeline)
 
 
+def test_a_state_of_the_first_replica_is_that_of_one_device() -> None:
+    class Batches(State):
+        """Counts batches, which all replicas have."""
+
+        def __init__(self) -> None:
+            keras.Metric.__init__(self, name="state")
+            self.number = self.add_variable((), "zeros", aggregation="only_first_replica", name="number")
+
+        def update_state(self, targets: Any, outputs: Any, sample_weight: Any = None) -> None:
+            self.number.assign_add(1.0)
+
+    data = tf.data.Dataset.from_tensor_slices((INPUTS, values())).batch(10)
+    small.assert_trains_as_one_device(
+        lambda: build("mse", metrics=[Batches()]), lambda: data, small.STRATEGIES["mirrored"]
+    )
+
+
 @BOTH
 def test_own_metrics_that_add_up_count_as_on_one_device(strategy: Any) -> None:
     data = tf.data.Dataset.from_tensor_slices((INPUTS, values())).batch(10)

@@ -76,17 +76,28 @@ def _check_function(value: Value) -> None:
 
 
 def _check_states(model: keras.Model, own: Sequence[keras.Metric], examples: Examples, adds: bool) -> None:
-    parts = examples.parts()
+    parts, variables = examples.parts(), [one for metric in own for one in metric.variables]
     whole = _states(model, own, [examples])
     if adds:
-        alone = [_states(model, own, [part]) for part in parts]
-        found = [np.sum(states, 0) for states in zip(*alone, strict=True)]
+        alone = zip(*(_states(model, own, [part]) for part in parts), strict=True)
+        found = [_OF_ALL.get(one.aggregation, _first)(states) for one, states in zip(variables, alone, strict=False)]
     else:
         found = _states(model, own, parts)
-    names = [metric.name for metric in own for _ in metric.variables]
+    names = (metric.name for metric in own for _ in metric.variables)
     for name, one, other in zip(names, whole, found, strict=False):
         if np.isfinite(one).all() and not np.allclose(one, other, rtol=1e-4, atol=1e-6):
             raise ValueError(_REFUSAL.format(name=name, **(_OF_REPLICAS if adds else _OF_MICROBATCHES)))
+
+
+def _first(states: Sequence[np.ndarray]) -> Any:
+    return states[0]
+
+
+# What TensorFlow makes of the states of several replicas, by the aggregation of a variable.
+_OF_ALL: dict[str, Callable[[Sequence[np.ndarray]], Any]] = {
+    "sum": lambda states: np.sum(states, 0),
+    "mean": lambda states: np.mean(states, 0),
+}
 
 
 def _states(model: keras.Model, own: Sequence[keras.Metric], updates: Sequence[Examples]) -> list[np.ndarray]:
