@@ -87,7 +87,7 @@ class _Recorder:
         self._frames: list[_Frame] = []
         self._path: list[str] = []
         self._is_inside = False  # of a layer or operation that is not opened
-        self._constants: dict[int, tuple[keras.KerasTensor, Any]] = {}  # by the `id` of what stands for them
+        self._constants: dict[int, tuple[keras.KerasTensor, Any]] = {}  # by the `id` of their placeholder
         self.calls: list[Recorded] = []
 
     @contextlib.contextmanager
@@ -217,7 +217,7 @@ class _Recorder:
         return symbolic
 
     def _given(self, leaf: Any) -> Any:
-        """Return the constant for which a tensor stands inside of a nested model; another argument as it is."""
+        """Return the constant of a placeholder of a nested model; another argument unchanged."""
         return self._constants[id(leaf)][1] if id(leaf) in self._constants else leaf
 
     def _append(self, operation: Any, args: Any, kwargs: Any, outputs: Any, training: bool | None) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_model
-from tfpar.reduction.sum_or_mean import Kind
+from tfpar.reduction.sum_or_mean import RULE, WAY_OUT, Kind
 from tfpar.reduction.trial_examples import NUM_EXAMPLES, SIZES, Examples, made_up
+from tfpar.reduction.trial_losses import losses_noted
 from tfpar.reduction.whole_batch import Trial
 
 _TOLERANCES = {tf.float64: 1e-8, tf.float32: 1e-4}
@@ -102,14 +103,11 @@ def loss_kinds(
 def _losses(model: keras.Model, examples: Examples, training: bool) -> Named:
     found: list[tf.Tensor] = []
 
-    def note(values: Any, sample_weight: Any, mask: Any, reduction: Any, dtype: Any) -> tf.Tensor:
+    def note(values: Any, sample_weight: Any, mask: Any, reduction: str | None) -> tf.Tensor:
         found.append(tf.convert_to_tensor(values))
-        return tf.zeros((), found[-1].dtype)
+        return found[-1]
 
-    def nothing(model: keras.Model, loss: Any) -> tf.Tensor:
-        return tf.zeros((), tf.convert_to_tensor(loss).dtype)
-
-    with keras_losses.loss_reduction(note, nothing):
+    with losses_noted(note):
         _compute_loss(model, examples, training)
     losses = keras_losses.flat_losses(model)
     names = losses if len(losses) == len(found) else losses[:1] * len(found)
@@ -151,10 +149,8 @@ def _same_kind(value: Value, before: Kind | None, kind: Kind | None) -> Kind | N
 def _neither(value: Value) -> str:
     parts = ", ".join(f"{float(part):.6g}" for part in value.parts)
     return (
-        "A loss function that returns a scalar must be a sum or a mean over the batch to be computed by replicas or "
-        f"micro-batches, and {value.name!r} returned {parts} for parts of a batch and {float(value.whole):.6g} for all "
-        "of it. Let it return one value per example, with sample weights in place of a mask, or train on "
-        "SingleDevice()."
+        f"A loss function that returns a scalar {RULE}, and {value.name!r} returned {parts} for parts of a batch and "
+        f"{float(value.whole):.6g} for all of it. {WAY_OUT}"
     )
 
 

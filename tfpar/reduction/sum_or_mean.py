@@ -16,7 +16,8 @@ from tfpar.reduction.losses_in_call import PartTrial
 from tfpar.reduction.whole_batch import Trial
 
 Kind = Literal["mean", "sum"]
-_RULE = "must be a sum or a mean over the batch to be computed by replicas or micro-batches"
+RULE = "must be a sum or a mean over the batch to be computed by replicas or micro-batches"
+WAY_OUT = "Let it return one value per example, with sample weights in place of a mask, or train on SingleDevice()."
 _TOLERANCE = 1e-3  # a loss may be a small difference of large numbers
 
 
@@ -119,9 +120,12 @@ def kinds_of(
 
     num_others = float(data.num_rows(parts[1]))
 
+    def name(number: int) -> str:
+        return what(number) if callable(what) else what
+
     def kinds(tolerance: float = _TOLERANCE) -> Iterator[Kind | None]:
         for number, values in enumerate(zip(*measure(), strict=True)):
-            yield _kind(values, num_others, what(number) if callable(what) else what, tolerance)
+            yield _kind(values, num_others, name(number), tolerance)
 
     found = list(kinds())
     if any(found) and not keras_model.computes_in_half(model):
@@ -130,7 +134,9 @@ def kinds_of(
             others = list(kinds(_TOLERANCE / 10))
         for number, (kind, other) in enumerate(zip(found, others, strict=False)):
             if None not in (kind, other) and kind != other:
-                raise ValueError(f"{what(number) if callable(what) else what} {_RULE}, and is one and then the other.")
+                raise ValueError(
+                    f"{name(number)} {RULE}, and is a {kind} and, with other weights, a {other}. {WAY_OUT}"
+                )
     if None in found:  # zero on every part, perhaps only with these weights
         with restored(model):
             _perturb(model)
@@ -147,8 +153,7 @@ def _kind(values: Sequence[float], num_others: float, what: str, tolerance: floa
     if _close(one + others, both, tolerance):
         return "sum"
     raise ValueError(
-        f"{what} {_RULE}, received {one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. Let it "
-        "return one value per example, with sample weights in place of a mask, or train on SingleDevice()."
+        f"{what} {RULE}, received {one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. {WAY_OUT}"
     )
 
 

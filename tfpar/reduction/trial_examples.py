@@ -70,11 +70,10 @@ def made_up(batch: Any, outputs: Any) -> Iterator[Examples]:
         return
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(_first_rows(batch))
     changes: list[tuple[_Change, _Change]] = [(_same, _shares), (_same, _signed), (_ended, _shares), (_binary, _shares)]
+    rows = _first_rows(outputs)
     for seed, (of_targets, of_outputs) in enumerate(changes):
         random = np.random.default_rng(seed)
-        yield Examples(
-            inputs, _changed(of_targets, targets, random), weights, _changed(of_outputs, _first_rows(outputs), random)
-        )
+        yield Examples(inputs, _changed(of_targets, targets, random), weights, _changed(of_outputs, rows, random))
 
 
 def _first_rows(batch: Any) -> Any:

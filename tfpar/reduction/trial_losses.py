@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -103,18 +103,33 @@ def _note_losses(
 ) -> None:
     """Call a function with the values, weights and mask of each loss of `compile`."""
 
-    def reduce(values: Any, sample_weight: Any, mask: Any, reduction: Any, dtype: Any) -> tf.Tensor:
+    def note_dense(values: Any, sample_weight: Any, mask: Any, reduction: str | None) -> tf.Tensor:
         values = dense_losses(values, reduction)
         note(values, sample_weight, mask)
-        return tf.zeros((), values.dtype)
+        return values
+
+    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
+    outputs = call(model, inputs, training=False)
+    with losses_noted(note_dense):
+        keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
+
+
+@contextlib.contextmanager
+def losses_noted(note: Callable[[Any, Any, Any, str | None], tf.Tensor]) -> Iterator[None]:
+    """Call a function with each loss of `compile` that is computed inside this context; all losses are zero.
+
+    Args:
+        note: Takes values, sample weight, mask and reduction, and returns the values as a tensor.
+    """
+
+    def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> tf.Tensor:
+        return tf.zeros((), note(values, sample_weight, mask, reduction).dtype)
 
     def nothing(model: keras.Model, loss: Any) -> tf.Tensor:
         return tf.zeros((), tf.convert_to_tensor(loss).dtype)
 
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
-    outputs = call(model, inputs, training=False)
     with keras_losses.loss_reduction(reduce, nothing):
-        keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
+        yield
 
 
 def scalar_kinds(
