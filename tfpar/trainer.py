@@ -20,6 +20,7 @@ from tfpar.loops.evaluate_loop import evaluate, predict
 from tfpar.loops.failure_reports import reported
 from tfpar.loops.fit_loop import FitLoop, NonfiniteLoss
 from tfpar.loops.model_function import ModelOrFunction, check_arguments, model_of
+from tfpar.loops.model_methods import replace_methods
 from tfpar.loops.preparation import Preparation
 from tfpar.loops.step_calls import limited_epochs, limited_steps
 from tfpar.messages import keyword_arguments
@@ -69,6 +70,7 @@ class Trainer:
         self.interrupted = False
         self._preparation = Preparation(self.model, self.strategy)
         self._built_with: tuple[Any, EpochIterator] | None = None
+        replace_methods(self)
 
     def interrupt(self) -> None:
         """Stop `fit` after the current call, with a checkpoint; safe in a signal handler."""

@@ -21,6 +21,7 @@ from tests.support import multi_worker_cases as cases
 from tests.support.multi_worker_cases import EXACT, Trained, assert_same, averaged_by_hand, keras_fit, plain_fit
 from tests.trainer import test_compute_loss as compute_loss
 from tests.trainer import test_metric_entries as metric_entries
+from tests.trainer import test_model_methods as model_methods
 from tfpar.parity import relative_difference
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -304,6 +305,25 @@ def test_evaluate_and_predict_equal_one_device(job: workers.Workers) -> None:
             assert_same(result, expected, name=name)
             for key, output in expected["predict many outputs"].items():
                 assert result["predict many outputs"][key].dtype == output.dtype, key
+
+
+def test_methods_of_the_model_in_callbacks_equal_one_device(job: workers.Workers) -> None:
+    expected = model_methods.of_keras()
+    for results in results_of(job, "methods_of_the_model"):
+        for result in results.values():
+            model_methods.assert_equal(result, expected)
+
+
+def test_a_worker_may_predict_alone(job: workers.Workers) -> None:
+    keras.utils.set_random_seed(0)
+    expected = small.build_model().predict(parity_cases.inputs(7), verbose=0)
+    assert_same(results_of(job, "prediction_on_worker_1_alone")[1], expected)
+
+
+def test_train_on_batch_is_refused(job: workers.Workers) -> None:
+    for result in job.results("train_on_batch"):
+        assert isinstance(result, workers.Raised)
+        assert result.message.startswith("train_on_batch is Keras' own, which does not run in a job"), result.trace
 
 
 # --- shards

@@ -23,6 +23,7 @@ from tests.support import multi_worker_cases as cases
 from tests.support.parity_cases import CASES
 from tests.trainer import test_compute_loss as compute_loss
 from tests.trainer import test_metric_entries as metric_entries
+from tests.trainer import test_model_methods as model_methods
 from tfpar.strategies.multi_worker import preflight
 
 FOLDER, RANK = workers.place()
@@ -261,6 +262,19 @@ class Functions:
 
     def evaluated_and_predicted(self) -> Any:
         return {name: cases.evaluate_and_predict(strategy) for name, strategy in self._strategies().items()}
+
+    def methods_of_the_model(self) -> Any:
+        return {
+            name: model_methods.trained(tfpar.Trainer(small.build_model, strategy, seed=0))
+            for name, strategy in self._strategies().items()
+        }
+
+    def prediction_on_worker_1_alone(self) -> Any:
+        model = self._small.initial().model
+        return model.predict(parity_cases.inputs(7), batch_size=3, verbose=0) if RANK == 1 else None
+
+    def train_on_batch(self) -> Any:
+        return self._small.initial().model.train_on_batch(parity_cases.inputs(4), parity_cases.labels(4))
 
     def _strategies(self) -> dict[str, tfpar.Strategy]:
         return {"one device": self._plain, "two devices": self._two_devices}

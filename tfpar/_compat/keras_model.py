@@ -105,6 +105,35 @@ def _no_xla() -> bool:
     return False
 
 
+def is_in_scope(model: keras.Model) -> bool:
+    """Return whether Keras runs the model's own methods under a `tf.distribute` strategy (Keras 3.15)."""
+    strategy = versions.private(model, "_distribute_strategy")
+    return isinstance(strategy, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy)
+
+
+@contextlib.contextmanager
+def out_of_scope(model: keras.Model, predict_function: Any) -> Iterator[None]:
+    """Let Keras' own methods read the first copy of the weights, as if the model had been built in no scope.
+
+    Keras 3.15 predicts a single batch on every replica and concatenates all outputs, and cannot gather the outputs of
+    several workers (keras/src/backend/tensorflow/trainer.py).
+
+    Args:
+        model: A built model.
+        predict_function: From `predict_function`; None for a new one.
+    """
+    versions.require(model, "_distribute_strategy", "predict_function")
+    with mock.patch.multiple(model, _distribute_strategy=None, predict_function=predict_function):
+        yield
+
+
+def predict_function(model: keras.Model) -> Any:
+    """Return a function for `out_of_scope`, which is traced there."""
+    with out_of_scope(model, None):
+        model.make_predict_function()
+        return model.predict_function
+
+
 def restored_epoch(model: keras.Model) -> int:
     """Return the epoch at which `keras.callbacks.BackupAndRestore` resumes, 0 for none (Keras 3.15)."""
     return int(model._initial_epoch or 0)

@@ -1,0 +1,146 @@
+"""The model's own `evaluate`, `predict` and methods for single batches, as callbacks call them, equal one device."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfpar
+from tests.properties.test_parity import computing_in
+from tests.support import parity_cases, small
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+CPUS = ["CPU:0", "CPU:1"]
+STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
+    **small.STRATEGIES,
+    "optimizer sharded": lambda: tfpar.Mirrored(CPUS, shard="optimizer"),
+    "weights sharded": lambda: tfpar.Mirrored(CPUS, shard="weights"),
+    "pipeline": lambda: tfpar.Pipeline(2, 2, balance="parameters"),
+    "tensor parallel": lambda: tfpar.TensorParallel(2),
+}
+EXACT = {"rtol": 1e-9, "atol": 1e-9}
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    with computing_in("float64"):
+        yield
+
+
+class CallsMethods(keras.callbacks.Callback):
+    """Calls methods of the model after each epoch, on batches that replicas do not share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[dict[str, Any]] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        model, features, labels = self.model, parity_cases.inputs(7), parity_cases.labels(7)
+        self.results.append(
+            {
+                "evaluate": model.evaluate(features, labels, batch_size=3, verbose=0),
+                "evaluate as dict": list(model.evaluate(small.data(), verbose=0, return_dict=True).values()),
+                "predict": model.predict(features, batch_size=3, verbose=0),
+                "predict a row": model.predict(features[:1], verbose=0),
+                "predict_on_batch": model.predict_on_batch(features),
+                "test_on_batch": model.test_on_batch(features, labels),
+                "call": keras.ops.convert_to_numpy(model(features)),
+            }
+        )
+
+
+def trained(train: Any, **fit: Any) -> list[dict[str, Any]]:
+    """Return what the methods return after each of two epochs."""
+    callback = CallsMethods()
+    train.fit(small.data(), epochs=2, verbose=0, callbacks=[callback], **fit)
+    return callback.results
+
+
+def of_keras() -> list[dict[str, Any]]:
+    """Return what they return in Keras' own `fit` on one device."""
+    keras.utils.set_random_seed(0)
+    return trained(small.build_model())
+
+
+def assert_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for epoch, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        for name, values in other.items():
+            np.testing.assert_allclose(one[name], values, **EXACT, err_msg=f"{name}, epoch {epoch}")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_methods_in_callbacks_equal_one_device(strategy: str) -> None:
+    trainer = tfpar.Trainer(small.build_model, STRATEGIES[strategy](), seed=0)
+    assert_equal(trained(trainer), of_keras())
+
+
+def test_methods_see_new_weights_and_a_new_compilation() -> None:
+    trainer = tfpar.Trainer(small.build_model, STRATEGIES["mirrored"](), seed=0)
+    features = parity_cases.inputs(5)
+    trainer.model.predict_on_batch(features)
+    trainer.model.set_weights([weights + 1.0 for weights in trainer.model.get_weights()])
+    trainer.compile("sgd", trainer.model.loss)
+    expected = keras.ops.convert_to_numpy(trainer.model(features))
+    np.testing.assert_allclose(trainer.model.predict_on_batch(features), expected, **EXACT)
+    np.testing.assert_allclose(trainer.model.predict(features, verbose=0), expected, **EXACT)
+
+
+def test_methods_of_a_model_in_the_scope_of_tensorflows_own_strategy() -> None:
+    with tf.distribute.MirroredStrategy(CPUS).scope():
+        keras.utils.set_random_seed(0)
+        model = small.build_model()
+    callback = CallsMethods()
+    tfpar.fit(model, small.data(), epochs=2, verbose=0, callbacks=[callback])
+    assert_equal(callback.results, of_keras())
+
+
+def test_methods_of_a_moved_model_are_those_of_its_new_trainer() -> None:
+    model = small.build_model()
+    tfpar.Trainer(model, STRATEGIES["mirrored"]())
+    tfpar.Trainer(model, tfpar.SingleDevice())
+    features = parity_cases.inputs(5)
+    assert model.predict.__func__ is keras.Model.predict
+    assert model.predict_on_batch(features).shape[0] == 5
+
+
+def test_a_model_does_not_keep_its_trainer_alive() -> None:
+    trainer = tfpar.Trainer(small.build_model, STRATEGIES["mirrored"](), seed=0)
+    model, features = trainer.model, parity_cases.inputs(4)
+    expected = trainer.predict(features, verbose=0)
+    del trainer
+    gc.collect()
+    assert model._tfpar_trainer() is None
+    np.testing.assert_allclose(model.predict(features, verbose=0), expected, **EXACT)
+
+
+class Doubles(keras.Model):
+    """A model with its own `predict`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, features: Any) -> Any:
+        return self.dense(features)
+
+    def predict(self, *data: Any, **settings: Any) -> Any:
+        return 2.0 * super().predict(*data, **settings)
+
+
+def test_a_method_of_the_users_class_stays() -> None:
+    def build() -> keras.Model:
+        model = Doubles()
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = tfpar.Trainer(build, STRATEGIES["mirrored"](), seed=0)
+    features = parity_cases.inputs(4)
+    expected = trainer.predict(features, verbose=0)
+    np.testing.assert_allclose(trainer.model.predict(features, verbose=0), 2.0 * expected, **EXACT)

@@ -1,0 +1,106 @@
+"""The methods of a model in the scope of a `tf.distribute` strategy, with the results of one device.
+
+Users call them in callbacks. For such a model Keras' own methods return the rows of every replica, fail for batches
+that replicas do not share evenly, or do not run at all in a job of several workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import keras
+
+from tfpar._compat import keras_model
+from tfpar.loops.step_functions import StepFunctions
+from tfpar.strategies import Strategy
+
+_METHODS = ("evaluate", "predict", "predict_on_batch", "test_on_batch", "train_on_batch")
+
+
+class _Trainer(Protocol):
+    model: keras.Model
+    strategy: Strategy
+
+    def evaluate(self, *data: Any, **settings: Any) -> Any: ...
+    def predict(self, *data: Any, **settings: Any) -> Any: ...
+
+
+def replace_methods(trainer: _Trainer) -> None:
+    """Replace the methods of a trainer's model that compute something else there than on one device.
+
+    | Method             | In one process        | In a job of several workers             |
+    |--------------------|-----------------------|-----------------------------------------|
+    | `evaluate`         | `trainer.evaluate`    | `trainer.evaluate`: all workers call it |
+    | `predict`          | `trainer.predict`     | Keras' own, by each worker for itself   |
+    | `predict_on_batch` | Keras' own, one copy  | Keras' own, by each worker for itself   |
+    | `test_on_batch`    | Keras' own            | `trainer.evaluate`: all workers call it |
+    | `train_on_batch`   | Keras' own            | refused                                 |
+
+    A method that the user's class overrides stays, and so does one whose step the class overrides.
+
+    Args:
+        trainer: A trainer. The model does not keep it alive.
+    """
+    model, strategy = trainer.model, trainer.strategy
+    for name in _METHODS:
+        vars(model).pop(name, None)  # of an earlier trainer
+    if not keras_model.is_in_scope(model):
+        return
+    evaluate, predict = weakref.WeakMethod(trainer.evaluate), weakref.WeakMethod(trainer.predict)
+    functions = StepFunctions(model, strategy)
+    replacements: dict[str, Callable[..., Any]] = {
+        "evaluate": functools.partial(_through_trainer, model, "evaluate", evaluate),
+        "predict": functools.partial(_through_trainer, model, "predict", predict),
+        "predict_on_batch": functools.partial(_on_one_copy, model, functions, "predict_on_batch"),
+    }
+    if strategy.num_workers > 1:
+        replacements["predict"] = functools.partial(_on_one_copy, model, functions, "predict")
+        replacements["test_on_batch"] = functools.partial(_test_on_batch, model, evaluate)
+        replacements["train_on_batch"] = _refuse_train_on_batch
+    for name, replacement in replacements.items():
+        step = "predict_step" if "predict" in name else "test_step"
+        if not keras_model.overridden(model, name) and not keras_model.overridden(model, step):
+            setattr(model, name, replacement)
+
+
+def _through_trainer(model: keras.Model, name: str, method: Callable[[], Any], *arguments: Any, **settings: Any) -> Any:
+    found = method()
+    if found is None:  # the trainer is gone
+        return getattr(type(model), name)(model, *arguments, **settings)
+    return found(*arguments, **settings)
+
+
+def _on_one_copy(model: keras.Model, functions: StepFunctions, name: str, *arguments: Any, **settings: Any) -> Any:
+    """Call Keras' own method for the copy of the weights on this worker's first device."""
+    compiled = functions.once("Keras' own predict", lambda: keras_model.predict_function(model))
+    with keras_model.out_of_scope(model, compiled):
+        return getattr(type(model), name)(model, *arguments, **settings)
+
+
+def _test_on_batch(
+    model: keras.Model,
+    evaluate: Callable[[], Any],
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    return _through_trainer(
+        model, "evaluate", evaluate, x, y, batch_size=_num_examples(x), verbose=0, sample_weight=sample_weight,
+        return_dict=return_dict,
+    )  # fmt: skip
+
+
+def _num_examples(x: Any) -> int:
+    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    return int(first.shape[0]) if hasattr(first, "shape") else len(first)
+
+
+def _refuse_train_on_batch(*arguments: Any, **settings: Any) -> None:
+    raise ValueError(
+        "train_on_batch is Keras' own, which does not run in a job of several workers. Use "
+        "trainer.fit(x, y, batch_size=len(x), shuffle=False), which trains one step."
+    )
