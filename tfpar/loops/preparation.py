@@ -18,7 +18,7 @@ from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.loops.step_calls import StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.reduction import objective
-from tfpar.strategies import Distributed, Strategy, model_checks
+from tfpar.strategies import Distributed, Strategy, model_checks, untracked_state
 from tfpar.strategies.multi_step import CompiledLoop
 
 
@@ -70,6 +70,7 @@ class Preparation:
         self._check_gradients(training)
         batch = self._build(epoch_iterator, distributed, kind)
         self._check_gradients(training)  # the batch may have created weights
+        self._once(f"{kind} state", lambda: self._check_state(batch, training))
         if source is not None and reused is None:
             source.start(self._strategy.broadcast)
         if not objective.objectives_of(self._model):
@@ -80,9 +81,19 @@ class Preparation:
         self._once(f"{kind} loss", prepare_loss, present)
         return epoch_iterator, self._compiled.loop(kind, distributed)
 
+    @property
+    def _in_parts(self) -> bool:
+        return self._strategy.batch_parts[0] > 1 or self._strategy.cuts_model
+
+    def _check_state(self, batch: Any, training: bool) -> None:
+        if self._in_parts:
+            with self._strategy.raising_on_all_workers():
+                untracked_state.check_state(self._model, batch, training, self._strategy.cuts_model)
+
     def _check_gradients(self, training: bool) -> None:
-        in_parts = self._strategy.batch_parts[0] > 1 or self._strategy.cuts_model
-        if (training and in_parts) or self._strategy.has_schedule:  # a pipeline times the backward pass of layers first
+        if (
+            training and self._in_parts
+        ) or self._strategy.has_schedule:  # a pipeline times the backward pass of layers first
             with self._strategy.raising_on_all_workers():
                 model_checks.check_gradients(self._model, self._strategy.describe())
 
