@@ -22,7 +22,7 @@ from tfpar.planning.block_measurement import measure_blocks, trace_model, with_b
 from tfpar.planning.costs import Curve, ModelCosts
 from tfpar.planning.layouts import Layout
 from tfpar.planning.measurement import strategy_of
-from tfpar.planning.memory import bytes_of_devices
+from tfpar.planning.memory import bytes_of_devices, host_bytes
 from tfpar.planning.memory_measurement import model_bytes
 from tfpar.reduction.weight_owners import num_bytes
 
@@ -60,7 +60,7 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
         blocks=with_bytes(blocks, traced, batch, _DEVICE),
     )
     return {
-        str(layout): sum(bytes_of_devices(layout, costs, batch)) + costs.input_bytes * batch
+        str(layout): sum(bytes_of_devices(layout, costs, batch)) + host_bytes(layout, costs, batch)
         for layout in (Layout(**one) for one in layouts)
     }
 

@@ -91,9 +91,12 @@ def test_the_next_batch_is_on_the_device_too() -> None:
     assert device_bytes(Layout(), model, MACHINE, 8) - device_bytes(Layout(), MODEL, MACHINE, 8) == 2 * 8 * 10
 
 
-def test_on_a_cpu_the_batch_of_the_host_counts_too() -> None:
+@pytest.mark.parametrize(
+    ("layout", "num_batches"), [(Layout(), 1), (Layout(num_shards=2), 1), (Layout(2), 2), (Layout(1, 2, 4), 2)]
+)
+def test_on_a_cpu_the_batch_of_the_host_and_its_parts_count_too(layout: Layout, num_batches: int) -> None:
     model, cpu = dataclasses.replace(MODEL, input_bytes=10), dataclasses.replace(MACHINE, device="CPU")
-    assert device_bytes(Layout(2), model, cpu, 8) - device_bytes(Layout(2), model, MACHINE, 8) == 8 * 10
+    assert device_bytes(layout, model, cpu, 8) - device_bytes(layout, model, MACHINE, 8) == num_batches * 8 * 10
 
 
 def test_devices_differ_by_the_weights_that_they_own_and_by_the_layers_that_stay_whole() -> None:

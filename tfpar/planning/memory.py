@@ -46,8 +46,29 @@ def device_bytes(layout: Layout, model: ModelCosts, machine: MachineCosts, batch
         >>> device_bytes(Layout(), model, MachineCosts("CPU", 2, 2), batch=8)
         960
     """
-    host_bytes = model.input_bytes * batch if machine.device == "CPU" else 0
-    return max(bytes_of_devices(layout, model, batch)) + host_bytes + machine.runtime_bytes
+    of_host = host_bytes(layout, model, batch) if machine.device == "CPU" else 0
+    return max(bytes_of_devices(layout, model, batch)) + of_host + machine.runtime_bytes
+
+
+def host_bytes(layout: Layout, model: ModelCosts, batch: int) -> int:
+    """Return the bytes of the batches that the input pipeline has in the memory of the host.
+
+    Args:
+        layout: The layout.
+        model: The costs of the model.
+        batch: Examples of the global batch.
+
+    Returns:
+        Bytes: of the next batch, and where it is divided over replicas or into micro-batches, of its parts too.
+
+    Example:
+        >>> from tfpar.planning.costs import Curve
+        >>> model = ModelCosts("mlp", 10, 40, 40, 80, (40,), 8, Curve((8,), (1.0,)), 0.0, input_bytes=100)
+        >>> host_bytes(Layout(), model, 8), host_bytes(Layout(num_replicas=2), model, 8)
+        (800, 1600)
+    """
+    is_divided = layout.num_replicas > 1 or layout.num_microbatches > 1
+    return model.input_bytes * batch * (2 if is_divided else 1)
 
 
 def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
