@@ -125,9 +125,22 @@ def test_recomputation_saves_less() -> None:
     assert device_bytes(recomputing, model, MACHINE, 8) < device_bytes(saving, model, MACHINE, 8)
 
 
-def test_a_replica_has_one_more_batch_ahead() -> None:
-    model = dataclasses.replace(MODEL, input_bytes=10)
-    assert device_bytes(Layout(2), model, MACHINE, 8) - device_bytes(Layout(2), MODEL, MACHINE, 8) == 3 * 4 * 10
+@pytest.mark.parametrize(
+    ("layout", "batches"),
+    [
+        (Layout(), [2 * 8]),
+        (Layout(2), [3 * 4] * 2),
+        (Layout(2, shard="weights"), [2 * 4] * 2),
+        (Layout(num_shards=2), [2 * 8, 8]),
+        (Layout(2, num_shards=2), [2 * 4, 4] * 2),
+    ],
+    ids=str,
+)
+def test_each_device_holds_batches_ahead(layout: Layout, batches: list[int]) -> None:
+    """The replicas of tf.distribute hold one more, and other shards than the first that of the step alone."""
+    with_inputs = bytes_of_devices(layout, dataclasses.replace(MODEL, input_bytes=10), 8)
+    found = [one - other for one, other in zip(with_inputs, bytes_of_devices(layout, MODEL, 8), strict=True)]
+    assert found == [10 * number for number in batches]
 
 
 def test_each_stage_has_its_own_bytes_and_the_fullest_counts() -> None:

@@ -22,7 +22,7 @@ from tfpar.planning.stage_costs import stages_of
 
 # The batch of a step, and the next one, which is copied to the device meanwhile.
 _BATCHES_ON_DEVICE = 2
-# tf.distribute's iterator has one more in its buffer (MultiDeviceIterator, max_buffer_size=1).
+# tf.distribute's iterator, that of Mirrored, has one more in its buffer (MultiDeviceIterator, max_buffer_size=1).
 _BATCHES_OF_REPLICA = 3
 _MOST_BATCH = 1 << 40
 
@@ -98,8 +98,15 @@ def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int) -> list[int]
         used = _divided_bytes(layout, model, share) * layout.num_replicas
     else:
         used = _replica_bytes(layout, model, share)
-    num_batches = _BATCHES_ON_DEVICE if layout.num_devices == 1 else _BATCHES_OF_REPLICA
-    return [one + num_batches * model.input_bytes * share for one in used]
+    batches = itertools.cycle(_batches_on_devices(layout))
+    return [one + number * model.input_bytes * share for one, number in zip(used, batches, strict=False)]
+
+
+def _batches_on_devices(layout: Layout) -> list[int]:
+    """Return the batches on each device of a replica; its other shards have a copy of that of the step."""
+    by_distribute = layout.num_replicas > 1 and layout.num_shards == 1 and layout.shard != "weights"
+    first = _BATCHES_OF_REPLICA if by_distribute else _BATCHES_ON_DEVICE
+    return [first, *[1] * (layout.num_shards - 1)]
 
 
 def largest_batch(layout: Layout, model: ModelCosts, machine: MachineCosts) -> int | None:
