@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 from keras import layers
 
@@ -22,6 +23,10 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "optimizer sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="optimizer"),
     "weights sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="weights"),
     "pipeline": lambda: tfpar.Pipeline(2, 2, balance="parameters"),
+}
+DIVIDED: dict[str, Callable[[], tfpar.Strategy]] = {
+    "tensor_parallel": lambda: tfpar.TensorParallel(2),
+    "stages_of_shards": lambda: tfpar.Pipeline(2, 2, num_shards=2, balance="parameters"),
 }
 by_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 Answer = tuple[list[Any], list[Any]]
@@ -65,10 +70,10 @@ def _by_keras(train: Train) -> Answer:
     return train(model, model), small.state(model)
 
 
-def assert_equal_to_keras(strategy: str, train: Train) -> None:
+def assert_equal_to_keras(strategy: str, train: Train, build: Any = build_model) -> None:
     """What `train` does with a trainer equals what it does with Keras' own model, and so does all state."""
     expected, expected_state = _by_keras(train)
-    trainer = tfpar.Trainer(build_model, STRATEGIES[strategy](), seed=0)
+    trainer = tfpar.Trainer(build, STRATEGIES[strategy](), seed=0)
     found = train(trainer, trainer.model)
     keras.tree.assert_same_structure(found, expected)
     for path, one in keras.tree.flatten_with_path(found):
@@ -93,6 +98,44 @@ def in_three_phases(verbs: Any, model: keras.Model) -> list[Any]:
 @by_strategy
 def test_a_model_compiled_again_outside_of_the_scope_continues_training(strategy: str) -> None:
     assert_equal_to_keras(strategy, in_three_phases)
+
+
+@by_strategy
+def test_an_existing_model_with_a_frozen_base_continues_training(strategy: str) -> None:
+    keras.utils.set_random_seed(0)
+    assert_equal_to_keras(strategy, in_three_phases, build_model())
+
+
+def frozen_layers() -> keras.Model:
+    """A pair of layers that tensor parallelism divides, frozen after they are built."""
+    features = keras.Input((parity_cases.NUM_FEATURES,))
+    pair = [layers.Dense(8, "tanh", name="columns"), layers.Dense(6, name="rows")]
+    model = keras.Model(features, layers.Dense(parity_cases.NUM_CLASSES)(pair[1](pair[0](features))))
+    for layer in pair:
+        layer.trainable = False
+    model.compile(keras.optimizers.SGD(0.1), loss())
+    return model
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["model_function", "existing_model"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *DIVIDED])
+def test_layers_that_were_frozen_are_trained_after_they_are_released(strategy: str, exists: bool) -> None:
+    def train(verbs: Any, model: keras.Model) -> list[np.ndarray]:
+        fit(verbs)
+        for layer in model.layers:
+            layer.trainable = True
+        model.compile(keras.optimizers.SGD(0.1), loss())
+        fit(verbs)
+        weights: list[np.ndarray] = model.get_weights()
+        return weights
+
+    keras.utils.set_random_seed(0)
+    plain = frozen_layers()
+    expected = train(plain, plain)
+    keras.utils.set_random_seed(0)
+    build: Any = frozen_layers() if exists else frozen_layers
+    trainer = tfpar.Trainer(build, {**STRATEGIES, **DIVIDED}[strategy](), seed=0)
+    small.assert_same_state(train(trainer, trainer.model), expected, TOLERANCE)
 
 
 def with_a_built_optimizer(verbs: Any, model: keras.Model) -> list[Any]:

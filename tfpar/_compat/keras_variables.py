@@ -7,7 +7,8 @@ stays valid when its memory is replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -88,13 +89,34 @@ def re_create(variable: Any, value: Any = None) -> None:
         value: Its new value; None runs its deferred initializer.
     """
     keras_weight_keys.note_key(variable)
-    with tf_variable_names.scope_of(variable):
+    with tf_variable_names.scope_of(variable), _watched_as_before(variable):
         if value is None:
             variable._initialize_with_initializer(variable._initializer)
             variable._initializer = None
         else:
             variable._initialize(value)
     variable._tfpar_moves = getattr(variable, "_tfpar_moves", 0) + 1
+
+
+def note_watched(variable: Any) -> None:
+    """Note for `re_create` whether tapes watch a variable that gets its memory later."""
+    variable._tfpar_watched = variable._trainable
+
+
+@contextlib.contextmanager
+def _watched_as_before(variable: Any) -> Iterator[None]:
+    """Let tapes watch the new memory of a variable if they watched the old one, whether it is frozen now or not.
+
+    Keras 3.15 gives the memory of a weight the weight's `trainable` when the weight is created, and only then. A weight
+    that is frozen later has a gradient as soon as it is trained again.
+    """
+    trainable, memory = variable._trainable, variable._value
+    watched = getattr(variable, "_tfpar_watched", trainable) if memory is None else getattr(memory, "trainable", True)
+    variable._trainable = bool(watched)
+    try:
+        yield
+    finally:
+        variable._trainable = trainable
 
 
 def num_moves(variables: Iterable[Any]) -> int:

@@ -50,6 +50,7 @@ def deferred_weights() -> Iterator[None]:
         elif _is_pure(initializer):
             variable._value = None
             tf_variable_names.note_scope(variable)
+            keras_variables.note_watched(variable)
             versions.replace(variable, "_initializer", initializer)
         else:
             with tf.device("CPU:0"):
@@ -58,6 +59,7 @@ def deferred_weights() -> Iterator[None]:
     def initialize_late(variable: Any) -> None:
         if getattr(variable, "_tfpar_deferred", False):
             tf_variable_names.note_scope(variable)
+            keras_variables.note_watched(variable)
         else:
             original_late(variable)
 
