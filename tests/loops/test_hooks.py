@@ -203,6 +203,20 @@ def test_a_callback_stops_training_where_keras_does(both: Both, hook: str) -> No
     assert both.trainer.model.stop_training
 
 
+def test_a_callback_without_hooks_for_batches_stops_where_keras_does(both: Both) -> None:
+    """Keras ends an epoch after the step that follows the request, and tfpar's calls have many steps."""
+
+    def stop_at_the_third_epoch(recorder: Recorder, model: keras.Model) -> list[keras.callbacks.Callback]:
+        def on_epoch_begin(epoch: int, logs: Any) -> None:
+            model.stop_training = epoch == 2
+
+        return [keras.callbacks.LambdaCallback(on_epoch_begin=on_epoch_begin)]
+
+    both.run("fit", data(), epochs=4, callbacks=stop_at_the_third_epoch)
+    per_execution = both.keras.steps_per_execution
+    assert int(both.keras.optimizer.iterations.numpy()) == 2 * 10 + per_execution
+
+
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
 def test_a_callback_ends_an_evaluation_and_a_prediction_of_endless_data(both: Both, verb: str) -> None:
     kind, attribute = {"evaluate": ("test", "stop_evaluating"), "predict": ("predict", "stop_predicting")}[verb]

@@ -140,7 +140,8 @@ class FitLoop:
         decision = self._decide(may_save=False)
         while self._epoch_iterator.has_more() and (num_steps is None or step < num_steps):
             self._callbacks.on_train_batch_begin(step)
-            done, last, nonfinite, logs = self._caller.call(step, decision.num_steps, decision.end_at_nonfinite)
+            wanted = self._caller.least_steps if decision.stop else decision.num_steps
+            done, last, nonfinite, logs = self._caller.call(step, wanted, decision.end_at_nonfinite)
             step += done
             self._callbacks.on_train_batch_end(last, logs)
             self._position = Position(epoch, step, self._epoch_iterator.passes, self._epoch_iterator.batches)

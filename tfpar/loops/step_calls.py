@@ -81,8 +81,12 @@ class StepCalls:
         single = self._fixed is None and any(
             wants_single_batches(callback, self.testing) for callback in self.callbacks.callbacks
         )
-        multiple = self.strategy.steps_multiple
-        return whole_executions(1 if single else self._steps.next(), multiple)
+        return self.least_steps if single else whole_executions(self._steps.next(), self.strategy.steps_multiple)
+
+    @property
+    def least_steps(self) -> int:
+        """Steps of the shortest call: Keras stops after one that follows a callback's request to stop."""
+        return whole_executions(self._fixed or 1, self.strategy.steps_multiple)
 
     @property
     def ends_at_nonfinite(self) -> bool:
