@@ -314,14 +314,14 @@ def test_arrays_that_a_damaged_directory_hides_are_missed(trained: tfpar.Trainer
 
 
 def test_a_checkpoint_of_an_older_version_loads(trained: tfpar.Trainer, tmp_path: Path) -> None:
-    """Written by `numpy.savez`, with a JSON that knows neither its step nor the number of arrays."""
+    """Written by `numpy.savez`, with a JSON that knows neither its step, the number of arrays nor the data's sizes."""
     checkpoints = tfpar.Checkpoints(tmp_path)
     path = save(trained, checkpoints, 7)
     expected = small.state(trained.model)
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
     state = json.loads(str(arrays["state.json"]))
-    del state["step"], state["num_arrays"]
+    del state["step"], state["num_arrays"], state["position"]["steps_per_epoch"], state["position"]["batch_size"]
     np.savez(path, allow_pickle=False, **{**arrays, "state.json": np.array(json.dumps(state))})
     trained.model.optimizer.iterations.assign(0)
     restored = checkpoints.restore(trained.model)

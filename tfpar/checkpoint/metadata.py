@@ -28,6 +28,9 @@ class Position:
         passes: Passes over the dataset before the current one.
         batches: Global batches read in the current pass.
         stopped: Whether a callback has ended the training.
+        steps_per_epoch: Steps of the current epoch; 0 if the epoch ends with data of unknown length, and in files of
+            older versions.
+        batch_size: Examples of the first global batch of a pass; 0 in files of older versions.
     """
 
     epoch: int = 0
@@ -35,6 +38,8 @@ class Position:
     passes: int = 0
     batches: int = 0
     stopped: bool = False
+    steps_per_epoch: int = 0
+    batch_size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +187,8 @@ def _is_number(value: Any) -> bool:
 
 def _position(values: Any) -> Position:
     fields = [field.name for field in dataclasses.fields(Position)]
-    if not isinstance(values, dict) or sorted(values) != sorted(fields):
+    # Older files have the first five.
+    if not isinstance(values, dict) or not {*fields[:5]} <= {*values} <= {*fields}:
         raise DamagedError(f"its position is {values!r:.40}")
     for name, value in values.items():
         if not (isinstance(value, bool) if name == "stopped" else _is_number(value)):

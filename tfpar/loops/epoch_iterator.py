@@ -31,6 +31,9 @@ class EpochIterator:
         raising_on_all_workers: Returns a context in which an error of one worker, such as unreadable or empty data, is
             raised on all.
 
+    Attributes:
+        batch_size: Examples of the first global batch; 0 until `prepare_loop` has counted them.
+
     Raises:
         ValueError: If the dataset is empty.
 
@@ -61,7 +64,7 @@ class EpochIterator:
         self.steps_per_epoch = steps_per_epoch or self._batches_per_pass
         self.iterator: Any = None
         self.upcoming: tf.experimental.Optional = None
-        self.passes, self.batches = -1, 0
+        self.passes, self.batches, self.batch_size = -1, 0, 0
         self._pass_is_over = True
         with raising_on_all_workers():
             if unused is not None:

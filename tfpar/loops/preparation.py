@@ -69,6 +69,7 @@ class Preparation:
         training = kind == "train"
         self._check_gradients(training)
         batch = self._build(epoch_iterator, distributed, kind)
+        epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
         self._check_gradients(training)  # the batch may have created weights
         self._once(f"{kind} state", lambda: self._check_state(batch, training))
         if source is not None and reused is None:
