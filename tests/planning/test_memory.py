@@ -157,6 +157,17 @@ def test_a_weight_gradient_pass_holds_the_old_and_the_new_sums() -> None:
     assert bytes_of_devices(layout, model, 8) == [200 + 200 + 400 + 200] * 2
 
 
+def test_the_update_of_a_stage_with_one_large_weight_is_its_peak() -> None:
+    first, *others = (dataclasses.replace(one, saved=Bytes(), temporary=Bytes(), shared=Bytes()) for one in BLOCKS)
+    model = dataclasses.replace(
+        MODEL, trainable_bytes=10_300, slot_bytes=20_600,
+        blocks=(dataclasses.replace(first, weight_bytes=10_000, trainable_bytes=10_000), *others),
+    )  # fmt: skip
+    layout = Layout(num_stages=2, num_microbatches=4, schedule="zero_bubble")
+    weights = gradients = 10_100
+    assert bytes_of_devices(layout, model, 8)[0] == weights + gradients + 2 * weights + 2 * 10_000
+
+
 def test_the_first_stage_gets_the_inputs_and_the_last_one_the_targets() -> None:
     layout, model = Layout(num_stages=2, num_microbatches=4), dataclasses.replace(MODEL, input_bytes=10, target_bytes=1)
     without, received = bytes_of_devices(layout, MODEL, 8), bytes_of_devices(layout, model, 8)

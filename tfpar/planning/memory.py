@@ -237,7 +237,10 @@ def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
         fixed_bytes=tuple(_fixed_bytes(layout, model, stage) for stage in stages),
     )
     held = [
-        peak_bytes(schedule, durations, [stage]) + _late_bytes(layout, stages[stage], size, in_flight)
+        max(
+            peak_bytes(schedule, durations, [stage]) + _late_bytes(layout, stages[stage], size, in_flight),
+            durations.fixed_bytes[stage] + _update_bytes(model, stages[stage]),
+        )
         for stage, in_flight in enumerate(schedules.peak_activations(schedule))
     ]
     share = _BATCHES_ON_DEVICE * size * layout.num_microbatches
@@ -254,6 +257,15 @@ def _late_bytes(layout: Layout, stage: Sequence[BlockCost], size: int, in_flight
     """
     is_late = not layout.recompute and layout.schedule != "zero_bubble" and in_flight < layout.num_microbatches
     return _saved_bytes(stage, size) if is_late else 0
+
+
+def _update_bytes(model: ModelCosts, stage: Sequence[BlockCost]) -> int:
+    """Return the temporaries of the update of the largest weight.
+
+    Adam and its relatives compute it from two tensors of the size of the weight, `m * alpha` and `sqrt(v) + epsilon`.
+    """
+    largest = max((block.trainable_bytes for block in stage), default=0)
+    return 2 * largest if model.slot_bytes > 0 else 0
 
 
 def _backward_bytes(layout: Layout, stage: Sequence[BlockCost], size: int) -> int:
