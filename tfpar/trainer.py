@@ -15,12 +15,12 @@ from tfpar import data, strategies
 from tfpar._compat import keras_metrics
 from tfpar.checkpoint import Checkpoints
 from tfpar.files import atomic_file
+from tfpar.loops import equal_workers, model_methods
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate, predict
 from tfpar.loops.failure_reports import reported
 from tfpar.loops.fit_loop import FitLoop, NonfiniteLoss
 from tfpar.loops.model_function import ModelOrFunction, check_arguments, model_of
-from tfpar.loops.model_methods import replace_methods
 from tfpar.loops.preparation import Preparation
 from tfpar.loops.step_calls import limited_epochs, limited_steps
 from tfpar.messages import keyword_arguments
@@ -70,7 +70,7 @@ class Trainer:
         self.interrupted = False
         self._preparation = Preparation(self.model, self.strategy)
         self._built_with: tuple[Any, EpochIterator] | None = None
-        replace_methods(self)
+        model_methods.replace_methods(self)
 
     def interrupt(self) -> None:
         """Stop `fit` after the current call, with a checkpoint; safe in a signal handler."""
@@ -192,8 +192,7 @@ class Trainer:
             batch_size: Global batch of arrays; None for 32.
             epochs: The number of epochs at which training stops; from `initial_epoch` on fewer run.
             verbose: 0 silent, 1 or "auto" a progress bar, 2 one line per epoch.
-            callbacks: Keras callbacks: one, a list of them or a `keras.callbacks.CallbackList`. With
-                hooks for batches, every call runs a single step.
+            callbacks: One, a list or a `keras.callbacks.CallbackList`. With hooks for batches, a call is one step.
             validation_split: Fraction of the arrays, from their end, to validate on instead of training on it.
             validation_data: A dataset, or a tuple of arrays, evaluated after every `validation_freq` epochs.
             shuffle: Whether to shuffle arrays, in another order every epoch.
@@ -218,6 +217,10 @@ class Trainer:
             FloatingPointError: If the loss is not finite; the message names the step.
         """
         epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch)
+        equal_workers.check_fit(
+            self.strategy, (x, y, sample_weight), epochs=epochs, shuffle=shuffle, checkpoints=bool(checkpoints),
+            class_weight=class_weight, validation=(validation_data is None, validation_split, validation_freq),
+        )  # fmt: skip
         if validation_split and validation_data is None:
             with self.strategy.raising_on_all_workers():
                 (x, y, sample_weight), validation_data = data.hold_out((x, y, sample_weight), validation_split)
@@ -247,6 +250,7 @@ class Trainer:
             self.strategy.finalize_weights(self.model)
         callback_list.on_train_end(logs)
         callback_list.errors.vote()
+        equal_workers.check_weights(self.strategy, self.model)
         return self.model.history
 
     def _reused_source(self, x: Any, class_weight: dict[int, float] | None, shuffle: bool) -> Any:

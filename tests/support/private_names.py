@@ -446,9 +446,9 @@ ROWS = [
     ),
     _tensorflow(
         "tensorflow.python.eager.context",
-        "Context context anonymous_name FunctionCallOptions",
+        "Context context anonymous_name FunctionCallOptions global_seed",
         "eager/context",
-        "options of the calling thread, and variables that TensorFlow names",
+        "options of the calling thread, variables that TensorFlow names, and whether a seed was set",
     ),
     _tensorflow(
         "TensorFlow's context",

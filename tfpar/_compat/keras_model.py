@@ -96,6 +96,13 @@ def xla_only_on_request() -> Iterator[None]:
         yield
 
 
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Return the arguments of a model's `compile` as they were given, `jit_compile` as it was resolved (Keras 3.15)."""
+    compiled = compilation(model)
+    given: dict[str, Any] = {} if compiled is None else dict(compiled.config)
+    return {**given, "jit_compile": bool(model.jit_compile)}
+
+
 def keep_xla_on_request(model: keras.Model) -> None:
     """Let `jit_compile="auto"` mean False for later compilations of a model, as `xla_only_on_request` does."""
     versions.replace(model, "_resolve_auto_jit_compile", _no_xla)

@@ -55,6 +55,12 @@ def seeded(states: Iterable[Any], seed: int) -> list[tuple[Any, tf.Tensor]]:
     return [(state, tf.cast([seed, number], state.dtype)) for number, state in enumerate(states)]
 
 
+def global_seed() -> int | None:
+    """Return the seed of `tf.random.set_seed`, None where it was not called (TensorFlow 2.21)."""
+    seed: int | None = context.global_seed()
+    return seed
+
+
 def draws_from_no_layer(scope: keras.StatelessScope, known: Iterable[Any]) -> bool:
     """Return whether Keras' global generator was used inside a scope.
 

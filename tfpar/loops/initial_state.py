@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfpar.checkpoint import Checkpoints, Position, model_state
+from tfpar.loops.equal_workers import settings_of
 from tfpar.strategies import Strategy
 
 
@@ -34,7 +35,7 @@ def broadcast_initial_state(
     if strategy.num_workers == 1:
         restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign, strategy.assign_parts)
         return restored or (position, {})
-    strategy.require_equal({"the model": model_state.describe(model)})
+    strategy.require_equal({"the model": model_state.describe(model), "its settings": settings_of(model)})
     with strategy.raising_on_all_workers("Reading a checkpoint"):
         checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
     resumes, epoch = strategy.all_reduce_sum([checkpoint is not None, position.epoch if strategy.is_chief else 0])

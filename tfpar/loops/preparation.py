@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar.full_precision import full_precision
+from tfpar.loops import equal_workers
 from tfpar.loops.callback_list import callback_list, saves_models
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate
@@ -70,6 +71,7 @@ class Preparation:
         self._check_gradients(training)
         batch = self._build(epoch_iterator, distributed, kind)
         epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
+        equal_workers.check_data(self._strategy, dataset, epoch_iterator)
         self._check_gradients(training)  # the batch may have created weights
         self._once(f"{kind} state", lambda: self._check_state(batch, training))
         if source is not None and reused is None:

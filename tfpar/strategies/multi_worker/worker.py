@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from tfpar._compat import random_state
 from tfpar.cluster import tf_config
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.job_roles import refuse_evaluator
@@ -52,6 +54,11 @@ class Worker(Strategy):
         self._failures = Failures(self.rank, self.addresses[self.rank])
         self._consensus = Consensus(self._hosts, self.rank, self.addresses, self._sentence)
         self.require_equal({**preflight.versions(), **facts})
+        if self.num_workers > 1:
+            # Each worker takes its part of the global batch, so shuffles without a seed must have one order everywhere.
+            seed = int(self.broadcast(str(secrets.randbits(31)).encode()))
+            if random_state.global_seed() is None:
+                tf.random.set_seed(seed)
 
     def require_equal(self, facts: dict[str, str]) -> None:
         """Refuse workers that differ in a property, such as a version; all workers must call this.

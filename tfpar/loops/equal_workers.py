@@ -1,0 +1,169 @@
+"""What must be equal on all workers: arguments, data and settings before the first step, weights after the last one.
+
+Each worker runs the user's program by itself. One that differs, in a learning rate or in its data, would train another
+model than the chief, or wait for a message without end:
+
+    worker 0   Adam(clipnorm=1.0)   ─┐
+                                     ├─ all-reduce ─ each updates its copy by its own rule: the copies differ
+    worker 1   Adam(clipnorm=0.1)   ─┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_model
+from tfpar.loops.epoch_iterator import EpochIterator
+from tfpar.strategies import Strategy
+
+# Left out: automatic names count the objects of a process, seeds may be drawn, and the chief's weights, with its
+# learning rate, are broadcast.
+_LEFT_OUT = ("name", "seed", "learning_rate", "registered_name", "build_config")
+_NUM_ROWS = 256
+_LARGEST_DIFFERENCE = 1e-5
+
+
+def check_fit(strategy: Strategy, examples: Any, **arguments: Any) -> None:
+    """Refuse workers that call `fit` with other arguments.
+
+    Args:
+        strategy: The strategy of the workers.
+        examples: Arrays `[examples, ...]`, of which some rows are compared; other sources of data are not read.
+        **arguments: Further arguments, by name.
+
+    Raises:
+        ValueError: If an argument of a worker is not that of the chief; on every worker.
+    """
+    if strategy.num_workers == 1:
+        return
+    facts = {f"the argument {name} of fit": json.dumps(_plain(value)) for name, value in arguments.items()}
+    strategy.require_equal({**facts, "the arrays given to fit": _digest_of_rows(examples)})
+
+
+def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochIterator) -> None:
+    """Refuse workers whose data have other sizes, or whose Python code yields another first batch.
+
+    Args:
+        strategy: The strategy of the workers.
+        dataset: Global batches.
+        epoch_iterator: Its iterator.
+
+    Raises:
+        ValueError: If they differ from those of the chief; on every worker.
+    """
+    if strategy.num_workers == 1:
+        return
+    steps = epoch_iterator.steps_per_epoch or "any number of"
+    facts = {"the data": f"{steps} steps with batches of {epoch_iterator.batch_size} examples"}
+    if isinstance(dataset, data.PythonBatches):
+        first = next(iter(dataset.first), None)
+        facts["the first batch"] = _digest_of_rows(first)
+    strategy.require_equal(facts)
+
+
+def settings_of(model: keras.Model) -> str:
+    """Return a line for each setting of a layer or of `compile`, the same on all workers of one program.
+
+    Args:
+        model: A compiled model.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, "tanh")])
+        >>> model.compile(keras.optimizers.SGD(0.1), "mse", loss_weights=[2.0])
+        >>> [line for line in settings_of(model).splitlines() if "activation" in line or "loss_weights" in line]
+        ['layer 1 Dense activation: "tanh"', 'loss_weights 0: 2.0']
+    """
+    layers = [layer for layer in keras_model.all_layers(model) if not isinstance(layer, keras.Model)]
+    lines = [line for number, layer in enumerate(layers) for line in _lines(f"layer {number}", _plain(layer))]
+    for name, value in keras_model.compile_arguments(model).items():
+        lines += _lines(name, _plain(value))
+    return "\n".join(lines)
+
+
+def _lines(path: str, value: Any) -> list[str]:
+    """Return a line for each value in a structure, with its path."""
+    if isinstance(value, dict) and value:
+        return [line for key, one in sorted(value.items()) for line in _lines(f"{path} {key}", one)]
+    if isinstance(value, list) and value:
+        return [line for key, one in enumerate(value) for line in _lines(f"{path} {key}", one)]
+    return [f"{path}: {json.dumps(value)}"]
+
+
+def check_weights(strategy: Strategy, model: keras.Model) -> None:
+    """Refuse the result of a training after which the weights of the workers differ.
+
+    Sums are compared, with room for the rounding of different processors.
+
+    Args:
+        strategy: The strategy of the workers.
+        model: The trained model.
+
+    Raises:
+        RuntimeError: If the weights of a worker are not those of the others; on every worker.
+    """
+    if strategy.num_workers == 1:
+        return
+    own = np.array([float(tf.reduce_sum(tf.abs(tf.cast(one, tf.float64)))) for one in model.trainable_variables])
+    mean = np.asarray(strategy.all_reduce_sum(own.tolist())) / strategy.num_workers
+    differs = bool(np.any(np.abs(own - mean) > _LARGEST_DIFFERENCE * np.abs(mean)))
+    (num_differing,) = strategy.all_reduce_sum([float(differs)])
+    if num_differing:
+        raise RuntimeError(
+            "All workers must end with equal weights, and they differ: a callback or a setting of one worker changes "
+            "its learning rate, its weights or its optimizer. Do so on every worker, and find the step with "
+            "tfpar.ReplicaCheck(every_steps=1)."
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of JSON without addresses and automatic names, which differ between processes."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items() if not _is_left_out(str(key), one)}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, np.ndarray):
+        return _digest([value])
+    kind = getattr(value, "__qualname__", None) or type(value).__qualname__
+    settings = None
+    if hasattr(value, "get_config") and not isinstance(value, type | keras.Variable):
+        with contextlib.suppress(Exception):  # a class without a configuration of its own
+            settings = _plain(value.get_config())
+    return kind if settings is None else {kind: settings}
+
+
+def _is_left_out(key: str, value: Any) -> bool:
+    is_schedule = key == "learning_rate" and not isinstance(value, int | float | np.number)
+    return "initializer" in key or (key in _LEFT_OUT and not is_schedule)
+
+
+def _digest_of_rows(examples: Any) -> str:
+    """Return the sizes of arrays and a digest of some of their rows; an empty text for other sources of data."""
+    leaves = [leaf for leaf in keras.tree.flatten(examples) if leaf is not None]
+    found = []
+    for leaf in leaves:
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "__getitem__") or len(leaf.shape) == 0:
+            return ""
+        with contextlib.suppress(Exception):  # sparse and ragged tensors, frames
+            rows = np.asarray(leaf[:: max(1, int(leaf.shape[0]) // _NUM_ROWS)])
+            found.append(f"{tuple(leaf.shape)} {_digest([rows])}")
+    return ", ".join(found)
+
+
+def _digest(arrays: list[np.ndarray]) -> str:
+    found = hashlib.sha256()
+    for one in arrays:
+        found.update(one.tobytes() if one.dtype != object else str(one.tolist()).encode())
+    return found.hexdigest()[:12]
