@@ -60,7 +60,7 @@ def test_arrays_are_compared_by_their_sizes_and_rows() -> None:
         {"run_eagerly": True},
         {"steps_per_execution": 3},
     ],
-    ids=str,
+    ids=["clipping", "schedule", "loss", "loss_weights", "eager", "steps_per_execution"],
 )
 def test_settings_of_compile_differ(change: dict[str, Any]) -> None:
     assert _settings(**change) != _settings()
