@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,6 +12,8 @@ import pytest
 import tfpar
 from tests.support import small
 from tfpar.loops import equal_workers
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 
 class TwoWorkers(tfpar.SingleDevice):
@@ -50,20 +53,19 @@ def test_arrays_are_compared_by_their_sizes_and_rows() -> None:
         assert facts_of(examples=(rows, None)) != facts_of(examples=(other, None))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"optimizer": keras.optimizers.Adam(0.1, clipnorm=1.0)},
-        {"optimizer": keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))},
-        {"loss": "mae"},
-        {"loss_weights": [2.0]},
-        {"run_eagerly": True},
-        {"steps_per_execution": 3},
-    ],
-    ids=["clipping", "schedule", "loss", "loss_weights", "eager", "steps_per_execution"],
-)
-def test_settings_of_compile_differ(change: dict[str, Any]) -> None:
-    assert _settings(**change) != _settings()
+CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "clipping": lambda: {"optimizer": keras.optimizers.Adam(0.1, clipnorm=1.0)},
+    "schedule": lambda: {"optimizer": keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5))},
+    "loss": lambda: {"loss": "mae"},
+    "loss_weights": lambda: {"loss_weights": [2.0]},
+    "run_eagerly": lambda: {"run_eagerly": True},
+    "steps_per_execution": lambda: {"steps_per_execution": 3},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_settings_of_compile_differ(change: str) -> None:
+    assert _settings(**CHANGES[change]()) != _settings()
 
 
 def test_settings_of_layers_differ() -> None:
