@@ -81,6 +81,12 @@ ROWS = [
     ),
     _keras(
         "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
+        "make_train_function make_test_function make_predict_function",
+        _TF_TRAINER,
+        "Keras' own functions hold the memory of weights, which moves",
+    ),
+    _keras(
+        "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
         "_maybe_symbolic_build",
         _TF_TRAINER,
         "what tfpar does itself before the first step (keras-team/keras#20585)",

@@ -101,6 +101,34 @@ def test_methods_of_a_model_in_the_scope_of_tensorflows_own_strategy() -> None:
     assert_equal(callback.results, of_keras())
 
 
+MOVING: dict[str, Callable[[], tfpar.Strategy]] = {
+    **STRATEGIES,
+    "stages of shards": lambda: tfpar.Pipeline(2, 2, num_shards=2, balance="parameters"),
+    "replicas of stages": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance="parameters"), 2),
+}
+
+
+@pytest.mark.parametrize("strategy", MOVING)
+def test_methods_called_before_the_weights_move_see_the_trained_weights(strategy: str) -> None:
+    """Keras keeps its traced functions, with the memory that the weights had."""
+    features, labels = parity_cases.inputs(6), parity_cases.labels(6)
+    keras.utils.set_random_seed(0)
+    model = small.build_model()
+    encoder = keras.Model(model.inputs[0], model.layers[0].output)
+    encoder.compile(loss="mse")
+    codes = encoder.predict(features, verbose=0)
+    model.predict(features, verbose=0), model.test_on_batch(features, labels)
+    encoder.evaluate(features, np.zeros_like(codes), verbose=0)
+    tfpar.Trainer(model, MOVING[strategy]()).fit(small.data(), verbose=0)
+    expected = keras.ops.convert_to_numpy(model(features))
+    np.testing.assert_allclose(model.predict(features, verbose=0), expected, **EXACT)
+    expected_codes = keras.ops.convert_to_numpy(encoder(features))
+    assert np.abs(expected_codes - codes).max() > 1e-3, "the training moves the codes"
+    np.testing.assert_allclose(encoder.predict(features, verbose=0), expected_codes, **EXACT)
+    loss = encoder.evaluate(features, np.zeros_like(codes), verbose=0)
+    np.testing.assert_allclose(loss, np.square(expected_codes).mean(), **EXACT)
+
+
 def test_methods_of_a_moved_model_are_those_of_its_new_trainer() -> None:
     model = small.build_model()
     tfpar.Trainer(model, STRATEGIES["mirrored"]())

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_model
+from tfpar._compat import keras_functions, keras_model
 from tfpar.strategies import Strategy, model_checks
 
 ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
@@ -29,6 +29,7 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
         ValueError: If the model overrides a step of Keras' trainer, or cannot move into the strategy; or if the model
             function fails on another worker, whose error the message names.
     """
+    keras_functions.trace_again_after_moves()
     with strategy.raising_on_all_workers("The model function" if not isinstance(build_model, keras.Model) else None):
         model = build_model if isinstance(build_model, keras.Model) else _called(build_model, strategy, seed)
         strategy.move_model(model)
