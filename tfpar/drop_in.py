@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from tfpar import cluster, strategies
+from tfpar.loops import model_methods
 from tfpar.messages import keyword_arguments
 from tfpar.strategies import SingleDevice
 from tfpar.trainer import Trainer
@@ -100,8 +100,7 @@ def _trainer_of(model: keras.Model, method: str, settings: Mapping[str, Any]) ->
             f"Use tfpar.Trainer(model, strategy).{method}(...)."
         )
     keyword_arguments.check(getattr(Trainer, method), f"tfpar.{method}", settings)
-    found: Any = getattr(model, "_tfpar_trainer", None)
-    trainer: Trainer | None = found() if isinstance(found, weakref.ref) else found
+    trainer: Trainer | None = model_methods.trainer_of(model)
     if trainer is None:
         trainer = Trainer(model, strategies.strategy_of(model), seed=None)
         model._tfpar_trainer = trainer  # kept alive by the model

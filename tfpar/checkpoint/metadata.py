@@ -18,6 +18,9 @@ _REPLICAS = "replicas/"
 _LARGEST = 2**63 - 1  # of TensorFlow's integers
 
 
+_NOT_IN_OLDER_FILES = {"steps_per_epoch", "batch_size"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Position:
     """The position of a run: its epoch and step, and its place in the training data.
@@ -186,9 +189,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _position(values: Any) -> Position:
-    fields = [field.name for field in dataclasses.fields(Position)]
-    # Older files have the first five.
-    if not isinstance(values, dict) or not {*fields[:5]} <= {*values} <= {*fields}:
+    fields = {field.name for field in dataclasses.fields(Position)}
+    if not isinstance(values, dict) or not fields - _NOT_IN_OLDER_FILES <= {*values} <= fields:
         raise DamagedError(f"its position is {values!r:.40}")
     for name, value in values.items():
         if not (isinstance(value, bool) if name == "stopped" else _is_number(value)):

@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, np.ndarray):
-        return _digest([value])
+        return _digest(value)
     kind = getattr(value, "__qualname__", None) or type(value).__qualname__
     settings = None
     if hasattr(value, "get_config") and not isinstance(value, type | keras.Variable):
@@ -158,12 +158,10 @@ def _digest_of_rows(examples: Any) -> str:
             return ""
         with contextlib.suppress(Exception):  # sparse and ragged tensors, frames
             rows = np.asarray(leaf[:: max(1, int(leaf.shape[0]) // _NUM_ROWS)])
-            found.append(f"{tuple(leaf.shape)} {_digest([rows])}")
+            found.append(f"{tuple(leaf.shape)} {_digest(rows)}")
     return ", ".join(found)
 
 
-def _digest(arrays: list[np.ndarray]) -> str:
-    found = hashlib.sha256()
-    for one in arrays:
-        found.update(one.tobytes() if one.dtype != object else str(one.tolist()).encode())
-    return found.hexdigest()[:12]
+def _digest(array: np.ndarray) -> str:
+    content = array.tobytes() if array.dtype != object else str(array.tolist()).encode()
+    return hashlib.sha256(content).hexdigest()[:12]

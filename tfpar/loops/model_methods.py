@@ -24,9 +24,6 @@ class _Trainer(Protocol):
     model: keras.Model
     strategy: Strategy
 
-    def evaluate(self, *data: Any, **settings: Any) -> Any: ...
-    def predict(self, *data: Any, **settings: Any) -> Any: ...
-
 
 def replace_methods(trainer: _Trainer) -> None:
     """Replace the methods of a trainer's model that compute something else there than on one device.
@@ -49,16 +46,15 @@ def replace_methods(trainer: _Trainer) -> None:
         vars(model).pop(name, None)  # of an earlier trainer
     if not keras_model.is_in_scope(model):
         return
-    evaluate, predict = weakref.WeakMethod(trainer.evaluate), weakref.WeakMethod(trainer.predict)
     functions = StepFunctions(model, strategy)
     replacements: dict[str, Callable[..., Any]] = {
-        "evaluate": functools.partial(_through_trainer, model, "evaluate", evaluate),
-        "predict": functools.partial(_through_trainer, model, "predict", predict),
+        "evaluate": functools.partial(_through_trainer, model, "evaluate"),
+        "predict": functools.partial(_through_trainer, model, "predict"),
         "predict_on_batch": functools.partial(_on_one_copy, model, functions, "predict_on_batch"),
     }
     if strategy.num_workers > 1:
         replacements["predict"] = functools.partial(_on_one_copy, model, functions, "predict")
-        replacements["test_on_batch"] = functools.partial(_test_on_batch, model, evaluate)
+        replacements["test_on_batch"] = functools.partial(_test_on_batch, model)
         replacements["train_on_batch"] = _refuse_train_on_batch
     for name, replacement in replacements.items():
         step = "predict_step" if "predict" in name else "test_step"
@@ -66,11 +62,17 @@ def replace_methods(trainer: _Trainer) -> None:
             setattr(model, name, replacement)
 
 
-def _through_trainer(model: keras.Model, name: str, method: Callable[[], Any], *arguments: Any, **settings: Any) -> Any:
-    found = method()
-    if found is None:  # the trainer is gone
+def trainer_of(model: keras.Model) -> Any:
+    """Return the newest trainer of a model, None if there is none any more."""
+    found = getattr(model, "_tfpar_trainer", None)
+    return found() if isinstance(found, weakref.ref) else found
+
+
+def _through_trainer(model: keras.Model, name: str, *arguments: Any, **settings: Any) -> Any:
+    trainer = trainer_of(model)
+    if trainer is None:
         return getattr(type(model), name)(model, *arguments, **settings)
-    return found(*arguments, **settings)
+    return getattr(trainer, name)(*arguments, **settings)
 
 
 def _on_one_copy(model: keras.Model, functions: StepFunctions, name: str, *arguments: Any, **settings: Any) -> Any:
@@ -81,15 +83,10 @@ def _on_one_copy(model: keras.Model, functions: StepFunctions, name: str, *argum
 
 
 def _test_on_batch(
-    model: keras.Model,
-    evaluate: Callable[[], Any],
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    return_dict: bool = False,
+    model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
 ) -> Any:
     return _through_trainer(
-        model, "evaluate", evaluate, x, y, batch_size=_num_examples(x), verbose=0, sample_weight=sample_weight,
+        model, "evaluate", x, y, batch_size=_num_examples(x), verbose=0, sample_weight=sample_weight,
         return_dict=return_dict,
     )  # fmt: skip
 

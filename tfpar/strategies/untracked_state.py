@@ -64,13 +64,10 @@ def _losses(model: keras.Model) -> list[Any]:
 
 
 def _has_code_of_users(model: keras.Model) -> bool:
-    layers = keras_model.all_layers(model)
-    if any(isinstance(one, keras.layers.Lambda) for one in layers):
-        return True
-    of_keras = [keras_model.is_of_keras(type(one)) for one in layers] + list(
-        map(keras_losses.is_of_keras, _losses(model))
-    )
-    return not all(of_keras)
+    for layer in keras_model.all_layers(model):
+        if isinstance(layer, keras.layers.Lambda) or not keras_model.is_of_keras(type(layer)):
+            return True
+    return not all(map(keras_losses.is_of_keras, _losses(model)))
 
 
 def _owner(model: keras.Model, scope: str) -> str:
