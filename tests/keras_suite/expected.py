@@ -55,12 +55,6 @@ EXPECTED = [
     ),
     Expected(
         "*",
-        r"a model that overrides compute_loss can be compiled with one loss",
-        "How a compute_loss of a model's own combines several losses is not known, so they cannot be divided.",
-        (*REPLICAS, *STAGES),
-    ),
-    Expected(
-        "*",
         r"a model that overrides compute_loss cannot have regularizers or losses from add_loss",
         "How a compute_loss of a model's own combines added losses is not known, and they arise in other stages.",
         STAGES,

@@ -75,6 +75,23 @@ def absolute(targets: Any, outputs: Any) -> Any:
     return ops.mean(ops.abs(targets - outputs), -1)
 
 
+# Losses with a value for each output.
+def means(targets: Any, outputs: Any) -> Any:
+    return ops.mean(ops.square(targets - outputs), 0)
+
+
+def roots_of_means(targets: Any, outputs: Any) -> Any:
+    return ops.sqrt(means(targets, outputs))
+
+
+def sums(targets: Any, outputs: Any) -> Any:
+    return ops.sum(ops.square(targets - outputs), 0)
+
+
+def positive(targets: Any, outputs: Any) -> Any:
+    return tf.boolean_mask(tf.square(targets - outputs), targets > 0)
+
+
 # Losses that return a scalar.
 def masked(targets: Any, outputs: Any) -> Any:
     losses = keras.losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
@@ -121,6 +138,19 @@ REFUSED_LOSSES: dict[str, tuple[Callable[[], keras.Model], Callable[[], np.ndarr
         bits,
         "must be a sum or a mean over the batch",
     ),
+    "similarity over the batch": (
+        lambda: build(keras.losses.CosineSimilarity(axis=0)),
+        values,
+        r"'cosine_similarity' returned values of shape \(4,\) that are neither",
+    ),
+    "shares over the batch": (
+        lambda: build(keras.losses.CategoricalCrossentropy(axis=0), "sigmoid"),
+        bits,
+        "or means over the batch, and 'categorical_crossentropy' returned",
+    ),
+    "roots of means": (lambda: build(roots_of_means), values, "'roots_of_means' returned values of shape"),
+    "sums over the batch": (lambda: build(sums), values, "'sums' returned values of shape"),
+    "some values only": (lambda: build(positive), values, "must not depend on the others of its batch"),
 }
 
 
@@ -161,10 +191,59 @@ def test_an_added_loss_that_only_a_new_model_averages_is_refused(strategy: Any) 
         trainer.fit(INPUTS, values(), batch_size=8, verbose=0)
 
 
+def flat(targets: Any, outputs: Any) -> Any:
+    return ops.reshape(ops.square(targets - outputs), [-1])
+
+
+DIVISIBLE: dict[str, Callable[[], keras.Model]] = {
+    "of each example": lambda: build(absolute, metrics=[absolute]),
+    "of each output": lambda: build(means),
+    "of each value": lambda: build(flat, metrics=[flat]),
+    "of each group": lambda: build(keras.losses.Dice(axis=1), "sigmoid"),
+    "means by Keras": lambda: build(keras.losses.BinaryCrossentropy(axis=0), "sigmoid"),
+    "some values counted": lambda: build("mse", metrics=[positive]),
+}
+
+
 @BOTH
-def test_losses_of_each_example_train_as_on_one_device(strategy: Any) -> None:
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_losses_of_each_example_train_as_on_one_device(name: str, strategy: Any) -> None:
+    data = tf.data.Dataset.from_tensor_slices((INPUTS, np.clip(values(), -1, 1))).batch(10)
+    small.assert_trains_as_one_device(DIVISIBLE[name], lambda: data, strategy)
+
+
+@BOTH
+def test_sample_weights_for_means_over_the_batch_are_refused(strategy: Any) -> None:
+    trainer = tfpar.Trainer(lambda: build(means), strategy())
+    with pytest.raises(ValueError, match=r"where there are sample weights or masks, received values of shape \(4,\)"):
+        trainer.fit(INPUTS, values(), sample_weight=np.ones(24), batch_size=4, verbose=0)
+
+
+class Near(layers.Layer):
+    """Adds a loss of Keras between its inputs and these in reverse order."""
+
+    def __init__(self, loss: keras.losses.Loss) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(self.loss(inputs[:, ::-1], inputs))
+        return inputs
+
+
+def near(loss: keras.losses.Loss) -> keras.Model:
+    model = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(8, "sigmoid"), Near(loss), layers.Dense(4)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@BOTH
+def test_an_added_loss_of_values_over_the_batch_is_refused_if_it_is_no_mean(strategy: Any) -> None:
+    trainer = tfpar.Trainer(lambda: near(keras.losses.CosineSimilarity(axis=0)), strategy(), seed=0)
+    with pytest.raises(ValueError, match="must be a sum or a mean over the batch"):
+        trainer.fit(INPUTS, values(), batch_size=8, verbose=0)
     data = tf.data.Dataset.from_tensor_slices((INPUTS, values())).batch(10)
-    small.assert_trains_as_one_device(lambda: build(absolute, metrics=[absolute]), lambda: data, strategy)
+    small.assert_trains_as_one_device(lambda: near(keras.losses.BinaryCrossentropy(axis=0)), lambda: data, strategy)
 
 
 def test_a_loss_that_gathers_trains_on_replicas_and_is_refused_in_pipelines() -> None:
@@ -223,8 +302,11 @@ def last_mean(before: Any, errors: Any) -> Any:
         (precision, first_four_negative, "'precision' returned for parts of a batch what does not average"),
         (retrieved, values, "'retrieved' returned for parts"),
         (lambda: State(last_mean), values, "that of 'state' for a batch is not"),
+        (lambda: keras.metrics.PearsonCorrelation(axis=0), values, "'pearson_correlation' returned for parts"),
+        (lambda: keras.metrics.CosineSimilarity(axis=0), values, "'cosine_similarity' returned for parts"),
+        (means, values, "'means' returned for parts"),
     ],
-    ids=["precision", "retrieved", "last mean"],
+    ids=["precision", "retrieved", "last mean", "Pearson over the batch", "cosine over the batch", "means"],
 )
 def test_metrics_that_parts_of_a_batch_cannot_count_are_refused(
     metric: Any, targets: Any, message: str, strategy: Any

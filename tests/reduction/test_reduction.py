@@ -304,17 +304,6 @@ def compares_examples(targets: Any, outputs: Any) -> Any:
     return keras.ops.square(keras.ops.expand_dims(targets, -1) - keras.ops.sum(outputs, -1))
 
 
-def two_losses() -> keras.Model:
-    class Own(keras.Model):
-        def compute_loss(self, *arguments: Any, **settings: Any) -> Any:
-            return 2 * super().compute_loss(*arguments, **settings)
-
-    plain = parity_cases.two_outputs(as_dict=False)()
-    model = Own(plain.inputs, plain.outputs)
-    model.compile("sgd", [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"])
-    return model
-
-
 INDIVISIBLE = {
     "a scalar that is no mean": (
         parity_cases.classifier(loss=lambda: returns_a_scalar), "loss function that returns a scalar must be a sum or"
@@ -331,23 +320,18 @@ INDIVISIBLE = {
         r"added with add_loss to 'sequential.*' must be a sum or a mean over the batch",
     ),
     "the square of a sum": (adds(lambda: Adds(lambda features: _sum(features) ** 2)), "must be a sum or a mean"),
-    "compute_loss beside two losses": (
-        two_losses, "overrides compute_loss can be compiled with one loss, and Own has 2"
-    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", INDIVISIBLE)
 def test_losses_that_replicas_cannot_reduce_are_refused_before_the_first_step_and_only_over_replicas(name: str) -> None:
     build, message = INDIVISIBLE[name]
-    dataset = parity_cases.two_outputs_data(as_dict=False)() if build is two_losses else small.data()
     trainer = tfpar.Trainer(build, small.STRATEGIES["mirrored"]())
     for verb in (trainer.evaluate, trainer.fit):
         with pytest.raises(ValueError, match=message):
-            verb(dataset, verbose=0)
+            verb(small.data(), verbose=0)
     assert int(trainer.model.optimizer.iterations.numpy()) == 0
-    if build is not two_losses:
-        tfpar.Trainer(build, small.STRATEGIES["single_device"]()).fit(small.data().take(1), verbose=0)
+    tfpar.Trainer(build, small.STRATEGIES["single_device"]()).fit(small.data().take(1), verbose=0)
 
 
 def test_two_models_share_one_strategy_without_mixing_their_losses() -> None:

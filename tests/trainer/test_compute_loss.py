@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -159,3 +160,36 @@ def test_targets_of_unknown_rank_reach_an_own_loss() -> None:
     model.compile("sgd")
     trainer = tfpar.Trainer(lambda: model, tfpar.SingleDevice())
     assert np.isfinite(trainer.fit(dataset, verbose=0).history["loss"][0])
+
+
+def two_outputs(loss: Any) -> Callable[[], keras.Model]:
+    def make() -> keras.Model:
+        inputs = keras.Input((6,))
+        hidden = keras.layers.Dense(4, "tanh")(inputs)
+        model = HalvesLoss(inputs, [keras.layers.Dense(2, name="a")(hidden), keras.layers.Dense(3, name="b")(hidden)])
+        model.compile(keras.optimizers.SGD(0.05), loss)
+        return model
+
+    return make
+
+
+def two_targets(size: int, drop_remainder: bool) -> tf.data.Dataset:
+    random = np.random.default_rng(0)
+    inputs, first, second = (random.normal(size=(24, units)).astype("float32") for units in (6, 2, 3))
+    return tf.data.Dataset.from_tensor_slices((inputs, (first, second))).batch(size, drop_remainder)
+
+
+@pytest.mark.parametrize("loss", ["mse", ["mse", "mae"], {"a": "mae", "b": "mse"}], ids=["one", "two", "by name"])
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("strategy", small.SPLITTING_STRATEGIES)
+def test_losses_of_several_outputs_are_logged_as_on_one_device(strategy: str, drop_remainder: bool, loss: Any) -> None:
+    small.assert_trains_as_one_device(
+        two_outputs(loss), lambda: two_targets(7, drop_remainder), small.SPLITTING_STRATEGIES[strategy]
+    )
+
+
+@pytest.mark.parametrize("strategy", small.SPLITTING_STRATEGIES)
+def test_sums_of_several_outputs_are_refused(strategy: str) -> None:
+    build = two_outputs(keras.losses.MeanSquaredError(reduction="sum"))
+    with pytest.raises(ValueError, match=r"count a mean over the batch in a keras\.metrics\.Mean, .* 'a_loss' counts"):
+        tfpar.Trainer(build, small.SPLITTING_STRATEGIES[strategy]()).fit(two_targets(8, False), verbose=0)

@@ -104,6 +104,11 @@ def is_of_keras(loss: Any) -> bool:
     return isinstance(loss, str) or keras_model.is_of_keras(getattr(loss, "fn", loss))
 
 
+def is_by_example(loss: Any) -> bool:
+    """Return whether a loss of `flat_losses` is known to have a value per example: Keras' own, over the last axis."""
+    return is_of_keras(loss) and keras_model.reduces_last_axis(getattr(loss, "_fn_kwargs", {}))
+
+
 @contextlib.contextmanager
 def without_added_losses() -> Iterator[None]:
     """Empty `Layer.losses` inside this context, so that `compute_loss` adds nothing (Keras 3.15)."""

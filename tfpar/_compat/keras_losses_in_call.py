@@ -104,7 +104,9 @@ def scalars_weighted(weight: Callable[[tf.Tensor], tf.Tensor | None]) -> Iterato
 
 @contextlib.contextmanager
 def scalars_noted(note: Callable[[keras.Metric, tf.Tensor], Any]) -> Iterator[None]:
-    """Call a function with each unweighted scalar that a `Mean` or `Sum` counts inside this context.
+    """Call a function with each scalar that a `Mean` or `Sum` counts inside this context, without a tensor of weights.
+
+    Keras 3.15 counts the losses of outputs with the size of the batch as weight.
 
     Args:
         note: Takes the metric, which does not count the scalar, and the scalar; not called for a number in a `Sum`,
@@ -115,7 +117,7 @@ def scalars_noted(note: Callable[[keras.Metric, tf.Tensor], Any]) -> Iterator[No
         original = kind.update_state
 
         def update_state(metric: keras.Metric, values: Any, sample_weight: Any = None) -> None:
-            if not _is_scalar(values, sample_weight):
+            if not _is_scalar(values, None if _is_number(sample_weight) else sample_weight):
                 original(metric, values, sample_weight)
             elif kind is keras.metrics.Mean or not _is_number(values):
                 note(metric, tf.convert_to_tensor(values))

@@ -9,7 +9,7 @@ from unittest import mock
 
 import keras
 
-from tfpar._compat.keras_model import overridden
+from tfpar._compat.keras_model import is_of_keras, overridden, reduces_last_axis
 
 
 def inner_metrics(metric: keras.Metric) -> list[keras.Metric]:
@@ -38,23 +38,27 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     return model._loss_tracker
 
 
-def functions(model: keras.Model) -> list[Any]:
-    """Return the functions of metrics that were given as functions (Keras 3.15 keeps them in `_fn`)."""
+def unknown_functions(model: keras.Model) -> list[keras.Metric]:
+    """Return the metrics whose function is not known to have a value per example (Keras 3.15 keeps it in `_fn`)."""
     compiled = model._compile_metrics
     metrics = [*(compiled.metrics if compiled is not None else ()), *own_metrics(model)]
-    return [metric._fn for metric in metrics if isinstance(metric, keras.metrics.MeanMetricWrapper)]
+    return [one for one in metrics if isinstance(one, keras.metrics.MeanMetricWrapper) and not _is_by_example(one)]
+
+
+def _is_by_example(metric: keras.metrics.MeanMetricWrapper) -> bool:
+    return is_of_keras(metric._fn) and reduces_last_axis(metric._fn_kwargs)
 
 
 @contextlib.contextmanager
-def function_values(note: Callable[[keras.Metric, Any, Any], None]) -> Iterator[None]:
+def function_values(note: Callable[[keras.Metric, Any], None]) -> Iterator[None]:
     """Call a function with what the functions of metrics return inside this context; the metrics count nothing.
 
     Args:
-        note: Takes the metric, its function and the value.
+        note: Takes the metric and the value.
     """
 
     def update_state(metric: keras.metrics.MeanMetricWrapper, y_true: Any, y_pred: Any, *_: Any, **__: Any) -> None:
-        note(metric, metric._fn, metric._fn(y_true, y_pred, **metric._fn_kwargs))
+        note(metric, metric._fn(y_true, y_pred, **metric._fn_kwargs))
 
     with mock.patch.object(keras.metrics.MeanMetricWrapper, "update_state", update_state):
         yield

@@ -69,6 +69,11 @@ def is_of_keras(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).startswith("keras.src.")
 
 
+def reduces_last_axis(settings: dict[str, Any]) -> bool:
+    """Return whether the arguments of a loss or metric function of Keras let it reduce the last axis, its default."""
+    return bool(settings.get("axis", -1) == -1)
+
+
 def computes_in_half(model: keras.Model) -> bool:
     """Return whether a layer of a model computes in 16 bits."""
     return any("16" in str(layer.compute_dtype) for layer in all_layers(model))

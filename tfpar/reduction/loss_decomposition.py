@@ -60,8 +60,6 @@ class LossDecomposition:
         adds_states: bool = True,
     ) -> None:
         trial_losses.check_divisible(model)
-        # With several outputs Keras logs the loss of each, which must be the value over the global batch.
-        self.partial_values = len(keras_losses.flat_losses(model)) < 2
         self._own_losses: dict[bool, Kind | None] = {True: None, False: None}
         self._added_losses: dict[bool, list[Kind]] = {True: [], False: []}
         self._refusals: dict[bool, str] = {}  # of added losses, in training and in evaluation
@@ -91,10 +89,13 @@ class LossDecomposition:
                 self._whole_in_call = {True: False, False: False}
             if keras_metrics.own_metrics(model):
                 self._check_counted_scalars(model, parts, values_call)
+        # With several outputs Keras logs the loss of each, which must be the value over the global batch.
+        self.partial_values = not keras_metrics.trackers_of_losses(model)
 
     def _check_made_up(self, model: keras.Model, batch: Any, outputs_of: Callable[[], Any]) -> None:
         """Compare the losses of made-up outputs, for losses that are not known to have a value per example."""
-        is_known = all(map(keras_losses.is_of_keras, keras_losses.flat_losses(model))) and not any(self._scalar_losses)
+        losses = keras_losses.flat_losses(model)
+        is_known = all(map(keras_losses.is_by_example, losses)) and not any(self._scalar_losses)
         if self._divides and not is_known:
             found = part_trials.loss_kinds(model, batch, outputs_of(), False, Trial() if self._communicates else None)
             kinds = zip(self._scalar_losses, found, strict=False)
@@ -130,10 +131,7 @@ class LossDecomposition:
     ) -> None:
         if not self._communicates:
             self._find_ways(model, parts[2], call)
-        if () in trial_losses.check_shapes(model, parts[1:], call, training=False):
-            self._scalar_losses = trial_losses.scalar_kinds(
-                model, parts, values_call, Trial() if self._whole_in_call[True] else None
-            )
+        shapes = trial_losses.check_shapes(model, parts[1:], call, training=False)
         added_losses = functools.partial(trial_losses.added_losses, call=call)
         for training in (False, True):
             losses_of = functools.partial(added_losses, training=training)
@@ -143,6 +141,9 @@ class LossDecomposition:
                 self._refusals[training] = str(error)
             else:
                 self._added_losses[training] = [kind or "mean" for kind in kinds]
+        if () in shapes:
+            trial = Trial() if self._whole_in_call[True] else None
+            self._scalar_losses = trial_losses.scalar_kinds(model, parts, values_call, trial)
 
     def _added_kinds(
         self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]
@@ -207,6 +208,10 @@ class LossDecomposition:
             outputs = call(model, keras.utils.unpack_x_y_sample_weight(parts[2])[0], training=False)
             part_trials.loss_kinds(model, batch, outputs, training)
         self._own_losses[training] = kind or "mean"
+
+    def is_own(self, training: bool) -> bool:
+        """Return whether the loss is that of an overridden `compute_loss`, whose losses are those of the part."""
+        return self._own_losses[training] is not None
 
     def _find_added_losses(
         self, model: keras.Model, parts: Sequence[Any], training: bool, losses_of: Callable[..., list[float]]
@@ -305,7 +310,7 @@ class LossDecomposition:
             kind = self._scalar_losses[positions[replica]] if self._scalar_losses else None
             positions[replica] += 1
             if kind is not None:
-                trial_losses.check_unweighted(weight, mask)
+                trial_losses.check_unweighted(tf.convert_to_tensor(values), weight, mask)
                 return _reduce_kind(kind, tf.convert_to_tensor(values, dtype), counts())
             return reduce_loss(values, weight, mask, reduction, dtype, counts())
 

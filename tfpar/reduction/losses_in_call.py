@@ -23,30 +23,15 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call
-from tfpar.reduction.losses import dense_losses, loss_sums
-from tfpar.reduction.whole_batch import reduces
+from tfpar.reduction.losses import dense_losses
+from tfpar.reduction.whole_batch import LossSums, SumsOfParts, sums_of
 
 Way = Literal["alone", "sum", "by weight", "whole"]
 _WITHOUT_TOTALS = ("alone", "sum")
-_Sums = tuple[tf.Tensor, tf.Tensor]
-
-
-def sums_of(loss: Any) -> _Sums | None:
-    """Return the sum and weight of a loss over the given examples, scalars; None for a loss without reduction.
-
-    Args:
-        loss: The arguments of Keras' reduction: values, sample weight, mask, reduction and dtype.
-    """
-    if not reduces(*loss):
-        return None
-    values, sample_weight, mask, reduction, dtype = loss
-    values = tf.convert_to_tensor(dense_losses(values, reduction), dtype)
-    total, weight = loss_sums(values, sample_weight, mask, reduction or "", dtype)
-    return total, tf.ones_like(total) if weight is None else tf.cast(weight, total.dtype)
 
 
 @contextlib.contextmanager
-def _each(reduce: Callable[[Any, _Sums], Any]) -> Iterator[None]:
+def _each(reduce: Callable[[Any, LossSums], Any]) -> Iterator[None]:
     """Reduce each loss that `call` computes inside this context by a function of its sum and weight."""
 
     def reduce_all(*loss: Any) -> Any:
@@ -71,7 +56,7 @@ def cheapest_ways(run: Callable[[], Any], trainable: Sequence[Any]) -> tuple[Way
     def trace() -> None:
         found: list[Any] = []
 
-        def note(loss: Any, sums: _Sums) -> tf.Tensor:
+        def note(loss: Any, sums: LossSums) -> tf.Tensor:
             values, sample_weight, mask, reduction, _ = loss
             by_weight = mask is not None or (reduction == "mean_with_sample_weight" and sample_weight is not None)
             # The batch has a known size, so an unknown size means that a layer filters values.
@@ -108,7 +93,7 @@ def needs_pass(ways: Sequence[Way]) -> bool:
     return any(way not in _WITHOUT_TOTALS for way in ways)
 
 
-def loss_of_part(way: Way, sums: _Sums, of_batch: _Sums, part: Any) -> tf.Tensor:
+def loss_of_part(way: Way, sums: LossSums, of_batch: LossSums, part: Any) -> tf.Tensor:
     """Return the loss of one part of a batch, a scalar; the mean over all parts is the loss of the whole batch.
 
     The same holds for its gradient. Both means weight a part by its fraction of the batch.
@@ -142,7 +127,7 @@ def counting(ways: Sequence[Way], found: list[tf.Tensor]) -> Iterator[None]:
         found: Receives the sum and weight of each loss, float64 `[2]`; zero where the way does not need them.
     """
 
-    def note(loss: Any, sums: _Sums) -> tf.Tensor:
+    def note(loss: Any, sums: LossSums) -> tf.Tensor:
         way, nothing = ways[len(found)], tf.zeros([], tf.float64)
         total, weight = (tf.cast(one, tf.float64) for one in sums)
         found.append(tf.stack([total if way == "whole" else nothing, nothing if way in _WITHOUT_TOTALS else weight]))
@@ -167,7 +152,7 @@ def in_part(ways: Sequence[Way], of_batch: tf.Tensor, part: tf.Tensor) -> Iterat
     """
     found: list[tuple[Way, tf.Tensor]] = []
 
-    def reduce(loss: Any, sums: _Sums) -> tf.Tensor:
+    def reduce(loss: Any, sums: LossSums) -> tf.Tensor:
         index = len(found)
         way: Way = ways[index] if index < len(ways) else "alone"
         of_this = sums if way == "alone" else (of_batch[index, 0], of_batch[index, 1])
@@ -192,15 +177,17 @@ class PartTrial:
 
     def __init__(self, ways: Sequence[Way], num_examples: int) -> None:
         self._ways, self._num_examples = ways, num_examples
-        self._recorded: list[_Sums] = []
+        self._recorded: list[LossSums] = []
+        self._sums: list[SumsOfParts] = []
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record the losses of the batch inside this context."""
-        self._recorded = []
+        self._recorded, self._sums = [], []
 
-        def record(loss: Any, sums: _Sums) -> tf.Tensor:
+        def record(loss: Any, sums: LossSums) -> tf.Tensor:
             self._recorded.append(sums)
+            self._sums.append(SumsOfParts(loss[3] == "sum", sums))
             return tf.math.divide_no_nan(*sums)
 
         with _each(record):
@@ -213,10 +200,18 @@ class PartTrial:
         Args:
             start: The number of the part's first example.
         """
-        recorded = zip(self._ways, self._recorded, strict=True)
+        recorded = zip(self._ways, self._recorded, self._sums, strict=True)
         part = (1 if start == 0 else self._num_examples - 1) / self._num_examples
-        with _each(lambda loss, sums: self._replayed(*next(recorded), sums, part)):
+
+        def replay(loss: Any, sums: LossSums) -> tf.Tensor:
+            way, of_batch, of_parts = next(recorded)
+            of_parts.add(sums)
+            return loss_of_part(way, sums, of_batch, part)
+
+        with _each(replay):
             yield
 
-    def _replayed(self, way: Way, of_batch: _Sums, sums: _Sums, part: float) -> tf.Tensor:
-        return loss_of_part(way, sums, of_batch, part)
+    def losses_add_up(self, tolerance: float) -> bool:
+        """Return whether the losses of both parts, once they are replayed, add up to those that need their totals."""
+        recorded = zip(self._ways, self._sums, strict=True)
+        return all(sums.add_up(tolerance) for way, sums in recorded if way == "whole")

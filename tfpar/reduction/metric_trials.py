@@ -37,20 +37,20 @@ def check_metrics(model: keras.Model, batch: Any, outputs_of: Callable[[], Any],
         ValueError: If there is one.
     """
     own = [metric for metric in all_metrics(model) if not keras_model.is_of_keras(type(metric))]
-    functions = any(not keras_model.is_of_keras(one) for one in keras_metrics.functions(model))
+    functions = keras_metrics.unknown_functions(model)
     for examples in made_up(batch, outputs_of()) if own or functions else ():
         if functions:
-            for value in trial_of(examples, lambda one: _function_values(model, one), None):
+            for value in trial_of(examples, lambda one: _function_values(model, functions, one), None):
                 _check_function(value)
         if own:
             _check_states(model, own, examples, adds)
 
 
-def _function_values(model: keras.Model, examples: Examples) -> Named:
+def _function_values(model: keras.Model, functions: Sequence[keras.Metric], examples: Examples) -> Named:
     found: Named = []
 
-    def note(metric: keras.Metric, function: Any, values: Any) -> None:
-        if not keras_model.is_of_keras(function):
+    def note(metric: keras.Metric, values: Any) -> None:
+        if any(metric is one for one in functions):
             found.append((metric.name, tf.convert_to_tensor(values)))
 
     with keras_metrics.function_values(note):
@@ -65,9 +65,7 @@ def _count(model: keras.Model, examples: Examples) -> None:
 
 
 def _check_function(value: Value) -> None:
-    if not value.is_decided or (value.whole.shape.rank and not value.has_rows):
-        return
-    if not (value.is_by_example if value.whole.shape.rank else value.kind == "mean"):
+    if value.is_decided and not (value.is_joined if value.whole.shape.rank else value.kind == "mean"):
         raise ValueError(
             "A metric function must return one value per example, or their mean, to be computed by replicas or "
             f"micro-batches, and {value.name!r} returned for parts of a batch what does not average to its result for "

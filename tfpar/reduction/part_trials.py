@@ -11,6 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_model
+from tfpar.reduction.losses import ONE_VALUE
+from tfpar.reduction.losses import WAY_OUT as OVER_LAST_AXIS
 from tfpar.reduction.sum_or_mean import RULE, WAY_OUT, Kind
 from tfpar.reduction.trial_examples import NUM_EXAMPLES, SIZES, Examples, made_up
 from tfpar.reduction.trial_losses import losses_noted
@@ -48,26 +50,37 @@ class Value(NamedTuple):
 
     @property
     def is_decided(self) -> bool:
-        """Whether it is finite, and not zero throughout."""
-        values = np.concatenate([np.ravel(_array(one)) for one in (self.whole, *self.parts)])
-        return bool(np.isfinite(values).all() and values.any())
+        """Whether the value of all examples is finite, and not every value is zero."""
+        return bool(
+            np.isfinite(_array(self.whole)).all() and any(_array(one).any() for one in (self.whole, *self.parts))
+        )
 
     @property
-    def has_rows(self) -> bool:
-        """Whether there is a value for each example."""
-        shapes = [one.shape[:1] for one in (self.whole, *self.parts)]
-        return shapes == [(size,) for size in (NUM_EXAMPLES, *SIZES)]
+    def is_joined(self) -> bool:
+        """Whether the values of all examples are those of the parts, one after another."""
+        return self._is_close(
+            np.concatenate([np.ravel(_array(one)) for one in self.parts]), np.ravel(_array(self.whole))
+        )
 
     @property
     def is_by_example(self) -> bool:
-        """Whether the values of the parts are those of all examples."""
-        if any(part.shape[1:] != self.whole.shape[1:] for part in self.parts):
+        """Whether each example has as many values, which do not depend on the others."""
+        sizes = [NUM_EXAMPLES * np.size(part) for part in self.parts]
+        return sizes == [size * np.size(self.whole) for size in SIZES] and self.is_joined
+
+    @property
+    def is_average(self) -> bool:
+        """Whether each value is the mean of its values for the parts, as that of a mean over the batch."""
+        if any(part.shape != self.whole.shape for part in self.parts):
             return False
-        return self._is_close(np.concatenate([_array(part) for part in self.parts]), _array(self.whole))
+        average = np.average([_array(part) for part in self.parts], axis=0, weights=SIZES)
+        return self._is_close(average, _array(self.whole))
 
     def _is_close(self, value: Any, expected: Any) -> bool:
         tolerance = _TOLERANCES.get(self.whole.dtype, _HALF_TOLERANCE)
-        return bool(np.all(np.abs(value - expected) <= tolerance * np.max(np.abs([value, expected]))))
+        return np.shape(value) == np.shape(expected) and bool(
+            np.all(np.abs(value - expected) <= tolerance * np.max(np.abs([value, expected])))
+        )
 
 
 def _array(tensor: tf.Tensor) -> np.ndarray:
@@ -111,7 +124,10 @@ def _losses(model: keras.Model, examples: Examples, training: bool) -> Named:
         _compute_loss(model, examples, training)
     losses = keras_losses.flat_losses(model)
     names = losses if len(losses) == len(found) else losses[:1] * len(found)
-    return [(str(getattr(loss, "__name__", loss)), value) for loss, value in zip(names, found, strict=True)]
+    return [
+        (str(getattr(loss, "__name__", getattr(loss, "name", loss))), value)
+        for loss, value in zip(names, found, strict=True)
+    ]
 
 
 def _own_loss(model: keras.Model, examples: Examples, training: bool) -> Named:
@@ -128,7 +144,12 @@ def _compute_loss(model: keras.Model, examples: Examples, training: bool) -> Any
 def _kind_of_loss(value: Value) -> Kind | None:
     """Return the kind of a scalar loss, None for one with a value per example; refuse any other."""
     if value.whole.shape.rank:
-        if value.has_rows and not value.is_by_example:
+        if not (value.is_by_example or value.is_average):
+            if any(part.shape == value.whole.shape for part in value.parts):
+                raise ValueError(
+                    f"{ONE_VALUE}, or means over the batch, and {value.name!r} returned values of shape "
+                    f"{tuple(value.whole.shape)} that are neither. {OVER_LAST_AXIS}"
+                )
             raise ValueError(
                 "With several replicas or micro-batches the loss of an example must not depend on the others of its "
                 f"batch, and the values of {value.name!r} for parts of a batch are not those for all of it. Under "

@@ -109,13 +109,18 @@ def kinds_of(
         The kind of each loss; None for a loss that is zero on every part.
     """
 
-    def measure() -> list[list[float]]:
+    def measure(tolerance: float) -> list[list[float]]:
         with trial.recording() if trial else keras_losses_in_call.losses_in_call():
             both = losses_of(model, parts[2])
         found = []
         for start, part in enumerate(parts[:2] if both else ()):  # most models add no loss: skip two slow calls
             with trial.replaying(start) if trial else keras_losses_in_call.losses_in_call():
                 found.append(losses_of(model, part))
+        if found and trial and not trial.losses_add_up(tolerance):
+            raise ValueError(
+                f"A loss object in a layer's call {RULE}, and its values on two parts of a batch do not add up to "
+                f"those on both. {WAY_OUT}"
+            )
         return [*found, both] if both else []
 
     num_others = float(data.num_rows(parts[1]))
@@ -124,7 +129,7 @@ def kinds_of(
         return what(number) if callable(what) else what
 
     def kinds(tolerance: float = _TOLERANCE) -> Iterator[Kind | None]:
-        for number, values in enumerate(zip(*measure(), strict=True)):
+        for number, values in enumerate(zip(*measure(tolerance), strict=True)):
             yield _kind(values, num_others, name(number), tolerance)
 
     found = list(kinds())

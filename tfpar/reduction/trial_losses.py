@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfpar import data
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_metrics, keras_model
 from tfpar.reduction.losses import ONE_VALUE, WAY_OUT, dense_losses
 from tfpar.reduction.losses_in_call import PartTrial
@@ -20,11 +21,9 @@ def check_divisible(model: keras.Model) -> None:
     """Refuse losses of a batch that cannot be computed from its parts.
 
     Raises:
-        ValueError: If a loss object overrides `__call__` or compares the examples of a batch, or if a model with
-            several losses overrides `compute_loss`.
+        ValueError: If a loss object overrides `__call__` or compares the examples of a batch.
     """
-    losses = keras_losses.flat_losses(model)
-    for loss in losses:
+    for loss in keras_losses.flat_losses(model):
         if isinstance(loss, keras.losses.Circle):
             raise ValueError(
                 "keras.losses.Circle compares all examples of a batch, and a replica or micro-batch sees only a part. "
@@ -35,12 +34,6 @@ def check_divisible(model: keras.Model) -> None:
                 "With several replicas or micro-batches the Loss class of Keras must average over the batch, and "
                 f"{type(loss).__name__} overrides __call__. Override `call` and return one value per example."
             )
-    if keras_model.overridden(model, "compute_loss") and len(losses) > 1:
-        raise ValueError(
-            "With several replicas or micro-batches a model that overrides compute_loss can be compiled with one "
-            f"loss, and {type(model).__name__} has {len(losses)}. Leave compute_loss to Keras, or train on "
-            "SingleDevice()."
-        )
 
 
 def added_losses(model: keras.Model, batch: Any, training: bool, call: Callable[..., Any]) -> list[float]:
@@ -75,11 +68,14 @@ def check_shapes(
     """
     shapes: list[list[tuple[int, ...]]] = [[], []]
     for part, seen in zip(parts, shapes, strict=True):
+        num_rows = int(data.num_rows(part))
 
-        def note(values: tf.Tensor, sample_weight: Any, mask: Any, seen: list[Any] = seen) -> None:
+        def note(
+            values: tf.Tensor, sample_weight: Any, mask: Any, seen: list[Any] = seen, num_rows: int = num_rows
+        ) -> None:
             seen.append(tuple(values.shape))
-            if values.shape.rank == 0 and not keras_model.overridden(model, "compute_loss"):
-                check_unweighted(sample_weight, mask)
+            if values.shape[:1] != (num_rows,) and not keras_model.overridden(model, "compute_loss"):
+                check_unweighted(values, sample_weight, mask)
 
         _note_losses(model, part, call, training, note)
     for of_few, of_all in zip(*shapes, strict=True):
@@ -88,10 +84,11 @@ def check_shapes(
     return shapes[0]
 
 
-def check_unweighted(sample_weight: Any, mask: Any) -> None:
-    """Refuse sample weights and masks for a scalar: Keras would multiply it by their mean."""
+def check_unweighted(values: tf.Tensor, sample_weight: Any, mask: Any) -> None:
+    """Refuse sample weights and masks for values of a whole batch: Keras would multiply a scalar by their mean."""
     if sample_weight is not None or mask is not None:
-        raise ValueError(f"{ONE_VALUE} where there are sample weights or masks, received a scalar. {WAY_OUT}")
+        received = f"values of shape {tuple(values.shape)}" if values.shape.rank else "a scalar"
+        raise ValueError(f"{ONE_VALUE} where there are sample weights or masks, received {received}. {WAY_OUT}")
 
 
 def _note_losses(

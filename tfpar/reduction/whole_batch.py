@@ -33,6 +33,9 @@ class Rows(abc.ABC):
         """Return the rows of the part from those of the whole batch."""
 
 
+# The sum and weight of a loss, scalars.
+LossSums = tuple[tf.Tensor, tf.Tensor]
+
 # The last one is active. It is not thread-local: the replicas of MirroredStrategy are threads.
 _rows: list[Rows] = []
 
@@ -78,6 +81,42 @@ def own_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
     return _rows[-1].own(tensor, num_rows) if _rows else tensor
 
 
+def sums_of(loss: Any) -> LossSums | None:
+    """Return the sum and weight of a loss over the given examples, scalars; None for a loss without reduction.
+
+    Args:
+        loss: The arguments of Keras' reduction: values, sample weight, mask, reduction and dtype.
+    """
+    if not reduces(*loss):
+        return None
+    values, sample_weight, mask, reduction, dtype = loss
+    values = tf.convert_to_tensor(dense_losses(values, reduction), dtype)
+    total, weight = loss_sums(values, sample_weight, mask, reduction or "", dtype)
+    return total, tf.ones_like(total) if weight is None else tf.cast(weight, total.dtype)
+
+
+class SumsOfParts:
+    """The sums of a loss in `call` for a batch and for its parts, which must add up.
+
+    Those of a similarity over `axis=0` do not: each value of it is one of the whole batch.
+    """
+
+    def __init__(self, is_sum: bool, whole: LossSums) -> None:
+        self._is_sum, self._whole, self._parts = is_sum, whole, list[LossSums]()
+
+    def add(self, part: LossSums) -> None:
+        """Add the sum and weight of a part."""
+        self._parts.append(part)
+
+    def add_up(self, tolerance: float) -> bool:
+        """Return whether those of the parts give the loss of the batch."""
+        total, weight = (float(sum(column)) for column in zip(*self._parts, strict=True))
+        loss = float(self._whole[0])
+        if not self._is_sum:
+            total, loss = total / (weight or 1.0), loss / (float(self._whole[1]) or 1.0)
+        return abs(total - loss) <= tolerance * max(abs(total), abs(loss), 1e-12)
+
+
 class Trial(Rows):
     """Values of the whole batch, recorded in one run of a model and replayed in others.
 
@@ -93,6 +132,8 @@ class Trial(Rows):
         self._values: list[Any] = []
         self._replayed: Iterator[Any] | None = None
         self._start = 0
+        self._sums: list[SumsOfParts] = []
+        self._summed: Iterator[SumsOfParts] = iter(())
 
     @property
     def num_values(self) -> int:
@@ -102,7 +143,7 @@ class Trial(Rows):
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record inside this context the values that a model's `call` computes on the whole batch."""
-        self._values, self._replayed = [], None
+        self._values, self._replayed, self._sums = [], None, []
         with keras_losses_in_call.losses_in_call(self._loss), knowing(self):
             yield
 
@@ -113,7 +154,7 @@ class Trial(Rows):
         Args:
             start: The number of the part's first example.
         """
-        self._replayed, self._start = iter(self._values), start
+        self._replayed, self._summed, self._start = iter(self._values), iter(self._sums), start
         with keras_losses_in_call.losses_in_call(self._loss), knowing(self):
             yield
 
@@ -125,9 +166,18 @@ class Trial(Rows):
         """Return the rows of the part."""
         return tensor if self._replayed is None else tensor[self._start : self._start + num_rows]
 
+    def losses_add_up(self, tolerance: float) -> bool:
+        """Return whether the losses of all parts, once they are replayed, add up to those of the batch."""
+        return all(sums.add_up(tolerance) for sums in self._sums)
+
     def _loss(self, *loss: Any) -> Any:
-        if not reduces(*loss):
+        sums = sums_of(loss)
+        if sums is None:
             return keras_losses_in_call.reduce_of_these(*loss)
+        if self._replayed is None:
+            self._sums.append(SumsOfParts(loss[3] == "sum", sums))
+        else:
+            next(self._summed).add(sums)
         return self._value(lambda: keras_losses_in_call.reduce_of_these(*loss))
 
     def _value(self, compute: Callable[[], Any]) -> Any:
@@ -205,16 +255,14 @@ def losses_in_call(counts: Callable[[], BatchWeights]) -> Iterator[None]:
 
     def reduce(values: Any, sample_weight: Any, mask: Any, reduction: str | None, dtype: Any) -> Any:
         loss = values, sample_weight, mask, reduction, dtype
-        if not reduces(*loss):
+        sums = sums_of(loss)
+        if sums is None:
             return keras_losses_in_call.reduce_of_these(*loss)
         example_weight = tf.cast(counts().example_weight, dtype)
-        total, weight = loss_sums(
-            tf.convert_to_tensor(dense_losses(values, reduction), dtype), sample_weight, mask, reduction or "", dtype
-        )
-        if weight is None:
-            return sum_over_replicas(example_weight * total)
+        if reduction == "sum":
+            return sum_over_replicas(example_weight * sums[0])
         # Not derived from the number of examples: a layer may drop values or compute weights.
-        return tf.math.divide_no_nan(*tf.unstack(sum_over_replicas(example_weight * tf.stack([total, weight]))))
+        return tf.math.divide_no_nan(*tf.unstack(sum_over_replicas(example_weight * tf.stack(sums))))
 
     with keras_losses_in_call.losses_in_call(reduce):
         yield
