@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -590,17 +591,57 @@ def test_a_model_that_is_not_compiled_predicts_and_is_refused_by_fit_and_evaluat
     assert np.isfinite(trainer.fit(small.data(), verbose=0).history["loss"]).all()
 
 
-@pytest.mark.parametrize("step", ["train_step", "test_step", "predict_step"])
-def test_a_model_that_overrides_a_step_is_refused(step: str) -> None:
-    kind = type("Own", (keras.Sequential,), {step: lambda self, data: None})
+STEPS = [
+    *("train_step", "test_step", "predict_step"),
+    *("make_train_function", "make_test_function", "make_predict_function"),
+]
+
+
+@pytest.mark.parametrize("of_object", [False, True], ids=["class", "object"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_model_that_overrides_a_step_is_refused(step: str, of_object: bool) -> None:
+    kind = type("Own", (keras.Sequential,), {} if of_object else {step: lambda self, data: None})
 
     def build() -> keras.Model:
         model = kind([keras.Input((5,)), keras.layers.Dense(3)])
         model.compile("sgd", "mse")
+        if of_object:
+            setattr(model, step, lambda data: None)
         return model
 
     with pytest.raises(ValueError, match=f"Own overrides {step}, and a strategy does not call it"):
         tfpar.Trainer(build)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_only_the_method_that_a_model_overrides_is_refused(method: str) -> None:
+    kind = type("Own", (keras.Sequential,), {method: lambda self, *arguments: None})
+
+    def build() -> keras.Model:
+        model = kind([keras.Input((5,)), keras.layers.Dense(3)])
+        model.compile("sgd", small.build_model().loss)
+        return model
+
+    trainer = tfpar.Trainer(build)
+    for verb in ("fit", "evaluate", "predict"):
+        refused = pytest.raises(ValueError, match=f"Own overrides {method}, and trainer.{method} does not call it")
+        with refused if verb == method else contextlib.nullcontext():
+            getattr(trainer, verb)(small.data(), verbose=0)
+
+
+def test_a_model_of_keras_hub_with_a_preprocessor_is_refused() -> None:
+    """Its own `fit` applies the preprocessor; a trainer would train on other data."""
+    keras_hub = pytest.importorskip("keras_hub")
+
+    def build() -> keras.Model:
+        backbone = keras_hub.models.ViTBackbone((16, 16, 3), (4, 4), num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8)
+        preprocessor = keras_hub.models.ViTImageClassifierPreprocessor(None)
+        return keras_hub.models.ViTImageClassifier(backbone, num_classes=2, preprocessor=preprocessor)
+
+    trainer = tfpar.Trainer(build)
+    trainer.compile("sgd", "sparse_categorical_crossentropy")
+    with pytest.raises(ValueError, match=r"fit applies the model's preprocessor, and trainer\.fit does not"):
+        trainer.fit(np.zeros((2, 16, 16, 3)), np.zeros(2), verbose=0)
 
 
 @pytest.mark.parametrize("verb", ["fit", "evaluate", "predict"])

@@ -80,8 +80,18 @@ def computes_in_half(model: keras.Model) -> bool:
 
 
 def overridden(model: keras.Model, method: str) -> bool:
-    """Return whether the user's model class replaces a method of Keras' own trainer."""
-    return getattr(type(model), method) is not getattr(keras.Model, method)
+    """Return whether the user's model, or its class, replaces a method of Keras' own trainer."""
+    return method in vars(model) or getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def replaces_loop(model: keras.Model, method: str) -> bool:
+    """Return whether a model's class replaces `fit` or `evaluate`.
+
+    Models of KerasHub 0.32 do, only to apply their preprocessor to the data.
+    """
+    own = getattr(type(model), method)
+    is_of_keras_hub = own.__module__.startswith("keras_hub.") and getattr(model, "preprocessor", None) is None
+    return own is not getattr(keras.Model, method) and not is_of_keras_hub
 
 
 def compilation(model: keras.Model) -> Any:

@@ -59,6 +59,7 @@ class Preparation:
         with self._strategy.raising_on_all_workers():
             model_checks.check_compiled(self._model, method)
             model_checks.check_steps(self._model, method)
+            model_checks.check_loop(self._model, method)
             distributed, source, first = self._distribute(dataset)
 
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:

@@ -13,7 +13,14 @@ from tfpar._compat import keras_build, keras_losses, keras_model, keras_variable
 from tfpar.reduction import objective
 from tfpar.reduction.losses import dense_losses
 
-_STEPS = {"train_step": "fit", "test_step": "evaluate", "predict_step": "predict"}
+_STEPS = {
+    "train_step": "fit",
+    "make_train_function": "fit",
+    "test_step": "evaluate",
+    "make_test_function": "evaluate",
+    "predict_step": "predict",
+    "make_predict_function": "predict",
+}
 
 
 def check_model(model: Any) -> None:
@@ -30,14 +37,14 @@ def check_model(model: Any) -> None:
 
 
 def check_steps(model: keras.Model, *methods: str) -> None:
-    """Refuse a model that overrides a step, because a strategy would not call it.
+    """Refuse a model that overrides a step, or the function of one, because a strategy would not call it.
 
     Args:
         model: Any model.
         *methods: "fit", "evaluate" or "predict": the methods to check.
 
     Raises:
-        ValueError: If its class overrides the step that Keras runs in one of these methods.
+        ValueError: If it overrides what Keras runs in one of these methods.
     """
     replaced = {"train_step", "test_step"} if objective.has_objectives(model) else set()
     for step, method in _STEPS.items():
@@ -46,6 +53,29 @@ def check_steps(model: keras.Model, *methods: str) -> None:
                 f"{type(model).__name__} overrides {step}, and a strategy does not call it. Move its code to the "
                 f"layers, a loss or tfpar.Objective, or use Keras' own {method}."
             )
+
+
+def check_loop(model: keras.Model, method: str) -> None:
+    """Refuse to train or evaluate without a model's own method for it; `predict` returns the outputs in any case.
+
+    Args:
+        model: Any model.
+        method: "fit" or "evaluate".
+
+    Raises:
+        ValueError: If its class overrides the method.
+    """
+    if not keras_model.replaces_loop(model, method):
+        return
+    if getattr(model, "preprocessor", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__}.{method} applies the model's preprocessor, and trainer.{method} does not. Build "
+            f"the model with preprocessor=None, and apply it to the data with dataset.map(preprocessor)."
+        )
+    raise ValueError(
+        f"{type(model).__name__} overrides {method}, and trainer.{method} does not call it. Move its code to callbacks "
+        f"or to the call of trainer.{method}, and rename the method, or use Keras' own {method}."
+    )
 
 
 def check_compiled(model: keras.Model, method: str) -> None:
