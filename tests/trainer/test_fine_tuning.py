@@ -222,3 +222,84 @@ def test_an_optimizer_of_other_weights_is_refused_as_in_keras() -> None:
     trainer.compile(trainer.model.optimizer, loss())
     with pytest.raises(ValueError, match="This optimizer can only be called for the variables it was originally built"):
         fit(trainer)
+
+
+class Scales(layers.Layer):
+    """A factor that users change between phases."""
+
+    factor = 1.0
+
+    def call(self, inputs: Any) -> Any:
+        return self.factor * inputs
+
+
+class Chooses(keras.Model):
+    """A model with a setting of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.scales = [layers.Dense(6, "tanh"), layers.Dense(6, "tanh")], Scales()
+        self.head, self.skips = layers.Dense(parity_cases.NUM_CLASSES), False
+
+    def call(self, inputs: Any) -> Any:
+        first = self.dense[0](inputs)
+        second = self.scales(self.dense[1](first))
+        return self.head(first + second if self.skips else second)
+
+
+def by_function() -> keras.Model:
+    features = keras.Input((parity_cases.NUM_FEATURES,))
+    hidden = Scales(name="scales")(layers.Dense(6, "tanh", name="dense")(features))
+    model = keras.Model(features, layers.Dense(parity_cases.NUM_CLASSES)(layers.Dense(5, "tanh")(hidden)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss())
+    return model
+
+
+def by_class() -> keras.Model:
+    model = Chooses()
+    model.build((None, parity_cases.NUM_FEATURES))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss())
+    return model
+
+
+def change_activation(model: keras.Model) -> None:
+    model.layers[1].activation = keras.activations.relu
+
+
+def add_activity_regularizer(model: keras.Model) -> None:
+    model.layers[1].activity_regularizer = keras.regularizers.L2(0.1)
+
+
+def change_attributes(model: keras.Model) -> None:
+    next(layer for layer in model.layers if isinstance(layer, Scales)).factor = 0.5
+    if isinstance(model, Chooses):
+        model.skips = True
+
+
+CHANGES = [change_activation, add_activity_regularizer, change_attributes]
+ALL_STRATEGIES = {
+    **STRATEGIES,
+    **DIVIDED,
+    "hybrid": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance="parameters"), num_replicas=2),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("build", [by_function, by_class], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
+def test_changed_settings_of_layers_take_effect_with_compile(strategy: str, build: Any, change: Any) -> None:
+    def train(verbs: Any, model: keras.Model) -> tuple[list[Any], list[np.ndarray]]:
+        found: list[Any] = [*fit(verbs)["loss"]]
+        change(model)
+        model.compile(model.optimizer, loss())
+        found += [*fit(verbs)["loss"], verbs.evaluate(**arrays())]
+        outputs = np.asarray(verbs.predict(arrays()["x"], verbose=0))
+        return found, [outputs, *small.state(model)]
+
+    keras.utils.set_random_seed(0)
+    plain = build()
+    expected = train(plain, plain)
+    trainer = tfpar.Trainer(build, ALL_STRATEGIES[strategy](), seed=0)
+    losses, state = train(trainer, trainer.model)
+    np.testing.assert_allclose(losses, expected[0], rtol=TOLERANCE)
+    small.assert_same_state(state, expected[1], TOLERANCE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,8 +22,6 @@ from tfpar._compat import (
     random_state,
 )
 from tfpar.full_precision import full_precision
-from tfpar.messages import user_warnings
-from tfpar.messages.number_format import figure
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.link_timing import measure_transfers
@@ -39,6 +36,8 @@ from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.strategies.free_memory import within_free_memory
+from tfpar.strategies.model_version import ModelVersion
 from tfpar.strategies.tensor_parallel.layout import Layout
 from tfpar.strategies.tensor_parallel.rules import Rules
 from tfpar.strategies.tensor_parallel.stages import DividedStage, Groups, divide_stages
@@ -94,29 +93,41 @@ class StagePlanner:
         self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
         self._schedules: PerModel[schedules.Schedule] = PerModel()
         self._partitions: PerModel[Partition] = PerModel()
-        self._known: PerModel[tuple[int, int]] = PerModel()
+        self._versions: PerModel[ModelVersion] = PerModel()
+        self._sizes: PerModel[list[int]] = PerModel()
         self._stages: PerModel[StagesOfModel] = PerModel()
         self._checked: PerModel[dict[bool, Any]] = PerModel()  # the checked compilation, by whether the model trains
 
-    def forget_moved(self, model: keras.Model) -> bool:
-        """Delete the stages of a model if another strategy has moved its weights; return whether it has."""
-        if (self._known.get(model) or (0, 0)) == self._state(model):
+    def forget_changed(self, model: keras.Model) -> bool:
+        """Delete the stages of a model that they are no longer of; return whether there were any.
+
+        Another strategy has moved its weights, or settings of its layers have changed before the last `compile`.
+        """
+        version = self._versions.get(model)
+        if version is None:
             return False
+        if not version.is_moved(model):
+            if not version.has_other_settings(model):
+                return False
+            self._sizes[model] = [len(stage.calls) for stage in self._partitions[model].stages]  # no weight moves
         self._partitions.pop(model)
         self._stages.pop(model)
+        self._versions.pop(model)
         return True
 
-    def _state(self, model: keras.Model) -> tuple[int, int]:
-        """Return numbers that change with the memory of weights, and with shards with their number (LoRA)."""
-        return keras_variables.num_moves(model.variables), len(model.variables) if self._groups else 0
+    def _balance_of(self, model: keras.Model, graph: model_graph.Graph) -> Balance | Sequence[int] | Sequence[str]:
+        """Return the balance of a model: that of earlier stages of as many calls."""
+        sizes = self._sizes.get(model) or []
+        return sizes if sum(sizes) == len(graph.calls) else self._balance
 
     def place_early(self, model: keras.Model) -> None:
         """Place the weights of a functional model before its first batch, without measured times."""
         if model not in self._partitions and model.built and getattr(model, "inputs", None):
-            balance = "parameters" if self._balance in ("time", "flops") else self._balance
             with self._raising():
                 with random_state.stand_in_generator():
                     graph = model_graph.trace(model)
+                balance = self._balance_of(model, graph)
+                balance = "parameters" if balance in ("time", "flops") else balance
                 costs = self._measure(graph, balance, (), 1)
             # Whether a rule fits depends on the stages, which are others with measured times.
             self._cut(model, graph, balance, costs, 1)
@@ -215,8 +226,9 @@ class StagePlanner:
             with keras_losses.collect_added_losses(lambda: added):
                 graph = model_graph.trace(model, given)
             self._check_batch_dependence(model, graph, batch, training)
-            costs = self._measure(graph, self._balance, model_graph.standardize(model, given), size)
-        self._cut(model, graph, self._balance, costs, size, warns=True, rules=self._rules)
+            balance = self._balance_of(model, graph)
+            costs = self._measure(graph, balance, model_graph.standardize(model, given), size)
+        self._cut(model, graph, balance, costs, size, warns=True, rules=self._rules)
         self._hide_transfers(model, size)
         # A layer adds its loss in the symbolic run; the trace of a subclassed model contains the call of add_loss.
         adds = added or any(isinstance(call.operation, keras_loss_operations.AddedLoss) for call in graph.calls)
@@ -257,7 +269,9 @@ class StagePlanner:
         with self._raising():
             estimates = not self._shards_weights and not self._groups
             if memory.limit_bytes is None and estimates and self._free_bytes is not None:
-                partition = self._within_free_memory(model, cut, memory, self._free_bytes, warns)
+                partition = within_free_memory(
+                    model.name, cut, memory, self._free_bytes, schedule.num_devices if warns else None
+                )
             else:
                 partition = cut(memory)
         if self._agree is not None:  # measured times, and free memory, differ between workers
@@ -272,7 +286,7 @@ class StagePlanner:
             devices = self.stage_devices(model), self.other_stage_devices(model)
             place_weights(model, partition.stages, *devices, shards_weights=self._shards_weights)
         self._partitions[model] = partition
-        self._known[model] = self._state(model)
+        self._versions[model] = ModelVersion(model, counts_variables=bool(self._groups))
         self._stages.pop(model)
 
     def _hide_transfers(self, model: keras.Model, size: int) -> None:
@@ -299,28 +313,6 @@ class StagePlanner:
     def _free_bytes(self) -> int | None:
         """The free memory of the GPU that has the least, before the first model has weights there."""
         return cluster.free_bytes(self._devices)
-
-    def _within_free_memory(
-        self,
-        model: keras.Model,
-        cut: Callable[[MemoryNeeds], Partition],
-        memory: MemoryNeeds,
-        free_bytes: int,
-        warns: bool,
-    ) -> Partition:
-        """Return a partition within the free memory of the GPUs if there is one, or else warn: needs are estimates."""
-        with contextlib.suppress(ValueError):
-            return cut(dataclasses.replace(memory, limit_bytes=free_bytes))
-        partition = cut(memory)
-        if warns:
-            needed = partition.device_bytes(memory, self.schedule_of(model).num_devices)
-            user_warnings.warn(
-                f"The stages of {model.name!r} need up to {figure(max(needed) / 1e6)} MB on one device, by "
-                f"estimate, and the GPU with the least free memory has {figure(free_bytes / 1e6)} MB: training "
-                "may run out of memory. Use balance='memory', more stages, smaller micro-batches or recompute=True, or "
-                "end other processes on the GPUs."
-            )
-        return partition
 
     def _fitted_schedule(
         self, model: keras.Model, graph: model_graph.Graph, costs: Sequence[CallCost]

@@ -138,7 +138,7 @@ class Staged(SingleReplica):
                 f"A pipeline trains with the loss of compile, after the last stage, and {type(model).__name__} has "
                 "objectives. Train it with SingleDevice, Mirrored or MultiWorker."
             )
-        if self._planner.forget_moved(model):
+        if self._planner.forget_changed(model):
             self._steps.pop(model)
         self._planner.place_early(model)
 

@@ -19,43 +19,32 @@ import tensorflow as tf
 from tfpar._compat.keras_model import all_layers, is_of_keras
 
 
-def settings_of(operation: keras.Operation) -> Hashable:
+def settings_of(operation: keras.Operation, with_trainable: bool = True) -> Hashable:
     """Return a value that is equal for operations with the same settings, whatever their names and weights.
 
     Args:
         operation: A layer, or another operation of a model. It must exist as long as the value.
+        with_trainable: Whether `trainable` is one of the settings.
 
     Example:
         >>> same, other = keras.layers.Dense(4), keras.layers.Dense(8)
         >>> settings_of(same) == settings_of(keras.layers.Dense(4)), settings_of(same) == settings_of(other)
         (True, False)
     """
-    return _of_operation(operation, frozenset())
+    return _Settings(with_trainable).of_operation(operation, frozenset())
 
 
-def _of_operation(operation: keras.Operation, above: frozenset[int]) -> Hashable:
-    kind = type(operation)
-    if not isinstance(operation, keras.Layer):
-        return kind, _attributes(operation, _names_of_operations(), above)
-    if all(is_of_keras(type(layer)) and not _has_own_function(layer) for layer in all_layers(operation)):
-        settings = operation.get_config()
-        settings.pop("name", None)
-        return kind, repr(settings)
-    policy = operation.dtype_policy.name, operation.trainable
-    return kind, policy, _attributes(operation, _names_of_layers(), above)
+def settings_of_model(model: keras.Model) -> Hashable:
+    """Return a value that changes with the attributes of a model of the user's class, apart from its compilation."""
+    if is_of_keras(type(model)):
+        return None
+    return _Settings(with_trainable=False).of_attributes(model, _names_of_models(), frozenset())
 
 
 def _has_own_function(layer: keras.Layer) -> bool:
     """Return whether a layer of Keras was given a function of the user, which `get_config` may be unable to return."""
     given = [value for name, value in vars(layer).items() if name not in _names_of_layers()]
     return any(callable(value) and not is_of_keras(value) for value in given)
-
-
-def _attributes(operation: keras.Operation, others: frozenset[str], above: frozenset[int]) -> Hashable:
-    """Return the attributes of an operation, without those that every one has, and TensorFlow's own."""
-    own = {name: value for name, value in vars(operation).items() if name not in others}
-    own = {name: value for name, value in own.items() if not name.startswith("_self_")}
-    return _of(own, above | {id(operation)})
 
 
 @functools.cache
@@ -68,31 +57,73 @@ def _names_of_operations() -> frozenset[str]:
     return frozenset(vars(keras.Operation()))
 
 
-def _of(value: Any, above: frozenset[int]) -> Hashable:
-    """Return the settings in a value of an attribute; the identity of what is unknown.
+@functools.cache
+def _names_of_models() -> frozenset[str]:
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return frozenset(vars(model))
+
+
+def _without_trainable(settings: Any) -> Any:
+    """Return the configuration of a layer without `trainable`, in layers that it holds too."""
+    if isinstance(settings, Mapping):
+        return {key: _without_trainable(value) for key, value in settings.items() if key != "trainable"}
+    return list(map(_without_trainable, settings)) if isinstance(settings, list | tuple) else settings
+
+
+class _Settings:
+    """The settings in operations and in the values of their attributes.
 
     Args:
-        value: The value.
-        above: The identities of the objects that contain it.
+        with_trainable: Whether `trainable` is one of them.
     """
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return type(value), value
-    if id(value) in above:
-        return "above"
-    above = above | {id(value)}
-    if isinstance(value, Mapping):
-        return tuple((repr(key), _of(item, above)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(_of(item, above) for item in value)
-    if isinstance(value, set | frozenset):
-        return frozenset(_of(item, above) for item in value)
-    if isinstance(value, keras.Variable):
-        return tuple(value.shape), value.dtype, value.trainable
-    if isinstance(value, np.ndarray | tf.Tensor):
-        array = np.asarray(value)
-        return array.shape, array.dtype.str, hashlib.sha256(array.tobytes()).digest()
-    if isinstance(value, keras.Operation):
-        return _of_operation(value, above)
-    if is_of_keras(type(value)) and hasattr(value, "get_config"):
-        return type(value), repr(value.get_config())
-    return id(value)
+
+    def __init__(self, with_trainable: bool) -> None:
+        self._with_trainable = with_trainable
+
+    def of_operation(self, operation: keras.Operation, above: frozenset[int]) -> Hashable:
+        """Return those of an operation in the objects `above`."""
+        kind = type(operation)
+        if not isinstance(operation, keras.Layer):
+            return kind, self.of_attributes(operation, _names_of_operations(), above)
+        if all(is_of_keras(type(layer)) and not _has_own_function(layer) for layer in all_layers(operation)):
+            settings = operation.get_config()
+            settings.pop("name", None)
+            return kind, repr(settings if self._with_trainable else _without_trainable(settings))
+        policy = operation.dtype_policy.name, self._with_trainable and operation.trainable
+        return kind, policy, self.of_attributes(operation, _names_of_layers(), above)
+
+    def of_attributes(self, operation: keras.Operation, others: frozenset[str], above: frozenset[int]) -> Hashable:
+        """Return those of the attributes of an operation, without some `others`, and TensorFlow's own."""
+        own = {name: value for name, value in vars(operation).items() if name not in others}
+        own = {name: value for name, value in own.items() if not name.startswith(("_self_", "_tfpar_"))}
+        return self._of(own, above | {id(operation)})
+
+    def _of(self, value: Any, above: frozenset[int]) -> Hashable:
+        """Return the settings in a value of an attribute; the identity of what is unknown.
+
+        Args:
+            value: The value.
+            above: The identities of the objects that contain it.
+        """
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+            return type(value), value
+        if id(value) in above:
+            return "above"
+        above = above | {id(value)}
+        if isinstance(value, Mapping):
+            return tuple((repr(key), self._of(item, above)) for key, item in value.items())
+        if isinstance(value, list | tuple):
+            return tuple(self._of(item, above) for item in value)
+        if isinstance(value, set | frozenset):
+            return frozenset(self._of(item, above) for item in value)
+        if isinstance(value, keras.Variable):
+            return tuple(value.shape), value.dtype, self._with_trainable and value.trainable
+        if isinstance(value, np.ndarray | tf.Tensor):
+            array = np.asarray(value)
+            return array.shape, array.dtype.str, hashlib.sha256(array.tobytes()).digest()
+        if isinstance(value, keras.Operation):
+            return self.of_operation(value, above)
+        if is_of_keras(type(value)) and hasattr(value, "get_config"):
+            return type(value), repr(value.get_config())
+        return id(value)
