@@ -303,3 +303,40 @@ def test_changed_settings_of_layers_take_effect_with_compile(strategy: str, buil
     losses, state = train(trainer, trainer.model)
     np.testing.assert_allclose(losses, expected[0], rtol=TOLERANCE)
     small.assert_same_state(state, expected[1], TOLERANCE)
+
+
+def discriminator() -> keras.Model:
+    model = keras.Sequential([keras.Input((parity_cases.NUM_FEATURES,)), layers.Dense(4, "tanh"), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def test_a_model_that_is_frozen_and_moved_by_another_trainer_must_be_compiled() -> None:
+    """Keras trains it on, with its first trace; a trace after the move would not train it, with no word."""
+
+    def fit_both(strategy: tfpar.Strategy, other: tfpar.Strategy) -> None:
+        data = {"x": parity_cases.inputs(16), "y": np.zeros((16, 1)), "batch_size": 8, "verbose": 0}
+        first = tfpar.Trainer(discriminator, strategy, seed=0)
+        first.fit(**data)
+        first.model.trainable = False
+        generator = layers.Dense(parity_cases.NUM_FEATURES)
+        features = keras.Input((parity_cases.NUM_FEATURES,))
+        both = keras.Model(features, first.model(generator(features)))
+        both.compile("sgd", "mse")
+        tfpar.Trainer(both, other).fit(**data)
+        before = first.model.get_weights()
+        first.fit(**data)
+        assert any((one != other).any() for one, other in zip(before, first.model.get_weights(), strict=True))
+
+    mirrored = STRATEGIES["mirrored"]()
+    fit_both(mirrored, mirrored)
+    with pytest.raises(ValueError, match=r"Another trainer has moved weights of .*Call compile\(\)"):
+        fit_both(mirrored, tfpar.SingleDevice())
+
+
+def test_a_loss_that_a_layer_adds_later_needs_compile() -> None:
+    trainer = tfpar.Trainer(by_function, STRATEGIES["mirrored"](), seed=0)
+    fit(trainer)
+    add_activity_regularizer(trainer.model)
+    with pytest.raises(ValueError, match=r"adds more losses than in its first batch since compile\(\)"):
+        trainer.evaluate(**arrays())

@@ -24,6 +24,11 @@ def all_layers(model: keras.Model) -> list[keras.Layer]:
     return list(model._flatten_layers())
 
 
+def trainable_settings(model: keras.Model) -> list[bool]:
+    """Return `trainable` of each layer and weight, as a trace of a train step reads them."""
+    return [bool(one.trainable) for one in (*all_layers(model), *model.variables)]
+
+
 def recomputes(model: keras.Model) -> bool:
     """Return whether a layer was built in a `keras.RematScope`, and so reads its weights in the backward pass too."""
     return any(versions.private(layer, "_remat_mode") is not None for layer in all_layers(model))

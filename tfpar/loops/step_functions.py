@@ -26,6 +26,7 @@ class StepFunctions:
         self._num_moves = 0
         self._compiled: dict[str, Any] = {}
         self._given: dict[str, str] = {}
+        self._trainable: list[bool] | None = None  # in the first trace of a train step since `compile`
 
     def once(self, kind: str, compile_it: Callable[[], Any], given: str = "") -> Any:
         """Compile once, until the model is compiled again or its variables move.
@@ -36,17 +37,31 @@ class StepFunctions:
             kind: The kind of function.
             compile_it: Compiles the function.
             given: A key of further inputs of the compilation; with another key than last time, it is repeated.
+
+        Raises:
+            ValueError: If a train step would be traced again with other weights to train.
         """
         # The object, not its id: a later compilation could have the address of one that was freed.
         compilation = keras_model.compilation(self._model)
         num_moves = keras_variables.num_moves(keras_variables.state(self._model))
+        if compilation is not self._compilation:
+            self._trainable = None
         if compilation is not self._compilation or num_moves != self._num_moves:
+            self._check_trainable()
             self._compilation, self._num_moves = compilation, num_moves
             self._compiled.clear()
         if kind not in self._compiled or self._given.get(kind, "") != given:
             self._compiled[kind] = compile_it()
             self._given[kind] = given
         return self._compiled[kind]
+
+    def _check_trainable(self) -> None:
+        if self._trainable is not None and self._trainable != keras_model.trainable_settings(self._model):
+            raise ValueError(
+                f"Another trainer has moved weights of {self._model.name!r}, whose step must be traced again, and "
+                "`trainable` has changed since `compile`. Call compile() after such a change, or give both trainers "
+                "the same strategy object."
+            )
 
     def loop(self, kind: str, distributed: Distributed) -> multi_step.CompiledLoop:
         """Return the inner loop over train steps, or over evaluate steps.
@@ -78,6 +93,8 @@ class StepFunctions:
         # One function for elements of any size, but not of any rank: it would forget the number of axes.
         elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
         compiled: multi_step.CompiledLoop = self.once(f"{kind} {distributed.uneven_end} {elements}", compile_loop)
+        if kind == "train" and self._trainable is None:
+            self._trainable = keras_model.trainable_settings(model)
         return compiled
 
     def predict(self, spec: Any) -> Callable[[Any], Any]:

@@ -318,6 +318,11 @@ class LossDecomposition:
             replica = local_replica_id()
             value = keras_losses.aggregate_added_loss(model, loss)
             position = next((index for index, other in enumerate(added[replica]) if other is loss), None)
+            if position is not None and position >= len(self._added_losses[training]):
+                raise ValueError(
+                    f"{model.name!r} adds more losses than in its first batch since compile(), such as those of an "
+                    "activity_regularizer set later. Call compile() again."
+                )
             # The penalty of a weight is not in the list: it has the same value on every replica, as a mean does.
             kind = "mean" if position is None else self._added_losses[training][position]
             return _reduce_kind(kind, value, counts())
