@@ -72,14 +72,45 @@ def test_settings_of_layers_differ() -> None:
     assert _settings(activation="relu") != _settings()
 
 
+def scaled(factor: float) -> Callable[[Any, Any], Any]:
+    return lambda targets, outputs: factor * keras.ops.mean(keras.ops.square(targets - outputs), -1)
+
+
+def offset(targets: Any, outputs: Any, by: float = 0.0) -> Any:
+    return keras.ops.mean(keras.ops.square(targets - outputs + by), -1)
+
+
+def test_functions_differ_by_their_code_and_their_numbers() -> None:
+    assert _settings(loss=scaled(1.0)) == _settings(loss=scaled(1.0))
+    assert _settings(loss=scaled(1.0)) != _settings(loss=scaled(2.0))
+    codes = [lambda targets, outputs: targets - outputs, lambda targets, outputs: targets + outputs]
+    assert _settings(loss=codes[0]) != _settings(loss=codes[1])
+    assert _settings(metrics=[offset]) == _settings(metrics=[offset])
+    assert _settings(loss=offset) != _settings(metrics=[offset])
+
+
+def test_functions_of_lambda_layers_differ() -> None:
+    one, same, other = (keras.Sequential([keras.layers.Lambda(lambda x, f=f: f * x)]) for f in (1.0, 1.0, 2.0))
+    settings = [_compiled(model) for model in (one, same, other)]
+    assert settings[0] == settings[1] != settings[2]
+
+
+def test_dtype_policies_differ() -> None:
+    assert _settings(dtype="mixed_bfloat16") != _settings(dtype="float32")
+
+
 def test_automatic_names_and_the_learning_rate_do_not_count() -> None:
     """The chief's learning rate is broadcast with its weights."""
     assert _settings() == _settings()
     assert _settings(optimizer=keras.optimizers.Adam(0.5)) == _settings(optimizer=keras.optimizers.Adam(0.1))
 
 
-def _settings(activation: str = "tanh", **compilation: Any) -> str:
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, activation)])
+def _settings(activation: str = "tanh", dtype: str | None = None, **compilation: Any) -> str:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, activation, dtype=dtype)])
+    return _compiled(model, **compilation)
+
+
+def _compiled(model: keras.Model, **compilation: Any) -> str:
     model.compile(**{"optimizer": keras.optimizers.Adam(0.1), "loss": "mse", **compilation})
     return equal_workers.settings_of(model)
 

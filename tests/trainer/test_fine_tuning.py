@@ -249,7 +249,7 @@ class Chooses(keras.Model):
 
 def by_function() -> keras.Model:
     features = keras.Input((parity_cases.NUM_FEATURES,))
-    hidden = Scales(name="scales")(layers.Dense(6, "tanh", name="dense")(features))
+    hidden = Scales(name="scales")(layers.Dense(6, "tanh", name="first")(features))
     model = keras.Model(features, layers.Dense(parity_cases.NUM_CLASSES)(layers.Dense(5, "tanh")(hidden)))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss())
     return model

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_model
+from tfpar.loops import function_code
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.strategies import Strategy
 
@@ -130,7 +132,14 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, types.FunctionType):
+        of_keras = keras_model.is_of_keras(value)
+        return value.__qualname__ if of_keras else {value.__qualname__: _plain(function_code.facts_of(value))}
     if isinstance(value, Mapping):
+        if str(value.get("class_name")).endswith("DTypePolicy"):
+            return str(value["config"])
+        if value.get("class_name") == "__lambda__":  # its code holds the name of its file
+            return "lambda"
         return {str(key): _plain(one) for key, one in value.items() if not _is_left_out(str(key), one)}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
@@ -138,6 +147,8 @@ def _plain(value: Any) -> Any:
         return _digest(value)
     kind = getattr(value, "__qualname__", None) or type(value).__qualname__
     settings = None
+    if isinstance(value, keras.layers.Lambda):
+        return {kind: _plain(value.function)}
     if hasattr(value, "get_config") and not isinstance(value, type | keras.Variable):
         with contextlib.suppress(Exception):  # a class without a configuration of its own
             settings = _plain(value.get_config())
