@@ -251,8 +251,10 @@ def _training_in_context() -> bool | None:
 
 
 def _can_open(layer: keras.Layer, kwargs: dict[str, Any]) -> bool:
-    # A mask given by hand to a Functional model is hung on its input, where a graph of tensors cannot see it.
-    takes_mask = kwargs.get("mask") is not None and not has_own_call(layer)
+    # A mask given by hand to a Functional model is hung on its input, where a graph of tensors cannot see it. A model
+    # with several inputs gets one for each, None where there is none.
+    masks = keras.tree.flatten(kwargs.get("mask"))
+    takes_mask = any(mask is not None for mask in masks) and not has_own_call(layer)
     return isinstance(layer, keras.Model) and not takes_mask and not has_own_ending(layer)
 
 

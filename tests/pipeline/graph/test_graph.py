@@ -70,6 +70,19 @@ def test_nested_models_are_traced_at_any_depth() -> None:
     assert_same(applied(model, numbers(3, 4)), model(numbers(3, 4)))
 
 
+def test_a_nested_model_of_several_inputs_is_opened() -> None:
+    """Keras gives it a mask of None for each input."""
+    entries = {"left": keras.Input((4,), name="left"), "right": keras.Input((4,), name="right")}
+    total = layers.Dense(3, name="left_dense")(entries["left"]) + layers.Dense(3, name="dense")(entries["right"])
+    inner = keras.Model(entries, {"total": total, "half": layers.ReLU(name="relu")(total)}, name="inner")
+    outer = {name: keras.Input((4,), name=name) for name in entries}
+    outputs = inner(outer)
+    model = keras.Model(outer, layers.Dense(2, name="head")(outputs["half"]))
+    assert names(trace(model)) == ["inner/left_dense", "inner/dense", "inner/add", "inner/relu", "head"]
+    inputs = {"left": numbers(5, 4), "right": numbers(5, 4, seed=1)}
+    assert_same(applied(model, inputs), model(inputs))
+
+
 def test_further_calls_of_a_layer_are_numbered_and_share_it() -> None:
     encoder = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="dense")], name="encoder")
     head = layers.Dense(4, name="head")
