@@ -24,6 +24,7 @@ from tests.support.input_cases import BATCH_SIZE, CASES, FEATURES, LABELS, NUM_B
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
 STRATEGIES = {**small.STRATEGIES, "pipeline": lambda: tfpar.Pipeline(2, 2, devices=["CPU:0", "CPU:1"])}
+STRATEGIES_AND_SHARDS = {**STRATEGIES, "tensor_parallel": lambda: tfpar.TensorParallel(2)}
 by_strategy = pytest.mark.parametrize("strategy", small.STRATEGIES)
 by_any_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 # What micro-batches cut in another way; the batches reach the stages as they reach one device.
@@ -45,7 +46,7 @@ ON_REPLICAS = (
 @functools.cache
 def trainer_of(model: Callable[[], keras.Model], strategy: str) -> tuple[tfpar.Trainer, small.Again]:
     """One compiled model for all tests of a kind of input, with what sets it back."""
-    trainer = tfpar.Trainer(model, STRATEGIES[strategy](), seed=0)
+    trainer = tfpar.Trainer(model, STRATEGIES_AND_SHARDS[strategy](), seed=0)
     return trainer, _built(trainer.model, model, trainer.fit)
 
 
@@ -301,7 +302,7 @@ def test_arrow_columns_are_arrays(column: Any) -> None:
         assert trainer.evaluate(FEATURES, column, verbose=0) == trainer.evaluate(FEATURES, LABELS, verbose=0)
 
 
-@by_any_strategy
+@pytest.mark.parametrize("strategy", STRATEGIES_AND_SHARDS)
 @pytest.mark.parametrize("comes", [True, False])
 def test_an_optional_input_comes_and_goes(strategy: str, comes: bool) -> None:
     (trainer, again), (model, keras_again) = trainer_of(cases.optional_model, strategy), keras_of(cases.optional_model)

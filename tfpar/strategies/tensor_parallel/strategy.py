@@ -44,16 +44,20 @@ class _State(NamedTuple):
 
     num_moves: int
     num_variables: int
+    absent: tuple[int, ...]  # optional inputs
     compilation: Any
 
     @classmethod
-    def of(cls, model: keras.Model) -> _State:
+    def of(cls, model: keras.Model, inputs: Any) -> _State:
         variables = model.variables
-        return cls(keras_variables.num_moves(variables), len(variables), keras_model.compilation(model))
+        leaves = [] if inputs is None else keras.tree.flatten(inputs)
+        absent = tuple(number for number, leaf in enumerate(leaves) if leaf is None)
+        return cls(keras_variables.num_moves(variables), len(variables), absent, keras_model.compilation(model))
 
-    def is_of(self, model: keras.Model) -> bool:
-        now = _State.of(model)
-        return self[:2] == now[:2] and self.compilation is now.compilation
+    def is_of(self, model: keras.Model, inputs: Any) -> bool:
+        now = _State.of(model, inputs)
+        same_inputs = inputs is None or now.absent == self.absent
+        return self[:2] == now[:2] and same_inputs and self.compilation is now.compilation
 
 
 class TensorParallel(SingleReplica):
@@ -171,7 +175,7 @@ class TensorParallel(SingleReplica):
 
     def _divide(self, model: keras.Model, inputs: Any) -> None:
         known = self._known.get(model)
-        if known is not None and known.is_of(model):
+        if known is not None and known.is_of(model, inputs):
             return
         with random_state.stand_in_generator():
             graph = model_graph.trace(model, inputs)
@@ -179,7 +183,7 @@ class TensorParallel(SingleReplica):
         owners = [list(map(keras_variables.full_name, devices)) for devices in self._owners]
         updates.place(model, layout.weights, updates.homes_of(model, layout, owners))
         self._divided[model] = DividedModel(model, graph, layout, self._replicas)
-        self._known[model] = _State.of(model)
+        self._known[model] = _State.of(model, inputs)  # after a move
 
     def creating_slots(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
         """Return the context in which the slots of divided weights are created in pieces."""
