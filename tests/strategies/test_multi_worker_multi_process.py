@@ -369,6 +369,16 @@ def test_other_models_are_an_error_on_all_and_nobody_waits_for_ever(job: workers
         assert_same(result, plain_fit())
 
 
+def test_data_that_end_early_on_one_worker_are_an_error_on_all(job: workers.Workers) -> None:
+    """The others waited without end for its part of the next step."""
+    for messages, after in results_of(job, "data_that_end_early_on_worker_1"):
+        assert len(messages) == 3, "fit, evaluate and predict"
+        for message in messages:
+            assert message.startswith("All workers must be equal, and worker 1 (127.0.0.1:")
+            assert "the end of the data ('3 batches in an epoch'" in message
+        assert_same(after, plain_fit())
+
+
 def test_a_model_function_that_fails_on_one_worker_is_an_error_on_all_who_train_on(job: workers.Workers) -> None:
     (chiefs, chiefs_next), (own, own_next) = results_of(job, "model_function_that_fails_on_worker_1")
     assert own == ["KeyError: 'vocabulary'"] * 2

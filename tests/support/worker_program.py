@@ -325,6 +325,28 @@ class Functions:
         except ValueError as error:
             return str(error)
 
+    def data_that_end_early_on_worker_1(self) -> Any:
+        """Generators of which TensorFlow does not know the length; then all workers train together again."""
+        trainer = self._small.initial()
+
+        def batches(number: int) -> Any:
+            return (batch for batch in list(small.data().take(number).as_numpy_iterator()))
+
+        messages = []
+        for verb in (trainer.fit, trainer.evaluate, trainer.predict):
+            inputs = batches(5 - 2 * RANK)
+            try:
+                verb(((x,) for x, _ in inputs) if verb == trainer.predict else inputs, verbose=0)
+            except ValueError as error:
+                messages.append(str(error))
+        trainer = self._small.initial()
+        return messages, trained(
+            trainer,
+            tf.data.Dataset.from_generator(
+                lambda: list(small.data().as_numpy_iterator()), output_signature=small.data().element_spec
+            ),
+        )
+
     def after_other_models(self) -> Any:
         """All workers can train together after the error of `other_models`."""
         return trained(tfpar.Trainer(small.build_model, self._plain, seed=0), small.data())

@@ -6,6 +6,7 @@ from tfpar.data.batching.autotuning import without_autotuning
 from tfpar.data.batching.batches import (
     check_same_inputs,
     class_weights,
+    has_unknown_size,
     join_batches,
     join_outputs,
     num_rows,
@@ -42,6 +43,7 @@ __all__ = [
     "first_batches",
     "from_arrays",
     "global_batches",
+    "has_unknown_size",
     "hold_out",
     "is_dataset",
     "is_python_source",

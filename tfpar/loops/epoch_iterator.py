@@ -30,6 +30,7 @@ class EpochIterator:
         restarts: Whether every epoch begins a new pass, even with a number of steps.
         raising_on_all_workers: Returns a context in which an error of one worker, such as unreadable or empty data, is
             raised on all.
+        check_end: Refuses, at the end of an epoch, data that end elsewhere on other workers; takes where they end here.
 
     Attributes:
         batch_size: Examples of the first global batch; 0 until `prepare_loop` has counted them.
@@ -53,7 +54,9 @@ class EpochIterator:
         first: tf.data.Dataset | None = None,
         restarts: bool = False,
         raising_on_all_workers: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        check_end: Callable[[str], None] | None = None,
     ) -> None:
+        self._check_end = check_end
         self._dataset = data.without_autotuning(dataset)
         self._has_more = has_more or (lambda upcoming: upcoming.has_value())
         self._source = source
@@ -103,6 +106,8 @@ class EpochIterator:
         Returns:
             Whether the data ended before the requested number of steps.
         """
+        if self._check_end is not None:
+            self._check_end(f"{'more than ' * bool(self.upcoming.has_value())}{self.batches} batches in an epoch")
         ran_out = self._steps_asked is not None and num_steps < self._steps_asked and not self.has_more()
         self._pass_is_over = ran_out or self.batches == self._batches_per_pass
         if self._source is not None:

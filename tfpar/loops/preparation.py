@@ -62,12 +62,10 @@ class Preparation:
             model_checks.check_loop(self._model, method)
             distributed, source, first = self._distribute(dataset)
 
-        def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
-            return self._strategy.has_more(upcoming, distributed)
-
         reused = unused[1] if unused is not None and unused[0] is dataset else None
-        raising = self._strategy.raising_on_all_workers
-        epoch_iterator = EpochIterator(distributed.dataset, steps, has_more, reused, source, first, restarts, raising)
+        epoch_iterator = self._epoch_iterator(
+            distributed, steps, unused=reused, source=source, first=first, restarts=restarts
+        )
         training = kind == "train"
         self._check_gradients(training)
         batch = self._build(epoch_iterator, distributed, kind)
@@ -107,17 +105,27 @@ class Preparation:
             model_checks.check_steps(self._model, "predict")
             whole = dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset
             distributed, source, first = self._distribute(whole)
-        epoch_iterator = EpochIterator(
-            distributed.dataset,
-            steps,
-            source=source,
-            first=first,
-            raising_on_all_workers=self._strategy.raising_on_all_workers,
-        )
+        epoch_iterator = self._epoch_iterator(distributed, steps, source=source, first=first)
         self._check_gradients(training=False)
         batch = self._build(epoch_iterator, distributed, "predict")
         self._prepare_outputs(batch, training=False)
         return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)
+
+    def _epoch_iterator(self, distributed: Distributed, steps: int | None, **settings: Any) -> EpochIterator:
+        def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
+            return self._strategy.has_more(upcoming, distributed)
+
+        def check_end(end: str) -> None:
+            self._strategy.require_equal({"the end of the data": end})
+
+        return EpochIterator(
+            distributed.dataset,
+            steps,
+            has_more,
+            raising_on_all_workers=self._strategy.raising_on_all_workers,
+            check_end=check_end if distributed.unknown_end else None,
+            **settings,
+        )
 
     def _prepare_outputs(self, batch: Any, training: bool) -> None:
         prepare = self._strategy.prepare_outputs

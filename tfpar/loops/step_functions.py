@@ -92,7 +92,7 @@ class StepFunctions:
 
         # One function for elements of any size, but not of any rank: it would forget the number of axes.
         elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
-        compiled: multi_step.CompiledLoop = self.once(f"{kind} {distributed.uneven_end} {elements}", compile_loop)
+        compiled: multi_step.CompiledLoop = self.once(f"{kind} {distributed[1:]} {elements}", compile_loop)
         if kind == "train" and self._trainable is None:
             self._trainable = keras_model.trainable_settings(model)
         return compiled

@@ -28,20 +28,20 @@ class Distributed(NamedTuple):
 
     Args:
         dataset: The elements.
-        uneven_end: Whether workers may have different numbers of elements; then each pads its dataset with empty
-            batches, and the workers vote on the end.
+        uneven_end: Whether workers may have different numbers of elements, and pad them with empty batches.
+        unknown_end: Whether workers must have as many, and none knows how many: they end with the first of them.
     """
 
     dataset: tf.data.Dataset
     uneven_end: bool = False
+    unknown_end: bool = False
 
 
 class Strategy(abc.ABC):
     """Decide where a model is built and how one step runs.
 
-    A strategy supplies the scope of the model, the distribution of datasets, and the train, evaluate and predict steps.
-    The trainer supplies the loops around them. The steps are traced in a `tf.function`, with the `step_batch` of an
-    element of the dataset of `distribute` as their argument.
+    A strategy supplies the scope of the model, the distribution of datasets, and the train, evaluate and predict steps,
+    traced in a `tf.function` with the `step_batch` of an element; the trainer supplies the loops around them.
 
     Example:
         >>> strategy: tfpar.Strategy = tfpar.Mirrored(["CPU:0", "CPU:1"])

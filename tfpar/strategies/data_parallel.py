@@ -115,7 +115,8 @@ class DataParallel(DividesState):
             own = slice(first, first + self._num_local_replicas)
             return split_into_parts(batch, data.num_rows(batch), self.num_replicas, own)
 
-        return Distributed(dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE))
+        elements = dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
+        return Distributed(elements, unknown_end=self.num_workers > 1 and data.has_unknown_size(dataset))
 
     def _distribute_shards(self, sharded: Sharded) -> Distributed:
         return self.distribute(sharded.global_batches())

@@ -198,6 +198,15 @@ def check_same_inputs(first: PerModel[list[bool]], model: keras.Model, batch: An
         )
 
 
+def has_unknown_size(dataset: tf.data.Dataset) -> bool:
+    """Return whether TensorFlow does not know how many elements a dataset has, such as that of a generator.
+
+    >>> has_unknown_size(tf.data.Dataset.range(3)), has_unknown_size(tf.data.Dataset.range(3).filter(bool))
+    (False, True)
+    """
+    return int(dataset.cardinality()) == int(tf.data.UNKNOWN_CARDINALITY)
+
+
 def num_rows(batch: Any) -> tf.Tensor:
     """Return the number of examples of a batch: the rows of its first tensor.
 

@@ -269,7 +269,8 @@ class Hybrid(Worker, Staged):
             (part,), num_counted, _, num_examples = split_into_parts(batch, data.num_rows(batch), self.num_workers, own)
             return part, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64)
 
-        return Distributed(dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE))
+        elements = dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
+        return Distributed(elements, unknown_end=data.has_unknown_size(dataset))
 
     def local_batch(self, element: Any) -> Any:
         """Return the local batch of an element."""

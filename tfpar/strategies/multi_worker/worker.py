@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfpar._compat import random_state
 from tfpar.cluster import tf_config
-from tfpar.strategies.base import Strategy
+from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.job_roles import refuse_evaluator
 from tfpar.strategies.multi_worker import preflight
 from tfpar.strategies.multi_worker.collectives import Group
@@ -59,6 +59,12 @@ class Worker(Strategy):
             seed = int(self.broadcast(str(secrets.randbits(31)).encode()))
             if random_state.global_seed() is None:
                 tf.random.set_seed(seed)
+
+    def has_more(self, upcoming: tf.experimental.Optional, distributed: Distributed) -> tf.Tensor:
+        """Return whether every worker has the upcoming element, in whose step each would wait for the others."""
+        if not distributed.unknown_end:
+            return super().has_more(upcoming, distributed)
+        return self._hosts.all_reduce(tf.cast(upcoming.has_value(), tf.int64)) == self.num_workers
 
     def require_equal(self, facts: dict[str, str]) -> None:
         """Refuse workers that differ in a property, such as a version; all workers must call this.
