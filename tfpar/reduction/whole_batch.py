@@ -109,7 +109,9 @@ class SumsOfParts:
         self._parts.append(part)
 
     def add_up(self, tolerance: float) -> bool:
-        """Return whether those of the parts give the loss of the batch."""
+        """Return whether those of the parts give the loss of the batch; also where no part computes it."""
+        if not self._parts:
+            return True
         total, weight = (float(sum(column)) for column in zip(*self._parts, strict=True))
         loss = float(self._whole[0])
         if not self._is_sum:

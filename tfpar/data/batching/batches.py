@@ -201,8 +201,13 @@ def check_same_inputs(first: PerModel[list[bool]], model: keras.Model, batch: An
 def has_unknown_size(dataset: tf.data.Dataset) -> bool:
     """Return whether TensorFlow does not know how many elements a dataset has, such as that of a generator.
 
-    >>> has_unknown_size(tf.data.Dataset.range(3)), has_unknown_size(tf.data.Dataset.range(3).filter(bool))
-    (False, True)
+    Args:
+        dataset: Any dataset.
+
+    Example:
+        >>> digits = tf.data.Dataset.range(10)
+        >>> has_unknown_size(digits), has_unknown_size(digits.filter(lambda digit: digit > 4))
+        (False, True)
     """
     return int(dataset.cardinality()) == int(tf.data.UNKNOWN_CARDINALITY)
 
