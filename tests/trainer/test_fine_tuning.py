@@ -305,6 +305,47 @@ def test_changed_settings_of_layers_take_effect_with_compile(strategy: str, buil
     small.assert_same_state(state, expected[1], TOLERANCE)
 
 
+@pytest.mark.parametrize("build", [by_function, by_class], ids=lambda build: build.__name__)
+def test_stages_stay_if_compile_changes_no_setting_of_a_layer(build: Any) -> None:
+    """A change of `trainable` is none: another cut would measure all layers again."""
+    trainer = tfpar.Trainer(build, STRATEGIES["pipeline"](), seed=0)
+    fit(trainer)
+    trainer.evaluate(**arrays())
+    before = trainer.strategy._planner.partition_of(trainer.model)
+    for trainable in (True, False):
+        trainer.model.layers[1].trainable = trainable
+        trainer.compile("adam", loss())
+        fit(trainer)
+        assert trainer.strategy._planner.partition_of(trainer.model) is before
+
+
+class HoldsCompiled(keras.Model):
+    """A model inside of a model that is compiled for itself, with what has no configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chooses, self.head = by_class(), layers.Dense(parity_cases.NUM_CLASSES)
+
+    def call(self, inputs: Any) -> Any:
+        return self.head(self.chooses(inputs))
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "weights sharded"])
+def test_a_model_of_a_compiled_model_trains_in_stages(strategy: str) -> None:
+    def build() -> keras.Model:
+        model = HoldsCompiled()
+        model.build((None, parity_cases.NUM_FEATURES))
+        model.compile("sgd", loss())
+        return model
+
+    keras.utils.set_random_seed(0)
+    model = build()
+    expected = fit(model)["loss"]
+    trainer = tfpar.Trainer(build, STRATEGIES[strategy](), seed=0)
+    np.testing.assert_allclose(fit(trainer)["loss"], expected, rtol=TOLERANCE)
+    small.assert_same_state(trainer.model.get_weights(), model.get_weights(), TOLERANCE)
+
+
 def discriminator() -> keras.Model:
     model = keras.Sequential([keras.Input((parity_cases.NUM_FEATURES,)), layers.Dense(4, "tanh"), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.1), "mse")

@@ -7,6 +7,7 @@ layers that are not Keras' own are compared, and functions by their identity.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Hashable, Mapping
@@ -59,9 +60,11 @@ def _names_of_operations() -> frozenset[str]:
 
 @functools.cache
 def _names_of_models() -> frozenset[str]:
+    """Return the attributes of any model: those of its compilation, of `fit` and of `evaluate` too."""
     model = keras.Sequential([keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    return frozenset(vars(model))
+    set_later = {"history", "stop_training", "stop_evaluating", "stop_predicting"}
+    return (frozenset(vars(model)) | set_later) - {"activity_regularizer"}
 
 
 def _without_trainable(settings: Any) -> Any:
@@ -91,7 +94,8 @@ class _Settings:
             settings.pop("name", None)
             return kind, repr(settings if self._with_trainable else _without_trainable(settings))
         policy = operation.dtype_policy.name, self._with_trainable and operation.trainable
-        return kind, policy, self.of_attributes(operation, _names_of_layers(), above)
+        others = _names_of_models() if isinstance(operation, keras.Model) else _names_of_layers()
+        return kind, policy, self.of_attributes(operation, others, above)
 
     def of_attributes(self, operation: keras.Operation, others: frozenset[str], above: frozenset[int]) -> Hashable:
         """Return those of the attributes of an operation, without some `others`, and TensorFlow's own."""
@@ -125,5 +129,6 @@ class _Settings:
         if isinstance(value, keras.Operation):
             return self.of_operation(value, above)
         if is_of_keras(type(value)) and hasattr(value, "get_config"):
-            return type(value), repr(value.get_config())
+            with contextlib.suppress(NotImplementedError):  # not every class of Keras has a configuration
+                return type(value), repr(value.get_config())
         return id(value)
