@@ -73,12 +73,13 @@ def test_nested_models_are_traced_at_any_depth() -> None:
 def test_a_nested_model_of_several_inputs_is_opened() -> None:
     """Keras gives it a mask of None for each input."""
     entries = {"left": keras.Input((4,), name="left"), "right": keras.Input((4,), name="right")}
-    total = layers.Dense(3, name="left_dense")(entries["left"]) + layers.Dense(3, name="dense")(entries["right"])
+    parts = [layers.Dense(3, name=f"{name}_dense")(entry) for name, entry in entries.items()]
+    total = layers.Add(name="add")(parts)
     inner = keras.Model(entries, {"total": total, "half": layers.ReLU(name="relu")(total)}, name="inner")
     outer = {name: keras.Input((4,), name=name) for name in entries}
     outputs = inner(outer)
     model = keras.Model(outer, layers.Dense(2, name="head")(outputs["half"]))
-    assert names(trace(model)) == ["inner/left_dense", "inner/dense", "inner/add", "inner/relu", "head"]
+    assert names(trace(model)) == ["inner/left_dense", "inner/right_dense", "inner/add", "inner/relu", "head"]
     inputs = {"left": numbers(5, 4), "right": numbers(5, 4, seed=1)}
     assert_same(applied(model, inputs), model(inputs))
 
