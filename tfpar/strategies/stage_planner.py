@@ -115,6 +115,14 @@ class StagePlanner:
         self._versions.pop(model)
         return True
 
+    def check_settings(self, model: keras.Model) -> None:
+        """Refuse another trace of the stages of a model if settings of its layers have changed without `compile`.
+
+        Raises:
+            ValueError: If a layer has changed.
+        """
+        self._versions[model].check_settings(model)
+
     def _balance_of(self, model: keras.Model, graph: model_graph.Graph) -> Balance | Sequence[int] | Sequence[str]:
         """Return the balance of a model: that of earlier stages of as many calls."""
         sizes = self._sizes.get(model) or []

@@ -282,14 +282,17 @@ class Staged(SingleReplica):
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
+        self._planner.check_settings(model)
         return self._steps[model].train_step(*self._local(batch))
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
+        self._planner.check_settings(model)
         return self._steps[model].evaluate_step(*self._local(batch))
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
+        self._planner.check_settings(model)
         local, part = self._local(batch)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(local)
         return self._steps[model].predict_step(inputs, part)

@@ -27,6 +27,7 @@ from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import gathered_classes, objective
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies.batches_ahead import HOST, StepBatch
+from tfpar.strategies.model_version import ModelVersion
 from tfpar.strategies.preview import Preview
 from tfpar.strategies.single_device import update_metrics
 from tfpar.strategies.single_replica import SingleReplica
@@ -42,22 +43,20 @@ from tfpar.strategies.tensor_parallel.wide_inputs import cut_inputs, cut_sizes
 class _State(NamedTuple):
     """What the layout of a model depends on, besides its shapes: LoRA, for one, is enabled before another `compile`."""
 
-    num_moves: int
-    num_variables: int
+    version: ModelVersion
     absent: tuple[int, ...]  # optional inputs
-    compilation: Any
 
     @classmethod
     def of(cls, model: keras.Model, inputs: Any) -> _State:
-        variables = model.variables
-        leaves = [] if inputs is None else keras.tree.flatten(inputs)
-        absent = tuple(number for number, leaf in enumerate(leaves) if leaf is None)
-        return cls(keras_variables.num_moves(variables), len(variables), absent, keras_model.compilation(model))
+        return cls(ModelVersion(model, counts_variables=True), _absent(inputs))
 
     def is_of(self, model: keras.Model, inputs: Any) -> bool:
-        now = _State.of(model, inputs)
-        same_inputs = inputs is None or now.absent == self.absent
-        return self[:2] == now[:2] and same_inputs and self.compilation is now.compilation
+        return (inputs is None or _absent(inputs) == self.absent) and self.version.is_current(model)
+
+
+def _absent(inputs: Any) -> tuple[int, ...]:
+    leaves = [] if inputs is None else keras.tree.flatten(inputs)
+    return tuple(number for number, leaf in enumerate(leaves) if leaf is None)
 
 
 class TensorParallel(SingleReplica):
@@ -249,11 +248,13 @@ class TensorParallel(SingleReplica):
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        self._known[model].version.check_settings(model)
         return self._divided[model].call(inputs, training=False)
 
     def _forward(self, model: keras.Model, batch: Any, *, training: bool) -> tuple[tf.Tensor, Any]:
         """Return the loss, a scalar, and the outputs, `[batch, ...]` each."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        self._known[model].version.check_settings(model)
         outputs = self._divided[model].call(inputs, training)
         with tf.device(self.devices[0]), keras_divided_penalties.of_pieces():
             return keras_model.compute_loss(model, inputs, targets, outputs, weights, training), outputs

@@ -1,0 +1,73 @@
+"""Settings of layers that change between calls of a trainer, without compile, equal Keras or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfpar
+from tests.trainer.test_fine_tuning import (
+    ALL_STRATEGIES,
+    DIVIDED,
+    add_activity_regularizer,
+    arrays,
+    by_function,
+    change_activation,
+    fit,
+)
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "fit": lambda verbs: fit(verbs)["loss"],
+    "evaluate": lambda verbs: verbs.evaluate(**arrays()),
+    "predict": lambda verbs: verbs.predict(arrays()["x"], batch_size=8, verbose=0),
+}
+DIVIDING = ["weights sharded", "pipeline", *DIVIDED]
+
+
+def trainer_of(strategy: str) -> tfpar.Trainer:
+    return tfpar.Trainer(by_function, ALL_STRATEGIES[strategy](), seed=0)
+
+
+@pytest.mark.parametrize("change", [add_activity_regularizer, change_activation], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("strategy", DIVIDING)
+def test_settings_changed_before_the_first_call_take_effect(
+    strategy: str, change: Callable[[keras.Model], None]
+) -> None:
+    keras.utils.set_random_seed(0)
+    model, trainer = by_function(), trainer_of(strategy)
+    change(model)
+    change(trainer.model)
+    for call in ("evaluate", "fit"):
+        np.testing.assert_allclose(CALLS[call](trainer), CALLS[call](model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("first", "second"), [("evaluate", "fit"), ("fit", "evaluate"), ("predict", "evaluate")])
+@pytest.mark.parametrize("strategy", DIVIDING)
+def test_settings_changed_after_a_call_need_compile_before_another_kind_of_call(
+    strategy: str, first: str, second: str
+) -> None:
+    """Keras traces each kind of call at its first use, with the settings of that time."""
+    trainer = trainer_of(strategy)
+    CALLS[first](trainer)
+    add_activity_regularizer(trainer.model)
+    with pytest.raises(ValueError, match=r"the layer '.*' of '.*' has changed since\. Call compile\(\)"):
+        CALLS[second](trainer)
+    CALLS[first](trainer)  # as it was traced
+
+
+@pytest.mark.parametrize("strategy", DIVIDING)
+def test_settings_changed_after_all_kinds_of_calls_have_no_effect(strategy: str) -> None:
+    keras.utils.set_random_seed(0)
+    model, trainer = by_function(), trainer_of(strategy)
+    for verbs, changed in ((model, model), (trainer, trainer.model)):
+        for call in CALLS.values():
+            call(verbs)
+        change_activation(changed)
+    for call in CALLS.values():
+        np.testing.assert_allclose(call(trainer), call(model), rtol=1e-5, atol=1e-6)
