@@ -71,3 +71,12 @@ def test_settings_changed_after_all_kinds_of_calls_have_no_effect(strategy: str)
         change_activation(changed)
     for call in CALLS.values():
         np.testing.assert_allclose(call(trainer), call(model), rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_that_is_assigned_needs_compile() -> None:
+    """Keras trains on with the optimizer of its trace."""
+    trainer = trainer_of("mirrored")
+    CALLS["fit"](trainer)
+    trainer.model.optimizer = keras.optimizers.SGD(0.5, name="other")
+    with pytest.raises(ValueError, match=r"was assigned another one: 'other'\. Call compile\("):
+        CALLS["fit"](trainer)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_model, keras_variables
 from tfpar.strategies import Distributed, Strategy, multi_step
+
+
+class _Trained(NamedTuple):
+    """What a train step trains, as it was traced."""
+
+    optimizer: Any
+    trainable: list[bool]
 
 
 class StepFunctions:
@@ -26,7 +33,7 @@ class StepFunctions:
         self._num_moves = 0
         self._compiled: dict[str, Any] = {}
         self._given: dict[str, str] = {}
-        self._trainable: list[bool] | None = None  # in the first trace of a train step since `compile`
+        self._trained: _Trained | None = None  # by the first trace of a train step since `compile`
 
     def once(self, kind: str, compile_it: Callable[[], Any], given: str = "") -> Any:
         """Compile once, until the model is compiled again or its variables move.
@@ -39,15 +46,15 @@ class StepFunctions:
             given: A key of further inputs of the compilation; with another key than last time, it is repeated.
 
         Raises:
-            ValueError: If a train step would be traced again with other weights to train.
+            ValueError: If a train step would be traced again with other weights to train, or another optimizer.
         """
         # The object, not its id: a later compilation could have the address of one that was freed.
         compilation = keras_model.compilation(self._model)
         num_moves = keras_variables.num_moves(keras_variables.state(self._model))
         if compilation is not self._compilation:
-            self._trainable = None
+            self._trained = None
         if compilation is not self._compilation or num_moves != self._num_moves:
-            self._check_trainable()
+            self._check_trained()
             self._compilation, self._num_moves = compilation, num_moves
             self._compiled.clear()
         if kind not in self._compiled or self._given.get(kind, "") != given:
@@ -55,8 +62,16 @@ class StepFunctions:
             self._given[kind] = given
         return self._compiled[kind]
 
-    def _check_trainable(self) -> None:
-        if self._trainable is not None and self._trainable != keras_model.trainable_settings(self._model):
+    def _check_trained(self) -> None:
+        if self._trained is None:
+            return
+        optimizer = keras_variables.optimizer_of(self._model)
+        if optimizer is not self._trained.optimizer:
+            raise ValueError(
+                f"An optimizer is set with compile(), and {self._model.name!r} was assigned another one: "
+                f"{getattr(optimizer, 'name', None)!r}. Call compile(optimizer=...)."
+            )
+        if self._trained.trainable != keras_model.trainable_settings(self._model):
             raise ValueError(
                 f"Another trainer has moved weights of {self._model.name!r}, whose step must be traced again, and "
                 "`trainable` has changed since `compile`. Call compile() after such a change, or give both trainers "
@@ -93,8 +108,8 @@ class StepFunctions:
         # One function for elements of any size, but not of any rank: it would forget the number of axes.
         elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
         compiled: multi_step.CompiledLoop = self.once(f"{kind} {distributed[1:]} {elements}", compile_loop)
-        if kind == "train" and self._trainable is None:
-            self._trainable = keras_model.trainable_settings(model)
+        if kind == "train" and self._trained is None:
+            self._trained = _Trained(keras_variables.optimizer_of(model), keras_model.trainable_settings(model))
         return compiled
 
     def predict(self, spec: Any) -> Callable[[Any], Any]:
