@@ -341,6 +341,19 @@ def test_shards_that_workers_read_apart_train_as_on_one_device(job: workers.Work
 # --- workers that are not alike
 
 
+def test_data_that_workers_read_in_parts_are_refused_before_the_first_step(job: workers.Workers) -> None:
+    for messages in results_of(job, "data_in_parts"):
+        assert len(messages) == 3, "fit, evaluate and predict"
+        for message in messages:
+            assert message.startswith("All workers must read the same global batches"), message
+            assert "the first batch of worker 1 is not that of the chief" in message
+
+
+def test_inputs_with_other_noise_on_each_worker_train(job: workers.Workers) -> None:
+    first, second = results_of(job, "other_augmentation")
+    assert first == second
+
+
 def test_the_chiefs_weights_count(job: workers.Workers) -> None:
     for result in results_of(job, "other_weights"):
         assert_same(result, plain_fit())

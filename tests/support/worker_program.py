@@ -347,6 +347,23 @@ class Functions:
             ),
         )
 
+    def data_in_parts(self) -> Any:
+        """Each worker reads its part of the data, as a script of `tf.distribute` without automatic sharding."""
+        trainer = self._small.initial()
+        own = small.data().unbatch().shard(2, RANK).batch(4)
+        messages = []
+        for verb in (trainer.fit, trainer.evaluate, trainer.predict):
+            try:
+                verb(own.map(lambda x, _: x) if verb == trainer.predict else own, verbose=0)
+            except ValueError as error:
+                messages.append(str(error))
+        return messages
+
+    def other_augmentation(self) -> Any:
+        """Inputs with noise that differs between workers, as of random operations in parallel, train."""
+        noise = 0.1 * RANK
+        return self._small.initial().fit(small.data().map(lambda x, y: (x + noise, y)), verbose=0).history["loss"]
+
     def after_other_models(self) -> Any:
         """All workers can train together after the error of `other_models`."""
         return trained(tfpar.Trainer(small.build_model, self._plain, seed=0), small.data())

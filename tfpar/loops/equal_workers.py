@@ -72,6 +72,29 @@ def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochI
     strategy.require_equal(facts)
 
 
+def check_first_batch(strategy: Strategy, first: data.FirstBatch) -> None:
+    """Refuse workers that read other batches than the chief, such as parts of the data.
+
+    Args:
+        strategy: The strategy of the workers.
+        first: The first global batch of this worker.
+
+    Raises:
+        ValueError: If no tensor of the batch is that of the chief; on every worker.
+    """
+    if strategy.num_workers == 1:
+        return
+    of_chief = json.loads(strategy.broadcast(json.dumps(first.digests).encode()))
+    with strategy.raising_on_all_workers():
+        if first.is_unlike(of_chief):
+            raise ValueError(
+                "All workers must read the same global batches, of which each trains on its part, and the first batch "
+                f"of worker {strategy.rank} is not that of the chief. Give every worker all examples in one order, "
+                "without shard(), and seed random operations. For data that workers read in parts, see "
+                "tfpar.data.by_file."
+            )
+
+
 def settings_of(model: keras.Model) -> str:
     """Return a line for each setting of a layer or of `compile`, the same on all workers of one program.
 

@@ -18,7 +18,7 @@ from tfpar import data
 from tfpar._compat import keras_model
 from tfpar.checkpoint import Checkpoints, Position, callback_state
 from tfpar.loops.initial_state import broadcast_initial_state
-from tfpar.loops.resumed_data import check_data, with_data
+from tfpar.loops.resumed_data import check_position, with_data
 from tfpar.loops.step_calls import NonfiniteStep, StepCalls
 from tfpar.messages import user_warnings
 
@@ -116,7 +116,7 @@ class FitLoop:
         fresh = Position(epoch=keras_model.restored_epoch(self._model) or initial_epoch)
         self._position, callbacks = broadcast_initial_state(self._model, self._strategy, self._checkpoints, fresh)
         callback_state.restore(self._callbacks.callbacks, callbacks)
-        check_data(self._position, self._epoch_iterator)
+        check_position(self._position, self._epoch_iterator)
         self._epoch_iterator.seek(self._position.passes, self._position.batches)
 
     def _decide(self, may_save: bool) -> Vote:

@@ -27,7 +27,7 @@ def with_data(position: Position, epoch_iterator: EpochIterator) -> Position:
     return dataclasses.replace(position, steps_per_epoch=steps, batch_size=epoch_iterator.batch_size)
 
 
-def check_data(position: Position, epoch_iterator: EpochIterator) -> None:
+def check_position(position: Position, epoch_iterator: EpochIterator) -> None:
     """Refuse to resume in the middle of an epoch of another length.
 
     The first batch of a shuffled dataset of batches of several sizes may differ each time, so other sizes alone are a
