@@ -270,6 +270,8 @@ ROWS = [
         "optimizers/loss_scale_optimizer",
         "the same",
     ),
+    _tensorflow("tensorflow.python.ops.gen_math_ops", "add_n", "ops/math_ops", "sums in the order of their arguments"),
+    _tensorflow("tensorflow.python.framework.ops.Operation", "_set_attr", "framework/ops", "the same"),
     # Random state
     _keras(
         "keras.src.backend.random",
@@ -532,4 +534,4 @@ ROWS = [
 ]
 # Strings that are no attributes: of the graph optimizer (function_optimizer.cc), and of the layer call around an
 # operation (keras/src/layers/layer.py).
-NO_ATTRIBUTES = {"_noinline", "_nospecialize"}
+NO_ATTRIBUTES = {"_noinline", "_nospecialize", "_grappler_ArithmeticOptimizer_AddOpsRewriteStage"}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar._compat import tf_custom_gradient
+from tfpar._compat import tf_custom_gradient, tf_sums
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 
 SECONDS_PER_CALL = 0.1
@@ -178,12 +178,18 @@ def _here(upcoming: Any) -> Any:
 
 
 def alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function whose traces TensorFlow counts separately.
+    """Return a function whose traces TensorFlow counts separately, and which adds tensors in the order of its code.
 
     TensorFlow 2.21 warns of a function that is traced often, and counts the traces of all functions with the same code
     together, so those of all models in a process (`_get_key_for_call_stats` in `polymorphic_function.py`).
     """
-    return functools.partial(function)
+
+    @functools.wraps(function)
+    def in_order(*arguments: Any) -> Any:
+        with tf_sums.in_order():
+            return function(*arguments)
+
+    return functools.partial(in_order)
 
 
 class StepsPerCall:
