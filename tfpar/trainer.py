@@ -216,7 +216,7 @@ class Trainer:
                 parity, or the model is not compiled.
             FloatingPointError: If the loss is not finite; the message names the step.
         """
-        epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch)
+        epochs, steps = limited_epochs(epochs), limited_steps(steps_per_epoch, "steps_per_epoch")
         equal_workers.check_fit(
             self.strategy, (x, y, sample_weight), epochs=epochs, shuffle=shuffle, checkpoints=bool(checkpoints),
             class_weight=class_weight, validation=(validation_data is None, validation_split, validation_freq),

@@ -193,3 +193,50 @@ def test_sums_of_several_outputs_are_refused(strategy: str) -> None:
     build = two_outputs(keras.losses.MeanSquaredError(reduction="sum"))
     with pytest.raises(ValueError, match=r"count a mean over the batch in a keras\.metrics\.Mean, .* 'a_loss' counts"):
         tfpar.Trainer(build, small.SPLITTING_STRATEGIES[strategy]()).fit(two_targets(8, False), verbose=0)
+
+
+class PenalizesInputs(keras.Model):
+    """A layer that the loss alone calls, and nothing has built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes, self.of_loss = keras.layers.Dense(2, name="classes"), keras.layers.Dense(1, name="of_loss")
+
+    def call(self, inputs: Any) -> Any:
+        return self.classes(inputs)
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        return keras.ops.mean(keras.ops.square(y - y_pred)) + keras.ops.mean(keras.ops.square(self.of_loss(x)))
+
+
+def penalizes_inputs() -> keras.Model:
+    model = PenalizesInputs()
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9))
+    return model
+
+
+class Vectorized(keras.layers.Layer):
+    """A map of TensorFlow over the examples, which it compiles itself."""
+
+    def call(self, inputs: Any) -> Any:
+        return keras.ops.vectorized_map(lambda example: keras.ops.tanh(example) * 2.0, inputs)
+
+
+def vectorized() -> keras.Model:
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5), Vectorized(), keras.layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*layer call for 2 stages")
+@pytest.mark.parametrize("build", [penalizes_inputs, vectorized], ids=lambda build: build.__name__)
+@pytest.mark.parametrize("strategy", small.SPLITTING_STRATEGIES)
+def test_layers_of_the_loss_and_vectorized_maps_train_as_on_one_device(
+    strategy: str, build: Callable[[], keras.Model]
+) -> None:
+    def data() -> tf.data.Dataset:
+        return two_targets(7, False).map(lambda inputs, targets: (inputs, targets[0]))
+
+    small.assert_trains_as_one_device(build, data, small.SPLITTING_STRATEGIES[strategy])

@@ -80,3 +80,12 @@ def test_an_optimizer_that_is_assigned_needs_compile() -> None:
     trainer.model.optimizer = keras.optimizers.SGD(0.5, name="other")
     with pytest.raises(ValueError, match=r"was assigned another one: 'other'\. Call compile\("):
         CALLS["fit"](trainer)
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "optimizer sharded", *DIVIDED])
+def test_weights_that_are_added_after_a_step_need_compile(strategy: str) -> None:
+    trainer = trainer_of(strategy)
+    CALLS["fit"](trainer)
+    trainer.model.layers[-1].enable_lora(2)
+    with pytest.raises(ValueError, match=r"has other weights than in its last train step, as after enable_lora"):
+        CALLS["fit"](trainer)

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend
 
-from tfpar._compat import keras_model, tf_variable_names
+from tfpar._compat import keras_model, tf_variable_names, versions
 
 
 def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
@@ -49,9 +49,24 @@ def symbolic_build(model: keras.Model, batch: Any, training: bool) -> None:
             tf_variable_names.as_without_outer_scope(),
         ):
             model._symbolic_build(data_batch=batch)
+            if _has_layers_of_its_loss(model):
+                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.map_structure(_symbolic, batch))
+                outputs = backend.compute_output_spec(model, x)
+                backend.compute_output_spec(model._compute_loss, x, y, outputs, sample_weight=sample_weight)
     finally:
         if not was_built:
             optimizer.built = False
+
+
+def _has_layers_of_its_loss(model: keras.Model) -> bool:
+    """Return whether `compute_loss` has layers to build that `call` has not: Keras runs it for losses of `compile`."""
+    without_losses = versions.private(model, "_compile_loss") is None
+    is_built = all(layer.built for layer in keras_model.all_layers(model))
+    return without_losses and not is_built and keras_model.overridden(model, "compute_loss")
+
+
+def _symbolic(given: Any) -> Any:
+    return None if given is None else keras.KerasTensor(given.shape, keras.backend.standardize_dtype(given.dtype))
 
 
 def _of_same_kind(given: Any, symbolic: Any) -> Any:

@@ -56,17 +56,23 @@ def own_traces() -> Iterator[None]:
 def eager_functions() -> Iterator[None]:
     """Run every eager call of a `tf.function` inside this context as Python code, except with XLA.
 
+    `tf.vectorized_map` needs its graph, from which it makes another one, and stays as it is.
     `tf.config.run_functions_eagerly` takes those too, and on CPUs Keras' grouped convolutions run in no other way.
     """
     original, thread = Function.__call__, threading.get_ident()
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and tf.executing_eagerly() and not function._jit_compile:
+        is_python = tf.executing_eagerly() and not function._jit_compile and not _is_vectorized(function)
+        if threading.get_ident() == thread and is_python:
             return function._python_function(*args, **kwargs)
         return original(function, *args, **kwargs)
 
     with mock.patch.object(Function, "__call__", call):
         yield
+
+
+def _is_vectorized(function: Any) -> bool:
+    return str(function._python_function.__module__).startswith("tensorflow.python.ops.parallel_for")
 
 
 def noinline_function(body: Callable[..., Any], *specs: Any, jit_compile: bool = False) -> Any:

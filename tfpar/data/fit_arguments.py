@@ -15,6 +15,7 @@ from tfpar.data.batching.arrays import Shuffle, from_arrays
 from tfpar.data.batching.batches import class_weights
 from tfpar.data.python_batches import PythonBatches
 from tfpar.data.sharding.sharded import Sharded
+from tfpar.messages.whole_numbers import check_whole_numbers
 
 DEFAULT_BATCH_SIZE = 32
 Batches: TypeAlias = tf.data.Dataset | Sharded | PythonBatches
@@ -70,6 +71,7 @@ def as_dataset(
             "Targets and weights are part of a dataset, received a dataset with y or sample_weight. Let the dataset "
             "yield (inputs, targets, sample_weight)."
         )
+    check_whole_numbers(batch_size=batch_size)
     dtype = None if is_dataset(x) else keras.config.floatx()
     if not is_dataset(x):
         size = batch_size or _default_batch_size((x, y, sample_weight), steps)

@@ -21,6 +21,8 @@ from tfpar.loops.initial_state import broadcast_initial_state
 from tfpar.loops.resumed_data import check_position, with_data
 from tfpar.loops.step_calls import NonfiniteStep, StepCalls
 from tfpar.messages import user_warnings
+from tfpar.messages.received import quoted
+from tfpar.messages.whole_numbers import check_whole_numbers
 
 NonfiniteLoss = Literal["stop", "continue"]
 _CHECKPOINT = "Writing a checkpoint"
@@ -71,6 +73,11 @@ class FitLoop:
     ) -> None:
         if nonfinite_loss not in ("stop", "continue"):
             raise ValueError(f"nonfinite_loss must be 'stop' or 'continue', received {nonfinite_loss!r}.")
+        if not isinstance(checkpoints, Checkpoints | None):
+            raise TypeError(
+                f"checkpoints must be tfpar.Checkpoints, received {quoted(checkpoints)}. Write "
+                "checkpoints=tfpar.Checkpoints(folder)."
+            )
         self._caller = caller
         self._stops = nonfinite_loss == "stop"
         self._model = caller.model
@@ -90,6 +97,7 @@ class FitLoop:
         Returns:
             The logs of the last epoch.
         """
+        check_whole_numbers(initial_epoch=initial_epoch)
         self._callbacks.on_train_begin()
         self._resume(initial_epoch)
         logs: dict[str, float] = {}

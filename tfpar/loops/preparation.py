@@ -177,8 +177,12 @@ class Preparation:
         self._strategy.move_model(self._model)  # it may have been compiled again outside of the scope
         with self._strategy.raising_on_all_workers(), self._strategy.scope():
             self._strategy.place(self._model, batch, kind == "train")
+            num_weights = len(self._model.variables)
             model_checks.build(self._model, batch, kind, self._strategy.creating_slots)
         self._strategy.move_model(self._model)  # a build may add metrics to the model
+        if len(self._model.variables) != num_weights:  # or layers of compute_loss
+            with self._strategy.raising_on_all_workers(), self._strategy.scope():
+                self._strategy.place(self._model, batch, kind == "train")
         return batch
 
     def caller(
@@ -222,12 +226,13 @@ class Preparation:
         """
         if validation_data is None:
             return lambda epoch: {}
-        if not (frequency >= 1 if isinstance(frequency, int) else isinstance(frequency, Collection)):
+        of_epochs = isinstance(frequency, Collection) and not isinstance(frequency, str)
+        if not (frequency >= 1 if isinstance(frequency, int) else of_epochs):
             raise ValueError(
                 f"validation_freq must be a number of epochs of at least 1 or a list of epochs, received {frequency!r}."
             )
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(validation_data)
-        steps = limited_steps(steps)
+        steps = limited_steps(steps, "validation_steps")
         dataset = self.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
         epoch_iterator, run_steps = self.prepare_loop(dataset, steps, "evaluate", restarts=True)
         caller = self.caller(run_steps, epoch_iterator, callbacks, testing=True)

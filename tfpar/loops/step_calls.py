@@ -15,6 +15,7 @@ from tfpar.callbacks import Throughput
 from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.held_errors import HeldCallbacks
+from tfpar.messages.whole_numbers import check_whole_numbers
 from tfpar.strategies import Strategy
 from tfpar.strategies.multi_step import CompiledLoop, StepsPerCall
 
@@ -59,6 +60,7 @@ class StepCalls:
 
     def __post_init__(self) -> None:
         """Start with a single step, because the first call compiles."""
+        check_whole_numbers(steps_per_call=self.steps_per_call)
         if self.steps_per_call is not None and self.steps_per_call < 1:
             raise ValueError(
                 f"steps_per_call must be at least 1, received {self.steps_per_call}. Leave it out for auto."
@@ -138,6 +140,7 @@ class StepCalls:
 
 def limited_epochs(epochs: int) -> int:
     """Return the number of epochs, limited by `keras.config.set_max_epochs` (or `KERAS_MAX_EPOCHS`)."""
+    check_whole_numbers(epochs=epochs)
     limit = keras.config.max_epochs()
     if not limit or limit >= epochs:
         return epochs
@@ -145,8 +148,20 @@ def limited_epochs(epochs: int) -> int:
     return int(limit)
 
 
-def limited_steps(num_steps: int | None) -> int | None:
-    """Return the steps, limited by `keras.config.set_max_steps_per_epoch` (or `KERAS_MAX_STEPS_PER_EPOCH`)."""
+def limited_steps(num_steps: int | None, name: str = "steps") -> int | None:
+    """Return the steps, limited by `keras.config.set_max_steps_per_epoch` (or `KERAS_MAX_STEPS_PER_EPOCH`).
+
+    Args:
+        num_steps: The steps that the user has set; None for none.
+        name: The argument of the user.
+
+    Raises:
+        TypeError: If it is no whole number.
+        ValueError: If it is negative; 0 is None, as in Keras.
+    """
+    check_whole_numbers(**{name: num_steps})
+    if num_steps is not None and num_steps < 0:
+        raise ValueError(f"{name} must be at least 1, received {num_steps}. Leave it out for all data.")
     limit = keras.config.max_steps_per_epoch()
     if not limit or (num_steps and num_steps <= limit):
         return num_steps

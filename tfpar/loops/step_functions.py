@@ -16,6 +16,7 @@ class _Trained(NamedTuple):
     """What a train step trains, as it was traced."""
 
     optimizer: Any
+    num_weights: int
     trainable: list[bool]
 
 
@@ -71,6 +72,11 @@ class StepFunctions:
                 f"An optimizer is set with compile(), and {self._model.name!r} was assigned another one: "
                 f"{getattr(optimizer, 'name', None)!r}. Call compile(optimizer=...)."
             )
+        if self._trained.num_weights != len(self._model.variables):
+            raise ValueError(
+                f"{self._model.name!r} has other weights than in its last train step, as after enable_lora(). Call "
+                "compile() after such a change."
+            )
         if self._trained.trainable != keras_model.trainable_settings(self._model):
             raise ValueError(
                 f"Another trainer has moved weights of {self._model.name!r}, whose step must be traced again, and "
@@ -109,7 +115,9 @@ class StepFunctions:
         elements = tf.nest.map_structure(_without_sizes, distributed.dataset.element_spec)
         compiled: multi_step.CompiledLoop = self.once(f"{kind} {distributed[1:]} {elements}", compile_loop)
         if kind == "train" and self._trained is None:
-            self._trained = _Trained(keras_variables.optimizer_of(model), keras_model.trainable_settings(model))
+            self._trained = _Trained(
+                keras_variables.optimizer_of(model), len(model.variables), keras_model.trainable_settings(model)
+            )
         return compiled
 
     def predict(self, spec: Any) -> Callable[[Any], Any]:

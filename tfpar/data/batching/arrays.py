@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfpar.data.batching import blocks
 from tfpar.data.batching.columns import Column, Dense, column
+from tfpar.messages.received import quoted
 
 BLOCK_BYTES = 1 << 20  # of one gather: large enough to hide the cost of a call, small enough for the cache
 MAX_BATCHES_PER_BLOCK = 200
@@ -52,6 +53,7 @@ def from_arrays(
         raise ValueError("sample_weight needs targets, but y is None: pass y as well.")
     if keras.tree.is_nested(y) and sample_weight is not None and not keras.tree.is_nested(sample_weight):
         sample_weight = keras.tree.map_structure(lambda _: sample_weight, y)
+    _check_weights(y, sample_weight)
     named = {"x": x, "y": y, "sample_weight": sample_weight}
     with tf.device("CPU:0"):
         columns = tuple(_columns(name, value) for name, value in named.items() if value is not None)
@@ -90,6 +92,15 @@ def _permutation(num_rows: int, seed: tf.Tensor, within: int) -> tf.Tensor:
     return tf.argsort(groups + tf.random.stateless_uniform([num_rows], seed, dtype=tf.float64))
 
 
+def _check_weights(y: Any, sample_weight: Any) -> None:
+    """Refuse weights for other outputs than those with targets."""
+    if isinstance(y, Mapping) and isinstance(sample_weight, Mapping) and set(y) != set(sample_weight):
+        raise ValueError(
+            f"sample_weight must have the outputs of y, received {sorted(sample_weight)} for {sorted(y)}. Give an "
+            "output without weights np.ones(examples)."
+        )
+
+
 def hold_out(arrays: Any, share: float) -> tuple[Any, Any]:
     """Split the last rows off for validation, as `keras.Model.fit(validation_split=...)` does.
 
@@ -108,6 +119,8 @@ def hold_out(arrays: Any, share: float) -> tuple[Any, Any]:
     >>> x.numpy().tolist(), held_out.numpy().tolist()
     ([0, 1, 2], [3, 4])
     """
+    if not isinstance(share, int | float | np.number):
+        raise TypeError(f"validation_split must be a fraction above 0 and below 1, received {quoted(share)}.")
     columns = _columns("the arrays", arrays)
     num_rows = _common_length(columns)
     first = int(num_rows * (1 - share)) if 0 < share < 1 else 0

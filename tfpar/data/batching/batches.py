@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat import keras_data_adapters
+from tfpar.messages.received import quoted
 from tfpar.per_model import PerModel
 
 
@@ -53,6 +54,11 @@ def class_weights(dataset: Any, class_weight: Mapping[int, float], dtype: str | 
 
 
 def _weight_table(class_weight: Mapping[int, float], dtype: str | None) -> Any:
+    if not isinstance(class_weight, Mapping):
+        raise TypeError(
+            f"class_weight maps classes to weights, such as {{0: 1.0, 1: 2.5}}, received {quoted(class_weight)}. For "
+            "balanced weights, see compute_class_weight of sklearn.utils.class_weight."
+        )
     if not class_weight:
         raise ValueError("class_weight must name at least one class, but is empty.")
     for label, weight in class_weight.items():

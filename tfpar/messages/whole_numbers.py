@@ -1,0 +1,30 @@
+"""Arguments that count something."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from tfpar.messages.received import quoted
+
+
+def check_whole_numbers(**values: Any) -> None:
+    """Refuse arguments that are neither whole numbers nor None.
+
+    Args:
+        **values: Arguments by name; NumPy's integers are whole numbers, 2.0 is none, as in Python's `range`.
+
+    Raises:
+        TypeError: If one is something else.
+
+    Example:
+        >>> check_whole_numbers(epochs=3, batch_size=None)
+        >>> check_whole_numbers(epochs="3")
+        Traceback (most recent call last):
+        TypeError: epochs must be a whole number, received '3'.
+    """
+    for name, value in values.items():
+        try:
+            operator.index(0 if value is None else value)
+        except TypeError:
+            raise TypeError(f"{name} must be a whole number, received {quoted(value)}.") from None
