@@ -42,6 +42,12 @@ def test_only_a_pipeline_has_a_schedule_to_trace() -> None:
         tfpar.SingleDevice("CPU:0").trace(small.build_model(), None)
 
 
+@pytest.mark.parametrize("shard", [None, "optimizer", "weights"])
+def test_mirrored_takes_the_first_devices(shard: Any) -> None:
+    """As the rows of a plan name it."""
+    assert tfpar.Mirrored(3, shard=shard).device_names == ["CPU:0", "CPU:1", "CPU:2"]
+
+
 def test_mirrored_takes_all_logical_cpus_where_there_is_no_gpu() -> None:
     if tf.config.list_logical_devices("GPU"):
         pytest.skip("it takes the GPUs")

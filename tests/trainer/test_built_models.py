@@ -299,7 +299,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "num_devices must be a whole number, received '2'",
     ),
-    "how many devices": (lambda: tfpar.Mirrored(2), TypeError, "must be a list of names .* received 2"),  # type: ignore[arg-type]
+    "more devices than there are": (
+        lambda: tfpar.Mirrored(5),
+        ValueError,
+        r"a number from 1 to 4, received 5\. There are: .*'CPU:3'\]\. tfpar\.use_logical_cpus\(5\) makes as many",
+    ),
+    "no devices": (lambda: tfpar.Mirrored(0), ValueError, "a number from 1 to 4, received 0"),
     "one device": (lambda: tfpar.Mirrored("GPU:0"), ValueError, r'received \'GPU:0\'\. Write \["GPU:0"\]'),
     "a device's number": (
         lambda: tfpar.SingleDevice(0),  # type: ignore[arg-type]

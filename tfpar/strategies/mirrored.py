@@ -29,8 +29,8 @@ class Mirrored(DataParallel):
     Every device has a replica of the model and computes its per-replica batch. The results are those of one device.
 
     Args:
-        devices: Device names such as `["GPU:0", "GPU:1"]`; None takes all GPUs, or, on a machine without one, all
-            logical CPUs (see `tfpar.use_logical_cpus`).
+        devices: Device names such as `["GPU:0", "GPU:1"]`, or how many; None takes all GPUs, or, on a machine without
+            one, all logical CPUs (see `tfpar.use_logical_cpus`).
         all_reduce: How gradients are summed. On GPUs `"nccl"`, `"hierarchical_copy"`, `"reduction_to_one_device"`,
             or `"auto"` for NCCL where each replica has a GPU of its own, else `"reduction_to_one_device"`. On CPUs
             always `"reduction_to_one_device"`.
@@ -58,7 +58,7 @@ class Mirrored(DataParallel):
     @keyword_arguments.named
     def __new__(
         cls,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[str] | int | None = None,
         all_reduce: AllReduce = "auto",
         pack_bytes: int | None = None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
@@ -75,7 +75,7 @@ class Mirrored(DataParallel):
     @keyword_arguments.named
     def __init__(
         self,
-        devices: Sequence[str] | None = None,
+        devices: Sequence[str] | int | None = None,
         all_reduce: AllReduce = "auto",
         pack_bytes: int | None = None,
         batch_dependent_layers: BatchDependentLayers = "refuse",
@@ -118,15 +118,21 @@ class Mirrored(DataParallel):
             return data.take_rows(data.join_batches(outputs), 0, num_examples)
 
 
-def _resolved(devices: Sequence[str] | None) -> list[str]:
-    found = cluster.resolve_devices(devices)
+def _resolved(devices: Sequence[str] | int | None) -> list[str]:
+    number = devices if isinstance(devices, int) else None
+    found = cluster.resolve_devices(None if isinstance(devices, int) else devices)
+    if number is not None and found and not 1 <= number <= len(found):
+        others = "" if found[0].startswith("GPU") else f" tfpar.use_logical_cpus({max(1, number)}) makes as many."
+        raise ValueError(
+            f"devices must be names, or a number from 1 to {len(found)}, received {number}. There are: {found}.{others}"
+        )
     if not found:  # in a job TensorFlow lists no device by a local name
         raise ValueError(
             "Mirrored trains in one process, and this process has joined a job of several workers. Use MultiWorker "
             "here, or Mirrored in another process."
         )
     cluster.check_one_kind("Mirrored", found)
-    return found
+    return found[:number]
 
 
 def chosen_all_reduce(all_reduce: AllReduce, devices: Sequence[str], cards: Sequence[int]) -> AllReduce:
