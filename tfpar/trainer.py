@@ -76,6 +76,7 @@ class Trainer:
         """Stop `fit` after the current call, with a checkpoint; safe in a signal handler."""
         self.interrupted = True
 
+    @reported
     def build(self, x: Any, y: Any = None, batch_size: int | None = None) -> Any:
         """Build the model from the first batch, and run all checks of `fit` before its first step.
 
@@ -95,9 +96,8 @@ class Trainer:
         """
         # Shuffle a Python source, the default of fit: fit reuses the batch only with the same argument.
         shuffle = data.is_python_source(x)
-        dataset = self._preparation.batches(
-            self._reused_source(x, None, shuffle), y, batch_size=batch_size, shuffle=shuffle
-        )
+        source = self._reused_source(x, None, shuffle)
+        dataset = self._preparation.batches(source, y, batch_size=batch_size, shuffle=shuffle)
         epoch_iterator, _ = self._preparation.prepare_loop(dataset, None, "train", self._built_with)
         self._built_with = (dataset, epoch_iterator)
         return self.strategy.local_batch(epoch_iterator.peek())

@@ -341,6 +341,24 @@ def test_shards_that_workers_read_apart_train_as_on_one_device(job: workers.Work
 # --- workers that are not alike
 
 
+def test_workers_that_call_different_methods_are_refused_and_train_on(job: workers.Workers) -> None:
+    for messages, result in results_of(job, "other_calls"):
+        for message, verb in zip(messages, ("evaluate", "predict", "build"), strict=True):
+            assert f"worker 1 calls fit where the chief calls {verb}. Call each on every worker" in message
+        assert_same(result, keras_fit(small.data()))
+
+
+def test_fit_of_the_model_is_that_of_the_trainer(job: workers.Workers) -> None:
+    for result in results_of(job, "fit_of_the_model"):
+        assert_same(result, keras_fit(small.data(), epochs=2))
+
+
+def test_a_model_function_that_calls_methods_of_keras_is_refused(job: workers.Workers) -> None:
+    for messages in results_of(job, "model_function_that_calls_keras"):
+        for message, name in zip(messages, ("fit", "evaluate", "predict"), strict=True):
+            assert f"A model function cannot call {name} in a job of several workers" in message
+
+
 def test_data_that_workers_read_in_parts_are_refused_before_the_first_step(job: workers.Workers) -> None:
     for messages in results_of(job, "data_in_parts"):
         assert len(messages) == 3, "fit, evaluate and predict"

@@ -347,6 +347,41 @@ class Functions:
             ),
         )
 
+    def other_calls(self) -> Any:
+        """The chief evaluates, predicts or builds alone, and the other worker trains; then all train together."""
+        trainer = self._small.initial()
+        messages = []
+        for verb in (trainer.evaluate, trainer.predict, trainer.build):
+            try:
+                (verb if RANK == 0 else trainer.fit)(small.data())
+            except ValueError as error:
+                messages.append(str(error))
+        return messages, trained(self._small.initial(), small.data())
+
+    def fit_of_the_model(self) -> Any:
+        """`trainer.model.fit` is that of the trainer."""
+        trainer = self._small.initial()
+        history = trainer.model.fit(small.data(), epochs=2, verbose=0).history
+        return cases.Trained(history, cases.state(trainer.model))
+
+    def model_function_that_calls_keras(self) -> Any:
+        """Keras' own methods do not run under several workers; `predict` of a model of no scope does."""
+        alone = small.build_model()
+        messages = []
+        for name in ("fit", "evaluate", "predict"):
+
+            def build(name: str = name) -> Any:
+                model = small.build_model()
+                alone.predict(parity_cases.inputs(4), verbose=0)
+                getattr(model, name)(small.data(), verbose=0)
+                return model
+
+            try:
+                tfpar.Trainer(build, self._plain, seed=0)
+            except ValueError as error:
+                messages.append(str(error))
+        return messages
+
     def data_in_parts(self) -> Any:
         """Each worker reads its part of the data, as a script of `tf.distribute` without automatic sharding."""
         trainer = self._small.initial()

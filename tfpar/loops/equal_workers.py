@@ -34,6 +34,28 @@ _NUM_ROWS = 256
 _LARGEST_DIFFERENCE = 1e-5
 
 
+def check_call(strategy: Strategy, method: str) -> None:
+    """Refuse workers that call different methods of a trainer, each of which waits for the messages of its own.
+
+    Args:
+        strategy: The strategy of the workers.
+        method: The name of the method.
+
+    Raises:
+        ValueError: If the chief calls another one; on every worker.
+    """
+    if strategy.num_workers == 1:
+        return
+    of_chief = strategy.broadcast(method.encode()).decode()
+    with strategy.raising_on_all_workers():
+        if method != of_chief:
+            raise ValueError(
+                f"All workers must call the methods of a trainer in the same order, and worker {strategy.rank} calls "
+                f"{method} where the chief calls {of_chief}. Call each on every worker, also where the chief alone "
+                "uses the result."
+            )
+
+
 def check_fit(strategy: Strategy, examples: Any, **arguments: Any) -> None:
     """Refuse workers that call `fit` with other arguments.
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import tensorflow as tf
 
-from tfpar.loops import memory_errors
+from tfpar.loops import equal_workers, memory_errors
 from tfpar.strategies import Strategy
+from tfpar.strategies.lost_workers import WorkerLostError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -27,6 +29,8 @@ def reported(
 ) -> Callable[Concatenate[Self, Parameters], Result]:
     """Return a method that runs in `Strategy.reported`, with one sentence where the memory of a device is too small.
 
+    All workers must call the same method.
+
     Args:
         method: A method of a trainer that all workers call.
     """
@@ -34,6 +38,8 @@ def reported(
     @functools.wraps(method)
     def call(self: Self, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
+            with _explaining_ends(method.__name__), self.strategy.reported():
+                equal_workers.check_call(self.strategy, method.__name__)
             with self.strategy.reported():
                 return method(self, *args, **kwargs)
         except tf.errors.ResourceExhaustedError as error:
@@ -43,3 +49,15 @@ def reported(
             raise type(error)(error.node_def, error.op, sentence) from error
 
     return call
+
+
+@contextlib.contextmanager
+def _explaining_ends(method: str) -> Iterator[None]:
+    """Say that a lost worker may have ended without a call, as where the chief alone evaluates."""
+    try:
+        yield
+    except WorkerLostError as error:
+        raise WorkerLostError(
+            f"{error} If its program has ended without a call of {method}, call it on every worker, also where the "
+            "chief alone uses the result."
+        ) from None

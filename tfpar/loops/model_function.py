@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_functions, keras_model
+from tfpar.loops import model_methods
 from tfpar.strategies import Strategy, model_checks
 
 ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
@@ -40,7 +41,8 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
 def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: int | None) -> keras.Model:
     if seed is not None:
         keras.utils.set_random_seed(seed)
-    with strategy.scope(), keras_model.xla_only_on_request():
+    refused = model_methods.refused_in_model_function(strategy)
+    with strategy.scope(), keras_model.xla_only_on_request(), refused:
         model = build_model()
     model_checks.check_model(model)
     model_checks.check_steps(model, "fit", "evaluate", "predict")

@@ -6,10 +6,12 @@ that replicas do not share evenly, or do not run at all in a job of several work
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+from unittest import mock
 
 import keras
 
@@ -17,7 +19,7 @@ from tfpar._compat import keras_model
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.strategies import Strategy
 
-_METHODS = ("evaluate", "predict", "predict_on_batch", "test_on_batch", "train_on_batch")
+_METHODS = ("fit", "evaluate", "predict", "predict_on_batch", "test_on_batch", "train_on_batch")
 
 
 class _Trainer(Protocol):
@@ -30,6 +32,7 @@ def replace_methods(trainer: _Trainer) -> None:
 
     | Method             | In one process        | In a job of several workers             |
     |--------------------|-----------------------|-----------------------------------------|
+    | `fit`              | Keras' own            | `trainer.fit`: all workers call it      |
     | `evaluate`         | `trainer.evaluate`    | `trainer.evaluate`: all workers call it |
     | `predict`          | `trainer.predict`     | Keras' own, by each worker for itself   |
     | `predict_on_batch` | Keras' own, one copy  | Keras' own, by each worker for itself   |
@@ -54,12 +57,36 @@ def replace_methods(trainer: _Trainer) -> None:
     }
     if strategy.num_workers > 1:
         replacements["predict"] = functools.partial(_on_one_copy, model, functions, "predict")
+        replacements["fit"] = functools.partial(_through_trainer, model, "fit")
         replacements["test_on_batch"] = functools.partial(_test_on_batch, model)
         replacements["train_on_batch"] = _refuse_train_on_batch
     for name, replacement in replacements.items():
-        step = "predict_step" if "predict" in name else "test_step"
+        step = "predict_step" if "predict" in name else "train_step" if name == "fit" else "test_step"
         if not keras_model.overridden(model, name) and not keras_model.overridden(model, step):
             setattr(model, name, replacement)
+
+
+@contextlib.contextmanager
+def refused_in_model_function(strategy: Strategy) -> Iterator[None]:
+    """Refuse Keras' own methods of a model in the scope of several workers, where they do not run.
+
+    Args:
+        strategy: The strategy of the workers.
+    """
+
+    def call(name: str, own: Callable[..., Any], model: keras.Model, *arguments: Any, **settings: Any) -> Any:
+        if not keras_model.is_in_scope(model):
+            return own(model, *arguments, **settings)
+        raise ValueError(
+            f"A model function cannot call {name} in a job of several workers, where Keras' own does not run. Call "
+            f"trainer.{name} with the model that it returns, or load weights that were trained before the job."
+        )
+
+    with contextlib.ExitStack() as stack:
+        for name in ("fit", "evaluate", "predict") if strategy.num_workers > 1 else ():
+            replacement = functools.partialmethod(functools.partial(call, name, getattr(keras.Model, name)))
+            stack.enter_context(mock.patch.object(keras.Model, name, replacement))
+        yield
 
 
 def trainer_of(model: keras.Model) -> Any:
