@@ -68,24 +68,21 @@ def replace_methods(trainer: _Trainer) -> None:
 
 @contextlib.contextmanager
 def refused_in_model_function(strategy: Strategy) -> Iterator[None]:
-    """Refuse Keras' own methods of a model in the scope of several workers, where they do not run.
+    """Refuse Keras' own methods in the scope of several workers, where those of no model run.
 
     Args:
         strategy: The strategy of the workers.
     """
 
-    def call(name: str, own: Callable[..., Any], model: keras.Model, *arguments: Any, **settings: Any) -> Any:
-        if not keras_model.is_in_scope(model):
-            return own(model, *arguments, **settings)
+    def refuse(name: str, *arguments: Any, **settings: Any) -> None:
         raise ValueError(
             f"A model function cannot call {name} in a job of several workers, where Keras' own does not run. Call "
             f"trainer.{name} with the model that it returns, or load weights that were trained before the job."
         )
 
     with contextlib.ExitStack() as stack:
-        for name in ("fit", "evaluate", "predict") if strategy.num_workers > 1 else ():
-            replacement = functools.partialmethod(functools.partial(call, name, getattr(keras.Model, name)))
-            stack.enter_context(mock.patch.object(keras.Model, name, replacement))
+        for name in ("fit", "evaluate", "predict") if strategy.num_workers > 1 and strategy.home is not None else ():
+            stack.enter_context(mock.patch.object(keras.Model, name, functools.partial(refuse, name)))
         yield
 
 
