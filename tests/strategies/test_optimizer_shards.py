@@ -176,7 +176,7 @@ def test_keras_own_fit_is_refused_with_sharded_state() -> None:
     trainer = tfpar.Trainer(classifier(keras.optimizers.Adam), sharded(2), seed=0)
     trainer.build(small.data())
     with pytest.raises(ValueError, match=r"state is sharded, and Keras' own fit .* Train with tfpar.fit"):
-        trainer.model.fit(small.data().take(2), verbose=0)
+        keras.Model.fit(trainer.model, small.data().take(2), verbose=0)
     tfpar.Trainer(lambda: trainer.model, tfpar.SingleDevice("CPU:0")).fit(small.data().take(2), verbose=0)
     trainer.model.fit(small.data().take(2), verbose=0)  # on one device again
 

@@ -81,6 +81,21 @@ def test_methods_in_callbacks_equal_one_device(strategy: str) -> None:
     assert_equal(trained(trainer), of_keras())
 
 
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor parallel"])
+def test_fit_of_the_model_equals_one_device(strategy: str) -> None:
+    """Also the loss that is logged, for batches that replicas do not share evenly."""
+
+    def fit(model: keras.Model) -> Any:
+        history = model.fit(parity_cases.inputs(7), parity_cases.labels(7), batch_size=3, verbose=0, shuffle=False)
+        return [*history.history["loss"], *model.get_weights()]
+
+    keras.utils.set_random_seed(0)
+    expected = fit(small.build_model())
+    trainer = tfpar.Trainer(small.build_model, STRATEGIES[strategy](), seed=0)
+    for one, other in zip(fit(trainer.model), expected, strict=True):
+        np.testing.assert_allclose(one, other, **EXACT)
+
+
 def test_methods_see_new_weights_and_a_new_compilation() -> None:
     trainer = tfpar.Trainer(small.build_model, STRATEGIES["mirrored"](), seed=0)
     features = parity_cases.inputs(5)

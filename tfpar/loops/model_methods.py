@@ -32,7 +32,7 @@ def replace_methods(trainer: _Trainer) -> None:
 
     | Method             | In one process        | In a job of several workers             |
     |--------------------|-----------------------|-----------------------------------------|
-    | `fit`              | Keras' own            | `trainer.fit`: all workers call it      |
+    | `fit`              | `trainer.fit`         | `trainer.fit`: all workers call it      |
     | `evaluate`         | `trainer.evaluate`    | `trainer.evaluate`: all workers call it |
     | `predict`          | `trainer.predict`     | Keras' own, by each worker for itself   |
     | `predict_on_batch` | Keras' own, one copy  | Keras' own, by each worker for itself   |
@@ -51,13 +51,13 @@ def replace_methods(trainer: _Trainer) -> None:
         return
     functions = StepFunctions(model, strategy)
     replacements: dict[str, Callable[..., Any]] = {
+        "fit": functools.partial(_through_trainer, model, "fit"),
         "evaluate": functools.partial(_through_trainer, model, "evaluate"),
         "predict": functools.partial(_through_trainer, model, "predict"),
         "predict_on_batch": functools.partial(_on_one_copy, model, functions, "predict_on_batch"),
     }
     if strategy.num_workers > 1:
         replacements["predict"] = functools.partial(_on_one_copy, model, functions, "predict")
-        replacements["fit"] = functools.partial(_through_trainer, model, "fit")
         replacements["test_on_batch"] = functools.partial(_test_on_batch, model)
         replacements["train_on_batch"] = _refuse_train_on_batch
     for name, replacement in replacements.items():
