@@ -230,3 +230,18 @@ def make_range(shard: int) -> tf.data.Dataset:
 def test_invalid_shards_are_refused(build: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build()
+
+
+def test_the_source_of_shards_tells_orders_apart_and_not_folders() -> None:
+    """Workers compare it: machines may mount the files elsewhere."""
+
+    def of_files(*names: str) -> str:
+        shards = by_file(names, tf.data.Dataset.from_tensors, global_batch_size=2, num_shards=2)
+        return shards.map(tf.identity).source
+
+    def of_examples(*numbers: int) -> str:
+        return by_example(tf.data.Dataset.from_tensor_slices(list(numbers)), global_batch_size=2, num_shards=2).source
+
+    assert of_files("/a/0", "/a/1") == of_files("/b/0", "/b/1") != of_files("/a/1", "/a/0")
+    assert of_examples(1, 2) == of_examples(1, 2) != of_examples(2, 1)
+    assert Sharded(lambda shard: tf.data.Dataset.range(2), num_shards=1, global_batch_size=2).source == ""

@@ -74,7 +74,7 @@ def check_fit(strategy: Strategy, examples: Any, **arguments: Any) -> None:
 
 
 def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochIterator) -> None:
-    """Refuse workers whose data have other sizes, or whose Python code yields another first batch.
+    """Refuse workers whose data have other sizes or files, or whose Python code yields another first batch.
 
     Args:
         strategy: The strategy of the workers.
@@ -91,6 +91,8 @@ def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochI
     if isinstance(dataset, data.PythonBatches):
         first = next(iter(dataset.first), None)
         facts["the first batch"] = _digest_of_rows(first)
+    if isinstance(dataset, data.Sharded):
+        facts["the files or examples of its shards, or their order"] = dataset.source
     strategy.require_equal(facts)
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfpar.cluster.cores import num_allowed_cores
 from tfpar.data.batching.autotuning import without_autotuning
+from tfpar.data.sharding.row_digests import row_digests
 from tfpar.data.sharding.sharded import NUM_SHARDS, Sharded
 
 _FILES_PER_SHARD_AT_ONCE = 4
@@ -66,7 +67,8 @@ def by_file(
             deterministic=True,
         )
 
-    return _shuffled(stored, num_shards, global_batch_size, shuffle_buffer, seed, decode, finish)
+    source = "\n".join(Path(name).name for name in names)  # folders may differ between machines
+    return _shuffled(stored, num_shards, global_batch_size, shuffle_buffer, seed, decode, finish, source)
 
 
 def by_example(
@@ -100,22 +102,24 @@ def by_example(
     >>> [batch.numpy().tolist() for batch in numbers.global_batches()]
     [[0, 20, 10, 30], [40]]
     """
-    _check_repeats(dataset)
+    source = _first_examples(dataset)
 
     def stored(shard: int) -> tf.data.Dataset:
         return dataset.shard(num_shards, shard)
 
-    return _shuffled(stored, num_shards, global_batch_size, shuffle_buffer, seed, decode, finish)
+    return _shuffled(stored, num_shards, global_batch_size, shuffle_buffer, seed, decode, finish, source)
 
 
-def _check_repeats(dataset: tf.data.Dataset) -> None:
-    """Refuse a dataset with another order in each pass: its shards would overlap and miss examples."""
+def _first_examples(dataset: tf.data.Dataset) -> str:
+    """Return the first examples in lines; refuse another order in each pass: shards would overlap and miss examples."""
     if not begins_alike(dataset):
         raise ValueError(
             "Sharding by example reads the dataset once for each shard, in the same order, but two passes over it "
             "begin differently: leave out shuffle and random changes, and set shuffle_buffer or make seeded changes "
             "in decode."
         )
+    batches = list(without_autotuning(dataset.take(NUM_COMPARED).batch(1)))
+    return "\n".join(digest.hex() for batch in batches for digest in row_digests(batch))
 
 
 def begins_alike(dataset: tf.data.Dataset) -> bool:
@@ -140,6 +144,7 @@ def _shuffled(
     seed: int,
     decode: Callable[..., Any] | None,
     finish: Callable[..., Any] | None,
+    source: str,
 ) -> Sharded:
     traced = None if decode is None else tf.function(decode)  # once for all shards
 
@@ -149,4 +154,4 @@ def _shuffled(
             dataset = dataset.shuffle(-(-shuffle_buffer // num_shards), seed=seed + shard)
         return dataset if traced is None else dataset.map(traced, num_parallel_calls=num_allowed_cores())
 
-    return Sharded(make_shard, num_shards, global_batch_size, finish)
+    return Sharded(make_shard, num_shards, global_batch_size, finish, source=source)

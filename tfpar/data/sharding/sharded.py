@@ -40,6 +40,8 @@ class Sharded:
         change_batches: A function that takes a dataset of the batches of one shard, of up to
             `global_batch_size / num_shards` rows, and the number of the shard, and returns another dataset: for random
             changes that are cheaper for many rows at once. None: the batches stay as they are.
+        source: What the shards are read from, such as the names of files, in lines. Workers that differ in it are
+            refused. Empty: nothing is compared.
 
     Raises:
         ValueError: If a number is below 1, `global_batch_size` is no multiple of `num_shards`, or a shard is infinite.
@@ -59,6 +61,7 @@ class Sharded:
         global_batch_size: int,
         finish: Callable[..., Any] | None = None,
         change_batches: Callable[[tf.data.Dataset, int], tf.data.Dataset] | None = None,
+        source: str = "",
     ) -> None:
         if num_shards < 1 or global_batch_size < 1:
             raise ValueError(
@@ -72,6 +75,7 @@ class Sharded:
             )
         self.num_shards = num_shards
         self.global_batch_size = global_batch_size
+        self.source = source
         self._make_shard = make_shard
         self._finish = finish
         self._change_batches = change_batches
@@ -138,7 +142,7 @@ class Sharded:
             finished = rows if self._finish is None else self._finish(*rows)
             return change(*finished) if isinstance(finished, tuple) else change(finished)
 
-        changes = (self._make_shard, self.num_shards, self.global_batch_size, finish, self._change_batches)
+        changes = (self._make_shard, self.num_shards, self.global_batch_size, finish, self._change_batches, self.source)
         return Sharded(*changes)
 
     def cardinality(self) -> int:
