@@ -31,6 +31,7 @@ def trainer(logical_cpus: list[str]) -> tfpar.Trainer:
     [
         ("epochs", "3", {}),
         ("epochs", 2.5, {}),
+        ("epochs", None, {}),
         ("initial_epoch", "1", {}),
         ("batch_size", "8", {}),
         ("batch_size", 8.0, {}),
@@ -63,7 +64,7 @@ def test_whole_numbers_of_numpy_train(trainer: tfpar.Trainer) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"steps_per_epoch": -1}, ValueError, "steps_per_epoch must be at least 1, received -1"),
+        ({"steps_per_epoch": -1}, ValueError, "steps_per_epoch must not be negative, received -1"),
         ({"validation_split": "0.5"}, TypeError, "validation_split must be a fraction above 0 and below 1"),
         ({"validation_freq": "1", **VALIDATION}, ValueError, "validation_freq must be a number of epochs"),
         ({"class_weight": "balanced"}, TypeError, r"class_weight maps classes .*'balanced'.* compute_class_weight"),

@@ -304,6 +304,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"a number from 1 to 4, received 5\. There are: .*'CPU:3'\]\. tfpar\.use_logical_cpus\(5\) makes as many",
     ),
+    "a number of devices that is no whole one": (
+        lambda: tfpar.Mirrored(2.0),  # type: ignore[arg-type]
+        TypeError,
+        r"must be a list of names .* received 2\.0",
+    ),
     "no devices": (lambda: tfpar.Mirrored(0), ValueError, "a number from 1 to 4, received 0"),
     "one device": (lambda: tfpar.Mirrored("GPU:0"), ValueError, r'received \'GPU:0\'\. Write \["GPU:0"\]'),
     "a device's number": (

@@ -49,14 +49,14 @@ def test_settings_changed_before_the_first_call_take_effect(
 
 @pytest.mark.parametrize(("first", "second"), [("evaluate", "fit"), ("fit", "evaluate"), ("predict", "evaluate")])
 @pytest.mark.parametrize("strategy", DIVIDING)
-def test_settings_changed_after_a_call_need_compile_before_another_kind_of_call(
+def test_regularizers_added_after_a_call_need_compile_before_another_kind_of_call(
     strategy: str, first: str, second: str
 ) -> None:
     """Keras traces each kind of call at its first use, with the settings of that time."""
     trainer = trainer_of(strategy)
     CALLS[first](trainer)
     add_activity_regularizer(trainer.model)
-    with pytest.raises(ValueError, match=r"the layer '.*' of '.*' has changed since\. Call compile\(\)"):
+    with pytest.raises(ValueError, match=r"An activity regularizer takes effect with compile\(\), and a layer of"):
         CALLS[second](trainer)
     CALLS[first](trainer)  # as it was traced
 
@@ -89,3 +89,83 @@ def test_weights_that_are_added_after_a_step_need_compile(strategy: str) -> None
     trainer.model.layers[-1].enable_lora(2)
     with pytest.raises(ValueError, match=r"has other weights than in its last train step, as after enable_lora"):
         CALLS["fit"](trainer)
+
+
+@pytest.mark.parametrize("strategy", DIVIDING)
+def test_an_activation_changed_after_evaluate_takes_effect_in_fit(strategy: str) -> None:
+    """Keras traces fit at its first call."""
+    keras.utils.set_random_seed(0)
+    model, trainer = by_function(), trainer_of(strategy)
+    for verbs, changed in ((model, model), (trainer, trainer.model)):
+        CALLS["evaluate"](verbs)
+        change_activation(changed)
+    for call in ("fit", "evaluate"):
+        np.testing.assert_allclose(CALLS[call](trainer), CALLS[call](model), rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["pipeline", "weights sharded", "stages_of_shards"])
+def test_an_activation_changed_between_evaluate_and_predict_needs_compile(strategy: str) -> None:
+    """Both have the traces of one pass."""
+    trainer = trainer_of(strategy)
+    CALLS["evaluate"](trainer)
+    change_activation(trainer.model)
+    with pytest.raises(ValueError, match=r"the layer '.*first' of .* has other settings than in the last evaluate\(\)"):
+        CALLS["predict"](trainer)
+
+
+def test_an_activation_changed_after_a_preview_needs_compile() -> None:
+    trainer = trainer_of("pipeline")
+    trainer.preview(**{name: value for name, value in arrays().items() if name != "verbose"})
+    change_activation(trainer.model)
+    with pytest.raises(ValueError, match=r"has other settings than in the last fit\(\) or preview\(\)"):
+        CALLS["fit"](trainer)
+
+
+class Anneals(keras.callbacks.Callback):
+    """Sets an activation before the first step, and a rate in each epoch and step, as schedules do."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        change_activation(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.model.get_layer("drop").rate = 0.0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.get_layer("drop").rate = 0.5
+
+
+class UnknownRegularizer(keras.regularizers.Regularizer):
+    """A regularizer without a configuration."""
+
+    def __call__(self, outputs: Any) -> Any:
+        return 1e-3 * keras.ops.sum(keras.ops.square(outputs))
+
+
+class KeepsTensor(keras.layers.Layer):
+    """A layer that keeps a tensor of its call, such as the scores of attention for a picture."""
+
+    def call(self, inputs: Any) -> Any:
+        self.last = 2.0 * inputs
+        return self.last
+
+
+def annealed() -> keras.Model:
+    stack = [keras.layers.Dense(6, "tanh", activity_regularizer=UnknownRegularizer()), KeepsTensor()]
+    stack += [keras.layers.Dense(5), keras.layers.Dropout(0.3, name="drop"), keras.layers.Dense(3)]
+    model = keras.Sequential([keras.Input((arrays()["x"].shape[1],)), *stack])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", *DIVIDING])
+def test_callbacks_change_settings_as_in_keras(strategy: str) -> None:
+    def train(verbs: Any) -> list[float]:
+        given = {**arrays(), "shuffle": False, "epochs": 2, "callbacks": [Anneals()]}
+        history = verbs.fit(**given, validation_data=(arrays()["x"], arrays()["y"])).history
+        verbs.predict(arrays()["x"], verbose=0)
+        return [*history["loss"], *history["val_loss"]]
+
+    keras.utils.set_random_seed(0)
+    expected = train(annealed())
+    found = train(tfpar.Trainer(annealed, ALL_STRATEGIES[strategy](), seed=0))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

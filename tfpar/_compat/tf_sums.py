@@ -52,7 +52,16 @@ def _replace_once() -> None:
     def add_n(inputs: Any, name: str | None = None) -> Any:
         if not _num_active or tf.executing_eagerly() or len(inputs) == 1 or not _are_numbers(inputs):
             return original(inputs, name)
-        return functools.reduce(_add, inputs)
+        shape = tf.TensorShape(None)
+        for one in inputs:
+            if not shape.is_compatible_with(one.shape):
+                return original(inputs, name)  # raises; other sums broadcast
+            shape = shape.merge_with(one.shape)
+        if len(inputs) == 2:  # without another order
+            return _marked(original(inputs, name))
+        total = functools.reduce(lambda first, second: _marked(tf.raw_ops.AddV2(x=first, y=second)), inputs)
+        total.set_shape(shape)
+        return total
 
     versions.replace(gen_math_ops, "add_n", add_n)
 
@@ -61,7 +70,6 @@ def _are_numbers(inputs: Any) -> bool:
     return all(isinstance(one, tf.Tensor) and one.dtype != tf.variant for one in inputs)
 
 
-def _add(first: tf.Tensor, second: tf.Tensor) -> tf.Tensor:
-    total = tf.raw_ops.AddV2(x=first, y=second)
+def _marked(total: tf.Tensor) -> tf.Tensor:
     total.op._set_attr(_MARK, attr_value_pb2.AttrValue(b=True))
     return total

@@ -41,7 +41,7 @@ class FirstBatch:
 
         @tf.autograph.experimental.do_not_convert
         def note(index: tf.Tensor, batch: Any) -> Any:
-            leaves = [one for one in tf.nest.flatten(batch, expand_composites=True) if one is not None]
+            leaves = [_values(one) for one in tf.nest.flatten(batch) if one is not None]
             tensors = [one for one in leaves if one.dtype != tf.variant]
             number = tf.cond(
                 tf.equal(index, 0),
@@ -67,8 +67,16 @@ class FirstBatch:
 
     def _note(self, *tensors: np.ndarray) -> np.int64:
         if not self.digests:
-            self.digests = [_digest(one[:_NUM_ROWS]) for one in tensors if one.ndim > 0 and _varies(one)]
+            rows = [one[:_NUM_ROWS] for one in tensors if one.ndim > 0]
+            self.digests = [_digest(one) for one in rows if _varies(one)]
         return np.int64(0)
+
+
+def _values(tensor: Any) -> tf.Tensor:
+    """Return the values of a tensor: the lengths of ragged rows may be equal by chance."""
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor.flat_values
+    return tensor.values if isinstance(tensor, tf.SparseTensor) else tensor
 
 
 def _varies(array: np.ndarray) -> bool:

@@ -71,7 +71,8 @@ def as_dataset(
             "Targets and weights are part of a dataset, received a dataset with y or sample_weight. Let the dataset "
             "yield (inputs, targets, sample_weight)."
         )
-    check_whole_numbers(batch_size=batch_size)
+    if batch_size is not None:
+        check_whole_numbers(batch_size=batch_size)
     dtype = None if is_dataset(x) else keras.config.floatx()
     if not is_dataset(x):
         size = batch_size or _default_batch_size((x, y, sample_weight), steps)

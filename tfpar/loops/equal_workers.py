@@ -114,8 +114,8 @@ def check_first_batch(strategy: Strategy, first: data.FirstBatch) -> None:
             raise ValueError(
                 "All workers must read the same global batches, of which each trains on its part, and the first batch "
                 f"of worker {strategy.rank} is not that of the chief. Give every worker all examples in one order, "
-                "without shard(), and seed random operations. For data that workers read in parts, see "
-                "tfpar.data.by_file."
+                "without shard(), and draw with tf.random.stateless_* or in a map without num_parallel_calls. For "
+                "data that workers read in parts, see tfpar.data.by_file."
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpar import data
@@ -227,7 +228,7 @@ class Preparation:
         if validation_data is None:
             return lambda epoch: {}
         of_epochs = isinstance(frequency, Collection) and not isinstance(frequency, str)
-        if not (frequency >= 1 if isinstance(frequency, int) else of_epochs):
+        if not (frequency >= 1 if isinstance(frequency, int | np.integer) else of_epochs):
             raise ValueError(
                 f"validation_freq must be a number of epochs of at least 1 or a list of epochs, received {frequency!r}."
             )
@@ -238,7 +239,7 @@ class Preparation:
         caller = self.caller(run_steps, epoch_iterator, callbacks, testing=True)
 
         def validate(epoch: int) -> dict[str, float]:
-            due = (epoch + 1) % frequency == 0 if isinstance(frequency, int) else epoch + 1 in frequency
+            due = epoch + 1 in frequency if isinstance(frequency, Collection) else (epoch + 1) % frequency == 0
             return {f"val_{name}": value for name, value in evaluate(caller).items()} if due else {}
 
         return validate

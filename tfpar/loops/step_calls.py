@@ -60,7 +60,8 @@ class StepCalls:
 
     def __post_init__(self) -> None:
         """Start with a single step, because the first call compiles."""
-        check_whole_numbers(steps_per_call=self.steps_per_call)
+        if self.steps_per_call is not None:
+            check_whole_numbers(steps_per_call=self.steps_per_call)
         if self.steps_per_call is not None and self.steps_per_call < 1:
             raise ValueError(
                 f"steps_per_call must be at least 1, received {self.steps_per_call}. Leave it out for auto."
@@ -159,9 +160,10 @@ def limited_steps(num_steps: int | None, name: str = "steps") -> int | None:
         TypeError: If it is no whole number.
         ValueError: If it is negative; 0 is None, as in Keras.
     """
-    check_whole_numbers(**{name: num_steps})
-    if num_steps is not None and num_steps < 0:
-        raise ValueError(f"{name} must be at least 1, received {num_steps}. Leave it out for all data.")
+    if num_steps is not None:
+        check_whole_numbers(**{name: num_steps})
+        if num_steps < 0:
+            raise ValueError(f"{name} must not be negative, received {num_steps}. Leave it out for all data.")
     limit = keras.config.max_steps_per_epoch()
     if not limit or (num_steps and num_steps <= limit):
         return num_steps

@@ -9,7 +9,7 @@ from tfpar.messages.received import quoted
 
 
 def check_whole_numbers(**values: Any) -> None:
-    """Refuse arguments that are neither whole numbers nor None.
+    """Refuse arguments that are no whole numbers.
 
     Args:
         **values: Arguments by name; NumPy's integers are whole numbers, 2.0 is none, as in Python's `range`.
@@ -18,13 +18,13 @@ def check_whole_numbers(**values: Any) -> None:
         TypeError: If one is something else.
 
     Example:
-        >>> check_whole_numbers(epochs=3, batch_size=None)
+        >>> check_whole_numbers(epochs=3)
         >>> check_whole_numbers(epochs="3")
         Traceback (most recent call last):
         TypeError: epochs must be a whole number, received '3'.
     """
     for name, value in values.items():
         try:
-            operator.index(0 if value is None else value)
+            operator.index(value)
         except TypeError:
             raise TypeError(f"{name} must be a whole number, received {quoted(value)}.") from None

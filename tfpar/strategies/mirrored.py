@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfpar import cluster, data
@@ -119,8 +121,9 @@ class Mirrored(DataParallel):
 
 
 def _resolved(devices: Sequence[str] | int | None) -> list[str]:
-    number = devices if isinstance(devices, int) else None
-    found = cluster.resolve_devices(None if isinstance(devices, int) else devices)
+    is_number = isinstance(devices, int | np.integer) and not isinstance(devices, bool)
+    number = operator.index(cast("int", devices)) if is_number else None
+    found = cluster.resolve_devices(None if is_number else cast("Sequence[str] | None", devices))
     if number is not None and found and not 1 <= number <= len(found):
         others = "" if found[0].startswith("GPU") else f" tfpar.use_logical_cpus({max(1, number)}) makes as many."
         raise ValueError(

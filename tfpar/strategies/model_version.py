@@ -9,57 +9,97 @@ import keras
 from tfpar._compat import keras_model, keras_variables
 from tfpar.pipeline.partition.layer_settings import settings_of, settings_of_model
 
+_IN_TRAINING = (
+    keras.layers.Dropout,
+    keras.layers.SpatialDropout1D,
+    keras.layers.SpatialDropout2D,
+    keras.layers.SpatialDropout3D,
+    keras.layers.AlphaDropout,
+    keras.layers.GaussianDropout,
+    keras.layers.GaussianNoise,
+)
+
 
 class ModelVersion:
     """The present version of a model.
 
-    As in Keras, changed settings of a layer, such as its activation, take effect with the next `compile`.
+    As in Keras, changed settings of a layer, such as its activation, take effect with the next `compile`, or with the
+    first step of a kind since.
 
     Args:
         model: A model.
         counts_variables: Whether a change of their number is a move (LoRA adds some).
+        with_settings: Whether `has_other_settings` and `check_settings` are called.
     """
 
-    def __init__(self, model: keras.Model, counts_variables: bool) -> None:
-        self._counts_variables = counts_variables
+    def __init__(self, model: keras.Model, counts_variables: bool, with_settings: bool = True) -> None:
+        self._counts_variables, self._with_settings = counts_variables, with_settings
         self._memories = self._memories_of(model)
-        self._compilation, self._settings = keras_model.compilation(model), _settings(model)
-        self._plain_settings, self._is_traced = _plain_settings(model), False
+        self._note(model)
+
+    def _note(self, model: keras.Model) -> None:
+        self._compilation, self._regularizers = keras_model.compilation(model), _regularizers(model)
+        self._settings = _settings(model) if self._with_settings else []
+        self._has_step = False
+        self._traced: dict[bool, dict[str, Hashable]] = {}  # by whether the step trains
 
     def is_moved(self, model: keras.Model) -> bool:
         """Return whether weights have moved since."""
         return self._memories != self._memories_of(model)
 
     def is_current(self, model: keras.Model) -> bool:
-        """Return whether the model was not compiled since, no weight has moved, and no step lacks changed settings."""
+        """Return whether nothing has changed that another trace of the model's layers would take."""
         if keras_model.compilation(model) is not self._compilation or self.is_moved(model):
             return False
-        return self._is_traced or self._plain_settings == _plain_settings(model)
+        return self._has_step or not self.has_other_regularizers(model)
+
+    def has_other_regularizers(self, model: keras.Model) -> bool:
+        """Return whether an activity regularizer was added to a layer since, or removed."""
+        return _regularizers(model) != self._regularizers
 
     def has_other_settings(self, model: keras.Model) -> bool:
         """Return whether the model was compiled since, with other settings of its layers than before."""
-        compilation = keras_model.compilation(model)
-        if compilation is self._compilation:
+        if keras_model.compilation(model) is self._compilation:
             return False
-        before, self._compilation, self._settings = self._settings, compilation, _settings(model)
-        self._plain_settings, self._is_traced = _plain_settings(model), False
+        before = self._settings
+        self._note(model)
         return before != self._settings
 
-    def check_settings(self, model: keras.Model) -> None:
-        """Refuse a trace of a step of the model if settings of its layers have changed without `compile`.
+    def check_regularizers(self, model: keras.Model) -> None:
+        """Note the trace of a step, and refuse it after a change of activity regularizers: their losses are known.
 
-        Keras traces the steps of `fit`, `evaluate` and `predict` each at its first call, with the settings of that
-        moment. All steps here have the layers of one trace.
+        Raises:
+            ValueError: If one was added or removed.
+        """
+        self._has_step = True
+        if self.has_other_regularizers(model):
+            raise ValueError(
+                f"An activity regularizer takes effect with compile(), and a layer of {model.name!r} has another one "
+                "than at its last compile(). Call compile() after such a change."
+            )
+
+    def check_settings(self, model: keras.Model, training: bool) -> None:
+        """Refuse the trace of a step with other settings than in the traces of its layers.
+
+        Keras traces `fit`, `evaluate` and `predict` each at its first call. The last two have the same traces of layers
+        here, and a preview has those of `fit`.
+
+        Args:
+            model: The model.
+            training: Whether the step trains.
 
         Raises:
             ValueError: If a layer has changed.
         """
-        self._is_traced = True
-        for name, settings in _plain_settings(model).items():
-            if settings != self._plain_settings.get(name):
+        self.check_regularizers(model)
+        settings = _settings_in_steps(model, training)
+        before = self._traced.setdefault(training, settings)
+        for name, setting in settings.items():
+            if setting != before.get(name):
+                steps = "fit() or preview()" if training else "evaluate() or predict()"
                 raise ValueError(
-                    f"Changed settings of a layer take effect with compile() here, and the layer {name!r} of "
-                    f"{model.name!r} has changed since. Call compile() after such a change."
+                    f"A changed layer takes effect with compile(), and the layer {name!r} of {model.name!r} has other "
+                    f"settings than in the last {steps}. Call compile() after such a change."
                 )
 
     def _memories_of(self, model: keras.Model) -> tuple[int, int]:
@@ -67,18 +107,21 @@ class ModelVersion:
         return num_moves, len(model.variables) if self._counts_variables else 0
 
 
-def _plain_settings(model: keras.Model) -> dict[str, Hashable]:
-    """Return the settings of the layers of Keras, and the activity regularizers of all, by the path of the layer.
+def _regularizers(model: keras.Model) -> list[bool]:
+    return [layer.activity_regularizer is not None for layer in keras_model.all_layers(model)]
+
+
+def _settings_in_steps(model: keras.Model, training: bool) -> dict[str, Hashable]:
+    """Return the settings of the layers of Keras that act in a step, by the path of the layer.
 
     Attributes of a layer of the user's may change in its own call, as a counter does.
     """
-    layers = [layer for layer in keras_model.all_layers(model) if not isinstance(layer, keras.Model)]
     return {
-        layer.path or layer.name: (
-            settings_of(layer, with_trainable=False) if keras_model.is_of_keras(type(layer)) else None,
-            repr(keras.regularizers.serialize(layer.activity_regularizer)),
-        )
-        for layer in layers
+        layer.path or layer.name: settings_of(layer, with_trainable=False)
+        for layer in keras_model.all_layers(model)
+        if keras_model.is_of_keras(type(layer))
+        and not isinstance(layer, keras.Model)
+        and (training or not isinstance(layer, _IN_TRAINING))
     }
 
 

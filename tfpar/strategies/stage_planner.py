@@ -115,13 +115,13 @@ class StagePlanner:
         self._versions.pop(model)
         return True
 
-    def check_settings(self, model: keras.Model) -> None:
-        """Refuse another trace of the stages of a model if settings of its layers have changed without `compile`.
+    def check_settings(self, model: keras.Model, training: bool) -> None:
+        """Refuse the trace of a step if settings of layers have changed since the traces of the stages.
 
         Raises:
             ValueError: If a layer has changed.
         """
-        self._versions[model].check_settings(model)
+        self._versions[model].check_settings(model, training)
 
     def _balance_of(self, model: keras.Model, graph: model_graph.Graph) -> Balance | Sequence[int] | Sequence[str]:
         """Return the balance of a model: that of earlier stages of as many calls."""

@@ -204,6 +204,7 @@ class Staged(SingleReplica):
         """
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         steps = self._prepared(model)
+        self._planner.check_settings(model, training=True)
         with self.step_context(), self.reported():
             return predict_step_time(
                 self._planner.partition_of(model),
@@ -248,6 +249,7 @@ class Staged(SingleReplica):
             ValueError: If the model was not prepared since it was last compiled.
         """
         steps = self._prepared(model)
+        self._planner.check_settings(model, training=True)
         with self.step_context():
             return measure_step(self.schedule_of(model), lambda schedule: steps.timed(batch, schedule))
 
@@ -282,17 +284,17 @@ class Staged(SingleReplica):
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
-        self._planner.check_settings(model)
+        self._planner.check_settings(model, training=True)
         return self._steps[model].train_step(*self._local(batch))
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
-        self._planner.check_settings(model)
+        self._planner.check_settings(model, training=False)
         return self._steps[model].evaluate_step(*self._local(batch))
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
-        self._planner.check_settings(model)
+        self._planner.check_settings(model, training=False)
         local, part = self._local(batch)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(local)
         return self._steps[model].predict_step(inputs, part)

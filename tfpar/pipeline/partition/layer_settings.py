@@ -123,6 +123,8 @@ class _Settings:
             return frozenset(self._of(item, above) for item in value)
         if isinstance(value, keras.Variable):
             return tuple(value.shape), value.dtype, self._with_trainable and value.trainable
+        if tf.is_tensor(value) and tf.is_symbolic_tensor(value):  # a layer keeps a tensor of its call
+            return value.shape.rank, value.dtype
         if isinstance(value, np.ndarray | tf.Tensor):
             array = np.asarray(value)
             return array.shape, array.dtype.str, hashlib.sha256(array.tobytes()).digest()

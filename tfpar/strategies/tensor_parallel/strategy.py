@@ -48,7 +48,7 @@ class _State(NamedTuple):
 
     @classmethod
     def of(cls, model: keras.Model, inputs: Any) -> _State:
-        return cls(ModelVersion(model, counts_variables=True), _absent(inputs))
+        return cls(ModelVersion(model, counts_variables=True, with_settings=False), _absent(inputs))
 
     def is_of(self, model: keras.Model, inputs: Any) -> bool:
         return (inputs is None or _absent(inputs) == self.absent) and self.version.is_current(model)
@@ -248,13 +248,13 @@ class TensorParallel(SingleReplica):
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        self._known[model].version.check_settings(model)
+        self._known[model].version.check_regularizers(model)
         return self._divided[model].call(inputs, training=False)
 
     def _forward(self, model: keras.Model, batch: Any, *, training: bool) -> tuple[tf.Tensor, Any]:
         """Return the loss, a scalar, and the outputs, `[batch, ...]` each."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        self._known[model].version.check_settings(model)
+        self._known[model].version.check_regularizers(model)
         outputs = self._divided[model].call(inputs, training)
         with tf.device(self.devices[0]), keras_divided_penalties.of_pieces():
             return keras_model.compute_loss(model, inputs, targets, outputs, weights, training), outputs
