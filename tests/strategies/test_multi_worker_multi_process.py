@@ -364,7 +364,7 @@ def test_data_that_workers_read_in_parts_are_refused_before_the_first_step(job: 
         assert len(messages) == 3, "fit, evaluate and predict"
         for message in messages:
             assert message.startswith("All workers must read the same global batches"), message
-            assert "the first batch of worker 1 is not that of the chief" in message
+            assert "worker 1 has shard(2, 1) where that of the chief has shard(2, 0)" in message
 
 
 def test_files_in_another_order_on_a_worker_are_refused(job: workers.Workers) -> None:

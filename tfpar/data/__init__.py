@@ -15,7 +15,6 @@ from tfpar.data.batching.batches import (
     to_numpy,
 )
 from tfpar.data.errors import UserMessage, cause_of, user_message
-from tfpar.data.first_batch import FirstBatch
 from tfpar.data.fit_arguments import Batches, as_dataset, global_batches, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
 from tfpar.data.position import seek
@@ -29,7 +28,6 @@ __all__ = [
     "RAN_OUT",
     "Audit",
     "Batches",
-    "FirstBatch",
     "Loaded",
     "PythonBatches",
     "Sharded",

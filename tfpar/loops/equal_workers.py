@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model
+from tfpar._compat import keras_model, tf_datasets
 from tfpar.loops import function_code
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.strategies import Strategy
@@ -96,27 +96,32 @@ def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochI
     strategy.require_equal(facts)
 
 
-def check_first_batch(strategy: Strategy, first: data.FirstBatch) -> None:
-    """Refuse workers that read other batches than the chief, such as parts of the data.
+def check_dataset(strategy: Strategy, dataset: data.Batches) -> None:
+    """Refuse workers that read other parts or orders of the data: each trains on its part of the same global batches.
 
     Args:
         strategy: The strategy of the workers.
-        first: The first global batch of this worker.
+        dataset: Global batches.
 
     Raises:
-        ValueError: If no tensor of the batch is that of the chief; on every worker.
+        ValueError: If a dataset is sharded, or shuffled with a seed, in another way than that of the chief.
     """
     if strategy.num_workers == 1:
         return
-    of_chief = json.loads(strategy.broadcast(json.dumps(first.digests).encode()))
+    found = "\n".join(tf_datasets.shards_and_seeds(dataset)) if isinstance(dataset, tf.data.Dataset) else ""
+    of_chief = json.loads(strategy.broadcast(json.dumps(found).encode()))
     with strategy.raising_on_all_workers():
-        if first.is_unlike(of_chief):
+        if found != of_chief:
+            own, other = next(pair for pair in zip(_parts(found), _parts(of_chief), strict=False) if len(set(pair)) > 1)
             raise ValueError(
-                "All workers must read the same global batches, of which each trains on its part, and the first batch "
-                f"of worker {strategy.rank} is not that of the chief. Give every worker all examples in one order, "
-                "without shard(), and draw with tf.random.stateless_* or in a map without num_parallel_calls. For "
-                "data that workers read in parts, see tfpar.data.by_file."
+                "All workers must read the same global batches, of which each trains on its part, and the dataset of "
+                f"worker {strategy.rank} has {own} where that of the chief has {other}. Give every worker all examples "
+                "in one order; for data that workers read in parts, see tfpar.data.by_file."
             )
+
+
+def _parts(found: str) -> list[str]:
+    return [*found.splitlines(), "no more shard() or shuffle()"]
 
 
 def settings_of(model: keras.Model) -> str:

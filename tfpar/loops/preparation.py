@@ -35,7 +35,6 @@ class Preparation:
     def __init__(self, model: keras.Model, strategy: Strategy) -> None:
         self._model, self._strategy = model, strategy
         self._compiled = StepFunctions(model, strategy)
-        self._first_batch = data.FirstBatch()  # of the last dataset
 
     def prepare_loop(
         self,
@@ -73,7 +72,7 @@ class Preparation:
         batch = self._build(epoch_iterator, distributed, kind)
         epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
         equal_workers.check_data(self._strategy, dataset, epoch_iterator)
-        equal_workers.check_first_batch(self._strategy, self._first_batch)
+        equal_workers.check_dataset(self._strategy, dataset)
         self._check_gradients(training)  # the batch may have created weights
         self._once(f"{kind} state", lambda: self._check_state(batch, training))
         if source is not None and reused is None:
@@ -111,7 +110,7 @@ class Preparation:
         epoch_iterator = self._epoch_iterator(distributed, steps, source=source, first=first)
         self._check_gradients(training=False)
         batch = self._build(epoch_iterator, distributed, "predict")
-        equal_workers.check_first_batch(self._strategy, self._first_batch)
+        equal_workers.check_dataset(self._strategy, dataset)
         self._prepare_outputs(batch, training=False)
         return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)
 
@@ -146,9 +145,6 @@ class Preparation:
         """Return the distributed dataset, its Python source, and a dataset with the first element of that source."""
         if not isinstance(dataset, data.Sharded):
             model_checks.check_batched(self._model, dataset.element_spec)
-        self._first_batch = data.FirstBatch()
-        if isinstance(dataset, tf.data.Dataset) and self._strategy.num_workers > 1:
-            dataset = self._first_batch.noted(dataset)
         if not isinstance(dataset, data.PythonBatches):
             return self._strategy.distribute(dataset), None, None
         distribute = self._strategy.distribute
