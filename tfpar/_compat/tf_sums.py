@@ -50,7 +50,7 @@ def _replace_once() -> None:
 
     @functools.wraps(original)
     def add_n(inputs: Any, name: str | None = None) -> Any:
-        if not _num_active or tf.executing_eagerly() or len(inputs) == 1 or not _are_numbers(inputs):
+        if not _num_active or tf.executing_eagerly() or len(inputs) < 2 or not _are_numbers(inputs):
             return original(inputs, name)
         shape = tf.TensorShape(None)
         for one in inputs:
