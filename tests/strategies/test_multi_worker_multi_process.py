@@ -368,8 +368,10 @@ def test_data_that_workers_read_in_parts_are_refused_before_the_first_step(job: 
 
 
 def test_files_in_another_order_on_a_worker_are_refused(job: workers.Workers) -> None:
-    for message in results_of(job, "other_order_of_files"):
-        assert "the files or examples of its shards, or their order ('3' instead of '0')" in message
+    for messages in results_of(job, "other_order_of_files"):
+        assert len(messages) == 2, "fit and predict"
+        for message in messages:
+            assert "the files or examples of its shards, or their order ('3' instead of '0')" in message
 
 
 def test_inputs_with_other_noise_on_each_worker_train(job: workers.Workers) -> None:

@@ -74,7 +74,7 @@ def check_fit(strategy: Strategy, examples: Any, **arguments: Any) -> None:
 
 
 def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochIterator) -> None:
-    """Refuse workers whose data have other sizes or files, or whose Python code yields another first batch.
+    """Refuse workers whose data have other sizes, or whose Python code yields another first batch.
 
     Args:
         strategy: The strategy of the workers.
@@ -91,8 +91,6 @@ def check_data(strategy: Strategy, dataset: data.Batches, epoch_iterator: EpochI
     if isinstance(dataset, data.PythonBatches):
         first = next(iter(dataset.first), None)
         facts["the first batch"] = _digest_of_rows(first)
-    if isinstance(dataset, data.Sharded):
-        facts["the files or examples of its shards, or their order"] = dataset.source
     strategy.require_equal(facts)
 
 
@@ -104,12 +102,16 @@ def check_dataset(strategy: Strategy, dataset: data.Batches) -> None:
         dataset: Global batches.
 
     Raises:
-        ValueError: If a dataset is sharded, or shuffled with a seed, in another way than that of the chief.
+        ValueError: If a dataset is sharded, or shuffled with a seed, in another way than that of the chief, or if the
+            shards of a `Sharded` have another source.
     """
     if strategy.num_workers == 1:
         return
+    if isinstance(dataset, data.Sharded):
+        strategy.require_equal({"the files or examples of its shards, or their order": dataset.source})
+        return
     found = "\n".join(tf_datasets.shards_and_seeds(dataset)) if isinstance(dataset, tf.data.Dataset) else ""
-    of_chief = json.loads(strategy.broadcast(json.dumps(found).encode()))
+    of_chief = strategy.broadcast(found.encode()).decode()
     with strategy.raising_on_all_workers():
         if found != of_chief:
             own, other = next(pair for pair in zip(_parts(found), _parts(of_chief), strict=False) if len(set(pair)) > 1)

@@ -71,8 +71,8 @@ class Preparation:
         self._check_gradients(training)
         batch = self._build(epoch_iterator, distributed, kind)
         epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
-        equal_workers.check_data(self._strategy, dataset, epoch_iterator)
         equal_workers.check_dataset(self._strategy, dataset)
+        equal_workers.check_data(self._strategy, dataset, epoch_iterator)
         self._check_gradients(training)  # the batch may have created weights
         self._once(f"{kind} state", lambda: self._check_state(batch, training))
         if source is not None and reused is None:
