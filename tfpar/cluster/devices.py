@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
@@ -79,7 +79,7 @@ def _chosen(devices: Sequence[str] | None, existing: Sequence[str]) -> list[str]
         return gpus or [name for name in existing if name.startswith("CPU")]
     if isinstance(devices, str):
         raise ValueError(f'devices must be a list of names, received {devices!r}. Write ["{devices}"].')
-    if isinstance(devices, int | float) or not all(isinstance(name, str) for name in devices):
+    if not isinstance(devices, Iterable) or not all(isinstance(name, str) for name in devices):
         raise TypeError(
             f"devices must be a list of names such as {list(existing[-2:])}, received {devices!r}. There are: "
             f"{list(existing)}."

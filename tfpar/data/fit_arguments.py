@@ -15,7 +15,7 @@ from tfpar.data.batching.arrays import Shuffle, from_arrays
 from tfpar.data.batching.batches import class_weights
 from tfpar.data.python_batches import PythonBatches
 from tfpar.data.sharding.sharded import Sharded
-from tfpar.messages.whole_numbers import check_whole_numbers
+from tfpar.messages.whole_numbers import check_whole_number
 
 DEFAULT_BATCH_SIZE = 32
 Batches: TypeAlias = tf.data.Dataset | Sharded | PythonBatches
@@ -72,7 +72,7 @@ def as_dataset(
             "yield (inputs, targets, sample_weight)."
         )
     if batch_size is not None:
-        check_whole_numbers(batch_size=batch_size)
+        check_whole_number("batch_size", batch_size)
     dtype = None if is_dataset(x) else keras.config.floatx()
     if not is_dataset(x):
         size = batch_size or _default_batch_size((x, y, sample_weight), steps)

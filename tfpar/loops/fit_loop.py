@@ -22,7 +22,7 @@ from tfpar.loops.resumed_data import check_position, with_data
 from tfpar.loops.step_calls import NonfiniteStep, StepCalls
 from tfpar.messages import user_warnings
 from tfpar.messages.received import quoted
-from tfpar.messages.whole_numbers import check_whole_numbers
+from tfpar.messages.whole_numbers import check_whole_number
 
 NonfiniteLoss = Literal["stop", "continue"]
 _CHECKPOINT = "Writing a checkpoint"
@@ -97,7 +97,7 @@ class FitLoop:
         Returns:
             The logs of the last epoch.
         """
-        check_whole_numbers(initial_epoch=initial_epoch)
+        check_whole_number("initial_epoch", initial_epoch)
         self._callbacks.on_train_begin()
         self._resume(initial_epoch)
         logs: dict[str, float] = {}

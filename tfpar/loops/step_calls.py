@@ -15,7 +15,7 @@ from tfpar.callbacks import Throughput
 from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.held_errors import HeldCallbacks
-from tfpar.messages.whole_numbers import check_whole_numbers
+from tfpar.messages.whole_numbers import check_whole_number
 from tfpar.strategies import Strategy
 from tfpar.strategies.multi_step import CompiledLoop, StepsPerCall
 
@@ -61,11 +61,11 @@ class StepCalls:
     def __post_init__(self) -> None:
         """Start with a single step, because the first call compiles."""
         if self.steps_per_call is not None:
-            check_whole_numbers(steps_per_call=self.steps_per_call)
-        if self.steps_per_call is not None and self.steps_per_call < 1:
-            raise ValueError(
-                f"steps_per_call must be at least 1, received {self.steps_per_call}. Leave it out for auto."
-            )
+            check_whole_number("steps_per_call", self.steps_per_call)
+            if self.steps_per_call < 1:
+                raise ValueError(
+                    f"steps_per_call must be at least 1, received {self.steps_per_call}. Leave it out for auto."
+                )
         self._per_execution = 1 if self.steps_per_call else self.model.steps_per_execution
         compiled = self._per_execution if self._per_execution > 1 else None
         self._fixed = self.steps_per_call or compiled or (1 if self.model.run_eagerly else None)
@@ -141,7 +141,7 @@ class StepCalls:
 
 def limited_epochs(epochs: int) -> int:
     """Return the number of epochs, limited by `keras.config.set_max_epochs` (or `KERAS_MAX_EPOCHS`)."""
-    check_whole_numbers(epochs=epochs)
+    check_whole_number("epochs", epochs)
     limit = keras.config.max_epochs()
     if not limit or limit >= epochs:
         return epochs
@@ -161,7 +161,7 @@ def limited_steps(num_steps: int | None, name: str = "steps") -> int | None:
         ValueError: If it is negative; 0 is None, as in Keras.
     """
     if num_steps is not None:
-        check_whole_numbers(**{name: num_steps})
+        check_whole_number(name, num_steps)
         if num_steps < 0:
             raise ValueError(f"{name} must not be negative, received {num_steps}. Leave it out for all data.")
     limit = keras.config.max_steps_per_epoch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
@@ -121,9 +120,10 @@ class Mirrored(DataParallel):
 
 
 def _resolved(devices: Sequence[str] | int | None) -> list[str]:
-    is_number = isinstance(devices, int | np.integer) and not isinstance(devices, bool)
-    number = operator.index(cast("int", devices)) if is_number else None
-    found = cluster.resolve_devices(None if is_number else cast("Sequence[str] | None", devices))
+    number: int | None = None
+    if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
+        devices, number = None, int(cast("int", devices))
+    found = cluster.resolve_devices(cast("Sequence[str] | None", devices))
     if number is not None and found and not 1 <= number <= len(found):
         others = "" if found[0].startswith("GPU") else f" tfpar.use_logical_cpus({max(1, number)}) makes as many."
         raise ValueError(
