@@ -86,6 +86,23 @@ def test_a_split_backward_pass_fills_the_bubble() -> None:
     assert seconds(Layout(1, 2, 4, "zero_bubble")) < seconds(Layout(1, 2, 4))
 
 
+def test_a_split_backward_pass_takes_longer_where_a_stage_has_gradients_of_its_inputs() -> None:
+    """Of 2 seconds of a stage for each example, the last stage takes half a second more, and the first nothing."""
+    split = dataclasses.replace(MODEL, split_factor=1.25)
+    expected = Durations((4.0, 4.0), (8.0,) * 2, (0.0, 5.5), (8.0, 5.5), (0.0,))
+    found = seconds(Layout(1, 2, 4, "zero_bubble"), split)
+    assert found == pytest.approx(simulate(make("zero_bubble", 2, 4), expected).step_seconds + 4)
+    assert seconds(Layout(1, 2, 4), split) == seconds(Layout(1, 2, 4))
+
+
+@pytest.mark.parametrize("layout", [Layout(1, 2, 4), Layout(num_shards=2), Layout(2, shard="weights")], ids=str)
+def test_devices_that_divide_the_model_slow_each_other_down_as_micro_batches_do(layout: Layout) -> None:
+    shared = dataclasses.replace(MACHINE, slowdown={1: 1.0, 2: 1.5})
+    less = dataclasses.replace(shared, slowdown_of_stages={1: 1.0, 2: 1.25})
+    assert seconds(layout, machine=MACHINE) < seconds(layout, machine=less) < seconds(layout, machine=shared)
+    assert seconds(Layout(2), machine=less) == seconds(Layout(2), machine=shared)
+
+
 def test_a_pipeline_is_predicted_from_a_measured_pipeline_of_one_stage() -> None:
     slower = dataclasses.replace(MODEL, staged=Curve((1, 2), (24.0, 48.0)))
     assert seconds(Layout(1, 2, 4), slower) == pytest.approx(2 * 5 * 12 + 4)

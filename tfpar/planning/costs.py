@@ -133,7 +133,7 @@ class ModelCosts:
         replica_seconds: Seconds of a step on one device of `tf.distribute` beyond those without it.
         staged: Seconds of forward and backward pass of a micro-batch in a pipeline of one stage, with the sum of the
             gradients; None where the model cannot be cut.
-        split_factor: Seconds of such a micro-batch with a split backward pass, relative to a whole one.
+        split_factor: Seconds of a micro-batch on a stage with a split backward pass, relative to a whole one.
         loss_seconds: Seconds of the loss of an example and of its gradient.
         divides_loss: Whether tensor parallelism leaves the outputs of the model in pieces, and the loss with them.
         data_seconds: Seconds until the next batch of the dataset is there.
@@ -205,6 +205,8 @@ class MachineCosts:
         num_hosts: Number of hosts.
         slowdown: Seconds of the model's training step with n devices at once, relative to one device, by n; a larger
             number takes the largest measured.
+        slowdown_of_stages: The same of micro-batches of pipelines, which update weights once for several; empty where
+            no pipeline was measured.
         copy: A copy between two devices of a host.
         add: The sum of two gradients on a device, as a pipeline accumulates them.
         reduce: The sum of the gradients of a variable over n devices of a host and its broadcast, by n: bytes are
@@ -223,6 +225,7 @@ class MachineCosts:
     num_measured: int
     num_hosts: int = 1
     slowdown: Mapping[int, float] = dataclasses.field(default_factory=lambda: {1: 1.0})
+    slowdown_of_stages: Mapping[int, float] = dataclasses.field(default_factory=dict)
     copy: Link = _UNMEASURED
     add: Link = _UNMEASURED
     reduce: Mapping[int, Link] = dataclasses.field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The data of a plan, read once: the first batch, and the wait for those after it."""
+"""The data of a plan, read once: the first batch, the wait for those after it, and the steps on it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar import data
+from tfpar.planning.step_timing import TimedLoop
 from tfpar.strategies import Strategy
 from tfpar.trainer import Trainer
 
@@ -51,6 +52,37 @@ class ReadOnce:
         if self._given is None:
             self._given = dataset if isinstance(dataset, GivenData) else read(dataset)
         return trainer, self._given
+
+
+class Prepared(NamedTuple):
+    """A trainer of a plan, with what its steps need.
+
+    Args:
+        trainer: The trainer, whose model is built.
+        loop: Its steps.
+        batch: The first batch.
+        given: The data.
+    """
+
+    trainer: Trainer
+    loop: TimedLoop
+    batch: Any
+    given: GivenData
+
+
+def prepared(make_trainer: ReadOnce, strategy: Strategy) -> Prepared:
+    """Return a trainer under a strategy with its steps, its first batch and its data.
+
+    Args:
+        make_trainer: The trainers of the plan.
+        strategy: The strategy.
+
+    Raises:
+        ValueError: As `read`, or if the strategy cannot train the model.
+    """
+    trainer, given = make_trainer(strategy)
+    batch = trainer.build(given.first)
+    return Prepared(trainer, TimedLoop(trainer.model, strategy, batch), batch, given)
 
 
 def read(dataset: Any) -> GivenData:

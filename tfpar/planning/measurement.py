@@ -15,20 +15,19 @@ from tfpar._compat import random_state
 from tfpar.planning.block_measurement import measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import measure_slowdown
 from tfpar.planning.costs import BlockCost, Curve, MachineCosts, ModelCosts
-from tfpar.planning.given_data import GivenData, MakeTrainer, ReadOnce
+from tfpar.planning.given_data import MakeTrainer, ReadOnce, prepared
 from tfpar.planning.layouts import Layout
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
 from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
-from tfpar.planning.step_timing import TimedLoop, alternate_seconds, measure_loss, measure_steps, measure_update
+from tfpar.planning.stage_measurement import measure_stages
+from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_steps, measure_update
 from tfpar.reduction.weight_owners import num_bytes
-from tfpar.strategies import Mirrored, Pipeline, SingleDevice, Strategy, batch_dependence, from_settings
+from tfpar.strategies import Mirrored, SingleDevice, Strategy, batch_dependence, from_settings
 from tfpar.trainer import Trainer
 
 _MOST_SIZES = 7
 _MOST_DEVICES_AT_ONCE = 4
-_MICROBATCHES = 4
-_SIZES_OF_STAGE = 4
 
 
 def measure(
@@ -55,16 +54,19 @@ def measure(
     taken_bytes = runtime_bytes(devices[0])
     make_trainer = ReadOnce(make_trainer)
     with random_state.preserved_random_state():
-        trainer, loop, batch, given = _prepared(make_trainer, SingleDevice(devices[0]))
+        trainer, loop, batch, given = prepared(make_trainer, SingleDevice(devices[0]))
         costs = _measure_model(trainer, loop, batch, devices[0], num_planned)
         costs = dataclasses.replace(
             costs,
             data_seconds=given.wait_seconds,
             replica_seconds=_replica_seconds(make_trainer, devices, costs),
-            **_measure_stages(make_trainer, devices[0], costs),
         )
+        stages = measure_stages(make_trainer, devices, costs)
+        costs = dataclasses.replace(costs, staged=stages.seconds, split_factor=stages.split_factor)
         machine = _measure_machine(make_trainer, loop, batch, devices, num_planned)
-    machine = dataclasses.replace(machine, runtime_bytes=taken_bytes)
+    machine = dataclasses.replace(
+        machine, runtime_bytes=taken_bytes, slowdown_of_stages=stages.slowdown_like(machine.slowdown)
+    )
     return dataclasses.replace(costs, seconds=time.perf_counter() - began_seconds), machine
 
 
@@ -84,7 +86,7 @@ def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[
         MemoryError: If the step does not fit in the memory of a device.
     """
     with random_state.preserved_random_state():
-        _, loop, batch, _ = _prepared(ReadOnce(make_trainer), strategy_of(layout, devices))
+        _, loop, batch, _ = prepared(ReadOnce(make_trainer), strategy_of(layout, devices))
         steps, _ = measure_steps(loop, [int(data.num_rows(batch))])
     return steps.seconds[0]
 
@@ -101,13 +103,6 @@ def strategy_of(layout: Layout, devices: Sequence[str]) -> Strategy:
         ['CPU:0']
     """
     return from_settings(config.with_layout(config.SingleDevice(), layout.settings_on(devices)))
-
-
-def _prepared(make_trainer: ReadOnce, strategy: Strategy) -> tuple[Trainer, TimedLoop, Any, GivenData]:
-    """Return a trainer under a strategy with its steps, its first batch and its data."""
-    trainer, given = make_trainer(strategy)
-    batch = trainer.build(given.first)
-    return trainer, TimedLoop(trainer.model, strategy, batch), batch, given
 
 
 def sizes_of(batch: int, num_devices: int) -> list[int]:
@@ -177,36 +172,10 @@ def _replica_seconds(make_trainer: ReadOnce, devices: Sequence[str], costs: Mode
     """Return the seconds of a step on one replica beyond those of the same step on one device."""
     if len(devices) == 1:
         return 0.0
-    _, loop, _, _ = _prepared(make_trainer, Mirrored([devices[0]]))
+    _, loop, _, _ = prepared(make_trainer, Mirrored([devices[0]]))
     num_examples = -(-costs.batch // len(devices))
     steps, _ = measure_steps(loop, [num_examples])
     return max(0.0, steps.seconds[0] - costs.compute.at(num_examples) - costs.update_seconds)
-
-
-def _measure_stages(make_trainer: ReadOnce, device: str, costs: ModelCosts) -> dict[str, Any]:
-    """Measure the micro-batches of a pipeline of one stage, whose steps add up gradients as those of more do."""
-    if not costs.blocks or costs.batch < _MICROBATCHES:
-        return {}
-    sizes = sorted({max(1, costs.batch // (_MICROBATCHES << power)) for power in range(_SIZES_OF_STAGE)})
-    whole = _stage_loop(make_trainer, device, costs, "1f1b")
-    steps, _ = measure_steps(whole, [_MICROBATCHES * size for size in sizes])
-    each = [max(0.0, one - costs.update_seconds) / _MICROBATCHES for one in steps.seconds]
-    staged = Curve(tuple(sizes[: len(each)]), tuple(each))
-    whole.resize(steps.sizes[-1])
-    try:
-        split = _stage_loop(make_trainer, device, costs, "zero_bubble")
-        split.resize(steps.sizes[-1])
-        taken = alternate_seconds([whole, split])
-    except tf.errors.ResourceExhaustedError:  # a device with the memory of one model, not of both
-        return {"staged": staged}
-    of_whole, of_split = (max(0.0, one - costs.update_seconds) for one in taken)
-    return {"staged": staged, "split_factor": of_split / of_whole if of_whole else 1.0}
-
-
-def _stage_loop(make_trainer: ReadOnce, device: str, costs: ModelCosts, schedule: Any) -> TimedLoop:
-    layers = [len(costs.blocks)]
-    pipeline = Pipeline(1, _MICROBATCHES, schedule=schedule, balance=layers, devices=[device])
-    return _prepared(make_trainer, pipeline)[1]
 
 
 def _bytes_of(batch: Any) -> int:
@@ -222,7 +191,7 @@ def _measure_machine(
         return MachineCosts(kind, num_planned, 1, add=measure_addition(devices[0]))
     used = list(devices[:_MOST_DEVICES_AT_ONCE])
     share = -(-int(data.num_rows(batch)) // min(len(devices), num_planned))
-    loops = [loop, *(_prepared(make_trainer, SingleDevice(device))[1] for device in used[1:])]
+    loops = [loop, *(prepared(make_trainer, SingleDevice(device))[1] for device in used[1:])]
     for one in loops:
         one.resize(share)
     numbers = sorted({2, len(devices)})

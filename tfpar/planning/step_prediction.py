@@ -90,24 +90,25 @@ class _Step:
             return schedules.make("gpipe", 1, 1)
         return schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
 
-    @functools.cached_property
-    def _slowdown(self) -> tuple[float, ...]:
-        """The slow-down with 1, 2 and so on devices of a replica at once, and as many of each other one of the host."""
+    def _slowdown(self, measured: Mapping[int, float]) -> tuple[float, ...]:
+        """Return the slow-down with 1, 2 and more devices of a replica at once, and as many of each other of the host."""
         copies = self.layout.replicas_per_host * self.layout.num_shards
         numbers = range(1, self.layout.num_stages + 1)
-        return tuple(nearest(self.machine.slowdown, copies * number) or 1.0 for number in numbers)
+        return tuple(nearest(measured, copies * number) or 1.0 for number in numbers)
 
     def _together(self, seconds: Sequence[float]) -> tuple[float, ...]:
-        """Return the seconds of tasks of the stages that start together on all replicas, alone as given."""
+        """Return the seconds of updates of the stages that start together on all replicas, alone as given."""
+        slowdown = self._slowdown(self.machine.slowdown)
         ends, now, done = [0.0] * len(seconds), 0.0, 0.0
         order = sorted(range(len(seconds)), key=seconds.__getitem__)
         for position, stage in enumerate(order):
-            now += (seconds[stage] - done) * self._slowdown[len(order) - position - 1]
+            now += (seconds[stage] - done) * slowdown[len(order) - position - 1]
             ends[stage], done = now, seconds[stage]
         return tuple(ends)
 
     def _durations(self) -> Durations:
-        stages = [_Stage(blocks, self) for blocks in self._stages()]
+        stages = [_Stage(blocks, self, is_first=not index) for index, blocks in enumerate(self._stages())]
+        of_stages = self.machine.slowdown_of_stages or self.machine.slowdown
         weights = [stage.weight_gradient_seconds if self.splits_backward else 0.0 for stage in stages]
         backward = [stage.backward_seconds - weight for stage, weight in zip(stages, weights, strict=True)]
         return Durations(
@@ -118,7 +119,7 @@ class _Step:
             transfer_seconds=tuple(stage.transfer_seconds for stage in stages[:-1]),
             update_seconds=self._together([stage.update_seconds for stage in stages]),
             reduction_seconds=tuple(stage.reduction_seconds for stage in stages),
-            slowdown=self._slowdown,
+            slowdown=self._slowdown(of_stages if self.divides_model else self.machine.slowdown),
         )
 
     def _stages(self) -> Sequence[Sequence[BlockCost]]:
@@ -131,6 +132,11 @@ class _Step:
         """Whether a replica runs compiled stages, as a pipeline and blocks with sharded weights do."""
         return self.layout.num_stages > 1 or self.layout.shard == "weights"
 
+    @property
+    def divides_model(self) -> bool:
+        """Whether each device of a replica has a part of the model."""
+        return self.runs_stages or self.layout.num_shards > 1
+
     @functools.cached_property
     def compute_scale(self) -> float:
         """The seconds of the whole model, relative to the sum of its blocks, each measured by itself."""
@@ -140,17 +146,13 @@ class _Step:
             whole = model.compute.at(size)
         else:
             overhead_seconds = 2 * self.machine.action_seconds + self.sum_of_gradients_seconds
-            whole = max(0.0, model.staged_seconds(size) * self._split_factor - overhead_seconds)
+            whole = max(0.0, model.staged_seconds(size) - overhead_seconds)
         return max(0.0, whole - model.loss_seconds * size) / apart if apart else 1.0
 
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of the inputs and of the weights are computed in passes of their own."""
         return self.layout.num_stages > 1 and self.layout.schedule == "zero_bubble"
-
-    @property
-    def _split_factor(self) -> float:
-        return self.model.split_factor if self.splits_backward else 1.0
 
     @functools.cached_property
     def sum_of_gradients_seconds(self) -> float:
@@ -187,8 +189,8 @@ class _Step:
 class _Stage:
     """One stage of a replica: all blocks where there is no pipeline."""
 
-    def __init__(self, blocks: Sequence[BlockCost], step: _Step) -> None:
-        self._blocks, self._step = blocks, step
+    def __init__(self, blocks: Sequence[BlockCost], step: _Step, is_first: bool) -> None:
+        self._blocks, self._step, self._is_first = blocks, step, is_first
         self._is_only = step.layout.num_stages == 1
 
     @property
@@ -214,7 +216,7 @@ class _Stage:
         step, model = self._step, self._step.model
         if self._is_only and not self._blocks:
             return model.compute.at(step.size) * 2 / 3
-        seconds = self._sum_of("backward") + self._action_seconds
+        seconds = self._sum_of("backward") + self._split_seconds + self._action_seconds
         if self._is_only or self._blocks[-1] is model.blocks[-1]:
             is_divided = step.layout.num_shards > 1 and model.divides_loss
             seconds += model.loss_seconds * step.size / (step.layout.num_shards if is_divided else 1)
@@ -224,10 +226,21 @@ class _Stage:
 
     @property
     def weight_gradient_seconds(self) -> float:
-        """The part of the backward pass that only the gradients of weights need: half of it where there are weights."""
+        """The part of the backward pass that only the gradients of weights need.
+
+        Half of it where there are weights, and all of it on the first stage, which needs no gradients of its inputs.
+        """
         trained = [block for block in self._blocks if block.trainable_bytes]
-        own = sum(block.backward.seconds(self._step.size) for block in trained) * self._step.compute_scale
-        return own / 2 + self._accumulation_seconds
+        own = self._sum_of("backward", trained) + self._split_seconds
+        return (own if self._is_first else own / 2) + self._accumulation_seconds
+
+    @property
+    def _split_seconds(self) -> float:
+        """The seconds of a split backward pass beyond those of a whole one."""
+        step = self._step
+        if self._is_first or not step.splits_backward:
+            return 0.0
+        return (step.model.split_factor - 1) * (self._sum_of("forward") + self._sum_of("backward"))
 
     @property
     def _action_seconds(self) -> float:
