@@ -6,6 +6,9 @@ Each model is trained under every layout that two logical CPUs can run, in a pro
 counts the bytes of all tensors; logical CPUs have one allocator, so the sum of the devices is predicted. The process
 takes more, as the allocator holds memory in parts that are too small for the next tensor: this is the peak of the
 process without that of one with a narrow model of as many layers.
+
+The batch that was trained is the largest that runs in the memory that its tensors took. The largest batch that is
+predicted to fit in that memory is compared with it.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 
 from benchmarks import process
-from benchmarks.harness import Experiment, Finding, Output
+from benchmarks.harness import Experiment, Finding, Output, Round
 from benchmarks.plan import Planned, ratios
 from tfpar.planning.layouts import Layout
 
@@ -65,6 +68,9 @@ def measure(setting: Planned) -> Output:
         output[f"tensors {name}"] = wide["tensor_bytes"]
         output[f"process {name}"] = wide["process_bytes"] - narrow["process_bytes"]
     found = list(ratios({setting.model: output}, "tensors"))
+    limits = [output[f"tensors {layout}"] for layout in LAYOUTS]
+    fitting = _ask({"model": setting.model, "batch": setting.batch, "layouts": fields, "limits": limits})
+    output |= {f"largest batch {name}": number / setting.batch for name, number in fitting.items()}
     return output | {"least_ratio": min(found), "largest_ratio": max(found)}
 
 
@@ -93,12 +99,29 @@ def _finding(measured: str, words: str) -> tuple[Finding, Finding]:
     )
 
 
+def _largest(outputs: Round) -> list[float]:
+    return [ratio for output in outputs.values() for name, ratio in output.items() if name.startswith("largest batch ")]
+
+
 PLAN_MEMORY = Experiment(
     name="plan_memory",
     summary="Six models: predicted and measured memory of every layout of two logical CPUs",
     figure="largest_ratio",
     settings=_SETTINGS,
     measure=measure,
-    findings=(*_finding("tensors", "the tensors"), *_finding("process", "the process")),
+    findings=(
+        *_finding("tensors", "the tensors"),
+        *_finding("process", "the process"),
+        Finding(
+            "largest batch that is predicted to fit / that runs, the least",
+            lambda outputs: min(_largest(outputs)),
+            at_least=1 - MOST_ABOVE,
+        ),
+        Finding(
+            "largest batch that is predicted to fit / that runs, the most",
+            lambda outputs: max(_largest(outputs)),
+            at_most=1 + MOST_BELOW,
+        ),
+    ),
     has_rounds=False,
 )

@@ -1,11 +1,14 @@
 """One process of `benchmarks.plan_memory`: the predicted memory of all layouts of a model, or the measured one of one.
 
-predict(model, batch) -> {layout: bytes}            the model is traced, not trained
-train(model, layout, narrower, batch) -> figures    the peaks of a process that trains
+predict(model, batch, layouts) -> {layout: bytes}               the model is traced, not trained
+largest(model, batch, layouts, limits) -> {layout: examples}    so is this one
+train(model, batch, layout, narrower) -> figures                the peaks of a process that trains
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
 import os
 from typing import Any
 
@@ -28,6 +31,7 @@ from tfpar.reduction.weight_owners import num_bytes
 
 # Threads run the operations of each step in another order.
 _DEVICE, _NUM_STEPS = "CPU:0", 12
+_MOST_TIMES = 4
 
 
 def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, int]:
@@ -38,13 +42,39 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
         batch: Examples of the global batch.
         layouts: The fields of each layout.
     """
+    costs = _costs(model, batch)
+    return {str(layout): _predicted(layout, costs, batch) for layout in (Layout(**one) for one in layouts)}
+
+
+def largest(model: str, batch: int, layouts: list[dict[str, Any]], limits: list[int]) -> dict[str, int]:
+    """Return the largest global batch that is predicted to fit, for each layout.
+
+    Args:
+        model: The name of the model.
+        batch: Examples of the global batch that is measured.
+        layouts: The fields of each layout.
+        limits: Bytes of all devices together, for each layout.
+    """
+    costs, most = _costs(model, batch), range(1, _MOST_TIMES * batch)
+    found = {}
+    for layout, limit_bytes in zip((Layout(**one) for one in layouts), limits, strict=True):
+        too_large = bisect.bisect_right(most, limit_bytes, key=functools.partial(_predicted, layout, costs))
+        found[str(layout)] = too_large
+    return found
+
+
+def _predicted(layout: Layout, costs: ModelCosts, batch: int) -> int:
+    return sum(bytes_of_devices(layout, costs, batch)) + host_bytes(layout, costs, batch)
+
+
+def _costs(model: str, batch: int) -> ModelCosts:
     built = BUILD_MODEL[model](1)
     examples = next(iter(endless(built, batch)))
     held = model_bytes(built, examples, _DEVICE)
     traced = trace_model(built, _DEVICE, examples)
     assert traced.graph is not None, traced.reason
     blocks = measure_blocks(built, traced, _DEVICE, [batch // 16, batch // 8]).costs
-    costs = ModelCosts(
+    return ModelCosts(
         name=model,
         num_parameters=built.count_params(),
         weight_bytes=held.weight_bytes,
@@ -59,10 +89,6 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
         working=held.working,
         blocks=with_bytes(blocks, traced, batch, _DEVICE),
     )
-    return {
-        str(layout): sum(bytes_of_devices(layout, costs, batch)) + host_bytes(layout, costs, batch)
-        for layout in (Layout(**one) for one in layouts)
-    }
 
 
 def _bytes_of(tensor: tf.Tensor) -> int:
@@ -97,6 +123,6 @@ def train(model: str, batch: int, layout: dict[str, Any], narrower: int) -> dict
 if __name__ == "__main__":
     request = process.request()
     tfpar.use_logical_cpus(2)
-    reply = train(**request) if "layout" in request else predict(**request)
-    process.reply(reply)
+    answer = train if "layout" in request else largest if "limits" in request else predict
+    process.reply(answer(**request))
     os._exit(0)  # as benchmarks.worker

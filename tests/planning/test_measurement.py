@@ -83,6 +83,25 @@ def measured(layer: keras.Layer) -> ModelCosts:
     return measure(lambda strategy: (tfpar.Trainer(lambda: compiled(layer), strategy), data()), DEVICES[:1])[0]
 
 
+def words() -> keras.Model:
+    """Return a model whose last layer tensor parallelism divides, with its scores: `[batch, 4]` -> `[batch, 4, 50]`."""
+    hidden = [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(16)]
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Embedding(50, 16), *hidden, keras.layers.Dense(50)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def test_the_loss_of_pieces_is_measured_where_shards_leave_the_outputs_in_pieces(
+    logical_cpus: list[str], costs: tuple[ModelCosts, MachineCosts]
+) -> None:
+    tokens = np.zeros((16, 4), "int32")
+    dataset = tf.data.Dataset.from_tensors((tokens, tokens))
+    model, _ = measure(lambda strategy: (tfpar.Trainer(words, strategy), dataset), DEVICES[:1])
+    assert model.loss_of_pieces_seconds is not None
+    assert model.loss_of_pieces_seconds >= 0
+    assert costs[0].loss_of_pieces_seconds is None
+
+
 def test_a_model_that_mixes_examples_has_no_blocks_and_names_the_layer(logical_cpus: list[str]) -> None:
     model = measured(keras.layers.UnitNormalization(axis=0, name="mixer"))
     assert not model.blocks

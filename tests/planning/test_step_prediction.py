@@ -182,3 +182,12 @@ def test_micro_batches_larger_than_measured_grow_as_the_whole_model_does() -> No
     staged = dataclasses.replace(MODEL, staged=Curve((1, 2), (14.0, 28.0)))
     assert staged.staged_seconds(2) == 28
     assert staged.staged_seconds(4) == 28 + 24  # compute: 12 s an example
+
+
+def test_shards_compute_the_loss_from_pieces_of_the_outputs() -> None:
+    """Of 12 seconds of an example 3 are the loss; of pieces it takes 1 second, half of it on each shard."""
+    gathered = dataclasses.replace(MODEL, loss_seconds=3.0)
+    in_pieces = dataclasses.replace(gathered, loss_of_pieces_seconds=1.0)
+    assert seconds(Layout(num_shards=2), gathered) == pytest.approx(8 * (9 / 2 + 3) + 4)
+    assert seconds(Layout(num_shards=2), in_pieces) == pytest.approx(8 * (9 / 2 + 1 / 2) + 4)
+    assert seconds(Layout(), in_pieces) == seconds(Layout(), gathered) == 96 + 8

@@ -20,7 +20,7 @@ from tfpar.planning.memory_measurement import block_bytes
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.tensor_parallel.ways import layout_of
 
-_SHARDS_OF_TRIAL = 2
+SHARDS_OF_TRIAL = 2
 
 
 class Traced(NamedTuple):
@@ -123,7 +123,7 @@ def _block(name: str, sizes: Sequence[int], costs: Sequence[CallCost], cut: Byte
 def _divided(model: keras.Model, graph: tracing.Graph, blocks: Sequence[BlockCost]) -> Blocks:
     """Return the blocks with what tensor parallelism divides; as they are where it cannot divide the model."""
     try:
-        layout = layout_of(model, graph, _SHARDS_OF_TRIAL, None)
+        layout = layout_of(model, graph, SHARDS_OF_TRIAL, None)
     except (ValueError, TypeError):
         return Blocks(tuple(blocks))
     found: list[BlockCost] = []

@@ -135,7 +135,8 @@ class ModelCosts:
             gradients; None where the model cannot be cut.
         split_factor: Seconds of a micro-batch on a stage with a split backward pass, relative to a whole one.
         loss_seconds: Seconds of the loss of an example and of its gradient.
-        divides_loss: Whether tensor parallelism leaves the outputs of the model in pieces, and the loss with them.
+        loss_of_pieces_seconds: The same for outputs in pieces, as tensor parallelism leaves them, on one device; None
+            where it gathers them.
         data_seconds: Seconds until the next batch of the dataset is there.
         input_bytes: Bytes of the inputs and targets of an example.
         target_bytes: Of these, the bytes of its targets and its weight, which a pipeline's last stage gets.
@@ -162,7 +163,7 @@ class ModelCosts:
     staged: Curve | None = None
     split_factor: float = 1.0
     loss_seconds: float = 0.0
-    divides_loss: bool = False
+    loss_of_pieces_seconds: float | None = None
     data_seconds: float = 0.0
     input_bytes: int = 0
     target_bytes: int = 0

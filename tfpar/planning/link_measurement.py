@@ -13,9 +13,9 @@ from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.pipeline.schedule.links import Link, fit_link
 from tfpar.reduction.gradient_addition import sum_of
 
-_MESSAGE_BYTES = (16 << 10, 256 << 10, 1 << 20, 8 << 20)
-_MESSAGES = 8
-_RUNS = 5
+# Bytes of a message, and messages of a call: many small ones, or a call would take longer than they do.
+_MESSAGES = {16 << 10: 64, 256 << 10: 32, 1 << 20: 8, 8 << 20: 8}
+_RUNS = 9
 
 
 def measure_copy(devices: Sequence[str]) -> Link:
@@ -28,7 +28,7 @@ def measure_copy(devices: Sequence[str]) -> Link:
     def copies(tensors: list[tf.Tensor]) -> Any:
         return [_moved(one, devices) for one in tensors]
 
-    return _fitted(copies, devices[:1], divide=2)
+    return _fitted(copies, lambda tensors: [tf.identity(one) for one in tensors], devices[:1], divide=2)
 
 
 def _moved(tensor: tf.Tensor, devices: Sequence[str]) -> tf.Tensor:
@@ -55,7 +55,7 @@ def measure_reduction(devices: Sequence[str]) -> Link:
                     results.append(tf.identity(total)[0])
         return results
 
-    return _fitted(sums, devices)
+    return _fitted(sums, _firsts, devices)
 
 
 def measure_exchange(devices: Sequence[str]) -> Link:
@@ -67,15 +67,15 @@ def measure_exchange(devices: Sequence[str]) -> Link:
 
     def sums(tensors: list[tf.Tensor]) -> Any:
         current = list(tensors[: len(devices)])
-        for _ in range(_MESSAGES):
+        for _ in range(len(tensors) // len(devices)):
             with tf.device(devices[0]):
                 total = sum_of(current)
             for index, device in enumerate(devices):
                 with tf.device(device):
                     current[index] = tf.nn.relu(total)  # an operation, or the sums would be merged into one
-        return [one[0] for one in current]
+        return _firsts(current)
 
-    return _fitted(sums, devices)
+    return _fitted(sums, lambda tensors: _firsts(tensors[: len(devices)]), devices)
 
 
 def measure_addition(device: str) -> Link:
@@ -87,17 +87,31 @@ def measure_addition(device: str) -> Link:
     return measure_reduction([device, device])
 
 
-def _fitted(body: Callable[[list[tf.Tensor]], Any], devices: Sequence[str], divide: int = 1) -> Link:
-    """Return the link of messages, each with a tensor on every device."""
-    empty_seconds = _seconds(lambda tensors: [tf.identity(tensors[0])], devices[:1], 4, 1)
+def _firsts(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the first element of each tensor, computed on its device: results that no operation can leave out."""
+    return [tensor[0] for tensor in tensors]
+
+
+_Body = Callable[[list[tf.Tensor]], Any]
+
+
+def _fitted(body: _Body, results_of: _Body, devices: Sequence[str], divide: int = 1) -> Link:
+    """Return the link of messages, each with a tensor on every device.
+
+    Args:
+        body: Sends the messages.
+        results_of: Has results as `body` has, without messages: what a call takes by itself.
+        devices: The device of each tensor of a message.
+        divide: Messages that follow each other for one tensor.
+    """
     seconds = []
-    for size in _MESSAGE_BYTES:
-        taken = _seconds(body, devices, size, _MESSAGES) - empty_seconds
-        seconds.append(max(taken, 1e-9) / _MESSAGES / divide)
-    return fit_link(_MESSAGE_BYTES, seconds)
+    for size, number in _MESSAGES.items():
+        taken = _seconds(body, devices, size, number) - _seconds(results_of, devices, 4, number)
+        seconds.append(max(taken, 1e-9) / number / divide)
+    return fit_link(tuple(_MESSAGES), seconds)
 
 
-def _seconds(body: Callable[[list[tf.Tensor]], Any], devices: Sequence[str], num_bytes: int, count: int) -> float:
+def _seconds(body: _Body, devices: Sequence[str], num_bytes: int, count: int) -> float:
     tensors = []
     for _ in range(count):
         for device in devices:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfpar import config, data
 from tfpar._compat import random_state
-from tfpar.planning.block_measurement import measure_blocks, trace_model, with_bytes
+from tfpar.planning.block_measurement import SHARDS_OF_TRIAL, measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import measure_slowdown
 from tfpar.planning.costs import BlockCost, Curve, MachineCosts, ModelCosts
 from tfpar.planning.given_data import MakeTrainer, ReadOnce, prepared
@@ -128,6 +128,7 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
     traced = trace_model(model, device, batch)
     blocks = measure_blocks(model, traced, device, block_sizes)
     update_seconds = _update_within(steps, measure_update(model, device), blocks.costs)
+    pieces_seconds = measure_loss(model, device, batch, SHARDS_OF_TRIAL) if blocks.divides_loss else None
     held = model_bytes(model, batch, device)
     return ModelCosts(
         name=model.name,
@@ -140,11 +141,11 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
         compute=Curve(steps.sizes, tuple(max(0.0, one - update_seconds) for one in steps.seconds)),
         update_seconds=update_seconds,
         loss_seconds=measure_loss(model, device, batch) / num_examples,
+        loss_of_pieces_seconds=None if pieces_seconds is None else pieces_seconds / num_examples,
         input_bytes=_bytes_of(batch) // num_examples,
         target_bytes=_bytes_of(keras.utils.unpack_x_y_sample_weight(batch)[1:]) // num_examples,
         working=held.working,
         blocks=with_bytes(blocks.costs, traced, num_examples, device),
-        divides_loss=blocks.divides_loss,
         uncut=traced.reason,
         # A model that can be cut mixes no examples.
         mixing=() if traced.graph is not None else tuple(batch_dependence.find(model, batch)),

@@ -91,7 +91,7 @@ class _Step:
         return schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
 
     def _slowdown(self, measured: Mapping[int, float]) -> tuple[float, ...]:
-        """Return the slow-down with 1, 2 and more devices of a replica at once, and as many of each other of the host."""
+        """Return the slow-down with 1, 2 and more devices of a replica at once, and as many of the others."""
         copies = self.layout.replicas_per_host * self.layout.num_shards
         numbers = range(1, self.layout.num_stages + 1)
         return tuple(nearest(measured, copies * number) or 1.0 for number in numbers)
@@ -218,11 +218,18 @@ class _Stage:
             return model.compute.at(step.size) * 2 / 3
         seconds = self._sum_of("backward") + self._split_seconds + self._action_seconds
         if self._is_only or self._blocks[-1] is model.blocks[-1]:
-            is_divided = step.layout.num_shards > 1 and model.divides_loss
-            seconds += model.loss_seconds * step.size / (step.layout.num_shards if is_divided else 1)
+            seconds += step.size * self._loss_seconds
         if step.layout.recompute:  # no gradient needs the outputs of the last block
             seconds += self._sum_of("forward", self._blocks[:-1])
         return seconds + self._accumulation_seconds
+
+    @property
+    def _loss_seconds(self) -> float:
+        """The seconds of the loss of an example, which shards compute from pieces of the outputs."""
+        model, shards = self._step.model, self._step.layout.num_shards
+        if shards == 1 or model.loss_of_pieces_seconds is None:
+            return model.loss_seconds
+        return model.loss_of_pieces_seconds / shards
 
     @property
     def weight_gradient_seconds(self) -> float:

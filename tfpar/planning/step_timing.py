@@ -16,7 +16,9 @@ from tfpar._compat import keras_model, keras_optimizer
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.planning.costs import Curve
+from tfpar.reduction import gathered_classes
 from tfpar.strategies import Strategy
+from tfpar.strategies.tensor_parallel.pieces import gathered
 
 ROUNDS = 2
 _REPEATS = 4
@@ -209,30 +211,41 @@ def measure_update(model: keras.Model, device: str) -> float:
     return statistics.median(repeated_seconds(run))
 
 
-def measure_loss(model: keras.Model, device: str, batch: Any) -> float:
+def measure_loss(model: keras.Model, device: str, batch: Any, num_pieces: int = 1) -> float:
     """Measure the loss of a batch and its gradient by the outputs.
 
     Args:
         model: A compiled model.
         device: Its device.
         batch: Examples, `[batch, ...]` each.
+        num_pieces: Pieces of the last axis of each output, which tensor parallelism leaves apart; 1 for whole outputs.
 
     Returns:
-        The median seconds, without those of a call.
+        The median seconds, without those of a call, of all pieces together.
     """
     inputs, targets, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     with tf.device(device):
         outputs = tf.nest.map_structure(tf.identity, keras_model.call_model(model, inputs, training=True))
+        sources = [_in_pieces(one, num_pieces) for one in tf.nest.flatten(outputs)]
 
-    def loss_of(outputs: Any) -> Any:
-        sources = tf.nest.flatten(outputs)
-        with tf.device(device), tf.GradientTape() as tape:
+    def loss_of(sources: Sequence[Sequence[tf.Tensor]]) -> Any:
+        with tf.device(device), tf.GradientTape() as tape, gathered_classes.read_in_pieces():
             tape.watch(sources)
-            loss = keras_model.compute_loss(model, inputs, targets, outputs, sample_weight, training=True)
-        return [one for one in tape.gradient(loss, sources) if one is not None]
+            whole = [one[0] if num_pieces == 1 else gathered(one, -1, [device] * num_pieces) for one in sources]
+            predicted = tf.nest.pack_sequence_as(outputs, whole)
+            loss = keras_model.compute_loss(model, inputs, targets, predicted, sample_weight, training=True)
+        return [one for one in tape.gradient(loss, tf.nest.flatten(sources)) if one is not None]
 
-    seconds = _seconds_of_call(tf.function(loss_of, autograph=False), outputs)
+    seconds = _seconds_of_call(tf.function(loss_of, autograph=False), sources)
     return max(0.0, seconds - _seconds_of_call(tf.function(tf.identity, autograph=False), tf.zeros([])))
+
+
+def _in_pieces(output: Any, num_pieces: int) -> list[Any]:
+    """Return an output in pieces of its last axis, whose sizes differ by at most one column."""
+    if num_pieces == 1:
+        return [output]
+    columns = int(output.shape[-1])
+    return list(tf.split(output, [len(range(index, columns, num_pieces)) for index in range(num_pieces)], -1))
 
 
 def _seconds_of_call(run: Callable[[Any], Any], argument: Any) -> float:
