@@ -25,7 +25,8 @@ from tfpar.planning.ranking import best_of_each_grid, rank
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.step_prediction import predict
 
-_SECONDS, _REPEATS = 0.7, 3
+_SECONDS, _REPEATS = 0.5, 3
+_FEWEST_STEPS, _MOST_STEPS = 4, 512
 _DEVICES = ["CPU:0", "CPU:1"]
 
 
@@ -103,18 +104,20 @@ def _chosen(steps: list[PredictedStep], costs: ModelCosts, machine: MachineCosts
 
 def _step_seconds(trainer: tfpar.Trainer, data: tf.data.Dataset) -> float:
     trainer.fit(data, steps_per_epoch=3, verbose=0)
-    number = max(3, round(_SECONDS * _steps_per_second(trainer, data, 3)))
-    return statistics.median(1 / _steps_per_second(trainer, data, number) for _ in range(_REPEATS))
+    number = _FEWEST_STEPS
+    while number < _MOST_STEPS and _seconds_of(trainer, data, number) < _SECONDS:
+        number *= 2
+    return statistics.median(_seconds_of(trainer, data, number) for _ in range(_REPEATS)) / number
 
 
-def _steps_per_second(trainer: tfpar.Trainer, data: tf.data.Dataset, number: int) -> float:
-    """Return the steps per second of a long call of `fit`, without the start of a short one."""
+def _seconds_of(trainer: tfpar.Trainer, data: tf.data.Dataset, number: int) -> float:
+    """Return the seconds of some steps in a long call of `fit`, without the start of a short one."""
     seconds = []
     for steps in (1, 1 + number):
         began_seconds = time.perf_counter()
         trainer.fit(data, steps_per_epoch=steps, steps_per_call=steps, verbose=0)
         seconds.append(time.perf_counter() - began_seconds)
-    return number / max(1e-9, seconds[1] - seconds[0])
+    return seconds[1] - seconds[0]
 
 
 if __name__ == "__main__":

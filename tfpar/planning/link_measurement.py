@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ def measure_copy(devices: Sequence[str]) -> Link:
     def copies(tensors: list[tf.Tensor]) -> Any:
         return [_moved(one, devices) for one in tensors]
 
-    return _fitted(copies, lambda tensors: [tf.identity(one) for one in tensors], devices[:1], divide=2)
+    return _fitted(copies, devices[:1], divide=2)
 
 
 def _moved(tensor: tf.Tensor, devices: Sequence[str]) -> tf.Tensor:
@@ -55,7 +56,7 @@ def measure_reduction(devices: Sequence[str]) -> Link:
                     results.append(tf.identity(total)[0])
         return results
 
-    return _fitted(sums, _firsts, devices)
+    return _fitted(sums, devices)
 
 
 def measure_exchange(devices: Sequence[str]) -> Link:
@@ -73,9 +74,9 @@ def measure_exchange(devices: Sequence[str]) -> Link:
             for index, device in enumerate(devices):
                 with tf.device(device):
                     current[index] = tf.nn.relu(total)  # an operation, or the sums would be merged into one
-        return _firsts(current)
+        return [one[0] for one in current]
 
-    return _fitted(sums, lambda tensors: _firsts(tensors[: len(devices)]), devices)
+    return _fitted(sums, devices)
 
 
 def measure_addition(device: str) -> Link:
@@ -87,31 +88,31 @@ def measure_addition(device: str) -> Link:
     return measure_reduction([device, device])
 
 
-def _firsts(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the first element of each tensor, computed on its device: results that no operation can leave out."""
-    return [tensor[0] for tensor in tensors]
+_Body = Callable[[list[tf.Tensor]], list[tf.Tensor]]
 
 
-_Body = Callable[[list[tf.Tensor]], Any]
-
-
-def _fitted(body: _Body, results_of: _Body, devices: Sequence[str], divide: int = 1) -> Link:
+def _fitted(body: _Body, devices: Sequence[str], divide: int = 1) -> Link:
     """Return the link of messages, each with a tensor on every device.
 
     Args:
-        body: Sends the messages.
-        results_of: Has results as `body` has, without messages: what a call takes by itself.
+        body: Sends the messages, and returns at most as many results as it has tensors.
         devices: The device of each tensor of a message.
         divide: Messages that follow each other for one tensor.
     """
     seconds = []
     for size, number in _MESSAGES.items():
-        taken = _seconds(body, devices, size, number) - _seconds(results_of, devices, 4, number)
-        seconds.append(max(taken, 1e-9) / number / divide)
+        taken, num_results = _seconds(body, devices, size, number)
+        of_call, _ = _seconds(functools.partial(_as_they_are, num_results), devices, 4, number)
+        seconds.append(max(taken - of_call, 1e-9) / number / divide)
     return fit_link(tuple(_MESSAGES), seconds)
 
 
-def _seconds(body: _Body, devices: Sequence[str], num_bytes: int, count: int) -> float:
+def _as_they_are(number: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    return [tf.identity(one) for one in tensors[:number]]
+
+
+def _seconds(body: _Body, devices: Sequence[str], num_bytes: int, count: int) -> tuple[float, int]:
+    """Return the median seconds of a call, and the number of its results."""
     tensors = []
     for _ in range(count):
         for device in devices:
@@ -124,5 +125,6 @@ def _seconds(body: _Body, devices: Sequence[str], num_bytes: int, count: int) ->
         results = run(tensors)
         wait_for_gpus()
         seconds.append(time.perf_counter() - began_seconds)
+        num_results = len(results)
         del results
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds[1:]), num_results
