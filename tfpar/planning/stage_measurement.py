@@ -70,7 +70,7 @@ def measure_stages(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelC
     try:
         found = found._replace(slowdown=_slowdown(make_trainer, loop, devices[1], costs, steps.sizes[-1]))
         return found._replace(split_factor=_split_factor(make_trainer, devices, costs, steps.sizes[-1]))
-    except tf.errors.ResourceExhaustedError:  # a device with the memory of one model, not of both
+    except (tf.errors.ResourceExhaustedError, ValueError):  # no memory for both, or no cut after the first layer
         return found
 
 
