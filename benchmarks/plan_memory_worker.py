@@ -31,7 +31,8 @@ from tfpar.reduction.weight_owners import num_bytes
 
 # Threads run the operations of each step in another order.
 _DEVICE, _NUM_STEPS = "CPU:0", 12
-_MOST_TIMES = 4
+# A batch of twice the size takes so many times the memory.
+_MOSTLY_EXAMPLES, _MOST_TIMES = 1.5, 4
 
 
 def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, int]:
@@ -47,7 +48,9 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
 
 
 def largest(model: str, batch: int, layouts: list[dict[str, Any]], limits: list[int]) -> dict[str, int]:
-    """Return the largest global batch that is predicted to fit, for each layout.
+    """Return the largest global batch that is predicted to fit, where memory is mostly that of examples.
+
+    Where weights and their state are most of it, a few percent of the memory are a batch of twice or half the size.
 
     Args:
         model: The name of the model.
@@ -55,11 +58,12 @@ def largest(model: str, batch: int, layouts: list[dict[str, Any]], limits: list[
         layouts: The fields of each layout.
         limits: Bytes of all devices together, for each layout.
     """
-    costs, most = _costs(model, batch), range(1, _MOST_TIMES * batch)
+    costs, sizes = _costs(model, batch), range(1, _MOST_TIMES * batch)
     found = {}
     for layout, limit_bytes in zip((Layout(**one) for one in layouts), limits, strict=True):
-        too_large = bisect.bisect_right(most, limit_bytes, key=functools.partial(_predicted, layout, costs))
-        found[str(layout)] = too_large
+        if _predicted(layout, costs, 2 * batch) >= _MOSTLY_EXAMPLES * _predicted(layout, costs, batch):
+            of_size = functools.partial(_predicted, layout, costs)
+            found[str(layout)] = bisect.bisect_right(sizes, limit_bytes, key=of_size)
     return found
 
 

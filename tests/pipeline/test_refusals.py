@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused_when_the_trainer_is_made(
         (
             sequential(lambda: Centred(name="centred")),
             2,
-            "received 'centred', .*num_microbatches=1, or allow_batch_dependent_layers=True",
+            "received 'centred', .*use a Pipeline with num_microbatches=1, or allow_batch_dependent_layers=True",
         ),
         (depends_on_training, 2, "received DependsOnTraining, where they differ at 'multiply"),
         (own_loss(ScalesLoss, kernel_regularizer="l2"), 2, "ScalesLoss with a penalty on .* train on SingleDevice"),

@@ -24,6 +24,7 @@ from tfpar._compat import keras_variables
 from tfpar.cluster import tf_config
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline import schedule as schedules
+from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import remote_devices
 from tfpar.strategies.job_roles import refuse_evaluator
@@ -36,7 +37,7 @@ _EXPLANATION = 'shard="weights" runs a model in blocks, as a pipeline with one m
 _WAY_OUT = ' Or train with shard="optimizer".'
 # Settings that a pipeline has and replicas have not, where an error about stages names them as its way out.
 _SETTINGS_OF_PIPELINES = re.compile(
-    r"([;,] )(?:or )?use num_microbatches=1(?:,? or (?:set )?allow_batch_dependent_layers=True(?: to [^.]*)?)?"
+    rf"([;,] )(?:or )?{ON_WHOLE_BATCH}(?:,? or (?:set )?allow_batch_dependent_layers=True(?: to [^.]*)?)?"
 )
 _WAYS_OUT_OF_REPLICAS = {
     "; ": '; train with shard="optimizer" and batch_dependent_layers="gather", or on SingleDevice()',

@@ -20,6 +20,7 @@ from tfpar.pipeline.execution.stage_functions import ForwardResults
 from tfpar.pipeline.execution.stage_program import StageProgram
 from tfpar.pipeline.execution.stage_values import MaskedTensor, Place
 from tfpar.pipeline.execution.step_state import StepVariables
+from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH
 from tfpar.pipeline.graph.trial_batch import pairs_of_parts
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.gradient_addition import dense_part
@@ -110,7 +111,7 @@ def _without_kind(weight: keras.Variable, *, allow_batch_dependence: bool) -> in
     raise ValueError(
         "In a pipeline, the row numbers of a lookup must be computed from each example alone, from constants or from "
         f"positions, received lookups in {weight.path!r} whose row numbers depend on several examples. Change how they "
-        "are computed, use num_microbatches=1, or set allow_batch_dependent_layers=True to train with the row numbers "
+        f"are computed, {ON_WHOLE_BATCH}, or set allow_batch_dependent_layers=True to train with the row numbers "
         "of each micro-batch."
     )
 

@@ -31,6 +31,8 @@ from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
 # Batch-dependent layers that a trial may miss: random ones, and Equalization, which in Keras 3.15 has one histogram for
 # the whole batch.
 _BATCH_DEPENDENT = (layers.MixUp, layers.CutMix, layers.Equalization)
+# The way out for a model that needs its batch as a whole, of a Hybrid too.
+ON_WHOLE_BATCH = "use a Pipeline with num_microbatches=1"
 # Number of trials with different random numbers.
 NUM_SEEDS = 3
 
@@ -81,14 +83,14 @@ def check_batch_independence(graph: Graph, inputs: Sequence[Any], training: bool
         names = ", ".join(map(repr, found.calls))
         raise ValueError(
             "Every layer must compute each example alone, or micro-batches change the result, received "
-            f"{names}{'' if training else ' in inference'}, where an example depends on the others of its batch; use "
-            "num_microbatches=1, or allow_batch_dependent_layers=True to accept other results."
+            f"{names}{'' if training else ' in inference'}, where an example depends on the others of its batch; "
+            f"{ON_WHOLE_BATCH}, or allow_batch_dependent_layers=True to accept other results."
         )
     if found.outputs:
         raise ValueError(
             "Every output of a model must have the examples as its first axis, so that micro-batches are concatenated, "
-            f"received {', '.join(map(repr, found.outputs))}; move the axis with keras.ops.transpose, or use "
-            "num_microbatches=1."
+            f"received {', '.join(map(repr, found.outputs))}; move the axis with keras.ops.transpose, or "
+            f"{ON_WHOLE_BATCH}."
         )
     return found
 
@@ -112,7 +114,7 @@ def check_synchronized(graph: Graph) -> None:
             raise ValueError(
                 f"BatchNormalization(synchronized=True) uses the statistics of the global batch, and in a pipeline "
                 f"{call.name!r} receives one micro-batch at a time. Remove synchronized to normalize each micro-batch "
-                "by itself, or use num_microbatches=1 or allow_batch_dependent_layers=True."
+                f"by itself, or {ON_WHOLE_BATCH} or allow_batch_dependent_layers=True."
             )
 
 
@@ -185,12 +187,12 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
                 raise ValueError(
                     f"Every layer must run on any number of examples, and {call.name!r} does not run on {size // 2} "
                     f"and {size}: {str(error).splitlines()[0]} Declare the number of examples as None, or -1 in a "
-                    "reshape, or use num_microbatches=1."
+                    f"reshape, or {ON_WHOLE_BATCH}."
                 ) from error
             drawn[num_draws:] = [call.name] if len(drawn) > num_draws else []
             trial.release(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
     if drawn:
-        raise python_draws.refusal(list(dict.fromkeys(drawn)), "use num_microbatches=1")
+        raise python_draws.refusal(list(dict.fromkeys(drawn)), ON_WHOLE_BATCH)
     outputs = tuple(value.name for value in dict.fromkeys(model_outputs) if trial.axes[value] != 0)
     dependent = tuple(trial.batch_dependent)
     if trial.irreproducible and training:

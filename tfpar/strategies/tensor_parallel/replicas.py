@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_model, keras_probabilities, random_state, tf_divided_memory
-from tfpar.pipeline.graph.batch_dependence import find_batch_dependence
+from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, find_batch_dependence
 from tfpar.pipeline.graph.ir import Graph
 from tfpar.pipeline.graph.known_layers import uses_batch_statistics
 from tfpar.reduction import gathered_classes
@@ -44,7 +44,7 @@ def check_examples_apart(graph: Graph, inputs: Sequence[Any], training: bool) ->
     try:
         found = find_batch_dependence(graph, inputs, training)
     except ValueError as error:
-        text = str(error).replace("use num_microbatches=1", "use TensorParallel without replicas")
+        text = str(error).replace(ON_WHOLE_BATCH, "use TensorParallel without replicas")
         raise ValueError(text) from error
     calls = [*found.calls, *(call.name for call in graph.calls if uses_batch_statistics(call, training))]
     if calls:
