@@ -7,8 +7,8 @@ counts the bytes of all tensors; logical CPUs have one allocator, so the sum of 
 takes more, as the allocator holds memory in parts that are too small for the next tensor: this is the peak of the
 process without that of one with a narrow model of as many layers.
 
-The batch that was trained is the largest that runs in the memory that its tensors took. The largest batch that is
-predicted to fit in that memory is compared with it.
+The measured memory of the trained batch is also a limit: the largest batch that is predicted to fit in it is compared
+with that batch.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _largest(outputs: Round) -> list[float]:
 
 PLAN_MEMORY = Experiment(
     name="plan_memory",
-    summary="Six models: predicted and measured memory of every layout of two logical CPUs",
+    summary="Seven settings of six models: predicted and measured memory of every layout of two logical CPUs",
     figure="largest_ratio",
     settings=_SETTINGS,
     measure=measure,
@@ -114,12 +114,12 @@ PLAN_MEMORY = Experiment(
         *_finding("process", "the process"),
         Finding(
             "largest batch that is predicted to fit / that runs, the least",
-            lambda outputs: min(_largest(outputs)),
+            lambda outputs: min(_largest(outputs), default=1.0),
             at_least=1 - MOST_ABOVE,
         ),
         Finding(
             "largest batch that is predicted to fit / that runs, the most",
-            lambda outputs: max(_largest(outputs)),
+            lambda outputs: max(_largest(outputs), default=1.0),
             at_most=1 + MOST_BELOW,
         ),
     ),

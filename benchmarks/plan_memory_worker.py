@@ -1,7 +1,7 @@
 """One process of `benchmarks.plan_memory`: the predicted memory of all layouts of a model, or the measured one of one.
 
 predict(model, batch, layouts) -> {layout: bytes}               the model is traced, not trained
-largest(model, batch, layouts, limits) -> {layout: examples}    so is this one
+largest(model, batch, layouts, limits) -> {layout: examples}    the largest batch within each limit; not trained
 train(model, batch, layout, narrower) -> figures                the peaks of a process that trains
 """
 
@@ -31,7 +31,7 @@ from tfpar.reduction.weight_owners import num_bytes
 
 # Threads run the operations of each step in another order.
 _DEVICE, _NUM_STEPS = "CPU:0", 12
-# A batch of twice the size takes so many times the memory.
+# How much more a batch of twice the size takes, and the largest batch to look for.
 _MOSTLY_EXAMPLES, _MOST_TIMES = 1.5, 4
 
 
@@ -50,7 +50,7 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, 
 def largest(model: str, batch: int, layouts: list[dict[str, Any]], limits: list[int]) -> dict[str, int]:
     """Return the largest global batch that is predicted to fit, where memory is mostly that of examples.
 
-    Where weights and their state are most of it, a few percent of the memory are a batch of twice or half the size.
+    Where weights and their state are most of it, a few percent of the memory decide between half and twice the batch.
 
     Args:
         model: The name of the model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import keras
@@ -11,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfpar
-from tfpar.planning import step_timing
+from tfpar.planning import stage_measurement, step_timing
 from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, candidates
 from tfpar.planning.measurement import measure, measure_layout, sizes_of
@@ -83,23 +84,52 @@ def measured(layer: keras.Layer) -> ModelCosts:
     return measure(lambda strategy: (tfpar.Trainer(lambda: compiled(layer), strategy), data()), DEVICES[:1])[0]
 
 
-def words() -> keras.Model:
+def words(loss: object) -> keras.Model:
     """Return a model whose last layer tensor parallelism divides, with its scores: `[batch, 4]` -> `[batch, 4, 50]`."""
     hidden = [keras.layers.Dense(16, activation="relu"), keras.layers.Dense(16)]
     model = keras.Sequential([keras.Input((4,)), keras.layers.Embedding(50, 16), *hidden, keras.layers.Dense(50)])
-    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile("adam", loss)
     return model
 
 
-def test_the_loss_of_pieces_is_measured_where_shards_leave_the_outputs_in_pieces(
-    logical_cpus: list[str], costs: tuple[ModelCosts, MachineCosts]
+@pytest.mark.parametrize(
+    ("loss", "shape", "is_of_pieces"),
+    [
+        (keras.losses.SparseCategoricalCrossentropy(from_logits=True), (16, 4), True),
+        (keras.losses.MeanSquaredError(), (16, 4, 50), False),
+    ],
+    ids=["cross-entropy reads pieces", "squared error gathers them"],
+)
+def test_the_loss_of_pieces_is_measured_where_a_loss_reads_them(
+    logical_cpus: list[str], loss: keras.losses.Loss, shape: tuple[int, ...], is_of_pieces: bool
 ) -> None:
-    tokens = np.zeros((16, 4), "int32")
-    dataset = tf.data.Dataset.from_tensors((tokens, tokens))
-    model, _ = measure(lambda strategy: (tfpar.Trainer(words, strategy), dataset), DEVICES[:1])
-    assert model.loss_of_pieces_seconds is not None
-    assert model.loss_of_pieces_seconds >= 0
-    assert costs[0].loss_of_pieces_seconds is None
+    dataset = tf.data.Dataset.from_tensors((np.zeros((16, 4), "int32"), np.zeros(shape, "int32")))
+    model, machine = measure(
+        lambda strategy: (tfpar.Trainer(lambda: words(loss), strategy), dataset), DEVICES[:1], num_planned=8
+    )
+    assert (model.loss_of_pieces_seconds is not None) == is_of_pieces
+    assert machine.num_devices == 8
+    assert model.split_factor == 1
+    assert not machine.slowdown_of_stages
+
+
+def test_layers_before_the_first_weights_are_no_stage_of_a_split_pass(logical_cpus: list[str]) -> None:
+    def flat() -> keras.Model:
+        hidden = [keras.layers.Dense(64, activation="relu") for _ in range(2)]
+        model = keras.Sequential([keras.Input((32,)), keras.layers.Rescaling(0.5), *hidden, keras.layers.Dense(8)])
+        model.compile("sgd", "mse")
+        return model
+
+    cuts: list[list[int]] = []
+    original = stage_measurement.Pipeline
+
+    def pipeline(*args: Any, balance: list[int], **kwargs: Any) -> Any:
+        cuts.append(balance)
+        return original(*args, balance=balance, **kwargs)
+
+    with mock.patch.object(stage_measurement, "Pipeline", pipeline):
+        measure(lambda strategy: (tfpar.Trainer(flat, strategy), data()), DEVICES)
+    assert cuts == [[4], [4], [2, 2], [2, 2]]
 
 
 def test_a_model_that_mixes_examples_has_no_blocks_and_names_the_layer(logical_cpus: list[str]) -> None:

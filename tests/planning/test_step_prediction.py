@@ -89,10 +89,19 @@ def test_a_split_backward_pass_fills_the_bubble() -> None:
 def test_a_split_backward_pass_takes_longer_where_a_stage_has_gradients_of_its_inputs() -> None:
     """Of 2 seconds of a stage for each example, the last stage takes half a second more, and the first nothing."""
     split = dataclasses.replace(MODEL, split_factor=1.25)
-    expected = Durations((4.0, 4.0), (8.0,) * 2, (0.0, 5.5), (8.0, 5.5), (0.0,))
+    expected = Durations((4.0, 4.0), (8.0,) * 2, (4.0, 5.5), (4.0, 5.5), (0.0,))
     found = seconds(Layout(1, 2, 4, "zero_bubble"), split)
     assert found == pytest.approx(simulate(make("zero_bubble", 2, 4), expected).step_seconds + 4)
     assert seconds(Layout(1, 2, 4), split) == seconds(Layout(1, 2, 4))
+
+
+@pytest.mark.parametrize("untrained", [slice(0, 2), slice(2, 4)], ids=["first stage", "last stage"])
+def test_a_pass_is_not_split_where_a_stage_or_all_before_it_have_no_trained_weights(untrained: slice) -> None:
+    blocks = [*BLOCKS]
+    blocks[untrained] = [dataclasses.replace(block, trainable_bytes=0) for block in BLOCKS[untrained]]
+    model = dataclasses.replace(MODEL, blocks=tuple(blocks))
+    layout = Layout(1, 2, 4, "zero_bubble")
+    assert seconds(layout, dataclasses.replace(model, split_factor=1.25)) == seconds(layout, model)
 
 
 @pytest.mark.parametrize("layout", [Layout(1, 2, 4), Layout(num_shards=2), Layout(2, shard="weights")], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 from tfpar._compat import random_state
 from tfpar.full_precision import full_precision
 from tfpar.pipeline.graph import tracing
-from tfpar.pipeline.graph.batch_dependence import check_batch_independence, check_synchronized
+from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, check_batch_independence, check_synchronized
 from tfpar.pipeline.partition.layer_profile import CallCost, measure
 from tfpar.pipeline.partition.stages import bytes_per_example, cut_values
 from tfpar.planning.costs import BlockCost, Bytes, fitted
@@ -56,7 +57,8 @@ def trace_model(model: keras.Model, device: str, batch: Any) -> Traced:
             check_synchronized(graph)
             found = check_batch_independence(graph, flat, training=True)
     except (ValueError, TypeError, NotImplementedError) as error:
-        return Traced(None, (), str(error).splitlines()[0])
+        reason = str(error).splitlines()[0]
+        return Traced(None, (), re.sub(rf"[;,] (or )?{ON_WHOLE_BATCH}.*", ".", reason))
     return Traced(graph, flat, "", found.batch_normalizations)
 
 

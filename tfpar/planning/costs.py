@@ -206,8 +206,8 @@ class MachineCosts:
         num_hosts: Number of hosts.
         slowdown: Seconds of the model's training step with n devices at once, relative to one device, by n; a larger
             number takes the largest measured.
-        slowdown_of_stages: The same of micro-batches of pipelines, which update weights once for several; empty where
-            no pipeline was measured.
+        slowdown_of_stages: The same of micro-batches of pipelines, measured with two devices; empty where no pipeline
+            was measured.
         copy: A copy between two devices of a host.
         add: The sum of two gradients on a device, as a pipeline accumulates them.
         reduce: The sum of the gradients of a variable over n devices of a host and its broadcast, by n: bytes are

@@ -1,4 +1,4 @@
-"""The data of a plan, read once: the first batch, the wait for those after it, and the steps on it."""
+"""The data of a plan, read once: the first batch, the wait for those after it, and trainers on it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -17,6 +16,7 @@ from tfpar.reduction.gradient_addition import sum_of
 # Bytes of a message, and messages of a call: many small ones, or a call would take longer than they do.
 _MESSAGES = {16 << 10: 64, 256 << 10: 32, 1 << 20: 8, 8 << 20: 8}
 _RUNS = 9
+_LEAST_SECONDS = 1e-6  # of a message: differences of two calls can be less than nothing
 
 
 def measure_copy(devices: Sequence[str]) -> Link:
@@ -26,7 +26,7 @@ def measure_copy(devices: Sequence[str]) -> Link:
         devices: Two devices of one process.
     """
 
-    def copies(tensors: list[tf.Tensor]) -> Any:
+    def copies(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         return [_moved(one, devices) for one in tensors]
 
     return _fitted(copies, devices[:1], divide=2)
@@ -46,7 +46,7 @@ def measure_reduction(devices: Sequence[str]) -> Link:
         devices: Devices of one process.
     """
 
-    def sums(gradients: list[tf.Tensor]) -> Any:
+    def sums(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         results = []
         for index in range(0, len(gradients), len(devices)):
             with tf.device(devices[0]):
@@ -66,7 +66,7 @@ def measure_exchange(devices: Sequence[str]) -> Link:
         devices: Devices of one process.
     """
 
-    def sums(tensors: list[tf.Tensor]) -> Any:
+    def sums(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         current = list(tensors[: len(devices)])
         for _ in range(len(tensors) // len(devices)):
             with tf.device(devices[0]):
@@ -102,13 +102,17 @@ def _fitted(body: _Body, devices: Sequence[str], divide: int = 1) -> Link:
     seconds = []
     for size, number in _MESSAGES.items():
         taken, num_results = _seconds(body, devices, size, number)
-        of_call, _ = _seconds(functools.partial(_as_they_are, num_results), devices, 4, number)
-        seconds.append(max(taken - of_call, 1e-9) / number / divide)
+        of_call, _ = _seconds(functools.partial(_as_they_are, devices, num_results), devices, 4, number)
+        seconds.append(max((taken - of_call) / number / divide, _LEAST_SECONDS))
     return fit_link(tuple(_MESSAGES), seconds)
 
 
-def _as_they_are(number: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    return [tf.identity(one) for one in tensors[:number]]
+def _as_they_are(devices: Sequence[str], number: int, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    results = []
+    for index in range(number):
+        with tf.device(devices[index % len(devices)]):
+            results.append(tf.identity(tensors[index]))
+    return results
 
 
 def _seconds(body: _Body, devices: Sequence[str], num_bytes: int, count: int) -> tuple[float, int]:

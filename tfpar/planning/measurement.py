@@ -21,7 +21,7 @@ from tfpar.planning.link_measurement import measure_addition, measure_copy, meas
 from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
 from tfpar.planning.stage_measurement import measure_stages
-from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_steps, measure_update
+from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_loss_of_pieces, measure_steps, measure_update
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import Mirrored, SingleDevice, Strategy, batch_dependence, from_settings
 from tfpar.trainer import Trainer
@@ -86,8 +86,8 @@ def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[
         MemoryError: If the step does not fit in the memory of a device.
     """
     with random_state.preserved_random_state():
-        _, loop, batch, _ = prepared(ReadOnce(make_trainer), strategy_of(layout, devices))
-        steps, _ = measure_steps(loop, [int(data.num_rows(batch))])
+        one = prepared(ReadOnce(make_trainer), strategy_of(layout, devices))
+        steps, _ = measure_steps(one.loop, [int(data.num_rows(one.batch))])
     return steps.seconds[0]
 
 
@@ -128,7 +128,9 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
     traced = trace_model(model, device, batch)
     blocks = measure_blocks(model, traced, device, block_sizes)
     update_seconds = _update_within(steps, measure_update(model, device), blocks.costs)
-    pieces_seconds = measure_loss(model, device, batch, SHARDS_OF_TRIAL) if blocks.divides_loss else None
+    pieces_seconds, share = None, -(-num_examples // num_planned)
+    if blocks.divides_loss and num_planned > 1:
+        pieces_seconds = measure_loss_of_pieces(model, device, data.take_rows(batch, 0, share), SHARDS_OF_TRIAL)
     held = model_bytes(model, batch, device)
     return ModelCosts(
         name=model.name,
@@ -141,7 +143,7 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
         compute=Curve(steps.sizes, tuple(max(0.0, one - update_seconds) for one in steps.seconds)),
         update_seconds=update_seconds,
         loss_seconds=measure_loss(model, device, batch) / num_examples,
-        loss_of_pieces_seconds=None if pieces_seconds is None else pieces_seconds / num_examples,
+        loss_of_pieces_seconds=None if pieces_seconds is None else pieces_seconds / share,
         input_bytes=_bytes_of(batch) // num_examples,
         target_bytes=_bytes_of(keras.utils.unpack_x_y_sample_weight(batch)[1:]) // num_examples,
         working=held.working,
@@ -173,7 +175,7 @@ def _replica_seconds(make_trainer: ReadOnce, devices: Sequence[str], costs: Mode
     """Return the seconds of a step on one replica beyond those of the same step on one device."""
     if len(devices) == 1:
         return 0.0
-    _, loop, _, _ = prepared(make_trainer, Mirrored([devices[0]]))
+    loop = prepared(make_trainer, Mirrored([devices[0]])).loop
     num_examples = -(-costs.batch // len(devices))
     steps, _ = measure_steps(loop, [num_examples])
     return max(0.0, steps.seconds[0] - costs.compute.at(num_examples) - costs.update_seconds)
@@ -192,7 +194,7 @@ def _measure_machine(
         return MachineCosts(kind, num_planned, 1, add=measure_addition(devices[0]))
     used = list(devices[:_MOST_DEVICES_AT_ONCE])
     share = -(-int(data.num_rows(batch)) // min(len(devices), num_planned))
-    loops = [loop, *(prepared(make_trainer, SingleDevice(device))[1] for device in used[1:])]
+    loops = [loop, *(prepared(make_trainer, SingleDevice(device)).loop for device in used[1:])]
     for one in loops:
         one.resize(share)
     numbers = sorted({2, len(devices)})

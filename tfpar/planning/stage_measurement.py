@@ -1,14 +1,15 @@
-"""The micro-batches of pipelines: their seconds, the price of a split backward pass, and several devices at once."""
+"""The measured micro-batches of pipelines: alone, with a split backward pass, and on two devices at once."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfpar.planning.contention import measure_slowdown
-from tfpar.planning.costs import Curve, ModelCosts
+from tfpar.planning.costs import BlockCost, Curve, ModelCosts
 from tfpar.planning.given_data import ReadOnce, prepared
 from tfpar.planning.step_timing import TimedLoop, alternate_seconds, measure_steps
 from tfpar.strategies import Pipeline
@@ -23,7 +24,8 @@ class Stages(NamedTuple):
 
     Args:
         seconds: Of a micro-batch in a pipeline of one stage, by its number of examples; None where none can be.
-        split_factor: Seconds of a micro-batch with a split backward pass, relative to a whole one.
+        split_factor: Seconds of a micro-batch on a stage with a split backward pass, relative to a whole one; 1 where
+            two devices or the cut are missing.
         slowdown: Seconds of such a micro-batch with two devices at once, relative to one.
     """
 
@@ -38,13 +40,13 @@ class Stages(NamedTuple):
             measured: The slow-down of whole steps by the number of devices at once, those of two among them.
 
         Example:
-            >>> Stages(slowdown=1.2).slowdown_like({1: 1.0, 2: 1.5, 4: 3.0})
-            {1: 1.0, 2: 1.2, 4: 2.4}
+            >>> Stages(slowdown=1.25).slowdown_like({1: 1.0, 2: 1.25, 4: 2.5})
+            {1: 1.0, 2: 1.25, 4: 2.5}
         """
         if self.slowdown is None or _DEVICES_AT_ONCE not in measured:
             return {}
         ratio = self.slowdown / measured[_DEVICES_AT_ONCE]
-        return {number: max(1.0, round(one * ratio, 6)) if number > 1 else 1.0 for number, one in measured.items()}
+        return {number: min(max(1.0, one * ratio), number) for number, one in measured.items()}
 
 
 def measure_stages(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> Stages:
@@ -67,33 +69,83 @@ def measure_stages(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelC
     found = Stages(Curve(tuple(sizes[: len(each)]), tuple(each)))
     if len(devices) == 1:
         return found
+    size = steps.sizes[-1] // _MICROBATCHES
+    return found._replace(
+        slowdown=_slowdown(make_trainer, loop, devices[1], costs, size),
+        split_factor=_split_factor(make_trainer, devices, dataclasses.replace(costs, staged=found.seconds), size),
+    )
+
+
+def _slowdown(make_trainer: ReadOnce, loop: TimedLoop, other: str, costs: ModelCosts, size: int) -> float | None:
     try:
-        found = found._replace(slowdown=_slowdown(make_trainer, loop, devices[1], costs, steps.sizes[-1]))
-        return found._replace(split_factor=_split_factor(make_trainer, devices, costs, steps.sizes[-1]))
-    except (tf.errors.ResourceExhaustedError, ValueError):  # no memory for both, or no cut after the first layer
-        return found
+        loops = [loop, _loop(make_trainer, [other], [len(costs.blocks)])]
+        for one in loops:
+            one.resize(_MICROBATCHES * size)
+        return measure_slowdown(loops)[_DEVICES_AT_ONCE]
+    except tf.errors.ResourceExhaustedError:  # the other device has another model from the measurement before
+        return None
 
 
-def _slowdown(make_trainer: ReadOnce, loop: TimedLoop, other: str, costs: ModelCosts, num_examples: int) -> float:
-    loops = [loop, _loop(make_trainer, [other], [len(costs.blocks)])]
-    for one in loops:
-        one.resize(num_examples)
-    return measure_slowdown(loops)[_DEVICES_AT_ONCE]
+def _split_factor(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts, size: int) -> float:
+    """Return the seconds of a micro-batch of a stage with a split backward pass, relative to those with a whole one.
 
-
-def _split_factor(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts, num_examples: int) -> float:
-    """Return the seconds of a micro-batch with a split backward pass, relative to those with a whole one.
-
-    The first of two stages has one layer: it needs no gradients of its inputs, and so no second pass.
+    A pass is split where a stage has weights, and needs the gradients of its inputs: from the second layer with weights
+    on. The first stage here has the layers up to the first with weights, and the second one all others.
     """
-    if len(costs.blocks) == 1:
+    trained = [number for number, block in enumerate(costs.blocks) if block.trainable_bytes]
+    if len(trained) < _DEVICES_AT_ONCE:
         return 1.0
-    layers = [1, len(costs.blocks) - 1]
-    loops = [_loop(make_trainer, devices[:2], layers, schedule) for schedule in ("1f1b", "zero_bubble")]
-    for one in loops:
-        one.resize(num_examples)
-    of_whole, of_split = (max(0.0, one - costs.update_seconds) for one in alternate_seconds(loops))
-    return max(1.0, of_split / of_whole) if of_whole else 1.0
+    layers = [trained[0] + 1, len(costs.blocks) - trained[0] - 1]
+    try:
+        loops = [_loop(make_trainer, devices[:2], layers, schedule) for schedule in ("1f1b", "zero_bubble")]
+    except ValueError:  # a model that cannot be cut there
+        return 1.0
+    try:
+        for one in loops:
+            one.resize(_MICROBATCHES * size)
+        of_whole, of_split = alternate_seconds(loops)
+    except tf.errors.ResourceExhaustedError:
+        return 1.0
+    return split_factor(costs, layers[0], of_split - of_whole, _MICROBATCHES, size)
+
+
+def split_factor(costs: ModelCosts, first: int, more_seconds: float, num_microbatches: int, size: int) -> float:
+    """Return the price of a split backward pass from the steps of a pipeline of two stages.
+
+    Its bubble is filled meanwhile: the last backward pass of the first stage ends with the last weight gradients of the
+    second one, which a step of whole passes does one after the other.
+
+    Args:
+        costs: The costs of the model, with those of micro-batches.
+        first: The layer calls of the first stage.
+        more_seconds: The seconds of a step with split passes beyond those of one with whole passes.
+        num_microbatches: The micro-batches of the step.
+        size: The examples of a micro-batch.
+
+    Returns:
+        The seconds of a micro-batch on the second stage, relative to those with a whole pass; at least 1.
+
+    Example:
+        >>> from tfpar.planning.costs import BlockCost, Line
+        >>> blocks = tuple(BlockCost(name, Line(0, 1), Line(0, 2), 8, 8) for name in "abc")
+        >>> costs = ModelCosts("mlp", 6, 24, 24, 0, (8,) * 3, 8, Curve((8,), (72.0,)), 0.0, blocks=blocks)
+        >>> split_factor(costs, 1, more_seconds=8.0, num_microbatches=4, size=2)
+        1.25
+    """
+
+    def seconds(blocks: Sequence[BlockCost]) -> tuple[float, float]:
+        forward = sum(block.forward.seconds(size) for block in blocks)
+        return forward, sum(block.backward.seconds(size) for block in blocks)
+
+    apart = sum(seconds(costs.blocks))
+    whole = costs.staged_seconds(size) - costs.loss_seconds * size
+    if apart <= 0 or whole <= 0:
+        return 1.0
+    scale = whole / apart
+    _, filled = seconds(costs.blocks[:first])
+    forward, backward = seconds(costs.blocks[first:])
+    price = (more_seconds + scale * min(filled, backward / 2)) / num_microbatches
+    return 1.0 + max(0.0, price) / (scale * (forward + backward)) if forward + backward > 0 else 1.0
 
 
 def _loop(make_trainer: ReadOnce, devices: Sequence[str], layers: Sequence[int], schedule: Any = "1f1b") -> TimedLoop:

@@ -107,7 +107,10 @@ class _Step:
         return tuple(ends)
 
     def _durations(self) -> Durations:
-        stages = [_Stage(blocks, self, is_first=not index) for index, blocks in enumerate(self._stages())]
+        stages, is_below = [], False
+        for blocks in self._stages():
+            stages.append(_Stage(blocks, self, needs_input_gradients=is_below))
+            is_below = is_below or any(block.trainable_bytes for block in blocks)
         of_stages = self.machine.slowdown_of_stages or self.machine.slowdown
         weights = [stage.weight_gradient_seconds if self.splits_backward else 0.0 for stage in stages]
         backward = [stage.backward_seconds - weight for stage, weight in zip(stages, weights, strict=True)]
@@ -187,10 +190,17 @@ class _Step:
 
 
 class _Stage:
-    """One stage of a replica: all blocks where there is no pipeline."""
+    """One stage of a replica: all blocks where there is no pipeline.
 
-    def __init__(self, blocks: Sequence[BlockCost], step: _Step, is_first: bool) -> None:
-        self._blocks, self._step, self._is_first = blocks, step, is_first
+    Args:
+        blocks: Its blocks.
+        step: The step.
+        needs_input_gradients: Whether a stage before it has trained weights.
+    """
+
+    def __init__(self, blocks: Sequence[BlockCost], step: _Step, needs_input_gradients: bool) -> None:
+        self._blocks, self._step, self._needs_input_gradients = blocks, step, needs_input_gradients
+        self._trained = [block for block in blocks if block.trainable_bytes]
         self._is_only = step.layout.num_stages == 1
 
     @property
@@ -233,19 +243,15 @@ class _Stage:
 
     @property
     def weight_gradient_seconds(self) -> float:
-        """The part of the backward pass that only the gradients of weights need.
-
-        Half of it where there are weights, and all of it on the first stage, which needs no gradients of its inputs.
-        """
-        trained = [block for block in self._blocks if block.trainable_bytes]
-        own = self._sum_of("backward", trained) + self._split_seconds
-        return (own if self._is_first else own / 2) + self._accumulation_seconds
+        """The part of the backward pass that only the gradients of weights need: half of it where there are weights."""
+        own = self._sum_of("backward", self._trained) + self._split_seconds
+        return own / 2 + self._accumulation_seconds
 
     @property
     def _split_seconds(self) -> float:
         """The seconds of a split backward pass beyond those of a whole one."""
         step = self._step
-        if self._is_first or not step.splits_backward:
+        if not (step.splits_backward and self._needs_input_gradients and self._trained):
             return 0.0
         return (step.model.split_factor - 1) * (self._sum_of("forward") + self._sum_of("backward"))
 

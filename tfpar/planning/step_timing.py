@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_optimizer
+from tfpar._compat import keras_model, keras_optimizer, tf_graph
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.planning.costs import Curve
@@ -211,32 +211,65 @@ def measure_update(model: keras.Model, device: str) -> float:
     return statistics.median(repeated_seconds(run))
 
 
-def measure_loss(model: keras.Model, device: str, batch: Any, num_pieces: int = 1) -> float:
+def measure_loss(model: keras.Model, device: str, batch: Any) -> float:
     """Measure the loss of a batch and its gradient by the outputs.
 
     Args:
         model: A compiled model.
         device: Its device.
         batch: Examples, `[batch, ...]` each.
-        num_pieces: Pieces of the last axis of each output, which tensor parallelism leaves apart; 1 for whole outputs.
 
     Returns:
-        The median seconds, without those of a call, of all pieces together.
+        The median seconds, without those of a call.
     """
+    seconds = _loss_seconds(model, device, batch, 1)
+    assert seconds is not None, "a whole output is read as it is"
+    return seconds
+
+
+def measure_loss_of_pieces(model: keras.Model, device: str, batch: Any, num_pieces: int) -> float | None:
+    """Measure the loss of a batch and its gradient by outputs in pieces, as tensor parallelism leaves them.
+
+    Args:
+        model: A compiled model.
+        device: A device, that of all pieces here.
+        batch: Examples, `[batch, ...]` each.
+        num_pieces: Pieces of the last axis of each output.
+
+    Returns:
+        The median seconds of all pieces together, without those of a call; None if the loss gathers an output, as a
+        mean squared error does, or if the device has not enough memory for both.
+    """
+    try:
+        return _loss_seconds(model, device, batch, num_pieces)
+    except tf.errors.ResourceExhaustedError:
+        return None
+
+
+def _loss_seconds(model: keras.Model, device: str, batch: Any, num_pieces: int) -> float | None:
     inputs, targets, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     with tf.device(device):
         outputs = tf.nest.map_structure(tf.identity, keras_model.call_model(model, inputs, training=True))
         sources = [_in_pieces(one, num_pieces) for one in tf.nest.flatten(outputs)]
+    structure = tf.nest.map_structure(lambda output: None, outputs)
+    del outputs  # the pieces are copies
+    gathers = False
 
     def loss_of(sources: Sequence[Sequence[tf.Tensor]]) -> Any:
+        nonlocal gathers
         with tf.device(device), tf.GradientTape() as tape, gathered_classes.read_in_pieces():
             tape.watch(sources)
             whole = [one[0] if num_pieces == 1 else gathered(one, -1, [device] * num_pieces) for one in sources]
-            predicted = tf.nest.pack_sequence_as(outputs, whole)
+            predicted = tf.nest.pack_sequence_as(structure, whole)
             loss = keras_model.compute_loss(model, inputs, targets, predicted, sample_weight, training=True)
+        gathers = num_pieces > 1 and any(tf_graph.depends_on(loss, one) for one in whole)
         return [one for one in tape.gradient(loss, tf.nest.flatten(sources)) if one is not None]
 
-    seconds = _seconds_of_call(tf.function(loss_of, autograph=False), sources)
+    run = tf.function(loss_of, autograph=False)
+    run.get_concrete_function(sources)
+    if gathers:
+        return None
+    seconds = _seconds_of_call(run, sources)
     return max(0.0, seconds - _seconds_of_call(tf.function(tf.identity, autograph=False), tf.zeros([])))
 
 

@@ -31,7 +31,7 @@ from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
 # Batch-dependent layers that a trial may miss: random ones, and Equalization, which in Keras 3.15 has one histogram for
 # the whole batch.
 _BATCH_DEPENDENT = (layers.MixUp, layers.CutMix, layers.Equalization)
-# The way out for a model that needs its batch as a whole, of a Hybrid too.
+# The advice for a model that needs its whole batch, under Pipeline and Hybrid.
 ON_WHOLE_BATCH = "use a Pipeline with num_microbatches=1"
 # Number of trials with different random numbers.
 NUM_SEEDS = 3
