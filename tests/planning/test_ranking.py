@@ -147,7 +147,7 @@ def test_a_model_that_cannot_be_cut_says_why_and_the_others_are_ranked() -> None
     plan = rank([step(ONE, 1.0), step(TWO, 0.5)], [], uncut, GPUS)
     assert plan.not_considered == (
         "pipelines (Its call is Python code, not a graph of layers)",
-        "TensorParallel (no layer that it divides)",
+        "TensorParallel (not predicted for a model that cannot be cut)",
     )
     assert plan.rows[0].layout == TWO
 

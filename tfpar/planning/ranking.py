@@ -283,7 +283,8 @@ def _not_considered(refusals: Iterable[Refusal], model: ModelCosts, machine: Mac
         if model.uncut:
             yield f"pipelines ({model.uncut.rstrip('.')})"
         if machine.num_hosts == 1 and not any(block.is_divided for block in model.blocks):
-            yield "TensorParallel (no layer that it divides)"
+            reason = "no layer that it divides" if model.blocks else "not predicted for a model that cannot be cut"
+            yield f"TensorParallel ({reason})"
 
 
 def _grid(layout: Layout) -> str:
