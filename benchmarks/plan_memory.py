@@ -14,6 +14,7 @@ with that batch.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from benchmarks import process
 from benchmarks.harness import Experiment, Finding, Output, Round
@@ -59,18 +60,14 @@ def measure(setting: Planned) -> Output:
         WorkerError: If a process fails.
     """
     fields = [dataclasses.asdict(layout) for layout in LAYOUTS]
-    predicted = _ask({"model": setting.model, "batch": setting.batch, "layouts": fields})
     output: dict[str, float] = {}
     for layout in LAYOUTS:
-        name = str(layout)
         wide, narrow = _trained(setting, layout, 1), _trained(setting, layout, _NARROWER)
-        output[f"predicted {name}"] = predicted[name]
-        output[f"tensors {name}"] = wide["tensor_bytes"]
-        output[f"process {name}"] = wide["process_bytes"] - narrow["process_bytes"]
-    found = list(ratios({setting.model: output}, "tensors"))
+        output[f"tensors {layout}"] = wide["tensor_bytes"]
+        output[f"process {layout}"] = wide["process_bytes"] - narrow["process_bytes"]
     limits = [output[f"tensors {layout}"] for layout in LAYOUTS]
-    fitting = _ask({"model": setting.model, "batch": setting.batch, "layouts": fields, "limits": limits})
-    output |= {f"largest batch {name}": number / setting.batch for name, number in fitting.items()}
+    output |= _ask({"model": setting.model, "batch": setting.batch, "layouts": fields, "limits": limits})
+    found = list(ratios({setting.model: output}, "tensors"))
     return output | {"least_ratio": min(found), "largest_ratio": max(found)}
 
 
@@ -114,12 +111,12 @@ PLAN_MEMORY = Experiment(
         *_finding("process", "the process"),
         Finding(
             "largest batch that is predicted to fit / that runs, the least",
-            lambda outputs: min(_largest(outputs), default=1.0),
+            lambda outputs: min(_largest(outputs), default=math.nan),
             at_least=1 - MOST_ABOVE,
         ),
         Finding(
             "largest batch that is predicted to fit / that runs, the most",
-            lambda outputs: max(_largest(outputs), default=1.0),
+            lambda outputs: max(_largest(outputs), default=math.nan),
             at_most=1 + MOST_BELOW,
         ),
     ),

@@ -1,8 +1,7 @@
 """One process of `benchmarks.plan_memory`: the predicted memory of all layouts of a model, or the measured one of one.
 
-predict(model, batch, layouts) -> {layout: bytes}               the model is traced, not trained
-largest(model, batch, layouts, limits) -> {layout: examples}    the largest batch within each limit; not trained
-train(model, batch, layout, narrower) -> figures                the peaks of a process that trains
+predict(model, batch, layouts, limits) -> figures    memory, and the largest batch; the model is traced, not trained
+train(model, batch, layout, narrower) -> figures     the peaks of a process that trains
 """
 
 from __future__ import annotations
@@ -35,35 +34,25 @@ _DEVICE, _NUM_STEPS = "CPU:0", 12
 _MOSTLY_EXAMPLES, _MOST_TIMES = 1.5, 4
 
 
-def predict(model: str, batch: int, layouts: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the predicted bytes of all devices and of the batch on the host together, for each layout.
+def predict(model: str, batch: int, layouts: list[dict[str, Any]], limits: list[int]) -> dict[str, float]:
+    """Return what is predicted for each layout: its bytes, and the largest batch within a limit relative to the batch.
+
+    The bytes are those of all devices and of the batch on the host together. Where weights and their state are most of
+    them, a few percent decide between half and twice the batch: there the largest batch is left out.
 
     Args:
         model: The name of the model.
         batch: Examples of the global batch.
         layouts: The fields of each layout.
-    """
-    costs = _costs(model, batch)
-    return {str(layout): _predicted(layout, costs, batch) for layout in (Layout(**one) for one in layouts)}
-
-
-def largest(model: str, batch: int, layouts: list[dict[str, Any]], limits: list[int]) -> dict[str, int]:
-    """Return the largest global batch that is predicted to fit, where memory is mostly that of examples.
-
-    Where weights and their state are most of it, a few percent of the memory decide between half and twice the batch.
-
-    Args:
-        model: The name of the model.
-        batch: Examples of the global batch that is measured.
-        layouts: The fields of each layout.
-        limits: Bytes of all devices together, for each layout.
+        limits: The limit of each layout, in bytes of all devices and the host together.
     """
     costs, sizes = _costs(model, batch), range(1, _MOST_TIMES * batch)
-    found = {}
+    found: dict[str, float] = {}
     for layout, limit_bytes in zip((Layout(**one) for one in layouts), limits, strict=True):
-        if _predicted(layout, costs, 2 * batch) >= _MOSTLY_EXAMPLES * _predicted(layout, costs, batch):
-            of_size = functools.partial(_predicted, layout, costs)
-            found[str(layout)] = bisect.bisect_right(sizes, limit_bytes, key=of_size)
+        predicted_of = functools.partial(_predicted, layout, costs)
+        found[f"predicted {layout}"] = predicted_of(batch)
+        if predicted_of(2 * batch) >= _MOSTLY_EXAMPLES * predicted_of(batch):
+            found[f"largest batch {layout}"] = bisect.bisect_right(sizes, limit_bytes, key=predicted_of) / batch
     return found
 
 
@@ -127,6 +116,6 @@ def train(model: str, batch: int, layout: dict[str, Any], narrower: int) -> dict
 if __name__ == "__main__":
     request = process.request()
     tfpar.use_logical_cpus(2)
-    answer = train if "layout" in request else largest if "limits" in request else predict
-    process.reply(answer(**request))
+    reply = train(**request) if "layout" in request else predict(**request)
+    process.reply(reply)
     os._exit(0)  # as benchmarks.worker

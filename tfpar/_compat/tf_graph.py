@@ -35,21 +35,6 @@ def place_constants(op: tf.Operation, device: str) -> None:
             tensor.op._set_device(device)
 
 
-def depends_on(tensor: tf.Tensor, source: tf.Tensor) -> bool:
-    """Return whether a tensor of a graph is computed from another one.
-
-    Args:
-        tensor: A symbolic tensor.
-        source: A symbolic tensor of the same graph.
-    """
-    seen, found = {tensor.op}, [tensor.op]
-    while found:
-        new = {one.op for one in found.pop().inputs} - seen
-        seen |= new
-        found += new
-    return source.op in seen
-
-
 def num_float_operations(graph: Any) -> float:
     """Return the floating-point operations of a graph.
 

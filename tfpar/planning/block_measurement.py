@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import tensorflow as tf
 from tfpar._compat import random_state
 from tfpar.full_precision import full_precision
 from tfpar.pipeline.graph import tracing
-from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, check_batch_independence, check_synchronized
+from tfpar.pipeline.graph.batch_dependence import ADVICE_OF_PIPELINES, check_batch_independence, check_synchronized
 from tfpar.pipeline.partition.layer_profile import CallCost, measure
 from tfpar.pipeline.partition.stages import bytes_per_example, cut_values
 from tfpar.planning.costs import BlockCost, Bytes, fitted
@@ -57,8 +56,7 @@ def trace_model(model: keras.Model, device: str, batch: Any) -> Traced:
             check_synchronized(graph)
             found = check_batch_independence(graph, flat, training=True)
     except (ValueError, TypeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        return Traced(None, (), re.sub(rf"[;,] (or )?{ON_WHOLE_BATCH}.*", ".", reason))
+        return Traced(None, (), ADVICE_OF_PIPELINES.sub("", str(error).splitlines()[0]))
     return Traced(graph, flat, "", found.batch_normalizations)
 
 

@@ -115,6 +115,10 @@ class BlockCost:
     is_divided: bool = False
     shared: Bytes = NO_BYTES
 
+    def seconds(self, num_examples: float) -> float:
+        """Return the seconds of both passes of some examples."""
+        return self.forward.seconds(num_examples) + self.backward.seconds(num_examples)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelCosts:

@@ -167,7 +167,7 @@ def _update_within(steps: Curve, apart_seconds: float, blocks: Sequence[BlockCos
     size, step_seconds = steps.sizes[0], steps.seconds[0]
     if apart_seconds < step_seconds:
         return apart_seconds
-    blocks_seconds = sum(block.forward.seconds(size) + block.backward.seconds(size) for block in blocks)
+    blocks_seconds = sum(block.seconds(size) for block in blocks)
     return apart_seconds * step_seconds / (apart_seconds + blocks_seconds)
 
 

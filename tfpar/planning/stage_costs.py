@@ -35,7 +35,7 @@ def stages_of(model: ModelCosts, layout: Layout, batch: int) -> list[tuple[Block
 def _sizes(blocks: tuple[BlockCost, ...], num_stages: int, size: int) -> tuple[int, ...]:
     return tuple(
         balance_layers(
-            [block.forward.seconds(size) + block.backward.seconds(size) for block in blocks],
+            [block.seconds(size) for block in blocks],
             num_stages,
             transfer_bytes=[block.cut.of(size) for block in blocks[:-1]],
             memory_bytes=[0] * len(blocks),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar.planning.contention import measure_slowdown
-from tfpar.planning.costs import BlockCost, Curve, ModelCosts
+from tfpar.planning.costs import Curve, ModelCosts
 from tfpar.planning.given_data import ReadOnce, prepared
 from tfpar.planning.step_timing import TimedLoop, alternate_seconds, measure_steps
 from tfpar.strategies import Pipeline
@@ -132,20 +132,19 @@ def split_factor(costs: ModelCosts, first: int, more_seconds: float, num_microba
         >>> split_factor(costs, 1, more_seconds=8.0, num_microbatches=4, size=2)
         1.25
     """
-
-    def seconds(blocks: Sequence[BlockCost]) -> tuple[float, float]:
-        forward = sum(block.forward.seconds(size) for block in blocks)
-        return forward, sum(block.backward.seconds(size) for block in blocks)
-
-    apart = sum(seconds(costs.blocks))
+    apart = sum(block.seconds(size) for block in costs.blocks)
     whole = costs.staged_seconds(size) - costs.loss_seconds * size
-    if apart <= 0 or whole <= 0:
+    before, after = costs.blocks[:first], costs.blocks[first:]
+    of_second = sum(block.seconds(size) for block in after)
+    if whole <= 0 or of_second <= 0:
         return 1.0
     scale = whole / apart
-    _, filled = seconds(costs.blocks[:first])
-    forward, backward = seconds(costs.blocks[first:])
-    price = (more_seconds + scale * min(filled, backward / 2)) / num_microbatches
-    return 1.0 + max(0.0, price) / (scale * (forward + backward)) if forward + backward > 0 else 1.0
+    of_first_backward, of_second_backward = (
+        sum(block.backward.seconds(size) for block in stage) for stage in (before, after)
+    )
+    filled_seconds = scale * min(of_first_backward, of_second_backward / 2)
+    price = (more_seconds + filled_seconds) / num_microbatches
+    return 1.0 + max(0.0, price) / (scale * of_second)
 
 
 def _loop(make_trainer: ReadOnce, devices: Sequence[str], layers: Sequence[int], schedule: Any = "1f1b") -> TimedLoop:

@@ -144,7 +144,7 @@ class _Step:
     def compute_scale(self) -> float:
         """The seconds of the whole model, relative to the sum of its blocks, each measured by itself."""
         model, size = self.model, self.size
-        apart = sum(block.forward.seconds(size) + block.backward.seconds(size) for block in model.blocks)
+        apart = sum(block.seconds(size) for block in model.blocks)
         if not self.runs_stages or model.staged is None:
             whole = model.compute.at(size)
         else:

@@ -12,10 +12,11 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_optimizer, tf_graph
+from tfpar._compat import keras_model, keras_optimizer
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.planning.costs import Curve
+from tfpar.planning.graph_reading import needed_operations
 from tfpar.reduction import gathered_classes
 from tfpar.strategies import Strategy
 from tfpar.strategies.tensor_parallel.pieces import gathered
@@ -262,7 +263,9 @@ def _loss_seconds(model: keras.Model, device: str, batch: Any, num_pieces: int) 
             whole = [one[0] if num_pieces == 1 else gathered(one, -1, [device] * num_pieces) for one in sources]
             predicted = tf.nest.pack_sequence_as(structure, whole)
             loss = keras_model.compute_loss(model, inputs, targets, predicted, sample_weight, training=True)
-        gathers = num_pieces > 1 and any(tf_graph.depends_on(loss, one) for one in whole)
+        if num_pieces > 1:
+            needed = needed_operations(loss.graph.get_operations(), [loss])
+            gathers = any(one.op in needed for one in whole)
         return [one for one in tape.gradient(loss, tf.nest.flatten(sources)) if one is not None]
 
     run = tf.function(loss_of, autograph=False)

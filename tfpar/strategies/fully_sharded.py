@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from tfpar._compat import keras_variables
 from tfpar.cluster import tf_config
 from tfpar.messages.number_format import three_digits
 from tfpar.pipeline import schedule as schedules
-from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH
+from tfpar.pipeline.graph.batch_dependence import ADVICE_OF_PIPELINES
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import remote_devices
 from tfpar.strategies.job_roles import refuse_evaluator
@@ -35,10 +34,7 @@ from tfpar.strategies.worker_watch import WorkerWatch
 
 _EXPLANATION = 'shard="weights" runs a model in blocks, as a pipeline with one micro-batch for each replica. {error}'
 _WAY_OUT = ' Or train with shard="optimizer".'
-# Settings that a pipeline has and replicas have not, where an error about stages names them as its way out.
-_SETTINGS_OF_PIPELINES = re.compile(
-    rf"([;,] )(?:or )?{ON_WHOLE_BATCH}(?:,? or (?:set )?allow_batch_dependent_layers=True(?: to [^.]*)?)?"
-)
+# In place of the settings that a pipeline has and replicas have not.
 _WAYS_OUT_OF_REPLICAS = {
     "; ": '; train with shard="optimizer" and batch_dependent_layers="gather", or on SingleDevice()',
     ", ": ", or train on SingleDevice()",
@@ -179,7 +175,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        text = _SETTINGS_OF_PIPELINES.sub(lambda found: _WAYS_OUT_OF_REPLICAS[found[1]], str(error))
+        text = ADVICE_OF_PIPELINES.sub(lambda found: _WAYS_OUT_OF_REPLICAS[found[1]], str(error))
         if 'shard="weights"' not in text and any(word in text for word in ("pipeline", "micro-batch", "stages")):
             text = _EXPLANATION.format(error=text) + (_WAY_OUT if "shard=" not in text else "")
         if text == str(error):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,10 @@ from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
 _BATCH_DEPENDENT = (layers.MixUp, layers.CutMix, layers.Equalization)
 # The advice for a model that needs its whole batch, under Pipeline and Hybrid.
 ON_WHOLE_BATCH = "use a Pipeline with num_microbatches=1"
+# The advice in an error, from the comma or semicolon before it on, where it is of no use.
+ADVICE_OF_PIPELINES = re.compile(
+    rf"([;,] )(?:or )?{ON_WHOLE_BATCH}(?:,? or (?:set )?allow_batch_dependent_layers=True(?: to [^.]*)?)?"
+)
 # Number of trials with different random numbers.
 NUM_SEEDS = 3
 
