@@ -9,6 +9,7 @@ import pytest
 
 import tfpar
 from tfpar import config, strategies
+from tfpar.config import bundled_configurations
 from tfpar.config.strategy_section import problems
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
@@ -89,3 +90,17 @@ def test_another_layout_keeps_the_settings_that_are_no_part_of_a_layout() -> Non
     )
     pipeline = {"kind": "pipeline", "num_stages": 2, "num_microbatches": 4}
     assert config.with_layout(auto, pipeline) == config.Pipeline(num_stages=2, num_microbatches=4, form_seconds=60.0)
+
+
+@pytest.mark.parametrize("kind", ["single_device", "mirrored", "multi_worker"])
+def test_a_flag_changes_the_kind_of_a_file_that_lists_all_settings_at_their_default(kind: str) -> None:
+    override = f"strategy.kind={kind}"
+    listed = config.load(bundled_configurations.find("digits"), [override])
+    assert listed.strategy == config.load(None, [override]).strategy
+
+
+def test_a_setting_of_another_kind_that_was_changed_is_refused_with_the_way_to_replace_the_section() -> None:
+    pipeline = bundled_configurations.find("digits_pipeline")
+    with pytest.raises(ValueError, match=r"--set 'strategy=\{kind=\"mirrored\"\}' replaces the section"):
+        config.load(pipeline, ["strategy.kind=mirrored"])
+    assert config.load(pipeline, ['strategy={kind="mirrored"}']).strategy == config.Mirrored()

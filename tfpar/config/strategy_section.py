@@ -231,8 +231,24 @@ class TensorParallel(Section):
     num_logical_cpus: _NumLogicalCPUs = 1
 
 
-def _with_kind(table: Any) -> Any:
-    return {"kind": "auto", **table} if isinstance(table, dict) else table
+def _of_kind(table: Any) -> Any:
+    """Return a table with its kind, and without the settings of other kinds that have their default.
+
+    A file may list all settings of its kind, and a flag may change the kind alone.
+    """
+    if not isinstance(table, dict):
+        return table
+    table = {"kind": "auto", **table}
+    own = _KINDS.get(table["kind"]) if isinstance(table["kind"], str) else None
+    if own is None:
+        return table
+    return {key: value for key, value in table.items() if key in own.model_fields or not _is_default(key, value)}
+
+
+def _is_default(key: str, value: Any) -> bool:
+    fields = [kind.model_fields[key] for kind in _KINDS.values() if key in kind.model_fields]
+    value = None if value == "none" else value
+    return any(not field.is_required() and field.default == value for field in fields)
 
 
 _KINDS: dict[str, Any] = {
@@ -242,7 +258,7 @@ _KINDS: dict[str, Any] = {
 Strategy = Annotated[
     Auto | SingleDevice | Mirrored | MultiWorker | Pipeline | Hybrid | TensorParallel,
     Field(discriminator="kind"),
-    BeforeValidator(_with_kind),
+    BeforeValidator(_of_kind),
 ]
 
 

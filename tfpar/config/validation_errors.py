@@ -112,9 +112,11 @@ def _unknown_key(place: _Place, schema: Node) -> str:
     if owners:
         way_out = "set that kind" if len(owners) == 1 else "set one of these kinds"
         of_kinds = " or ".join(part for part in (", ".join(owners[:-1]), owners[-1]) if part)
+        leave = "leave it out"
+        if place.kind != "auto":
+            leave += f""" (--set '{place.path[0]}={{kind="{place.kind}"}}' replaces the section)"""
         return (
-            f"{name} is a setting of {place.kind_key} = {of_kinds}, received {show(place.kind)}: leave it "
-            f"out, or {way_out}."
+            f"{name} is a setting of {place.kind_key} = {of_kinds}, received {show(place.kind)}: {leave}, or {way_out}."
         )
     allowed = place.table.get("properties", {})
     near = _closest_key(place.path, allowed, schema)
