@@ -73,6 +73,16 @@ def test_the_first_batch_is_read_with_the_wait_for_others(make: Callable[[], tup
     assert [spec.shape.as_list()[1:] for spec in given.first.element_spec] == [[4], [1]]
 
 
+def test_the_processor_time_of_a_batch_is_that_of_its_source() -> None:
+    def slow(number: tf.Tensor) -> tf.Tensor:
+        return tf.linalg.trace(tf.matmul(*[tf.fill([800, 800], tf.cast(number, tf.float32))] * 2))
+
+    numbers = tf.data.Dataset.range(16)
+    computed, stored = (given_data.read(one.batch(2)).core_seconds for one in (numbers.map(slow), numbers))
+    assert stored < 0.002
+    assert computed > stored + 0.002
+
+
 def test_reading_calls_no_hook_of_an_epoch() -> None:
     stored = Stored()
     given_data.read(data.as_dataset(stored))

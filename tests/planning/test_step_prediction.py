@@ -142,6 +142,24 @@ def test_slow_data_is_waited_for() -> None:
     assert found.waits["data"] == 6
 
 
+def test_reading_data_takes_the_cores_of_logical_cpus() -> None:
+    read = dataclasses.replace(MODEL, data_core_seconds=20.0)
+    shared = dataclasses.replace(MACHINE, num_cores=4)
+    found = predict(Layout(4), read, shared)
+    assert found.seconds == seconds(Layout(4)) + 20 / 4
+    assert found.waits["reading data"] == 5
+    assert seconds(Layout(4), read, MACHINE) == seconds(Layout(4)), "GPUs leave all cores to the data"
+    assert seconds(Layout(), read, shared) == seconds(Layout()), "three cores are free"
+
+
+def test_reading_data_takes_the_bubble_of_a_pipeline_first() -> None:
+    two_cores = dataclasses.replace(MACHINE, num_cores=2)
+    pipeline = Layout(num_stages=2, num_microbatches=2)
+    free = 2 * predict(pipeline, MODEL, MACHINE).waits["bubble"]
+    read = dataclasses.replace(MODEL, data_core_seconds=free + 6.0)
+    assert seconds(pipeline, read, two_cores) == pytest.approx(seconds(pipeline) + 6 / 2)
+
+
 def test_a_planned_device_of_another_speed_computes_in_proportion() -> None:
     assert seconds(Layout(), machine=dataclasses.replace(MACHINE, speed=2.0)) == (96 + 8) / 2
 

@@ -142,6 +142,7 @@ class ModelCosts:
         loss_of_pieces_seconds: The same for outputs in pieces, as tensor parallelism leaves them, on one device; None
             where it gathers them.
         data_seconds: Seconds until the next batch of the dataset is there.
+        data_core_seconds: Seconds of processor time that reading a batch takes, on all cores together.
         input_bytes: Bytes of the inputs and targets of an example.
         target_bytes: Of these, the bytes of its targets and its weight, which a pipeline's last stage gets.
         working: Bytes of a training step on one device beyond weights, slots and runtime: saved tensors, gradients and
@@ -169,6 +170,7 @@ class ModelCosts:
     loss_seconds: float = 0.0
     loss_of_pieces_seconds: float | None = None
     data_seconds: float = 0.0
+    data_core_seconds: float = 0.0
     input_bytes: int = 0
     target_bytes: int = 0
     working: Bytes = NO_BYTES
@@ -219,6 +221,8 @@ class MachineCosts:
         exchange: A sum over n devices for which the next one waits, by n.
         network: An all-reduce between two hosts.
         action_seconds: Seconds of a pipeline's action beyond its operations.
+        num_cores: Cores of a host if its devices compute on them, as logical CPUs do; 0 for GPUs.
+        cores_of_device: Cores on which an operation of one device runs.
         runtime_bytes: What TensorFlow itself takes of a device's memory.
         memory_bytes: Memory of a device; None for one that is not known.
         speed: Speed of a planned device relative to those measured.
@@ -237,6 +241,8 @@ class MachineCosts:
     exchange: Mapping[int, Link] = dataclasses.field(default_factory=dict)
     network: Link = _UNMEASURED
     action_seconds: float = 0.0
+    num_cores: int = 0
+    cores_of_device: int = 1
     runtime_bytes: int = 0
     memory_bytes: int | None = None
     speed: float = 1.0

@@ -25,10 +25,12 @@ class GivenData(NamedTuple):
     Args:
         first: A dataset of the first batch alone, with the shapes and types of all batches.
         wait_seconds: The median seconds until the next batch is there.
+        core_seconds: Seconds of processor time that a batch takes, on all cores together.
     """
 
     first: tf.data.Dataset
     wait_seconds: float
+    core_seconds: float = 0.0
 
 
 class ReadOnce:
@@ -95,7 +97,7 @@ def read(dataset: Any) -> GivenData:
         dataset: Training data, as for `Trainer.fit`.
 
     Returns:
-        The first batch, and the wait for a batch.
+        The first batch, the wait for a batch, and the processor time of one.
 
     Raises:
         ValueError: If there is no batch, or the first one has no examples.
@@ -108,9 +110,10 @@ def read(dataset: Any) -> GivenData:
     batches = data.as_dataset(dataset)
     whole = data.global_batches(batches)
     try:
-        first, seconds = _timed(whole)
+        first, seconds, core_seconds = _timed(whole)
         if len(seconds) == 1:  # the start of the first pass is no wait for a batch
-            seconds += _timed(whole)[1]
+            _, again_seconds, core_seconds = _timed(whole)
+            seconds += again_seconds
     finally:
         if isinstance(batches, data.PythonBatches):
             batches.stop()
@@ -119,21 +122,29 @@ def read(dataset: Any) -> GivenData:
     _check_not_empty(first)
     # The empty dataset gives the shapes of all batches: another batch may have another number of examples.
     alone = tf.data.Dataset.from_tensors(first).concatenate(whole.take(0))
-    return GivenData(alone, statistics.median(seconds[1:] or seconds))
+    *_, calls_core_seconds = _timed(tf.data.Dataset.from_tensors(first).repeat())
+    return GivenData(alone, statistics.median(seconds[1:] or seconds), max(0.0, core_seconds - calls_core_seconds))
 
 
-def _timed(dataset: tf.data.Dataset) -> tuple[Any, list[float]]:
-    """Return the first batch, None if there is none, and the seconds until each of the first batches was there."""
-    first, seconds, iterator = None, [], iter(data.without_autotuning(dataset))
+def _timed(dataset: tf.data.Dataset) -> tuple[Any, list[float], float]:
+    """Read the first batches.
+
+    Returns:
+        The first batch, None if there is none; the seconds until each of the batches was there; and the mean of the
+        processor seconds of those after the first, if there are any.
+    """
+    first, seconds, core_seconds = None, list[float](), list[float]()
+    iterator = iter(data.without_autotuning(dataset))
     for number in range(1 + _BATCHES):
-        began_seconds = time.perf_counter()
+        began_seconds, began_core_seconds = time.perf_counter(), time.process_time()
         upcoming = iterator.get_next_as_optional()
         if not upcoming.has_value():
             break
         seconds.append(time.perf_counter() - began_seconds)
+        core_seconds.append(time.process_time() - began_core_seconds)
         if number == 0:
             first = upcoming.get_value()
-    return first, seconds
+    return first, seconds, statistics.mean(core_seconds[1:] or core_seconds or [0.0])
 
 
 def _check_not_empty(batch: Any) -> None:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfpar import config, data
 from tfpar._compat import random_state
+from tfpar.cluster import cores
 from tfpar.planning.block_measurement import SHARDS_OF_TRIAL, measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import measure_slowdown
 from tfpar.planning.costs import BlockCost, Curve, MachineCosts, ModelCosts
@@ -59,13 +60,19 @@ def measure(
         costs = dataclasses.replace(
             costs,
             data_seconds=given.wait_seconds,
+            data_core_seconds=given.core_seconds,
             replica_seconds=_replica_seconds(make_trainer, devices, costs),
         )
         stages = measure_stages(make_trainer, devices, costs)
         costs = dataclasses.replace(costs, staged=stages.seconds, split_factor=stages.split_factor)
         machine = _measure_machine(make_trainer, loop, batch, devices, num_planned)
+    num_cores = cores.num_allowed_cores() if machine.device == "CPU" else 0
     machine = dataclasses.replace(
-        machine, runtime_bytes=taken_bytes, slowdown_of_stages=stages.slowdown_like(machine.slowdown)
+        machine,
+        num_cores=num_cores,
+        cores_of_device=min(num_cores, tf.config.threading.get_intra_op_parallelism_threads() or num_cores),
+        runtime_bytes=taken_bytes,
+        slowdown_of_stages=stages.slowdown_like(machine.slowdown),
     )
     return dataclasses.replace(costs, seconds=time.perf_counter() - began_seconds), machine
 

@@ -161,6 +161,8 @@ def _measured(
         return dataclasses.replace(step, ran_out_of_memory=True)
     except ValueError as error:
         return Refusal(step.layout, str(error).rstrip("."))
+    # Measured with data that is there, which takes cores to be read.
+    seconds += step.waits.get("reading data", 0.0)
     return dataclasses.replace(step, measured_seconds=max(seconds, data_seconds))
 
 

@@ -15,7 +15,7 @@ class PredictedStep:
         layout: The layout.
         seconds: Its duration.
         waits: Seconds in which a device does not compute, by reason: "bubble", "all-reduce", "transfers", "update",
-            "weights" (their arrival), "data".
+            "weights" (their arrival), "data", "reading data" (on the cores of the devices).
         memory_bytes: Peak memory of the fullest device, runtime included.
         largest_batch: The largest global batch that fits in the memory of a device; None without a limit.
         measured_seconds: Its duration in a measurement; None where it is predicted only.

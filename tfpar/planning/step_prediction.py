@@ -61,10 +61,22 @@ class _Step:
         speed = self.machine.speed
         durations, planned = max(self._simulated(), key=lambda one: one[1].step_seconds)
         seconds = planned.step_seconds / speed + self._network_seconds
-        data_seconds = max(0.0, self.model.data_seconds - seconds)
         waits = {name: one / speed for name, one in self._waits(durations, planned).items()}
-        waits |= {"network": self._network_seconds, "data": data_seconds}
+        reading_seconds = self._reading_seconds(seconds, waits["bubble"])
+        seconds += reading_seconds
+        data_seconds = max(0.0, self.model.data_seconds - seconds)
+        waits |= {"network": self._network_seconds, "reading data": reading_seconds, "data": data_seconds}
         return PredictedStep(self.layout, seconds + data_seconds, {name: one for name, one in waits.items() if one > 0})
+
+    def _reading_seconds(self, step_seconds: float, bubble_seconds: float) -> float:
+        """Return what reading the next batch adds to a step, where it takes cores from logical CPUs."""
+        machine, layout = self.machine, self.layout
+        if not machine.num_cores:
+            return 0.0
+        devices_per_host = layout.num_devices // layout.num_hosts
+        busy_cores = min(machine.num_cores, devices_per_host * machine.cores_of_device)
+        free_core_seconds = machine.num_cores * step_seconds - busy_cores * (step_seconds - bubble_seconds)
+        return max(0.0, self.model.data_core_seconds - free_core_seconds) / machine.num_cores
 
     def _simulated(self) -> Iterator[tuple[Durations, Timeline]]:
         """Yield the durations and the simulated step of each replica of a host; one of those with equal micro-batches.

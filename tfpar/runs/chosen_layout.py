@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tfpar import cluster, config
-from tfpar.cluster import tf_config
+from tfpar.cluster import cores, tf_config
 from tfpar.files import atomic_file
+from tfpar.planning.history import has_equal_devices
 from tfpar.planning.planner import progress
 from tfpar.planning.quantities import duration
 from tfpar.runs import plan_program, stored_plans
@@ -134,7 +135,7 @@ def _taken(run: config.Run, plan: dict[str, Any]) -> Choice:
         step = (
             f"{duration(row['step_seconds'])} a step predicted" if measured is None else f"{duration(measured)} a step"
         )
-        note = f", chosen by the planner: {step}; python -m tfpar.plan shows all"
+        note = f", chosen by the planner: {step}{_cores(num_logical_cpus, settings)}; python -m tfpar.plan shows all"
         return Choice(with_strategy(run, settings), note)
     if any(row["fits"] is not False for row in plan["rows"]):
         return Choice(run, ", as the measurement of the planner was too noisy to choose")
@@ -142,3 +143,14 @@ def _taken(run: config.Run, plan: dict[str, Any]) -> Choice:
         f"{' '.join(plan['notes'])} Use a smaller training.global_batch_size, or set strategy.kind to another kind "
         'than "auto", which is trained without a plan.'
     )
+
+
+def _cores(num_logical_cpus: int, settings: dict[str, Any]) -> str:
+    """Return in words the cores of a planned device, where the run splits the CPU into fewer devices."""
+    num_cores = cores.num_allowed_cores()
+    if num_logical_cpus == 1 or has_equal_devices(
+        "CPU", num_logical_cpus, settings.get("num_logical_cpus", 1), num_cores
+    ):
+        return ""
+    of_device = max(1, num_cores // num_logical_cpus)
+    return f" on devices of {of_device} core{'s' * (of_device > 1)}"

@@ -70,11 +70,8 @@ def from_settings(settings: config.Strategy) -> Strategy:
 
 def _split_cpu(settings: config.Strategy) -> None:
     num_cpus = getattr(settings, "num_logical_cpus", 1)
-    if num_cpus > 1:
-        # Stages, and shards, run at the same time: each device uses an equal part of the cores.
-        at_once = isinstance(settings, config.Pipeline | config.TensorParallel)
-        num_cores = max(1, cores.num_allowed_cores() // num_cpus) if at_once else None
-        cluster.use_logical_cpus(num_cpus, num_cores)
+    if num_cpus > 1:  # the devices compute at the same time: each uses an equal part of the cores
+        cluster.use_logical_cpus(num_cpus, max(1, cores.num_allowed_cores() // num_cpus))
 
 
 def _automatic(settings: config.Auto, num_workers: int) -> config.Strategy:
