@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tfpar
@@ -47,8 +48,9 @@ def results_of(job: workers.Workers, function: str) -> list[Any]:
 def test_each_worker_names_its_grid(job: workers.Workers) -> None:
     stages = "1 replica of 2 stages of 2 shards on (CPU:0 CPU:1 CPU:2 CPU:3), 2 micro-batches, 1f1b"
     shards = "2 replicas of 1 stage of 2 shards on (CPU:0 CPU:1), (CPU:2 CPU:3), 1 micro-batch, 1f1b"
+    sharded = f"{shards}, optimizer state sharded"
     for rank, found in enumerate(results_of(job, "description")):
-        assert found == [f"Hybrid over 2 workers; this is worker {rank}, {grid}" for grid in (stages, shards)]
+        assert found == [f"Hybrid over 2 workers; this is worker {rank}, {grid}" for grid in (stages, shards, sharded)]
 
 
 @pytest.mark.parametrize(
@@ -73,11 +75,37 @@ def test_the_rows_of_ci_are_rows_of_the_table() -> None:
     assert {*IN_CI} <= {row.case for row in ROWS}
 
 
-def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row) -> None:
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row, shard: str | None) -> None:
     with computing_in(row.dtype):
         expected = pipeline_cases.expected(row.case, row.dtype)
-    for rank, result in enumerate(results_of(job, str(row))):
-        assert not list(differences(result, expected, row.dtype)), f"worker {rank}"
+    for rank, (history, arrays) in enumerate(results_of(job, f"{row} {shard}")):
+        whole = (expected[0], expected[1][: len(arrays)]) if shard and rank else expected
+        assert not list(differences((history, arrays), whole, row.dtype)), f"worker {rank}"
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        "stages, clipped",
+        "replicas, clipped",
+        "stages, swapped averages",
+        "built by hand",
+        "scaled loss",
+        "overwritten by averages, norm of all",
+    ],
+)
+def test_state_over_the_workers_has_the_bits_of_whole_state_and_half_of_its_bytes(
+    job: workers.Workers, of: str
+) -> None:
+    whole, sharded = (results_of(job, f"bits of {of} {shard}") for shard in (None, "optimizer"))
+    for (history, arrays, all_of_it), (same_history, same_arrays, part) in zip(whole, sharded, strict=True):
+        assert history == same_history
+        assert len(arrays) == len(same_arrays)
+        assert all(map(np.array_equal, arrays, same_arrays))
+        assert all_of_it == 1
+        assert 0.3 < part < 0.7
+    assert sum(part for *_, part in sharded) == pytest.approx(1)
 
 
 def test_the_table_of_stages_has_shards_and_the_all_reduce_over_the_workers(job: workers.Workers) -> None:
@@ -87,20 +115,20 @@ def test_the_table_of_stages_has_shards_and_the_all_reduce_over_the_workers(job:
         assert "all-reduce over 2 workers" in text
 
 
-def test_a_run_begins_in_stages_and_ends_on_replicas(job: workers.Workers) -> None:
-    folder = job.folder / "alone"
+@pytest.mark.parametrize("shards", ["None None", "optimizer optimizer"])
+def test_a_run_begins_in_stages_and_ends_on_replicas(job: workers.Workers, shards: str) -> None:
+    folder = job.folder / f"alone {shards}"
     history, expected = checkpoint_matrix.end(tfpar.SingleDevice(), folder)
-    for found, state in results_of(job, "resumed"):
+    for rank, (found, state) in enumerate(results_of(job, f"resumed {shards}")):
         small.assert_same_history(found, history)
-        small.assert_same_state(state, expected, 1e-5)
+        whole = expected[: len(state)] if shards.endswith("optimizer") and rank else expected
+        small.assert_same_state(state, whole, 1e-5)
 
 
-def test_workers_with_other_rules_and_sharded_state_are_refused(job: workers.Workers) -> None:
+def test_workers_with_other_rules_are_refused(job: workers.Workers) -> None:
     for raised in job.results("other rules"):
         assert raised.message.startswith("All workers must be equal, and worker 1 (")
         assert "in layout (\"{'layer_1': (None, 'model')}\" instead of \"{'layer_0': (None, 'model')}" in raised.message
-    for raised in job.results("sharded state"):
-        assert raised.message.startswith('shard="optimizer" over workers is for stages on one device each, received')
 
 
 def test_the_workers_end_without_error(job: workers.Workers) -> None:

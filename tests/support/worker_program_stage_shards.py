@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import keras
 
 import tfpar
 from tests.properties.test_parity import Result, computing_in, train
 from tests.strategies import test_stages_of_shards as models
-from tests.strategies.test_tensor_parallel import divided, of_features, of_tokens, trained
+from tests.strategies.test_tensor_parallel import divided, of_features, of_tokens, perceptron, state, trained
 from tests.support import checkpoint_matrix as matrix
 from tests.support import pipeline_cases, small, workers
 from tests.support.parity_cases import CASES
 from tfpar import config, strategies
+from tfpar._compat import keras_divided_state
+from tfpar.reduction.weight_owners import num_bytes
 
 FOLDER, RANK = workers.place()
+Shard = Literal["optimizer"] | None
+SHARDS: tuple[Shard, ...] = (None, "optimizer")
+RESUMED: tuple[tuple[Shard, Shard], ...] = ((None, None), ("optimizer", "optimizer"))
 
 
-def grid(num_microbatches: int = 2, schedule: str = "1f1b", **settings: Any) -> tfpar.Hybrid:
+def grid(num_microbatches: int = 2, schedule: str = "1f1b", shard: Shard = None, **settings: Any) -> tfpar.Hybrid:
     """Return one replica of two stages of two shards on each worker."""
-    return tfpar.Hybrid(tfpar.Pipeline(2, num_microbatches, schedule, "parameters", num_shards=2, **settings))
+    pipeline = tfpar.Pipeline(2, num_microbatches, schedule, "parameters", num_shards=2, **settings)
+    return tfpar.Hybrid(pipeline, shard=shard)
 
 
-def replicas() -> tfpar.Strategy:
+def replicas(shard: Shard = None) -> tfpar.Strategy:
     """Return two replicas of two shards on each worker, from the settings of a configuration."""
-    return strategies.from_settings(config.TensorParallel(num_shards=2, num_replicas=2))
+    return strategies.from_settings(config.TensorParallel(num_shards=2, num_replicas=2, shard=shard))
 
 
 def in_float64(build: Any, data: Any, strategy: Any) -> tuple[Any, ...]:
@@ -35,12 +45,55 @@ def in_float64(build: Any, data: Any, strategy: Any) -> tuple[Any, ...]:
         return tuple(found), divided(trainer.model)
 
 
-def train_row(row: pipeline_cases.Row) -> Result:
+def state_of(build: Any, strategy: Any, *callbacks: Any, by_hand: bool = False) -> tuple[Any, ...]:
+    """Train in float64; return the history, the chief's state, and the share of the optimizer's bytes held here."""
+    with computing_in("float64"):
+        trainer = tfpar.Trainer(build, strategy(), seed=0)
+        if by_hand:
+            trainer.model.optimizer.build(trainer.model.trainable_variables)
+        inputs, targets = of_features()
+        ways = {"batch_size": 8, "epochs": 2, "verbose": 0, "validation_data": (inputs, targets)}
+        history = trainer.fit(inputs, targets, callbacks=[of_one() for of_one in callbacks], **ways).history
+        slots = [slot for slot in trainer.model.optimizer.variables if len(slot.shape)]
+        held = sum(num_bytes(slot) for slot in slots if not keras_divided_state.is_elsewhere(slot))
+        with trainer.strategy.whole_state(trainer.model):
+            return history, state(trainer.model) if RANK == 0 else [], held / sum(map(num_bytes, slots))
+
+
+# A model, a strategy by its `shard`, and perhaps callbacks.
+OF_WHOLE_STATE: dict[str, tuple[Any, ...]] = {
+    "stages, clipped": (models.pairs, grid),
+    "replicas, clipped": (models.pairs, replicas),
+    "stages, swapped averages": (models.pairs, grid, lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True)),
+    "built by hand": (models.pairs, grid),
+    "scaled loss": (
+        lambda: perceptron(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.01))),
+        grid,
+    ),
+    "overwritten by averages, norm of all": (
+        lambda: perceptron(
+            lambda: keras.optimizers.Adagrad(0.1, use_ema=True, ema_overwrite_frequency=3, global_clipnorm=0.01)
+        ),
+        grid,
+    ),
+}
+
+
+def train_row(row: pipeline_cases.Row, shard: Shard) -> Result:
+    """Return the history, the weights, and the optimizer's state; with sharded state on the chief alone."""
     case = pipeline_cases.deepened(CASES[row.case])
-    with computing_in(row.dtype):
-        strategy = grid(row.num_microbatches, row.schedule, recompute=row.recompute)
+    with computing_in(row.dtype), contextlib.ExitStack() as stack:
+        strategy = grid(row.num_microbatches, row.schedule, shard, recompute=row.recompute)
         trainer = tfpar.Trainer(case.build, strategy, seed=0)
-        return train(case, trainer.fit, trainer.model, steps_per_call=case.steps_per_call)
+
+        def fit(*arguments: Any, **settings: Any) -> keras.callbacks.History:
+            history = trainer.fit(*arguments, **settings)
+            stack.enter_context(strategy.whole_state(trainer.model))
+            return history
+
+        weights_alone = SimpleNamespace(get_weights=trainer.model.get_weights, optimizer=SimpleNamespace(variables=[]))
+        model: Any = trainer.model if strategy.is_chief or shard is None else weights_alone
+        return train(case, fit, model, steps_per_call=case.steps_per_call)
 
 
 def previewed() -> str:
@@ -48,10 +101,11 @@ def previewed() -> str:
     return str(tfpar.Trainer(small.build_model, grid(), seed=0).preview(small.data()))
 
 
-def resumed() -> Any:
+def resumed(before: Shard, after: Shard) -> Any:
     """Begin a run in stages of shards, and end it on replicas of shards."""
-    matrix.begin(grid(), FOLDER / "checkpoints")
-    return matrix.end(replicas(), FOLDER / "checkpoints")
+    folder = FOLDER / f"checkpoints {before} {after}"
+    matrix.begin(grid(shard=before), folder)
+    return matrix.end(replicas(after), folder)
 
 
 def with_rules() -> tfpar.Strategy:
@@ -65,25 +119,33 @@ def with_other_rules() -> tfpar.Strategy:
     return tfpar.Hybrid(tfpar.Pipeline(1, 1, num_shards=2, layout={f"layer_{RANK}": (None, "model")}))
 
 
-def with_sharded_state() -> tfpar.Strategy:
-    return tfpar.Hybrid(tfpar.Pipeline(1, 2, num_shards=2), shard="optimizer")
-
-
 def main() -> None:
     names = sys.argv[3:]
     tfpar.use_logical_cpus(4)
     rows = {str(row): row for row in pipeline_cases.on_replicas()}
     workers.run_all(
         {
-            "description": lambda: [grid().describe(), replicas().describe()],
+            "description": lambda: [grid().describe(), replicas().describe(), replicas("optimizer").describe()],
             "pairs": functools.partial(in_float64, models.pairs, of_features, replicas),
             "attention": functools.partial(in_float64, models.attention, of_tokens, grid),
-            **{name: functools.partial(train_row, rows[name]) for name in names},
+            **{
+                f"{name} {shard}": functools.partial(train_row, rows[name], shard) for name in names for shard in SHARDS
+            },
+            **{
+                f"bits of {name} {shard}": functools.partial(
+                    state_of,
+                    build,
+                    functools.partial(strategy, shard=shard),
+                    *callbacks,
+                    by_hand=name == "built by hand",
+                )
+                for name, (build, strategy, *callbacks) in OF_WHOLE_STATE.items()
+                for shard in SHARDS
+            },
             "preview": previewed,
-            "resumed": resumed,
+            **{f"resumed {one} {other}": functools.partial(resumed, one, other) for one, other in RESUMED},
             "rules": functools.partial(in_float64, models.pairs, of_features, with_rules),
             "other rules": with_other_rules,
-            "sharded state": with_sharded_state,
         }
     )
 

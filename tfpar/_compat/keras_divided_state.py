@@ -22,7 +22,7 @@ from keras.src.optimizers import base_optimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfpar._compat import keras_optimizer, keras_variables, versions
+from tfpar._compat import keras_optimizer, keras_variables, tf_divided_memory, versions
 
 _HOLDER = "_tfpar_holder"  # an attribute of a divided slot, also where it has memory: the rank of its holder
 _CHECKED = "_tfpar_checked"
@@ -224,8 +224,8 @@ def updating(optimizer: Any, own: Sequence[Any], everywhere: Sequence[Any], all_
         all_reduce: Sums a small tensor over all processes; all of them call it.
     """
     normed = [weight for weight in everywhere if not getattr(weight, "overwrite_with_gradient", False)]
-    of_own = set(map(id, own))
-    places = [place for place, weight in enumerate(normed) if id(weight) in of_own]
+    of_own = set(map(_key, own))
+    places = [place for place, weight in enumerate(normed) if _key(weight) in of_own]
 
     def global_norm(values: Sequence[Any]) -> tf.Tensor:
         squared = [keras.ops.sum(keras.ops.square(value)) for value in values if value is not None]
@@ -253,6 +253,12 @@ def updating(optimizer: Any, own: Sequence[Any], everywhere: Sequence[Any], all_
         only_own(optimizer, own),
     ):
         yield
+
+
+def _key(weight: Any) -> tuple[int, int]:
+    """Return what tells a weight, or a piece of a divided weight, from others."""
+    whole, shard = tf_divided_memory.whole_of(weight)
+    return id(whole), shard
 
 
 def weights_of(optimizer: Any) -> list[Any]:

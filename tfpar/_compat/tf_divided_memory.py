@@ -215,10 +215,16 @@ def pieces_of(variable: Any) -> list[Any]:
     if not isinstance(memory, DividedMemory):
         return [variable]
     found = []
-    for piece in memory.pieces:
+    for shard, piece in enumerate(memory.pieces):
         part = copy.copy(variable)
-        part._value, part._shape = piece, tuple(piece.shape)
+        part._value, part._shape, part._tfpar_whole = piece, tuple(piece.shape), (variable, shard)
         found.append(part)
+    return found
+
+
+def whole_of(variable: Any) -> tuple[Any, int]:
+    """Return the divided variable of a piece, and its shard; the variable itself and 0 for one that is no piece."""
+    found: tuple[Any, int] = getattr(variable, "_tfpar_whole", (variable, 0))
     return found
 
 

@@ -18,8 +18,10 @@ from tensorflow.python.distribute.numpy_dataset import SingleDevice
 from tensorflow.python.distribute.values import DistributedVariable
 
 from tfpar._compat import keras_divided_state, keras_variables
+from tfpar.per_model import PerModel
 
 _OWNED = "_tfpar_owned"  # an attribute of the memory of slots on one device
+_SENDERS: PerModel[Callable[[keras.Model], None]] = PerModel()
 
 
 @contextlib.contextmanager
@@ -95,7 +97,8 @@ def swap_owned_averages() -> None:
     """Extend `keras.callbacks.SwapEMAWeights` to moving averages on the device of one replica.
 
     Keras 3.15 swaps a weight and its average on every replica, with three sums; an average that the replicas share
-    would be swapped once for each of them (keras/src/callbacks/swap_ema_weights.py).
+    would be swapped once for each of them (keras/src/callbacks/swap_ema_weights.py). Averages of other processes are
+    swapped there.
     """
     swap, finalize = SwapEMAWeights._tf_swap_variables, SwapEMAWeights._tf_finalize_ema_values
     if getattr(swap, _OWNED, False):
@@ -114,6 +117,16 @@ def swap_owned_averages() -> None:
     SwapEMAWeights._tf_finalize_ema_values = _for_each_owned_pair(finalize, finalize_pair)
 
 
+def send_swapped_weights(model: keras.Model, send: Callable[[keras.Model], None]) -> None:
+    """Note how the swapped weights of a model get from their owners to the other processes.
+
+    Args:
+        model: A model whose variables belong to no strategy of `tf.distribute`.
+        send: Takes the model.
+    """
+    _SENDERS[model] = send
+
+
 def _for_each_owned_pair(original: Callable[..., None], change: Callable[..., None]) -> Callable[..., None]:
     """Return a method of `SwapEMAWeights` that changes each weight and its average, or calls Keras' own method.
 
@@ -129,7 +142,8 @@ def _for_each_owned_pair(original: Callable[..., None], change: Callable[..., No
             if not keras_divided_state.is_elsewhere(average):
                 change(weight, average)
         home: Any = keras_variables.belongs_to(callback.model)
-        home.tfpar_strategy.send_weights(callback.model)
+        send = _SENDERS[callback.model] if home is None else home.tfpar_strategy.send_weights
+        send(callback.model)
 
     setattr(method, _OWNED, True)
     return method

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfpar._compat import keras_divided_state, keras_optimizer, tf_replica_memory
+from tfpar._compat import keras_divided_state, keras_optimizer, tf_divided_memory, tf_replica_memory
 from tfpar.per_model import PerModel
 from tfpar.reduction import objective
 from tfpar.strategies.multi_worker.collectives import Group
@@ -133,7 +133,7 @@ class DividedState(abc.ABC):
     def _own(self, model: keras.Model, optimizer: Any) -> list[keras.Variable]:
         """Return the weights of an optimizer whose owner is on this worker."""
         owners, known = self.owners(model), keras_divided_state.weights_of(optimizer)
-        return [weight for weight in known if self._is_here(owners[id(weight)])]
+        return [weight for weight in known if self._is_here(owners[id(tf_divided_memory.whole_of(weight)[0])])]
 
     def _update(
         self, model: keras.Model, optimizer: Any, sums: Sequence[tuple[keras.Variable, Any]], present: Sequence[Any]
@@ -143,8 +143,8 @@ class DividedState(abc.ABC):
         Args:
             model: The model.
             optimizer: The optimizer.
-            sums: The weights of this worker, each with its gradient, None for none.
-            present: The weights with a gradient, those of all workers.
+            sums: The weights of this worker, or their pieces, each with its gradient, None for none.
+            present: The weights, or pieces, with a gradient, those of all workers.
         """
         if all(total is None for _, total in sums):
             sums = []

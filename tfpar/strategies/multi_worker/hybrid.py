@@ -68,9 +68,8 @@ class Hybrid(Worker, Staged):
         all_reduce: How gradients are summed over workers: `"ring"`, on GPUs `"nccl"`, or `"auto"`.
         form_seconds: The time limit for all workers to connect.
         shard: `"optimizer"` divides the optimizer's state of each stage over the workers too; None divides it over the
-            replicas of a process only, which has no cost. With a `TensorParallel`, `"optimizer"` divides the divided
-            weights and their state over the replicas; None leaves them with the first. Over workers, stages of shards
-            have None.
+            replicas of a process only, which has no cost. With a `TensorParallel` in one process, `"optimizer"` divides
+            the divided weights and their state over the replicas; None leaves them with the first.
         silence_seconds: The time without a heartbeat after which a worker counts as failed. A pipeline with
             `across_workers` has both time limits of its own.
 
@@ -127,7 +126,6 @@ class Hybrid(Worker, Staged):
         names = grid_devices.on_this_machine(num_replicas, per_replica, given, starts=starts)
         peers = None
         if self.num_workers > 1:
-            _check_shard_over_workers(shard, pipeline.settings.num_shards)
             # Kept, since TensorFlow's cluster and the heartbeats of the workers end with it.
             self._cluster = preflight.form_cluster(job, names, form_seconds, silence_seconds)
             grid = f"{num_replicas} x {schedule.num_stages} stages on {len(names)} devices"
@@ -320,11 +318,3 @@ def _check(pipeline: Pipeline | TensorParallel, num_replicas: int) -> Pipeline:
 def _one_stage(shards: TensorParallel) -> Pipeline:
     """Return a pipeline of one stage, divided as the layers of a `TensorParallel`."""
     return Pipeline(1, 1, devices=shards.given_devices, num_shards=shards.num_shards, layout=shards.layout)
-
-
-def _check_shard_over_workers(shard: str | None, num_shards: int) -> None:
-    if shard is not None and num_shards > 1:
-        raise ValueError(
-            f'shard="{shard}" over workers is for stages on one device each, received num_shards={num_shards}, whose '
-            "devices divide the optimizer's state already. Leave out shard."
-        )

@@ -2,18 +2,21 @@
 
 worker 0   stage 0: weights a b, slots of a    stage 1: weights c d, slots of d
 worker 1   stage 0: weights a b, slots of b    stage 1: weights c d, slots of c
+
+A weight that is divided over the shards of its stage has one owner too, with the slots of all its pieces.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_divided_state, tf_distribute, tf_replica_memory
+from tfpar._compat import keras_divided_optimizer, keras_divided_state, tf_divided_memory, tf_replica_memory
 from tfpar.reduction.weight_owners import largest_first, num_bytes
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, Group
 from tfpar.strategies.multi_worker.divided_state import DividedState
@@ -34,6 +37,7 @@ class StageShards(DividedState):
     def __init__(self, worker: Worker, sums: StageSums, hosts: Group) -> None:
         super().__init__(worker, hosts)
         self._sums = sums
+        tf_replica_memory.swap_owned_averages()
 
     def _choose(self, weights: Sequence[keras.Variable]) -> list[int]:
         owners = [0] * len(weights)
@@ -46,6 +50,15 @@ class StageShards(DividedState):
     def _rank_of(self, owner: int) -> int:
         return owner
 
+    @contextlib.contextmanager
+    def creating_slots(self, model: keras.Model) -> Iterator[None]:
+        """Return the context in which each slot is created on the worker of its owner alone, in pieces if divided."""
+        owners = self.owners(model)
+        tf_replica_memory.send_swapped_weights(model, self.send_weights)
+        of_pieces = keras_divided_optimizer.creating_divided_slots(lambda weight: self._is_here(owners[id(weight)]))
+        with of_pieces, super().creating_slots(model):
+            yield
+
     def apply(
         self, model: keras.Model, optimizer: Any, gradients: Sequence[Any], weights: Sequence[keras.Variable]
     ) -> None:
@@ -54,45 +67,62 @@ class StageShards(DividedState):
         Args:
             model: The model.
             optimizer: Its optimizer.
-            gradients: The gradients over all workers, None for a weight without one.
-            weights: The weights.
+            gradients: The gradients over all workers, None for a weight or piece without one.
+            weights: The weights, divided ones in pieces.
         """
         if all(gradient is None for gradient in gradients):
             optimizer.apply(list(gradients), list(weights))  # raises
         owners, pairs = self.owners(model), list(zip(weights, gradients, strict=True))
-        own = [pair for pair in pairs if self._is_here(owners[id(pair[0])])]
-        self._update(model, optimizer, own, [weight for weight, gradient in pairs if gradient is not None])
+        wholes = [tf_divided_memory.whole_of(weight)[0] for weight in weights]
+        own = [place for place, whole in enumerate(wholes) if self._is_here(owners[id(whole)])]
+        with_gradient = [id(wholes[place]) for place in own if gradients[place] is not None]
+        with _in_pieces(optimizer, with_gradient):
+            present = [weight for weight, gradient in pairs if gradient is not None]
+            self._update(model, optimizer, [pairs[place] for place in own], present)
         self._exchange(model, optimizer)
 
     def finalize(self, model: keras.Model, optimizer: Any) -> None:
         """Overwrite weights with their moving averages where the optimizer has them."""
 
         def finalize() -> None:
-            self._finalize_own(model, optimizer)
+            with _in_pieces(optimizer, []):
+                self._finalize_own(model, optimizer)
             self._exchange(model, optimizer)
 
         if keras_divided_state.has_averages(optimizer):
             tf.function(finalize, autograph=False)()
 
+    def send_weights(self, model: keras.Model) -> None:
+        """Send all trained weights from their owners to the other workers; outside of a step."""
+        tf.function(lambda: self._exchange(model, model.optimizer), autograph=False)()
+
     def _exchange(self, model: keras.Model, optimizer: Any) -> None:
-        owners, weights = self.owners(model), keras_divided_state.weights_of(optimizer)
-        for home, numbers in _by_home(weights).items():
-            of_home = [weights[number] for number in numbers]
+        owners = self.owners(model)
+        pieces: dict[tuple[str, int], list[tuple[tf.Variable, int]]] = collections.defaultdict(list)
+        for weight in keras_divided_state.weights_of(optimizer):
+            for memory in tf_divided_memory.memories_of(weight):
+                pieces[place_of(memory.device)].append((memory, owners[id(weight)]))
+        for place, of_place in pieces.items():
             exchange(
-                list(map(tf_replica_memory.memories, of_home)),
-                [owners[id(weight)] for weight in of_home],
-                self._sums.group(home),
+                [(memory,) for memory, _ in of_place],
+                [owner for _, owner in of_place],
+                self._sums.group(place),
                 self._worker.rank,
-                [()] * len(of_home),
+                [()] * len(of_place),
                 PACK_BYTES,
             )
 
 
 def _by_home(weights: Sequence[keras.Variable]) -> Mapping[tuple[str, int], list[int]]:
-    """Return the numbers of the weights of each device; the devices are the same on all workers."""
+    """Return the numbers of the weights of each device, divided ones of their first; equal on all workers."""
     found: dict[tuple[str, int], list[int]] = collections.defaultdict(list)
     for number, weight in enumerate(weights):
-        memory = tf_distribute.local_memory(weight)
-        assert memory is not None, weight.path
-        found[place_of(memory.device)].append(number)
+        found[place_of(tf_divided_memory.memories_of(weight)[0].device)].append(number)
     return found
+
+
+def _in_pieces(optimizer: Any, owners: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which an optimizer knows the pieces of divided weights, if there are any."""
+    if any(map(tf_divided_memory.is_divided, keras_divided_state.weights_of(optimizer))):
+        return keras_divided_optimizer.of_pieces(optimizer, owners)
+    return contextlib.nullcontext()
