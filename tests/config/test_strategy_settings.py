@@ -10,7 +10,6 @@ import pytest
 import tfpar
 from tfpar import config, strategies
 from tfpar.config import bundled_configurations
-from tfpar.config.strategy_section import problems
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -77,12 +76,6 @@ def test_settings_are_judged_by_the_constructor_of_their_strategy(settings: conf
         strategies.from_settings(settings)
 
 
-def test_state_is_divided_over_at_least_two_replicas() -> None:
-    assert not list(problems(config.TensorParallel(num_shards=2, num_replicas=2, shard="optimizer")))
-    (problem,) = problems(config.TensorParallel(num_shards=2, shard="optimizer"))
-    assert "strategy.num_replicas = 1: set at least 2, or leave strategy.shard out" in problem
-
-
 def test_another_layout_keeps_the_settings_that_are_no_part_of_a_layout() -> None:
     auto = config.Auto(batch_dependent_layers="gather", form_seconds=60.0, num_logical_cpus=4)
     assert config.with_layout(auto, {"kind": "mirrored", "num_logical_cpus": 2}) == config.Mirrored(
@@ -104,3 +97,8 @@ def test_a_setting_of_another_kind_that_was_changed_is_refused_with_the_way_to_r
     with pytest.raises(ValueError, match=r"--set 'strategy=\{kind=\"mirrored\"\}' replaces the section"):
         config.load(pipeline, ["strategy.kind=mirrored"])
     assert config.load(pipeline, ['strategy={kind="mirrored"}']).strategy == config.Mirrored()
+
+
+def test_sharded_state_of_one_replica_in_one_process_is_refused() -> None:
+    with pytest.raises(ValueError, match="over replicas or workers, and there is one of each"):
+        strategies.from_settings(config.TensorParallel(num_shards=2, shard="optimizer"))

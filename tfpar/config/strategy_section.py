@@ -323,11 +323,6 @@ def problems(strategy: Strategy) -> Iterator[str]:
     """
     if isinstance(strategy, Pipeline):
         yield from _problems_of_names(strategy)
-    if isinstance(strategy, TensorParallel) and strategy.shard and strategy.num_replicas == 1:
-        yield (
-            f"strategy.shard = {toml.show(strategy.shard)} divides the optimizer's state over replicas, and "
-            "strategy.num_replicas = 1: set at least 2, or leave strategy.shard out."
-        )
     if isinstance(strategy, SingleDevice) or strategy.num_logical_cpus == 1:
         return
     if any("GPU" in device for device in strategy.devices or ()):

@@ -65,6 +65,12 @@ def from_settings(settings: config.Strategy) -> Strategy:
         if num_replicas > 1 or num_workers > 1:
             shards = TensorParallel(settings.num_shards, settings.layout)
             return Hybrid(shards, num_replicas, settings.devices, shard=shard)
+        if shard is not None:
+            raise ValueError(
+                f'strategy.shard = "{shard}" divides the state of the optimizer over replicas or workers, and there is '
+                "one of each: set strategy.num_replicas to at least 2, start several workers, or leave strategy.shard "
+                "out."
+            )
     return _CLASSES[settings.kind](**arguments)
 
 
