@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -99,6 +100,32 @@ def test_a_setting_of_another_kind_that_was_changed_is_refused_with_the_way_to_r
     assert config.load(pipeline, ['strategy={kind="mirrored"}']).strategy == config.Mirrored()
 
 
-def test_sharded_state_of_one_replica_in_one_process_is_refused() -> None:
-    with pytest.raises(ValueError, match="over replicas or workers, and there is one of each"):
-        strategies.from_settings(config.TensorParallel(num_shards=2, shard="optimizer"))
+def test_a_run_with_sharded_state_can_end_in_one_process_of_one_replica() -> None:
+    strategy = strategies.from_settings(config.TensorParallel(num_shards=2, shard="optimizer"))
+    assert strategy.describe().startswith("TensorParallel of 2 shards")
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_threads"),
+    [
+        (config.Mirrored(num_logical_cpus=4), 2),
+        (config.MultiWorker(num_logical_cpus=4), 2),
+        (config.Pipeline(num_stages=4, num_microbatches=4, num_logical_cpus=4), 2),
+        (config.Mirrored(num_logical_cpus=4, devices=("CPU:0", "CPU:1")), 4),
+        (config.SingleDevice(), None),
+    ],
+)
+def test_logical_cpus_divide_the_cores(settings: config.Strategy, num_threads: int | None) -> None:
+    with (
+        mock.patch("tfpar.cluster.cores.num_allowed_cores", return_value=8),
+        mock.patch("tfpar.cluster.use_logical_cpus") as split,
+    ):
+        strategies.from_settings(settings)
+    assert [call.args for call in split.call_args_list] == ([] if num_threads is None else [(4, num_threads)])
+
+
+def test_the_way_to_replace_a_section_is_said_only_where_it_is_enough() -> None:
+    hybrid = bundled_configurations.find("digits_hybrid")
+    with pytest.raises(ValueError, match="num_replicas") as raised:
+        config.load(hybrid, ["strategy.kind=pipeline"])
+    assert "replaces the section" not in str(raised.value)

@@ -78,6 +78,17 @@ def test_the_layout_of_the_shortest_prediction_is_measured_again_where_another_o
     assert (str(plan.rows[0].layout), plan.rows[0].measured_seconds) == (SHARDED, 0.4)
 
 
+def test_a_second_measurement_that_runs_out_of_memory_changes_nothing() -> None:
+    class FullAtLast(Device):
+        def measure(self, step: PredictedStep) -> PredictedStep | Refusal | None:
+            self.seconds = {**self.seconds, SHARDED: "out of memory"} if SHARDED in self.asked else self.seconds
+            return super().measure(step)
+
+    plan = planned(FullAtLast({MIRRORED: 0.5, SHARDED: 0.6, "SingleDevice": 0.8}))
+    row = next(row for row in plan.rows if str(row.layout) == SHARDED)
+    assert (row.fits, row.measured_seconds) == (None, 0.6)
+
+
 def test_one_layout_of_each_kind_is_measured_before_a_second_one_of_a_kind() -> None:
     layouts = [Layout(2), Layout(2, shard="optimizer"), Layout(2, shard="weights"), Layout(num_shards=2), Layout()]
     steps = [PredictedStep(layout, 0.4 + 0.01 * place, {}) for place, layout in enumerate(layouts)]

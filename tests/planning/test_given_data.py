@@ -75,12 +75,11 @@ def test_the_first_batch_is_read_with_the_wait_for_others(make: Callable[[], tup
 
 def test_the_processor_time_of_a_batch_is_that_of_its_source() -> None:
     def slow(number: tf.Tensor) -> tf.Tensor:
-        return tf.linalg.trace(tf.matmul(*[tf.fill([800, 800], tf.cast(number, tf.float32))] * 2))
+        return tf.linalg.trace(tf.matmul(*[tf.fill([1600, 1600], tf.cast(number, tf.float32))] * 2))
 
     numbers = tf.data.Dataset.range(16)
     computed, stored = (given_data.read(one.batch(2)).core_seconds for one in (numbers.map(slow), numbers))
-    assert stored < 0.002
-    assert computed > stored + 0.002
+    assert computed > stored + 0.005
 
 
 def test_reading_calls_no_hook_of_an_epoch() -> None:

@@ -12,6 +12,7 @@ from tfpar.pipeline.schedule.simulator import Durations, simulate
 from tfpar.planning.costs import BlockCost, Bytes, Curve, Line, MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, Refusal, candidates
 from tfpar.planning.stage_costs import stages_of
+from tfpar.planning.stated import Stated
 from tfpar.planning.step_prediction import predict
 
 NO_COST = Link(0.0, 1e30)
@@ -150,6 +151,12 @@ def test_reading_data_takes_the_cores_of_logical_cpus() -> None:
     assert found.waits["reading data"] == 5
     assert seconds(Layout(4), read, MACHINE) == seconds(Layout(4)), "GPUs leave all cores to the data"
     assert seconds(Layout(), read, shared) == seconds(Layout()), "three cores are free"
+
+
+def test_stated_devices_bring_cores_of_their_own() -> None:
+    machine = Stated(num_devices=8).applied(dataclasses.replace(MACHINE, num_measured=2, num_cores=2))
+    assert (machine.num_devices, machine.num_cores) == (8, 8)
+    assert Stated(num_devices=8).applied(MACHINE).num_cores == 0
 
 
 def test_reading_data_takes_the_bubble_of_a_pipeline_first() -> None:

@@ -91,6 +91,7 @@ def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row, shard:
         "replicas, clipped",
         "stages, swapped averages",
         "built by hand",
+        "one weight a stage",
         "scaled loss",
         "overwritten by averages, norm of all",
     ],
@@ -104,7 +105,7 @@ def test_state_over_the_workers_has_the_bits_of_whole_state_and_half_of_its_byte
         assert len(arrays) == len(same_arrays)
         assert all(map(np.array_equal, arrays, same_arrays))
         assert all_of_it == 1
-        assert 0.3 < part < 0.7
+        assert 0.3 < part < 0.7 or of == "one weight a stage"
     assert sum(part for *_, part in sharded) == pytest.approx(1)
 
 
@@ -115,7 +116,7 @@ def test_the_table_of_stages_has_shards_and_the_all_reduce_over_the_workers(job:
         assert "all-reduce over 2 workers" in text
 
 
-@pytest.mark.parametrize("shards", ["None None", "optimizer optimizer"])
+@pytest.mark.parametrize("shards", ["None None", "None optimizer", "optimizer None"])
 def test_a_run_begins_in_stages_and_ends_on_replicas(job: workers.Workers, shards: str) -> None:
     folder = job.folder / f"alone {shards}"
     history, expected = checkpoint_matrix.end(tfpar.SingleDevice(), folder)

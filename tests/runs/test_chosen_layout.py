@@ -16,24 +16,27 @@ from tfpar.planning.history import machine_name
 from tfpar.planning.layouts import Layout
 from tfpar.planning.ranking import rank
 from tfpar.planning.rows import PredictedStep
-from tfpar.runs import stored_plans
+from tfpar.runs import chosen_layout, stored_plans
 
 OWN = """
 import keras, numpy as np, tensorflow as tf, tfpar
 
 class Small(tfpar.Trainer):
     reads = ("seed", "training.global_batch_size")
-    validation_data, num_train_examples = None, 72
+    validation_data, num_train_examples, width = None, 72, 8
 
     def __init__(self, run, strategy):
         keras.utils.set_random_seed(run.seed)
         rows = np.random.default_rng(0).normal(size=[72, 5])
         dataset = tf.data.Dataset.from_tensor_slices((rows, rows.sum(axis=1, keepdims=True)))
         self.train_data = dataset.shuffle(72, seed=run.seed).batch(run.training.global_batch_size)
-        super().__init__(build_model, strategy, run.seed)
+        super().__init__(lambda: build_model(self.width), strategy, run.seed)
 
-def build_model():
-    layers = [keras.Input([5]), keras.layers.Dense(8, "tanh"), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
+class Wide(Small):
+    width = 100_000
+
+def build_model(width):
+    layers = [keras.Input([5]), keras.layers.Dense(width, "tanh"), keras.layers.Dropout(0.2), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
     model.compile("adam", "mse")
     return model
@@ -94,6 +97,16 @@ def test_the_run_is_that_of_the_same_layout_chosen_by_hand(name: str, call: comm
     command.assert_same_weights(tmp_path / "auto", tmp_path / "named")
     assert command.metrics(tmp_path / "auto") == command.metrics(tmp_path / "named")
     assert json.loads((tmp_path / "auto" / "prediction.json").read_text())["layout"] == str(layout)
+
+
+def test_the_cores_of_planned_devices_are_said_where_the_run_has_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfpar.cluster.cores.num_allowed_cores", lambda: 8)
+    run = config.load(None, ["strategy.num_logical_cpus=4"])
+    plan = json.loads(plan_text(Layout(), devices=4))
+    assert "a step predicted on devices of 2 cores;" in chosen_layout._taken(run, plan).note
+    plan = json.loads(plan_text(Layout(2), devices=2))
+    named = config.load(None, ["strategy.num_logical_cpus=4", AUTO])
+    assert "a step predicted;" in chosen_layout._taken(named, plan).note
 
 
 @pytest.mark.usefixtures("never_measured")
@@ -167,13 +180,24 @@ def test_a_run_that_nobody_planned_writes_what_was_measured(call: command.InProc
     assert train(call, "run", 'strategy.devices=["CPU:0"]').code == 0
     found = prediction(tmp_path / "run")
     assert found.pop("measured_step_seconds") > 0
-    assert found.pop("measured_memory_bytes") >= 0
+    found.pop("measured_memory_bytes")
     assert found == {
         "layout": "SingleDevice",
         "planned_step_seconds": None,
         "planned_memory_bytes": None,
         "machine": machine_name("CPU"),
     }
+
+
+@pytest.mark.parametrize("devices", [["CPU:0"], DEVICES])
+def test_a_run_on_cpus_writes_the_memory_of_its_tensors(
+    devices: list[str], call: command.InProcess, tmp_path: Path
+) -> None:
+    kind = "single_device" if len(devices) == 1 else "mirrored"
+    place = f'strategy.device="{devices[0]}"' if len(devices) == 1 else f"strategy.devices={json.dumps(devices)}"
+    assert train(call, "run", "trainer=own.Wide", f"strategy.kind={kind}", place).code == 0
+    weight_bytes = 4 * 7 * 100_000
+    assert 3 * weight_bytes < prediction(tmp_path / "run")["measured_memory_bytes"] < 20 * weight_bytes
 
 
 def test_a_run_of_an_earlier_plan_has_its_prediction(call: command.InProcess, tmp_path: Path) -> None:

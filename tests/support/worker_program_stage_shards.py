@@ -13,7 +13,7 @@ import keras
 import tfpar
 from tests.properties.test_parity import Result, computing_in, train
 from tests.strategies import test_stages_of_shards as models
-from tests.strategies.test_tensor_parallel import divided, of_features, of_tokens, perceptron, state, trained
+from tests.strategies.test_tensor_parallel import FEATURES, divided, of_features, of_tokens, perceptron, state, trained
 from tests.support import checkpoint_matrix as matrix
 from tests.support import pipeline_cases, small, workers
 from tests.support.parity_cases import CASES
@@ -24,7 +24,7 @@ from tfpar.reduction.weight_owners import num_bytes
 FOLDER, RANK = workers.place()
 Shard = Literal["optimizer"] | None
 SHARDS: tuple[Shard, ...] = (None, "optimizer")
-RESUMED: tuple[tuple[Shard, Shard], ...] = ((None, None), ("optimizer", "optimizer"))
+RESUMED: tuple[tuple[Shard, Shard], ...] = ((None, None), (None, "optimizer"), ("optimizer", None))
 
 
 def grid(num_microbatches: int = 2, schedule: str = "1f1b", shard: Shard = None, **settings: Any) -> tfpar.Hybrid:
@@ -57,15 +57,30 @@ def state_of(build: Any, strategy: Any, *callbacks: Any, by_hand: bool = False) 
         slots = [slot for slot in trainer.model.optimizer.variables if len(slot.shape)]
         held = sum(num_bytes(slot) for slot in slots if not keras_divided_state.is_elsewhere(slot))
         with trainer.strategy.whole_state(trainer.model):
-            return history, state(trainer.model) if RANK == 0 else [], held / sum(map(num_bytes, slots))
+            arrays = state(trainer.model) if RANK == 0 else trainer.model.get_weights()
+            return history, arrays, held / sum(map(num_bytes, slots))
+
+
+def one_weight_a_stage() -> keras.Model:
+    """A model of which worker 0 owns all weights."""
+    inputs = keras.Input((FEATURES,))
+    hidden = keras.layers.Dense(10, "gelu", use_bias=False)(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(3, "softmax", use_bias=False)(hidden))
+    model.compile(keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9), "sparse_categorical_crossentropy")
+    return model
+
+
+def swap() -> keras.callbacks.Callback:
+    return keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
 
 
 # A model, a strategy by its `shard`, and perhaps callbacks.
 OF_WHOLE_STATE: dict[str, tuple[Any, ...]] = {
     "stages, clipped": (models.pairs, grid),
     "replicas, clipped": (models.pairs, replicas),
-    "stages, swapped averages": (models.pairs, grid, lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True)),
-    "built by hand": (models.pairs, grid),
+    "stages, swapped averages": (models.pairs, grid, swap),
+    "built by hand": (models.pairs, grid, swap),
+    "one weight a stage": (one_weight_a_stage, grid, swap),
     "scaled loss": (
         lambda: perceptron(lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Nadam(0.01))),
         grid,

@@ -135,7 +135,7 @@ def _for_each_owned_pair(original: Callable[..., None], change: Callable[..., No
 
     def method(callback: SwapEMAWeights, optimizer: Any) -> None:
         averages = optimizer._model_variables_moving_average
-        if not any(is_owned(average) or keras_divided_state.is_elsewhere(average) for average in averages):
+        if not any(is_owned(average) or keras_divided_state.is_divided(average) for average in averages):
             original(callback, optimizer)
             return
         for weight, average in zip(optimizer._trainable_variables, averages, strict=True):

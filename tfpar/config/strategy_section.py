@@ -51,7 +51,10 @@ _BatchDependentLayers = Annotated[
 ]
 _Shard = Annotated[
     OrNone[Literal["optimizer"]],
-    Field(description="Divide the optimizer's state over the replicas; none: each holds all of it."),
+    Field(
+        description="Divide the optimizer's state over the replicas, in a job of several workers over the workers; "
+        "none: each holds all of it."
+    ),
 ]
 _ShardOfReplicas = Annotated[
     OrNone[Literal["optimizer", "weights"]],

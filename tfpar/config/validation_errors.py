@@ -112,9 +112,10 @@ def _unknown_key(place: _Place, schema: Node) -> str:
     if owners:
         way_out = "set that kind" if len(owners) == 1 else "set one of these kinds"
         of_kinds = " or ".join(part for part in (", ".join(owners[:-1]), owners[-1]) if part)
-        leave = "leave it out"
-        if place.kind != "auto":
-            leave += f""" (--set '{place.path[0]}={{kind="{place.kind}"}}' replaces the section)"""
+        section, _, key = (place.kind_key or "").rpartition(".")
+        leave, of_kind = "leave it out", place.tables_by_kind.get(place.kind, {})
+        if place.kind != "auto" and set(of_kind.get("required", ())) <= {key}:
+            leave += f""" (--set '{section}={{{key}="{place.kind}"}}' replaces the section)"""
         return (
             f"{name} is a setting of {place.kind_key} = {of_kinds}, received {show(place.kind)}: {leave}, or {way_out}."
         )

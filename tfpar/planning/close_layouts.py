@@ -62,9 +62,11 @@ def with_measured(
             refusals.append(result)
         else:
             found[found.index(step)] = result
-    if (first := _surprising(found)) is not None and isinstance(again := measure(first), PredictedStep):
-        shorter = min(first.known_seconds, again.known_seconds)
-        found[found.index(first)] = dataclasses.replace(again, measured_seconds=shorter)
+    if (first := _surprising(found)) is not None:
+        again = measure(first)
+        if isinstance(again, PredictedStep) and again.measured_seconds is not None:
+            shorter = min(first.known_seconds, again.measured_seconds)
+            found[found.index(first)] = dataclasses.replace(first, measured_seconds=shorter)
     return found, refusals
 
 

@@ -113,7 +113,7 @@ def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) 
     specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), given)
     step = tf.function(lambda examples: strategy.train_step(model, examples), autograph=False)
     function = step.get_concrete_function(specs)
-    if _counts(device):
+    if counts_bytes(device):
         return _most_counted_bytes(lambda: step(given), device)
     graph = function.graph
     operations = needed_operations(graph.get_operations(), graph.outputs)
@@ -121,8 +121,16 @@ def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) 
     return max(live_bytes(nodes, executor_order(nodes)), default=0)
 
 
-def _counts(device: str) -> bool:
-    """Return whether the allocator of a device counts its bytes."""
+def counts_bytes(device: str) -> bool:
+    """Return whether the allocator of a device counts its bytes; its peak is then that from now on.
+
+    Args:
+        device: The name of the device.
+
+    Example:
+        >>> counts_bytes("CPU:0")
+        True
+    """
     try:
         tf.config.experimental.reset_memory_stats(device)
     except ValueError:

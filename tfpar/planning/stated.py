@@ -69,6 +69,8 @@ class Stated:
         assumed = list(machine.assumed)
         if self.num_devices is not None:
             changes["num_devices"] = self.num_devices
+            if machine.num_cores:  # devices that are not there bring cores of their own
+                changes["num_cores"] = max(machine.num_cores, self.num_devices * machine.cores_of_device)
         if self.memory_bytes is not None:
             changes["memory_bytes"] = self.memory_bytes
             assumed.append(f"memory {memory(self.memory_bytes)}")

@@ -76,7 +76,7 @@ class _Step:
         devices_per_host = layout.num_devices // layout.num_hosts
         busy_cores = min(machine.num_cores, devices_per_host * machine.cores_of_device)
         free_core_seconds = machine.num_cores * step_seconds - busy_cores * (step_seconds - bubble_seconds)
-        return max(0.0, self.model.data_core_seconds - free_core_seconds) / machine.num_cores
+        return max(0.0, self.model.data_core_seconds / machine.speed - free_core_seconds) / machine.num_cores
 
     def _simulated(self) -> Iterator[tuple[Durations, Timeline]]:
         """Yield the durations and the simulated step of each replica of a host; one of those with equal micro-batches.

@@ -135,7 +135,9 @@ def _taken(run: config.Run, plan: dict[str, Any]) -> Choice:
         step = (
             f"{duration(row['step_seconds'])} a step predicted" if measured is None else f"{duration(measured)} a step"
         )
-        note = f", chosen by the planner: {step}{_cores(num_logical_cpus, settings)}; python -m tfpar.plan shows all"
+        note = (
+            f", chosen by the planner: {step}{_cores(plan, num_logical_cpus, settings)}; python -m tfpar.plan shows all"
+        )
         return Choice(with_strategy(run, settings), note)
     if any(row["fits"] is not False for row in plan["rows"]):
         return Choice(run, ", as the measurement of the planner was too noisy to choose")
@@ -145,12 +147,12 @@ def _taken(run: config.Run, plan: dict[str, Any]) -> Choice:
     )
 
 
-def _cores(num_logical_cpus: int, settings: dict[str, Any]) -> str:
+def _cores(plan: dict[str, Any], num_logical_cpus: int, settings: dict[str, Any]) -> str:
     """Return in words the cores of a planned device, where the run splits the CPU into fewer devices."""
-    num_cores = cores.num_allowed_cores()
-    if num_logical_cpus == 1 or has_equal_devices(
-        "CPU", num_logical_cpus, settings.get("num_logical_cpus", 1), num_cores
-    ):
+    measured, num_cores = plan["measured"], cores.num_allowed_cores()
+    num_planned = measured.get("num_measured") or measured["num_devices"]
+    num_used = len(settings.get("devices", ())) or settings.get("num_logical_cpus", 1)
+    if num_logical_cpus == 1 or has_equal_devices(measured["device"], num_planned, num_used, num_cores):
         return ""
-    of_device = max(1, num_cores // num_logical_cpus)
+    of_device = max(1, num_cores // num_planned)
     return f" on devices of {of_device} core{'s' * (of_device > 1)}"

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfpar import config
-from tfpar.cluster import cores, process_memory
+from tfpar.cluster import cores
 from tfpar.files import atomic_file
+from tfpar.planning import memory_measurement
 from tfpar.planning.history import NAME, has_equal_devices, machine_name
 from tfpar.planning.layouts import Layout
+from tfpar.reduction.weight_owners import num_bytes
 from tfpar.runs import stored_plans
 from tfpar.runs.directory import RunDirectory
 from tfpar.strategies import Strategy
+
+_CPU = "CPU:0"  # its allocator is that of all logical CPUs
 
 
 class PredictionRecorder:
     """The recorder of a run's prediction, made once its devices are known and before its trainer is built.
 
-    The memory of GPUs is as TensorFlow counts it, that of CPUs is that of the process without what it had before, which
-    is TensorFlow's own. Logical CPUs share it, so that it is divided among replicas, and unknown for stages and shards,
-    which differ.
+    The memory is as TensorFlow counts it. Logical CPUs share it with the data, of which only what is there before the
+    first step is left out: it is divided among replicas, and unknown for stages and shards, which differ.
 
     Args:
         directory: The folder of the run.
@@ -35,20 +38,22 @@ class PredictionRecorder:
     def __init__(self, directory: RunDirectory, settings: config.Strategy, strategy: Strategy) -> None:
         self._directory, self._strategy = directory, strategy
         self._layout = layout_of(settings, strategy)
-        self._before_bytes = process_memory.resident_bytes()
+        self._data_bytes, self._is_counted = 0, False
         self._previewed_seconds: float | None = None
 
-    def begin(self, pipeline: Any) -> None:
+    def begin(self, model: keras.Model, pipeline: Any) -> None:
         """Set the peaks of memory to the present memory, before the first step.
 
         Args:
+            model: The model, perhaps not built yet.
             pipeline: The predicted step of a pipeline, with `planned`; None for other strategies.
         """
         self._previewed_seconds = None if pipeline is None else pipeline.planned.step_seconds
-        with contextlib.suppress(OSError):  # then the peak includes the first trials of the model
-            process_memory.reset_peak()
-        for name in _gpus(self._strategy):
-            tf.config.experimental.reset_memory_stats(name)
+        names = _gpus(self._strategy) or [_CPU]
+        self._is_counted = all(map(memory_measurement.counts_bytes, names))
+        if self._is_counted and self._layout is not None and names == [_CPU]:
+            weight_bytes = sum(map(num_bytes, model.variables)) * self._layout.replicas_per_host
+            self._data_bytes = max(0, tf.config.experimental.get_memory_info(_CPU)["current"] - weight_bytes)
 
     def write(self, figures: Mapping[str, float]) -> None:
         """Write `prediction.json` at the end of the run.
@@ -76,12 +81,15 @@ class PredictionRecorder:
         atomic_file.write(self._directory.path / NAME, json.dumps(record, indent=2) + "\n")
 
     def _peak_bytes(self, layout: Layout) -> int | None:
-        """Return the peak of the fullest device; None where it is unknown."""
+        """Return the peak of the fullest device; None where it is unknown, or less than TensorFlow counts."""
+        if not self._is_counted:
+            return None
         if names := _gpus(self._strategy):
             return max(int(tf.config.experimental.get_memory_info(name)["peak"]) for name in names)
         if layout.num_stages > 1 or layout.num_shards > 1:
             return None
-        return max(0, process_memory.peak_bytes() - self._before_bytes) // layout.replicas_per_host
+        peak_bytes = int(tf.config.experimental.get_memory_info(_CPU)["peak"])
+        return max(0, peak_bytes - self._data_bytes) // layout.replicas_per_host or None
 
 
 def _gpus(strategy: Strategy) -> list[str]:

@@ -103,7 +103,7 @@ def _train(run: config.Run, directory: RunDirectory, trace: bool, reporter: RunR
     if strategy.is_chief:
         _print_repetition(run, directory, position, broken)
         reporter.begin(trainer, "" if position is None else resume.describe(run, directory, position), pipeline)
-    prediction.begin(pipeline.get("record"))
+    prediction.begin(trainer.model, pipeline.get("record"))
     with standard_streams.outlived(trainer.interrupt):
         return _fit_and_save(run, directory, trainer, checkpoints, reporter, prediction)
 

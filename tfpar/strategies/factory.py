@@ -65,19 +65,16 @@ def from_settings(settings: config.Strategy) -> Strategy:
         if num_replicas > 1 or num_workers > 1:
             shards = TensorParallel(settings.num_shards, settings.layout)
             return Hybrid(shards, num_replicas, settings.devices, shard=shard)
-        if shard is not None:
-            raise ValueError(
-                f'strategy.shard = "{shard}" divides the state of the optimizer over replicas or workers, and there is '
-                "one of each: set strategy.num_replicas to at least 2, start several workers, or leave strategy.shard "
-                "out."
-            )
     return _CLASSES[settings.kind](**arguments)
 
 
 def _split_cpu(settings: config.Strategy) -> None:
-    num_cpus = getattr(settings, "num_logical_cpus", 1)
-    if num_cpus > 1:  # the devices compute at the same time: each uses an equal part of the cores
-        cluster.use_logical_cpus(num_cpus, max(1, cores.num_allowed_cores() // num_cpus))
+    if isinstance(settings, config.SingleDevice) or settings.num_logical_cpus == 1:
+        return
+    # The devices compute at the same time: each uses an equal part of the cores.
+    named = {name.rpartition("/")[2] for name in settings.devices or ()}
+    num_cores = cores.num_allowed_cores() // (len(named) or settings.num_logical_cpus)
+    cluster.use_logical_cpus(settings.num_logical_cpus, max(1, num_cores))
 
 
 def _automatic(settings: config.Auto, num_workers: int) -> config.Strategy:

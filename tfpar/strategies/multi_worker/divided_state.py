@@ -51,7 +51,8 @@ class DividedState(abc.ABC):
         """
         built = [optimizer for optimizer, _ in objective.updates_of(model) if optimizer is not None and optimizer.built]
         weights = [*trained(model), *(weight for one in built for weight in keras_divided_state.weights_of(one))]
-        found = {id(weight): weight for weight in weights}
+        # In an update an optimizer has pieces of divided weights.
+        found = {id(whole): whole for whole, _ in map(tf_divided_memory.whole_of, weights)}
         known = self._tables.get(model)
         if known is None or not found.keys() <= known.keys():
             kept = known if known is not None and built else {}

@@ -69,7 +69,8 @@ class Hybrid(Worker, Staged):
         form_seconds: The time limit for all workers to connect.
         shard: `"optimizer"` divides the optimizer's state of each stage over the workers too; None divides it over the
             replicas of a process only, which has no cost. With a `TensorParallel` in one process, `"optimizer"` divides
-            the divided weights and their state over the replicas; None leaves them with the first.
+            the divided weights and their state over the replicas, and None leaves them with the first; over workers it
+            is as with a pipeline.
         silence_seconds: The time without a heartbeat after which a worker counts as failed. A pipeline with
             `across_workers` has both time limits of its own.
 

@@ -54,10 +54,14 @@ class StageShards(DividedState):
     def creating_slots(self, model: keras.Model) -> Iterator[None]:
         """Return the context in which each slot is created on the worker of its owner alone, in pieces if divided."""
         owners = self.owners(model)
-        tf_replica_memory.send_swapped_weights(model, self.send_weights)
         of_pieces = keras_divided_optimizer.creating_divided_slots(lambda weight: self._is_here(owners[id(weight)]))
         with of_pieces, super().creating_slots(model):
             yield
+
+    def place_slots(self, model: keras.Model) -> None:
+        """Divide the slots of an optimizer that was built elsewhere; the chief's state counts."""
+        super().place_slots(model)
+        tf_replica_memory.send_swapped_weights(model, self.send_weights)
 
     def apply(
         self, model: keras.Model, optimizer: Any, gradients: Sequence[Any], weights: Sequence[keras.Variable]
