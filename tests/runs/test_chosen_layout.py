@@ -180,7 +180,8 @@ def test_a_run_that_nobody_planned_writes_what_was_measured(call: command.InProc
     assert train(call, "run", 'strategy.devices=["CPU:0"]').code == 0
     found = prediction(tmp_path / "run")
     assert found.pop("measured_step_seconds") > 0
-    found.pop("measured_memory_bytes")
+    memory_bytes = found.pop("measured_memory_bytes")
+    assert memory_bytes is None or 0 < memory_bytes < 1e6, "TensorFlow counts no memory as small as this"
     assert found == {
         "layout": "SingleDevice",
         "planned_step_seconds": None,

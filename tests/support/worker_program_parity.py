@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import keras
-
 import tfpar
-from tests.properties.test_parity import CASES, computing_in, train
+from tests.properties.test_parity import CASES, computing_in, train, train_in_shards
 from tests.support import multi_worker_cases as cases
 from tests.support import small, workers
 
@@ -30,18 +26,9 @@ def train_case(strategy: tfpar.MultiWorker, dtype: str, name: str) -> tuple[dict
 
 def train_sharded(name: str) -> tuple[dict[str, list[float]], list[Any]]:
     """Return the history, the weights and on the chief the optimizer's state of all workers."""
-    case, strategy = CASES[name], sharded()
-    with computing_in("float64"), contextlib.ExitStack() as stack:
-        trainer = tfpar.Trainer(case.build, strategy, seed=0)
-
-        def fit(*arguments: Any, **settings: Any) -> keras.callbacks.History:
-            history = trainer.fit(*arguments, **settings)
-            stack.enter_context(strategy.whole_state(trainer.model))
-            return history
-
-        weights_alone = SimpleNamespace(get_weights=trainer.model.get_weights, optimizer=SimpleNamespace(variables=[]))
-        model: Any = trainer.model if strategy.is_chief else weights_alone
-        return train(case, fit, model, steps_per_call=case.steps_per_call)
+    case = CASES[name]
+    with computing_in("float64"):
+        return train_in_shards(case, tfpar.Trainer(case.build, sharded(), seed=0))
 
 
 @functools.cache

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import keras
 
 import tfpar
-from tests.properties.test_parity import Result, computing_in, train
+from tests.properties.test_parity import Result, computing_in, train_in_shards
 from tests.strategies import test_stages_of_shards as models
 from tests.strategies.test_tensor_parallel import FEATURES, divided, of_features, of_tokens, perceptron, state, trained
 from tests.support import checkpoint_matrix as matrix
@@ -95,20 +93,10 @@ OF_WHOLE_STATE: dict[str, tuple[Any, ...]] = {
 
 
 def train_row(row: pipeline_cases.Row, shard: Shard) -> Result:
-    """Return the history, the weights, and the optimizer's state; with sharded state on the chief alone."""
     case = pipeline_cases.deepened(CASES[row.case])
-    with computing_in(row.dtype), contextlib.ExitStack() as stack:
+    with computing_in(row.dtype):
         strategy = grid(row.num_microbatches, row.schedule, shard, recompute=row.recompute)
-        trainer = tfpar.Trainer(case.build, strategy, seed=0)
-
-        def fit(*arguments: Any, **settings: Any) -> keras.callbacks.History:
-            history = trainer.fit(*arguments, **settings)
-            stack.enter_context(strategy.whole_state(trainer.model))
-            return history
-
-        weights_alone = SimpleNamespace(get_weights=trainer.model.get_weights, optimizer=SimpleNamespace(variables=[]))
-        model: Any = trainer.model if strategy.is_chief or shard is None else weights_alone
-        return train(case, fit, model, steps_per_call=case.steps_per_call)
+        return train_in_shards(case, tfpar.Trainer(case.build, strategy, seed=0))
 
 
 def previewed() -> str:

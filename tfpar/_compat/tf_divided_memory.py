@@ -217,15 +217,14 @@ def pieces_of(variable: Any) -> list[Any]:
     found = []
     for shard, piece in enumerate(memory.pieces):
         part = copy.copy(variable)
-        part._value, part._shape, part._tfpar_whole = piece, tuple(piece.shape), (variable, shard)
+        part._value, part._shape, part._tfpar_piece = piece, tuple(piece.shape), (variable, shard)
         found.append(part)
     return found
 
 
 def whole_of(variable: Any) -> tuple[Any, int]:
     """Return the divided variable of a piece, and its shard; the variable itself and 0 for one that is no piece."""
-    found: tuple[Any, int] = getattr(variable, "_tfpar_whole", (variable, 0))
-    return found
+    return piece_of(variable) or (variable, 0)
 
 
 def lasting_pieces(variable: Any) -> list[Any]:
@@ -235,15 +234,13 @@ def lasting_pieces(variable: Any) -> list[Any]:
         return [variable]
     if not memory.variables:
         memory.variables = pieces_of(variable)
-        for shard, piece in enumerate(memory.variables):
-            piece._tfpar_piece = (variable, shard)
     for piece in memory.variables:
         piece._trainable = variable._trainable
     return memory.variables
 
 
 def piece_of(variable: Any) -> tuple[Any, int] | None:
-    """Return the divided variable and the shard of a lasting piece; None for another variable."""
+    """Return the divided variable and the shard of a piece; None for another variable."""
     found: tuple[Any, int] | None = getattr(variable, "_tfpar_piece", None)
     return found
 
