@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,19 @@ def machine_name(device: str) -> str:
     """
     number = cores.num_allowed_cores()
     return f"{platform.node()}, {number} core{'s' * (number > 1)}, {device}"
+
+
+def num_divided(measured: Mapping[str, Any]) -> int:
+    """Return the number of devices into which the measurement of a plan divided the host.
+
+    Args:
+        measured: Of a stored plan.
+
+    Example:
+        >>> num_divided({"num_devices": 8, "num_measured": 2}), num_divided({"num_devices": 2})
+        (2, 2)
+    """
+    return int(measured.get("num_measured") or measured["num_devices"])
 
 
 def has_equal_devices(kind: str, num_planned: int, num_used: int, num_cores: int) -> bool:

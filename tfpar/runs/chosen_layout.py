@@ -13,7 +13,7 @@ from typing import Any
 from tfpar import cluster, config
 from tfpar.cluster import cores, tf_config
 from tfpar.files import atomic_file
-from tfpar.planning.history import has_equal_devices
+from tfpar.planning.history import has_equal_devices, num_divided
 from tfpar.planning.planner import progress
 from tfpar.planning.quantities import duration
 from tfpar.runs import plan_program, stored_plans
@@ -150,7 +150,7 @@ def _taken(run: config.Run, plan: dict[str, Any]) -> Choice:
 def _cores(plan: dict[str, Any], num_logical_cpus: int, settings: dict[str, Any]) -> str:
     """Return in words the cores of a planned device, where the run splits the CPU into fewer devices."""
     measured, num_cores = plan["measured"], cores.num_allowed_cores()
-    num_planned = measured.get("num_measured") or measured["num_devices"]
+    num_planned = num_divided(measured)
     num_used = len(settings.get("devices", ())) or settings.get("num_logical_cpus", 1)
     if num_logical_cpus == 1 or has_equal_devices(measured["device"], num_planned, num_used, num_cores):
         return ""

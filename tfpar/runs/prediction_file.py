@@ -13,7 +13,7 @@ from tfpar import config
 from tfpar.cluster import cores
 from tfpar.files import atomic_file
 from tfpar.planning import memory_measurement
-from tfpar.planning.history import NAME, has_equal_devices, machine_name
+from tfpar.planning.history import NAME, has_equal_devices, machine_name, num_divided
 from tfpar.planning.layouts import Layout
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.runs import stored_plans
@@ -132,9 +132,8 @@ def _planned_seconds(plan: Mapping[str, Any] | None, row: Mapping[str, Any] | No
     if plan is None or row is None:
         return None
     measured = plan["measured"]
-    num_planned = measured.get("num_measured") or measured["num_devices"]
     num_used = layout.num_devices // layout.num_hosts
-    is_equal = has_equal_devices(measured["device"], num_planned, num_used, cores.num_allowed_cores())
+    is_equal = has_equal_devices(measured["device"], num_divided(measured), num_used, cores.num_allowed_cores())
     return row["step_seconds"] if is_equal else None
 
 
