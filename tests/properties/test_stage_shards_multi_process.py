@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,14 +100,28 @@ def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row, shard:
 def test_state_over_the_workers_has_the_bits_of_whole_state_and_half_of_its_bytes(
     job: workers.Workers, of: str
 ) -> None:
+    parts = parts_with_the_same_bits(job, of)
+    assert of == "one weight a stage" or all(0.3 < part < 0.7 for part in parts)
+
+
+def test_state_over_three_workers_has_the_bits_of_whole_state(tmp_path: Path) -> None:
+    of = "stages, swapped averages"
+    with workers.started("worker_program_stage_shards", tmp_path, 3, of) as three:
+        assert all(0.1 < part < 0.6 for part in parts_with_the_same_bits(three, of))
+        assert three.finish() == [0, 0, 0]
+
+
+def parts_with_the_same_bits(job: workers.Workers, of: str) -> list[float]:
+    """Return each worker's part of divided state, which trains with the bits of whole state."""
     whole, sharded = (results_of(job, f"bits of {of} {shard}") for shard in (None, "optimizer"))
-    for (history, arrays, all_of_it), (same_history, same_arrays, part) in zip(whole, sharded, strict=True):
+    for (history, arrays, all_of_it), (same_history, same_arrays, _) in zip(whole, sharded, strict=True):
         assert history == same_history
         assert len(arrays) == len(same_arrays)
         assert all(map(np.array_equal, arrays, same_arrays))
         assert all_of_it == 1
-        assert 0.3 < part < 0.7 or of == "one weight a stage"
-    assert sum(part for *_, part in sharded) == pytest.approx(1)
+    parts = [part for *_, part in sharded]
+    assert sum(parts) == pytest.approx(1)
+    return parts
 
 
 def test_the_table_of_stages_has_shards_and_the_all_reduce_over_the_workers(job: workers.Workers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import keras
@@ -92,6 +93,19 @@ OF_WHOLE_STATE: dict[str, tuple[Any, ...]] = {
 }
 
 
+def bits_of(names: Iterable[str]) -> dict[str, Callable[[], Any]]:
+    """Return functions that train in whole and in divided state."""
+    found = {}
+    for name in names:
+        build, strategy, *callbacks = OF_WHOLE_STATE[name]
+        for shard in SHARDS:
+            chosen = functools.partial(strategy, shard=shard)
+            found[f"bits of {name} {shard}"] = functools.partial(
+                state_of, build, chosen, *callbacks, by_hand=name == "built by hand"
+            )
+    return found
+
+
 def train_row(row: pipeline_cases.Row, shard: Shard) -> Result:
     case = pipeline_cases.deepened(CASES[row.case])
     with computing_in(row.dtype):
@@ -125,6 +139,9 @@ def with_other_rules() -> tfpar.Strategy:
 def main() -> None:
     names = sys.argv[3:]
     tfpar.use_logical_cpus(4)
+    if {*names} <= OF_WHOLE_STATE.keys():
+        workers.run_all(bits_of(names))
+        return
     rows = {str(row): row for row in pipeline_cases.on_replicas()}
     workers.run_all(
         {
@@ -134,17 +151,7 @@ def main() -> None:
             **{
                 f"{name} {shard}": functools.partial(train_row, rows[name], shard) for name in names for shard in SHARDS
             },
-            **{
-                f"bits of {name} {shard}": functools.partial(
-                    state_of,
-                    build,
-                    functools.partial(strategy, shard=shard),
-                    *callbacks,
-                    by_hand=name == "built by hand",
-                )
-                for name, (build, strategy, *callbacks) in OF_WHOLE_STATE.items()
-                for shard in SHARDS
-            },
+            **bits_of(OF_WHOLE_STATE),
             "preview": previewed,
             **{f"resumed {one} {other}": functools.partial(resumed, one, other) for one, other in RESUMED},
             "rules": functools.partial(in_float64, models.pairs, of_features, with_rules),

@@ -121,7 +121,7 @@ def send_swapped_weights(model: keras.Model, send: Callable[[keras.Model], None]
     """Note how the swapped weights of a model get from their owners to the other processes.
 
     Args:
-        model: A model whose variables belong to no strategy of `tf.distribute`.
+        model: A model with averages in several processes.
         send: Takes the model.
     """
     _SENDERS[model] = send
@@ -141,9 +141,8 @@ def _for_each_owned_pair(original: Callable[..., None], change: Callable[..., No
         for weight, average in zip(optimizer._trainable_variables, averages, strict=True):
             if not keras_divided_state.is_elsewhere(average):
                 change(weight, average)
-        home: Any = keras_variables.belongs_to(callback.model)
-        send = _SENDERS[callback.model] if home is None else home.tfpar_strategy.send_weights
-        send(callback.model)
+        if (send := _SENDERS.get(callback.model)) is not None:
+            send(callback.model)
 
     setattr(method, _OWNED, True)
     return method

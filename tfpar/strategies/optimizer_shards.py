@@ -115,9 +115,6 @@ class OptimizerShards:
             optimizer.finalize_variable_values(weights)
         _copy(weights, owners, [None] * len(weights))
 
-    def send_weights(self, model: keras.Model) -> None:
-        """Send weights from their owners to the replicas of other workers, of which there are none."""
-
     def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
         """Return the variables of the optimizer in the memory of a device, by its number."""
         return [
@@ -185,8 +182,3 @@ class DividesState(Strategy):
     def slots_on(self, model: keras.Model, device: int) -> list[keras.Variable]:
         """Return the variables of the optimizer in the memory of a device, by its number."""
         return super().slots_on(model, device) if self._shards is None else self._shards.slots_on(model, device)
-
-    def send_weights(self, model: keras.Model) -> None:
-        """Send weights that were changed on their owners alone to the replicas of other workers."""
-        if self._shards is not None:
-            self._shards.send_weights(model)

@@ -61,10 +61,15 @@ class DividedState(abc.ABC):
             known = self._tables[model] = kept | owners
         return known
 
-    def check(self, model: keras.Model) -> None:
+    @abc.abstractmethod
+    def send_weights(self, model: keras.Model) -> None:
+        """Send all trained weights from their owners to the other workers; outside of a step."""
+
+    def prepare(self, model: keras.Model) -> None:
         """Refuse workers that differ in the owners, or in weights with which state begins; all must call this.
 
-        Without shards the chief's initial state is broadcast, which it does not have here.
+        Without shards the chief's initial state is broadcast, which it does not have here. From now on, weights that
+        Keras' `SwapEMAWeights` swaps at their owners are sent to the other workers.
 
         Raises:
             ValueError: If a worker differs from the chief.
@@ -77,6 +82,7 @@ class DividedState(abc.ABC):
             found = "".join(f"{path}: {hashlib.sha256(array.data).hexdigest()[:12]}\n" for path, array in arrays)
             self._worker.require_equal({"the initial weights, with which the optimizer's state begins": found})
             self._begins_with_weights[model] = False
+        tf_replica_memory.send_swapped_weights(model, self.send_weights)
 
     def _is_here(self, owner: int) -> bool:
         return self._rank_of(owner) == self._worker.rank

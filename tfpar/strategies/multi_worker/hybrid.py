@@ -184,7 +184,7 @@ class Hybrid(Worker, Staged):
     def prepare(self, model: keras.Model, batch: Any) -> None:
         """Find the reduction of the losses over micro-batches; with shards, compare the owners of the workers."""
         if self._shards is not None:
-            self._shards.check(model)
+            self._shards.prepare(model)
         super().prepare(model, batch)
 
     def _update_of(self, model: keras.Model) -> Apply | None:

@@ -58,11 +58,6 @@ class StageShards(DividedState):
         with of_pieces, super().creating_slots(model):
             yield
 
-    def place_slots(self, model: keras.Model) -> None:
-        """Divide the slots of an optimizer that was built elsewhere; the chief's state counts."""
-        super().place_slots(model)
-        tf_replica_memory.send_swapped_weights(model, self.send_weights)
-
     def apply(
         self, model: keras.Model, optimizer: Any, gradients: Sequence[Any], weights: Sequence[keras.Variable]
     ) -> None:

@@ -242,7 +242,7 @@ class MultiWorker(Worker, DataParallel):
                 "optimizers of their own. Leave sync out."
             )
         if self._shards is not None:
-            self._shards.check(model)
+            self._shards.prepare(model)
         super().prepare(model, batch)
         (self._num_rows[model],) = self.all_reduce_sum([float(data.num_rows(batch))])
         self._broadcast_losses(model)
