@@ -170,7 +170,7 @@ class Staged(SingleReplica):
             adds_losses=self._adds_losses[model],
             allow_batch_dependence=self.settings.allow_batch_dependent_layers,
         )
-        self._steps[model] = PipelineSteps(compiler, schedule, self._peers, self._update_of(model))
+        self._steps[model] = PipelineSteps(compiler, schedule, self._peers_of(model), self._update_of(model))
         self._steps[model].keep_first(batch, training)
 
     def _check_update(self, model: keras.Model, training: bool) -> None:
@@ -178,6 +178,10 @@ class Staged(SingleReplica):
         if training and any(layout.weights for layout, _ in self._planner.divided_stages(model)):
             updates.check_optimizer(model, "A pipeline with num_shards")
             updates.place_slots(model)
+
+    def _peers_of(self, model: keras.Model) -> Peers | None:
+        """Return the other workers of a job as the steps of a model need them; None for none."""
+        return self._peers
 
     def _update_of(self, model: keras.Model) -> Apply | None:
         """Return the function that runs the optimizer in a step; None for Keras' own on whole weights."""

@@ -5,7 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from tfpar.strategies.multi_worker.collectives import AllReduce
+import tensorflow as tf
+
+from tfpar import cluster
+from tfpar.strategies.multi_worker.collectives import AllReduce, Group
+
+
+def agreed(all_reduce: AllReduce, devices: Sequence[str], hosts: Group, num_workers: int) -> Literal["ring", "nccl"]:
+    """Return the all-reduce for the devices of all workers, which must all call this.
+
+    Args:
+        all_reduce: The argument of the strategy.
+        devices: The devices of the replicas of this worker.
+        hosts: One device of each worker.
+        num_workers: Number of workers, each with the same number of replicas.
+
+    Raises:
+        ValueError: As for `choose`.
+
+    Example:
+        >>> agreed("auto", ["CPU:0"], Group(["CPU:0"], num_members=1), num_workers=1)
+        'ring'
+    """
+    cards = hosts.all_gather_equal_shapes(tf.constant(cluster.card_numbers(devices), tf.int64))
+    return choose(all_reduce, cards.numpy().tolist(), num_workers)
 
 
 def choose(all_reduce: AllReduce, cards: Sequence[int], num_workers: int) -> Literal["ring", "nccl"]:

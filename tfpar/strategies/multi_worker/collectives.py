@@ -29,8 +29,8 @@ NUM_STREAMS = 4
 # TensorFlow's own strategies number their group keys from 1.
 _GROUP_KEYS = itertools.count(1_000_000)
 _NUM_VARIANTS = 32
-_GATHERABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-_REDUCIBLE = (*_GATHERABLE, tf.bfloat16)
+GATHERABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_REDUCIBLE = (*GATHERABLE, tf.bfloat16)
 
 
 class Group:
@@ -167,7 +167,7 @@ class Group:
             )
 
     def _gather(self, tensor: tf.Tensor, member: int, variant: Any = 0) -> tf.Tensor:
-        if tensor.dtype not in _GATHERABLE:  # TensorFlow 2.21: not bfloat16, though it reduces that
+        if tensor.dtype not in GATHERABLE:  # TensorFlow 2.21: not bfloat16, though it reduces that
             wider = tf.float32 if tensor.dtype.is_floating else tf.int64
             return tf.cast(self._gather(tf.cast(tensor, wider), member, variant), tensor.dtype)
         with tf.device(self._devices[member]):

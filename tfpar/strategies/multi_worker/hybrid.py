@@ -11,12 +11,12 @@ from typing import Any, Literal
 import keras
 import tensorflow as tf
 
-from tfpar import cluster, data
+from tfpar import data
 from tfpar._compat import keras_divided_state
 from tfpar.cluster import tf_config
 from tfpar.messages import keyword_arguments
 from tfpar.messages.received import excerpt
-from tfpar.pipeline.execution.peers import LocalPart
+from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.steps import Apply
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.strategies import grid_devices, remote_devices
@@ -148,9 +148,7 @@ class Hybrid(Worker, Staged):
         """Set up the communication between the workers, and refuse those that differ in a fact of the grid."""
         own = [tf.DeviceSpec.from_string(name) for name in self._cluster.extended.worker_devices]
         self._connect(own[0], facts)
-        cards = tf.constant(cluster.card_numbers(names), tf.int64)
-        all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
-        chosen = all_reduce_choice.choose(all_reduce, all_cards, self.num_workers)
+        chosen = all_reduce_choice.agreed(all_reduce, names, self._hosts, self.num_workers)
         full_names = [device.to_string() for device in own]
         return StageSums(full_names, self.rank, self.num_workers, self._hosts, chosen)
 
@@ -186,6 +184,9 @@ class Hybrid(Worker, Staged):
         if self._shards is not None:
             self._shards.prepare(model)
         super().prepare(model, batch)
+
+    def _peers_of(self, model: keras.Model) -> Peers | None:
+        return super()._peers_of(model) if self._shards is None else self._shards.sums(model)
 
     def _update_of(self, model: keras.Model) -> Apply | None:
         if self._shards is None:

@@ -50,6 +50,10 @@ class StageShards(DividedState):
     def _rank_of(self, owner: int) -> int:
         return owner
 
+    def sums(self, model: keras.Model) -> StageSums:
+        """Return the sums of the gradients of a model, each on the owner of its weight."""
+        return self._sums.with_owners(lambda weight: self.owners(model)[id(tf_divided_memory.whole_of(weight)[0])])
+
     @contextlib.contextmanager
     def creating_slots(self, model: keras.Model) -> Iterator[None]:
         """Return the context in which each slot is created on the worker of its owner alone, in pieces if divided."""

@@ -7,7 +7,8 @@ worker 1   stage 0 on GPU:0   stage 1 on GPU:1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import keras
@@ -16,6 +17,7 @@ import tensorflow as tf
 from tfpar.reduction.gradients import sum_in_packs
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, Group
+from tfpar.strategies.multi_worker.owner_sums import sums_on_owners
 
 
 class StageSums:
@@ -38,6 +40,7 @@ class StageSums:
         implementation: Literal["ring", "nccl"],
     ) -> None:
         self.rank, self.num_workers, self._hosts = rank, num_workers, hosts
+        self._owner_of: Callable[[keras.Variable], int] | None = None
         self._groups = {
             place_of(device): Group([device], num_workers, implementation, PACK_BYTES) for device in devices
         }
@@ -45,6 +48,16 @@ class StageSums:
     def group(self, place: tuple[str, int]) -> Group:
         """Return the group of one device of each worker, by the type and number of the device."""
         return self._groups[place]
+
+    def with_owners(self, owner_of: Callable[[keras.Variable], int]) -> StageSums:
+        """Return sums of gradients of which each may be on the worker alone that owns the weight, and right only there.
+
+        Args:
+            owner_of: Returns the owner of a weight.
+        """
+        found = copy.copy(self)
+        found._owner_of = owner_of
+        return found
 
     def add(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the sums of small tensors over all workers."""
@@ -57,8 +70,12 @@ class StageSums:
         homes = [place_of(weight.value.device) for weight in weights]
         for home in dict.fromkeys(homes):
             of_home = [index for index, other in enumerate(homes) if other == home]
+            group, given = self._groups[home], [gradients[index] for index in of_home]
+            owner_of = self._owner_of
+            owners = [] if owner_of is None else [owner_of(weights[index]) for index in of_home]
             with tf.device(weights[of_home[0]].value.device):
-                found = sum_in_packs([gradients[index] for index in of_home], self._groups[home].all_reduce, PACK_BYTES)
+                on_owners = sums_on_owners(given, owners, group, 0, self.rank, PACK_BYTES)
+                found = sum_in_packs(given, group.all_reduce, PACK_BYTES, own_sums=on_owners)
             for index, total in zip(of_home, found, strict=True):
                 sums[index] = total
         return sums

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar import cluster, data
+from tfpar import data
 from tfpar._compat import keras_divided_state, keras_model, tf_determinism, tf_distribute
 from tfpar.cluster import tf_config
 from tfpar.data import Sharded
@@ -161,9 +161,7 @@ class MultiWorker(Worker, DataParallel):
         self._connect(self.devices[0], {"number of devices": str(len(self.devices))})
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
-        cards = tf.constant(cluster.card_numbers(self.device_names), tf.int64)
-        all_cards = self._hosts.all_gather_equal_shapes(cards).numpy().tolist()
-        chosen = all_reduce_choice.choose(self._all_reduce, all_cards, self.num_workers)
+        chosen = all_reduce_choice.agreed(self._all_reduce, self.device_names, self._hosts, self.num_workers)
         self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, chosen, pack_bytes, self._hosts)
         self._num_rows: PerModel[float] = PerModel()
         # Processors of different models round matmuls differently: then every worker receives the reduced sum.
@@ -316,6 +314,8 @@ class MultiWorker(Worker, DataParallel):
             self._replicas, local_replica_id(), list(by_factors.values()), forward[0]
         )
         own_sums = dict(zip(by_factors, products, strict=True))
+        if self._shards is not None:
+            own_sums |= self._shards.sums_on_owners(others, self._owners(model, number), self._compression)
         return super()._sum_gradients(model, others, forward, example_weight, num_counted, number, own_sums)
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:

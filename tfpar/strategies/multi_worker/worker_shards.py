@@ -3,14 +3,15 @@
     worker 0   sum of gradients ──► update of its weights ──┐            ┌─► all new weights
     worker 1   sum of gradients ──► update of its weights ──┴─ all-gather ┴─► all new weights
 
-The sums are those of the all-reduce without shards, with the same bits. TensorFlow has no collective that sums each
-gradient on its owner alone; its all-to-all, which could, took longer than the whole all-reduce.
+The sums have the bits of the all-reduce without shards. Two replicas sum each gradient on its owner alone, so that as
+many bytes are sent as without shards (`owner_sums.py`). More replicas all-reduce the gradients, which with the weights
+is half as much again: TensorFlow has no such collective for them, and its all-to-all took longer than an all-reduce.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -19,9 +20,11 @@ import tensorflow as tf
 from tfpar._compat import keras_divided_state, tf_replica_memory
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import objective
+from tfpar.reduction.replicas import local_replica_id
 from tfpar.reduction.weight_owners import largest_first, num_bytes
 from tfpar.strategies.multi_worker.collectives import Group
 from tfpar.strategies.multi_worker.divided_state import DividedState
+from tfpar.strategies.multi_worker.owner_sums import sums_on_owners
 from tfpar.strategies.multi_worker.weight_exchange import exchange
 from tfpar.strategies.multi_worker.worker import Worker
 from tfpar.strategies.optimizer_shards import OptimizerShards, trained
@@ -70,6 +73,21 @@ class WorkerShards(DividedState, OptimizerShards):
 
     def _move(self, slot: keras.Variable, owner: int) -> None:
         tf_replica_memory.place_slot(slot, self._device(owner))
+
+    def sums_on_owners(
+        self, gradients: Sequence[Any], owners: Sequence[int], compression: str | None
+    ) -> dict[int, Callable[[], tf.Tensor]]:
+        """Return functions that sum some gradients on the owners of their weights, by number; in replica context.
+
+        Args:
+            gradients: The gradients of the calling replica; None for one that is summed in another way.
+            owners: The owners of their weights.
+            compression: The dtype to which gradients are rounded before they are sent; None rounds none.
+        """
+        replica = local_replica_id()
+        return sums_on_owners(
+            gradients, owners, self._replicas, replica, self._first + replica, self._pack_bytes, compression
+        )
 
     def apply(self, model: keras.Model, optimizer: Any, weights: Sequence[keras.Variable], gradients: Any) -> None:
         """Update each weight on its owner, and send it to all other replicas.
