@@ -10,7 +10,7 @@ from tfpar.pipeline.schedule import make
 from tfpar.pipeline.schedule.links import Link
 from tfpar.pipeline.schedule.simulator import Durations, simulate
 from tfpar.planning.costs import BlockCost, Bytes, Curve, Line, MachineCosts, ModelCosts
-from tfpar.planning.layouts import Layout, Refusal, candidates
+from tfpar.planning.layouts import Layout, Refusal, Shard, candidates
 from tfpar.planning.stage_costs import stages_of
 from tfpar.planning.stated import Stated
 from tfpar.planning.step_prediction import predict
@@ -174,6 +174,21 @@ def test_a_planned_device_of_another_speed_computes_in_proportion() -> None:
 def test_hosts_add_an_all_reduce_over_the_network() -> None:
     linked = dataclasses.replace(MACHINE, num_hosts=2, network=Link(1.0, 160.0))
     assert seconds(Layout(2, num_hosts=2), machine=linked) == 48 + 8 + 1 + 1
+
+
+@pytest.mark.parametrize(("num_hosts", "num_replicas", "factor"), [(2, 2, 1.0), (2, 4, 1.5), (4, 4, 1.5)])
+def test_more_than_two_replicas_with_divided_state_send_new_weights_besides_the_sums(
+    num_hosts: int, num_replicas: int, factor: float
+) -> None:
+    def network(shard: Shard) -> float:
+        machines = [
+            dataclasses.replace(MACHINE, num_hosts=num_hosts, network=Link(0.0, 160.0 * speed)) for speed in (1, 2)
+        ]
+        layout = Layout(num_replicas, num_hosts=num_hosts, shard=shard)
+        slow, fast = (seconds(layout, machine=machine) for machine in machines)
+        return 2 * (slow - fast)
+
+    assert network("optimizer") == pytest.approx(factor * network(None))
 
 
 def test_stages_balance_the_time_of_their_blocks() -> None:

@@ -181,12 +181,13 @@ class _Step:
     @property
     def _network_seconds(self) -> float:
         """The seconds of an all-reduce of the gradients between hosts, each of which sends them once and again."""
-        hosts = self.layout.num_hosts
+        layout, hosts = self.layout, self.layout.num_hosts
         if hosts == 1:
             return 0.0
-        sent_bytes = 2 * (hosts - 1) / hosts * self.model.trainable_bytes / self.layout.num_stages
-        if self.layout.shard is not None:
-            sent_bytes *= 1.5  # the sums, and the new weights
+        sent_bytes = 2 * (hosts - 1) / hosts * self.model.trainable_bytes / layout.num_stages
+        num_members = hosts if self.divides_model else layout.num_replicas
+        if layout.shard == "weights" or (layout.shard == "optimizer" and num_members > 2):
+            sent_bytes *= 1.5  # the sums, and the new weights; two members sum on the owners alone
         return self.machine.network.seconds(sent_bytes)
 
     def _waits(self, durations: Durations, planned: Timeline) -> dict[str, float]:
