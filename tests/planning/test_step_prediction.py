@@ -176,16 +176,27 @@ def test_hosts_add_an_all_reduce_over_the_network() -> None:
     assert seconds(Layout(2, num_hosts=2), machine=linked) == 48 + 8 + 1 + 1
 
 
-@pytest.mark.parametrize(("num_hosts", "num_replicas", "factor"), [(2, 2, 1.0), (2, 4, 1.5), (4, 4, 1.5)])
-def test_more_than_two_replicas_with_divided_state_send_new_weights_besides_the_sums(
-    num_hosts: int, num_replicas: int, factor: float
+@pytest.mark.parametrize(
+    ("layout", "factor"),
+    [
+        (Layout(2, num_hosts=2), 1.0),
+        (Layout(4, num_hosts=2), 1.5),
+        (Layout(4, num_hosts=4), 1.5),
+        (Layout(4, 2, 4, num_hosts=2), 1.0),  # each stage has one sum with the other host
+        (Layout(4, 2, 4, num_hosts=4), 1.5),
+    ],
+    ids=str,
+)
+def test_more_than_two_members_with_divided_state_send_new_weights_besides_the_sums(
+    layout: Layout, factor: float
 ) -> None:
     def network(shard: Shard) -> float:
-        machines = [
-            dataclasses.replace(MACHINE, num_hosts=num_hosts, network=Link(0.0, 160.0 * speed)) for speed in (1, 2)
-        ]
-        layout = Layout(num_replicas, num_hosts=num_hosts, shard=shard)
-        slow, fast = (seconds(layout, machine=machine) for machine in machines)
+        chosen = dataclasses.replace(layout, shard=shard)
+        links = [Link(0.0, 160.0), Link(0.0, 320.0)]
+        slow, fast = (
+            seconds(chosen, machine=dataclasses.replace(MACHINE, num_hosts=layout.num_hosts, network=link))
+            for link in links
+        )
         return 2 * (slow - fast)
 
     assert network("optimizer") == pytest.approx(factor * network(None))

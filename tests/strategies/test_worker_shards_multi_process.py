@@ -70,6 +70,13 @@ def test_the_state_of_each_stage_is_divided_over_the_workers_with_the_bits_of_un
     assert_same_bits([result[name] for result in results_of(job, "stages")])
 
 
+def test_two_workers_send_as_many_bytes_with_shards_as_without(job: workers.Workers) -> None:
+    for result in results_of(job, "sent"):
+        for without, of_shards in result:
+            assert without > 4 * 8 * 32 * 32, "all gradients"
+            assert of_shards < 1.1 * without, "1.5 with an all-reduce"
+
+
 def test_a_run_of_stages_ends_without_stages_and_the_other_way_round(job: workers.Workers, tmp_path: Path) -> None:
     history, expected = checkpoint_matrix.end(tfpar.SingleDevice(), tmp_path)
     for rank, ended in enumerate(results_of(job, "resumed")):

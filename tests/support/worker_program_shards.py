@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfpar
 from tests.support import checkpoint_matrix as matrix
@@ -15,6 +17,7 @@ from tests.support import objective_cases, parity_cases, shard_cases, small, wor
 from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, OVER_WORKERS, STAGED, classifier
 from tfpar._compat import keras_divided_state, tf_replica_memory
 from tfpar.reduction import objective
+from tfpar.strategies.multi_worker.collectives import Group
 
 FOLDER, RANK = workers.place()
 ONE = ["CPU:0"]
@@ -87,6 +90,10 @@ class Functions:
             name: [trained(classifier(OPTIMIZERS[name]), small.data(), of_stages(shard)) for shard in SHARD]
             for name in STAGED
         }
+
+    def sent(self) -> Any:
+        """Return the bytes that a step of replicas, and one of stages, sends without and with shards."""
+        return [[sent_bytes(used(shard)) for shard in SHARD] for used in (strategy, of_stages)]
 
     def resumed(self) -> Any:
         """Begin a run under one layout, and end it under the other."""
@@ -165,6 +172,33 @@ class Functions:
         """Begin with other weights on each worker; the chief's count."""
         of_state = refusal(classifier(OPTIMIZERS["begins with the weights"]), seed=RANK)
         return of_state, refusal(classifier(keras.optimizers.Adam), seed=RANK)
+
+
+def sent_bytes(used: tfpar.Strategy) -> int:
+    """Return the bytes of floats that this worker sends in the steps that a training traces."""
+    total = 0
+
+    def counted(original: Any) -> Any:
+        def send(group: Group, tensor: tf.Tensor, *others: Any, **options: Any) -> tf.Tensor:
+            nonlocal total
+            if not tf.executing_eagerly() and tensor.dtype == tf.float32:
+                total += tensor.shape.num_elements() * tensor.dtype.size
+            return original(group, tensor, *others, **options)
+
+        return send
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((32,)), *(keras.layers.Dense(32) for _ in range(8))])
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        return model
+
+    with (
+        mock.patch.object(Group, "_gather", counted(Group._gather)),
+        mock.patch.object(Group, "_reduce", counted(Group._reduce)),
+    ):
+        examples = np.zeros((256, 32), "float32")  # so many that no products of small factors are sent
+        tfpar.Trainer(build, used, seed=0).fit(examples, examples, batch_size=128, verbose=0)
+    return total
 
 
 def refusal(build: Any, *callbacks: Any, seed: int = 0) -> str:

@@ -30,8 +30,8 @@ def all_reduce_gradients(
             messages; None sends each separately.
         compression: The dtype to which dense gradients are rounded before they are sent, except scalars; None
             rounds none.
-        own_sums: For some gradients, by number, a function that sums them over all replicas in another way. It is
-            called in their turn.
+        own_sums: For some gradients, by number, a function that sums them over all replicas in another way, possibly
+            on one replica alone. It is called in their turn.
 
     Returns:
         The sums, in the order of `gradients`.

@@ -265,7 +265,7 @@ class DataParallel(DividesState):
         lookups = None if found is None else found[number]
         compute_early(gradients, forward[0])
         owners = self._owners(model, number)
-        summed_there = owners if self._merges else []  # between workers every replica receives all sums
+        summed_there = owners if self._merges else []  # between workers, own_sums has those that only owners receive
         sums = sum_gradients(
             gradients, lookups, example_weight, num_counted, self._pack_bytes, self._compression, own_sums, summed_there
         )

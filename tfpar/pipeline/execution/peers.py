@@ -39,6 +39,8 @@ class Peers(Protocol):
     def add_gradients(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
         """Return the sum of the gradient of each weight over all workers, on the device of the weight.
 
+        Where one worker alone updates a weight, the sum may be right only there.
+
         Args:
             gradients: A tensor, or None for none.
             weights: The weights.

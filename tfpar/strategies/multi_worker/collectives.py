@@ -29,8 +29,8 @@ NUM_STREAMS = 4
 # TensorFlow's own strategies number their group keys from 1.
 _GROUP_KEYS = itertools.count(1_000_000)
 _NUM_VARIANTS = 32
-GATHERABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-_REDUCIBLE = (*GATHERABLE, tf.bfloat16)
+_GATHERABLE = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+REDUCIBLE = (*_GATHERABLE, tf.bfloat16)
 
 
 class Group:
@@ -76,7 +76,7 @@ class Group:
         """
         if self.num_members == 1:
             return tensor
-        if tensor.dtype not in _REDUCIBLE:
+        if tensor.dtype not in REDUCIBLE:
             return tf.cast(self.all_reduce(tf.cast(tensor, tf.int64), member), tensor.dtype)
         num_elements = tensor.shape.num_elements()
         if num_elements is None:
@@ -84,7 +84,7 @@ class Group:
             exponent, padded = pad_rows(tf.reshape(tensor, [-1]), size)
             return tf.reshape(self._reduce(padded, member, exponent)[:size], tf.shape(tensor))
         size_bytes = num_elements * tensor.dtype.size
-        if self.num_members == 2 and size_bytes < GATHER_BYTES and tensor.dtype != tf.bfloat16:
+        if self.num_members == 2 and size_bytes < GATHER_BYTES:
             # An all-gather takes one round of messages, the ring takes two.
             return tf.add_n(tf.unstack(tf.reshape(self._gather(tensor[None], member), [2, *tensor.shape])))
         return self._reduce(tensor, member, num_subdivisions=-(-size_bytes // (self.num_members * self._pack_bytes)))
@@ -167,7 +167,9 @@ class Group:
             )
 
     def _gather(self, tensor: tf.Tensor, member: int, variant: Any = 0) -> tf.Tensor:
-        if tensor.dtype not in GATHERABLE:  # TensorFlow 2.21: not bfloat16, though it reduces that
+        if tensor.dtype == tf.bfloat16:  # TensorFlow 2.21 reduces it, but does not gather it
+            return tf.bitcast(self._gather(tf.bitcast(tensor, tf.float16), member, variant), tf.bfloat16)
+        if tensor.dtype not in _GATHERABLE:
             wider = tf.float32 if tensor.dtype.is_floating else tf.int64
             return tf.cast(self._gather(tf.cast(tensor, wider), member, variant), tensor.dtype)
         with tf.device(self._devices[member]):

@@ -1,11 +1,11 @@
-"""Sums of gradients between two replicas, each on the owner of its weight alone, with half the bytes of an all-reduce.
+"""Sums of gradients between two replicas, each on the owner of its weight alone.
 
     replica 0 owns a    │ b c │ ──┐    ┌──►  its own gradient of a      + the one of replica 1
     replica 1 owns b c  │ a 0 │ ──┴────┴──►  its own gradients of b c   + those of replica 0
                       all-gather
 
-The sum of two numbers has the same bits in either order. With more replicas it depends on the order of TensorFlow's
-ring, which these sums could not keep.
+With equal rows that is half the bytes of an all-reduce. The sum of two numbers has the same bits in either order. With
+more replicas it depends on the order of TensorFlow's ring, which these sums could not keep.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfpar.strategies.multi_worker.collectives import GATHERABLE, Group
-from tfpar.strategies.multi_worker.weight_exchange import packs_of
+from tfpar.strategies.multi_worker.collectives import NUM_STREAMS, REDUCIBLE, Group
+from tfpar.strategies.multi_worker.weight_exchange import Piece
+
+# The part of all gradients that may wait for a gradient of the other owner, to share a message with it.
+_WAITING_PART = 1 / 8
+Pack = tuple[list[Piece], list[Piece]]
 
 
 def sums_on_owners(
@@ -26,7 +30,7 @@ def sums_on_owners(
     owners: Sequence[int],
     group: Group,
     member: int,
-    own: int,
+    rank: int,
     pack_bytes: int,
     compression: str | None = None,
 ) -> dict[int, Callable[[], tf.Tensor]]:
@@ -34,16 +38,16 @@ def sums_on_owners(
 
     Args:
         gradients: Tensors, `tf.IndexedSlices` or None, in the order of the layers; those with owners first.
-        owners: The owner of the weight of each gradient, 0 or 1; none of the gradients has a function without owners.
+        owners: The owner of the weight of each gradient, 0 or 1; a gradient without one has no function.
         group: All replicas; there are functions only if they are two.
         member: The number of the calling replica in this process.
-        own: Its number among all replicas.
+        rank: Its number among all replicas.
         pack_bytes: The most bytes of the rows of an all-gather.
         compression: The dtype to which gradients are rounded before they are sent; None rounds none.
 
     Returns:
-        For the number of each dense gradient that an all-gather can send, a function with its sum on the owner, and the
-        gradient itself on the other replica.
+        For the number of each dense gradient, a function with its sum on the owner, and on the other replica the
+        gradient itself, which no one may take for the sum.
 
     Example:
         >>> sums_on_owners([tf.zeros([4])], [0], Group(["CPU:0"], num_members=3), 0, 0, pack_bytes=1 << 20)
@@ -56,25 +60,79 @@ def sums_on_owners(
         gradient = gradients[number]
         if isinstance(gradient, tf.Tensor) and gradient.shape.rank and gradient.shape.num_elements():
             sent = gradient if compression is None else tf.cast(gradient, compression)
-            if sent.dtype in GATHERABLE:
+            if sent.dtype in REDUCIBLE:
                 of_types[sent.dtype][number] = sent
     found: dict[int, Callable[[], tf.Tensor]] = {}
-    for sent in of_types.values():
-        sums = _OwnerSums(sent, owners, group, member, own, pack_bytes)
-        found |= {number: functools.partial(_of_dtype, sums, number, gradients[number].dtype) for number in sent}
+    for dtype, sent in of_types.items():
+        sums = _OwnerSums(sent, owners, group, member, rank, max(1, pack_bytes // (2 * dtype.size)))
+        found |= {number: functools.partial(_as, sums, number, gradients[number].dtype) for number in sent}
     return found
 
 
-def _of_dtype(sums: _OwnerSums, number: int, dtype: tf.DType) -> tf.Tensor:
+def _as(sums: _OwnerSums, number: int, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(sums.of(number), dtype)
+
+
+def packs_in_order(sizes: Sequence[int], senders: Sequence[int], most_elements: int) -> list[Pack]:
+    """Return the pieces that each of two replicas sends in each message.
+
+    A message has full rows of both replicas. Where one of them has much more to send for now, its row goes alone: no
+    more than an eighth of all gradients waits for gradients of layers that come later.
+
+    Args:
+        sizes: The number of elements of each gradient, in the order in which they are completed.
+        senders: The replica that sends each one, 0 or 1.
+        most_elements: The most elements of a row.
+
+    Example:
+        >>> packs_in_order([3, 2], [0, 1], most_elements=2)[1]
+        ([Piece(weight=0, start=2, stop=3)], [])
+    """
+    packs: list[Pack] = []
+    waiting: Pack = ([], [])
+    most_waiting = max(most_elements, int(sum(sizes) * _WAITING_PART))
+    for number, (size, sender) in enumerate(zip(sizes, senders, strict=True)):
+        waiting[sender].append(Piece(number, 0, size))
+        while min(map(num_elements, waiting)) >= most_elements or max(map(num_elements, waiting)) > most_waiting:
+            packs.append((_taken(waiting[0], most_elements), _taken(waiting[1], most_elements)))
+    while any(waiting):
+        packs.append((_taken(waiting[0], most_elements), _taken(waiting[1], most_elements)))
+    return packs
+
+
+def num_elements(row: Sequence[Piece]) -> int:
+    """Return the number of elements of a row.
+
+    Args:
+        row: Its pieces.
+
+    Example:
+        >>> num_elements([Piece(0, 2, 5), Piece(1, 0, 1)])
+        4
+    """
+    return sum(piece.stop - piece.start for piece in row)
+
+
+def _taken(waiting: list[Piece], most_elements: int) -> list[Piece]:
+    """Remove the first elements from a row, at most some, and return them."""
+    found, room = [], most_elements
+    while waiting and room:
+        piece = waiting.pop(0)
+        stop = min(piece.stop, piece.start + room)
+        found.append(piece._replace(stop=stop))
+        room -= stop - piece.start
+        if stop < piece.stop:
+            waiting.insert(0, piece._replace(start=stop))
+    return found
 
 
 class _OwnerSums:
     """The sums of the gradients of one dtype; each message is added to the graph when a sum first needs it.
 
     Args:
-        gradients: Gradients by number, in the order of the messages.
-        owners: As for `sums_on_owners`, as are the others.
+        gradients: Gradients by number, in the order in which they are completed.
+        owners: As for `sums_on_owners`, as are `group`, `member` and `rank`.
+        most_elements: The most elements of a replica in a message.
     """
 
     def __init__(
@@ -83,43 +141,57 @@ class _OwnerSums:
         owners: Sequence[int],
         group: Group,
         member: int,
-        own: int,
-        pack_bytes: int,
+        rank: int,
+        most_elements: int,
     ) -> None:
         self._gradients, self._owners = gradients, owners
-        self._group, self._member, self._own = group, member, own
-        numbers = list(gradients)
-        sizes = [gradient.shape.num_elements() for gradient in gradients.values()]
-        most = max(1, pack_bytes // (2 * next(iter(gradients.values())).dtype.size))
-        packs = packs_of(sizes, [1 - owners[number] for number in numbers], 2, most)
+        self._group, self._member, self._rank = group, member, rank
+        self._vectors = {number: tf.reshape(gradient, [-1]) for number, gradient in gradients.items()}
+        numbers, sizes = list(gradients), [gradient.shape.num_elements() for gradient in gradients.values()]
+        packs = packs_in_order(sizes, [1 - owners[number] for number in numbers], most_elements)
         self._packs = [
             [[piece._replace(weight=numbers[piece.weight]) for piece in row] for row in pack] for pack in packs
         ]
         self._last_pack = {
             piece.weight: place for place, pack in enumerate(self._packs) for row in pack for piece in row
         }
-        self._received: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
+        self._sums: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
         self._num_sent = 0
+        self._received: collections.deque[tf.Tensor] = collections.deque(maxlen=NUM_STREAMS)
 
     def of(self, number: int) -> tf.Tensor:
         """Return the sum of a gradient on the owner of its weight, and the gradient itself elsewhere."""
         while self._num_sent <= self._last_pack[number]:
             self._send(self._packs[self._num_sent])
             self._num_sent += 1
-        gradient = self._gradients[number]
-        if self._owners[number] != self._own:
-            return gradient
-        return gradient + tf.reshape(tf.concat(self._received[number], 0), gradient.shape)
+        if self._owners[number] != self._rank:
+            return self._gradients[number]
+        pieces = self._sums.pop(number)
+        return tf.reshape(pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0), self._gradients[number].shape)
 
-    def _send(self, pack: Sequence[Sequence[Any]]) -> None:
-        """Send the pieces of this replica, and keep those of the other one."""
-        lengths = [sum(piece.stop - piece.start for piece in row) for row in pack]
-        parts = [tf.reshape(self._gradients[one.weight], [-1])[one.start : one.stop] for one in pack[self._own]]
-        parts.append(tf.zeros([max(lengths) - lengths[self._own]], next(iter(self._gradients.values())).dtype))
-        rows = self._group.all_gather_equal_shapes(tf.concat(parts, 0), self._member)
-        other = 1 - self._own
-        place = other * max(lengths)
+    def _send(self, pack: Sequence[Sequence[Piece]]) -> None:
+        """Send the pieces of this replica, and add those of the other one."""
+        length = max(map(num_elements, pack))
+        # Else copies of all gradients would be in memory, each from the moment when its gradient is there.
+        first_sent = [self._received[0]] if len(self._received) == NUM_STREAMS else []
+        with tf.control_dependencies(first_sent):
+            message = self._message(pack[self._rank], length)
+        rows = self._group.all_gather_equal_shapes(message, self._member)
+        self._received.append(rows)
+        other = 1 - self._rank
+        place = other * length
         for piece in pack[other]:
             size = piece.stop - piece.start
-            self._received[piece.weight].append(rows[place : place + size])
+            self._sums[piece.weight].append(self._piece(piece) + rows[place : place + size])
             place += size
+
+    def _message(self, row: Sequence[Piece], length: int) -> tf.Tensor:
+        """Return pieces of gradients with zeros behind them."""
+        parts = list(map(self._piece, row))
+        missing = length - num_elements(row)
+        if missing:
+            parts.append(tf.zeros([missing], next(iter(self._vectors.values())).dtype))
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+    def _piece(self, piece: Piece) -> tf.Tensor:
+        return self._vectors[piece.weight][piece.start : piece.stop]

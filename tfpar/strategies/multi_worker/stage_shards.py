@@ -51,8 +51,13 @@ class StageShards(DividedState):
         return owner
 
     def sums(self, model: keras.Model) -> StageSums:
-        """Return the sums of the gradients of a model, each on the owner of its weight."""
-        return self._sums.with_owners(lambda weight: self.owners(model)[id(tf_divided_memory.whole_of(weight)[0])])
+        """Return the communication of a model, whose gradients are summed on the owners of the weights."""
+
+        def owners_of(weights: Sequence[keras.Variable]) -> list[int]:
+            owners = self.owners(model)
+            return [owners[id(tf_divided_memory.whole_of(weight)[0])] for weight in weights]
+
+        return self._sums.with_owners(owners_of)
 
     @contextlib.contextmanager
     def creating_slots(self, model: keras.Model) -> Iterator[None]:
@@ -70,7 +75,8 @@ class StageShards(DividedState):
         Args:
             model: The model.
             optimizer: Its optimizer.
-            gradients: The gradients over all workers, None for a weight or piece without one.
+            gradients: The gradients over all workers, right where this worker owns the weight; None for a weight or
+                piece without one.
             weights: The weights, divided ones in pieces.
         """
         if all(gradient is None for gradient in gradients):

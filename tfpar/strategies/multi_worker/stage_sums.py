@@ -40,7 +40,7 @@ class StageSums:
         implementation: Literal["ring", "nccl"],
     ) -> None:
         self.rank, self.num_workers, self._hosts = rank, num_workers, hosts
-        self._owner_of: Callable[[keras.Variable], int] | None = None
+        self._owners_of: Callable[[Sequence[keras.Variable]], list[int]] | None = None
         self._groups = {
             place_of(device): Group([device], num_workers, implementation, PACK_BYTES) for device in devices
         }
@@ -49,14 +49,14 @@ class StageSums:
         """Return the group of one device of each worker, by the type and number of the device."""
         return self._groups[place]
 
-    def with_owners(self, owner_of: Callable[[keras.Variable], int]) -> StageSums:
-        """Return sums of gradients of which each may be on the worker alone that owns the weight, and right only there.
+    def with_owners(self, owners_of: Callable[[Sequence[keras.Variable]], list[int]]) -> StageSums:
+        """Return the same communication for weights with owners: other workers may not have the sums of gradients.
 
         Args:
-            owner_of: Returns the owner of a weight.
+            owners_of: Returns the rank of the owner of each weight.
         """
         found = copy.copy(self)
-        found._owner_of = owner_of
+        found._owners_of = owners_of
         return found
 
     def add(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -65,14 +65,16 @@ class StageSums:
             return self._hosts.all_reduce_many(list(map(tf.identity, tensors)))
 
     def add_gradients(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
-        """Return the sum of the gradient of each weight over all workers, on the device of the weight."""
+        """Return the sum of the gradient of each weight over all workers, on the device of the weight.
+
+        With owners, it may be right on the worker of the owner alone.
+        """
         sums: list[Any] = [None] * len(gradients)
         homes = [place_of(weight.value.device) for weight in weights]
         for home in dict.fromkeys(homes):
             of_home = [index for index, other in enumerate(homes) if other == home]
             group, given = self._groups[home], [gradients[index] for index in of_home]
-            owner_of = self._owner_of
-            owners = [] if owner_of is None else [owner_of(weights[index]) for index in of_home]
+            owners = [] if self._owners_of is None else self._owners_of([weights[index] for index in of_home])
             with tf.device(weights[of_home[0]].value.device):
                 on_owners = sums_on_owners(given, owners, group, 0, self.rank, PACK_BYTES)
                 found = sum_in_packs(given, group.all_reduce, PACK_BYTES, own_sums=on_owners)

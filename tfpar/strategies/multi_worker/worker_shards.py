@@ -3,9 +3,10 @@
     worker 0   sum of gradients ──► update of its weights ──┐            ┌─► all new weights
     worker 1   sum of gradients ──► update of its weights ──┴─ all-gather ┴─► all new weights
 
-The sums have the bits of the all-reduce without shards. Two replicas sum each gradient on its owner alone, so that as
-many bytes are sent as without shards (`owner_sums.py`). More replicas all-reduce the gradients, which with the weights
-is half as much again: TensorFlow has no such collective for them, and its all-to-all took longer than an all-reduce.
+The sums have the bits of the all-reduce without shards. Two replicas sum each gradient on its owner alone: with equal
+shares as many bytes are sent as without shards (`owner_sums.py`). More replicas all-reduce the gradients, which with
+the weights is half as much again: TensorFlow has no such collective for them, and its all-to-all took longer than an
+all-reduce.
 """
 
 from __future__ import annotations
