@@ -130,8 +130,10 @@ def test_a_worker_that_is_started_again_takes_its_own_place() -> None:
         challenge = messages.read_greeting(left.recv(100))
         assert challenge is not None
         left.sendall(messages.hello(1, messages.Challenges(challenge, messages.new_challenge()), SECRET))
-        assert together([second, third]) == [([], "")] * 2
-    assert future.result(SECONDS) == ([], "")
+        again = started(lambda: side(second))
+        assert left.recv(100) == b"", "the chief closes the connection that is replaced"
+        assert side(third) == ([], "")
+    assert again.result(SECONDS) == future.result(SECONDS) == ([], "")
 
 
 def test_meeting_raises_with_the_rule_and_the_missing(monkeypatch: pytest.MonkeyPatch) -> None:
