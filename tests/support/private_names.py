@@ -446,6 +446,8 @@ ROWS = [
         "the gradient of a layer's weights before that of its inputs",
     ),
     _tensorflow("tensorflow.python.framework.ops.Operation", "_set_device", "framework/ops", "the device of constants"),
+    _tensorflow("tensorflow.python.framework.ops.Operation", "_set_attr", "framework/ops", "operations that must run"),
+    _tensorflow("tensorflow.core.framework.attr_value_pb2", "AttrValue", "framework/ops", "operations that must run"),
     _tensorflow(
         "tensorflow.python.distribute.numpy_dataset",
         "SingleDevice",
@@ -540,4 +542,9 @@ ROWS = [
 ]
 # Strings that are no attributes: of the graph optimizer (function_optimizer.cc), and of the layer call around an
 # operation (keras/src/layers/layer.py).
-NO_ATTRIBUTES = {"_noinline", "_nospecialize", "_grappler_ArithmeticOptimizer_AddOpsRewriteStage"}
+NO_ATTRIBUTES = {
+    "_noinline",
+    "_nospecialize",
+    "_grappler_ArithmeticOptimizer_AddOpsRewriteStage",
+    "_grappler_do_not_remove",
+}

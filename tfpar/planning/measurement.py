@@ -15,14 +15,15 @@ from tfpar._compat import random_state
 from tfpar.cluster import cores
 from tfpar.planning.block_measurement import SHARDS_OF_TRIAL, measure_blocks, trace_model, with_bytes
 from tfpar.planning.contention import measure_slowdown
-from tfpar.planning.costs import BlockCost, Curve, MachineCosts, ModelCosts
+from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
 from tfpar.planning.given_data import MakeTrainer, ReadOnce, prepared
 from tfpar.planning.layouts import Layout
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
 from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
 from tfpar.planning.stage_measurement import measure_stages
-from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_loss_of_pieces, measure_steps, measure_update
+from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_loss_of_pieces, measure_steps
+from tfpar.planning.update_measurement import measure_update
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies import Mirrored, SingleDevice, Strategy, batch_dependence, from_settings
 from tfpar.trainer import Trainer
@@ -56,7 +57,7 @@ def measure(
     make_trainer = ReadOnce(make_trainer)
     with random_state.preserved_random_state():
         trainer, loop, batch, given = prepared(make_trainer, SingleDevice(devices[0]))
-        costs = _measure_model(trainer, loop, batch, devices[0], num_planned)
+        costs = _measure_model(make_trainer, trainer, loop, batch, devices[0], num_planned)
         costs = dataclasses.replace(
             costs,
             data_seconds=given.wait_seconds,
@@ -127,14 +128,16 @@ def sizes_of(batch: int, num_devices: int) -> list[int]:
     return sorted(halves | {-(-batch // num_devices)})
 
 
-def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, num_planned: int) -> ModelCosts:
+def _measure_model(
+    make_trainer: ReadOnce, trainer: Trainer, loop: TimedLoop, batch: Any, device: str, num_planned: int
+) -> ModelCosts:
     model, num_examples = trainer.model, int(data.num_rows(batch))
     sizes = sizes_of(num_examples, num_planned)
     steps, spread = measure_steps(loop, sizes)
     block_sizes = sorted({max(1, num_examples // (4 * num_planned)), -(-num_examples // num_planned)})
     traced = trace_model(model, device, batch)
     blocks = measure_blocks(model, traced, device, block_sizes)
-    update_seconds = _update_within(steps, measure_update(model, device), blocks.costs)
+    update_seconds = measure_update(make_trainer, model, loop, device, steps)
     pieces_seconds, share = None, -(-num_examples // num_planned)
     if blocks.divides_loss and num_planned > 1:
         pieces_seconds = measure_loss_of_pieces(model, device, data.take_rows(batch, 0, share), SHARDS_OF_TRIAL)
@@ -161,21 +164,6 @@ def _measure_model(trainer: Trainer, loop: TimedLoop, batch: Any, device: str, n
         normalizing=traced.normalizing,
         spread=spread,
     )
-
-
-def _update_within(steps: Curve, apart_seconds: float, blocks: Sequence[BlockCost]) -> float:
-    """Return the seconds of the update within a step, in which each weight is in a cache from its backward pass.
-
-    Args:
-        steps: The seconds of a step, by its number of examples.
-        apart_seconds: The seconds of the update by itself.
-        blocks: The costs of the blocks, each by itself.
-    """
-    size, step_seconds = steps.sizes[0], steps.seconds[0]
-    if apart_seconds < step_seconds:
-        return apart_seconds
-    blocks_seconds = sum(block.seconds(size) for block in blocks)
-    return apart_seconds * step_seconds / (apart_seconds + blocks_seconds)
 
 
 def _replica_seconds(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_optimizer
+from tfpar._compat import keras_model
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.planning.costs import Curve
@@ -177,39 +177,6 @@ def relative_error(seconds: Sequence[float]) -> float:
     """
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
     return (high - low) / 2 / middle / math.sqrt(len(seconds)) if middle else 0.0
-
-
-def measure_update(model: keras.Model, device: str) -> float:
-    """Measure the optimizer's update of all weights of a model on one device. The weights change by it.
-
-    Args:
-        model: A compiled model whose optimizer is built.
-        device: Its device.
-
-    Returns:
-        The median seconds of an update.
-    """
-    weights = model.trainable_variables
-    if not weights:
-        return 0.0
-    with tf.device(device):
-        gradients = [tf.zeros(weight.shape, weight.dtype) for weight in weights]
-
-    @tf.function(autograph=False)
-    def update(num_steps: tf.Tensor, gradients: list[tf.Tensor]) -> tf.Tensor:
-        def one(done: tf.Tensor) -> tuple[tf.Tensor]:
-            with tf.device(device), keras_optimizer.one_device_optimizer():
-                model.optimizer.apply(gradients, weights)
-            return (done + 1,)
-
-        (done,) = tf.while_loop(lambda done: done < num_steps, one, (tf.constant(0),))
-        return done
-
-    def run(num_steps: int) -> None:
-        update(tf.constant(num_steps), gradients).numpy()
-        wait_for_gpus()
-
-    return statistics.median(repeated_seconds(run))
 
 
 def measure_loss(model: keras.Model, device: str, batch: Any) -> float:

@@ -1,0 +1,94 @@
+"""The seconds of the optimizer's update of all weights of a model on one device."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfpar import data
+from tfpar._compat import keras_optimizer, tf_graph
+from tfpar.pipeline.partition.layer_profile import wait_for_gpus
+from tfpar.planning.costs import Curve
+from tfpar.planning.given_data import ReadOnce, prepared
+from tfpar.planning.step_timing import TimedLoop, alternate_seconds, repeated_seconds
+from tfpar.reduction import objective
+from tfpar.strategies import SingleDevice
+from tfpar.strategies.single_device import forward_backward, update_metrics
+
+# An update by itself is measured more precisely. As a larger part of a step it takes less time there: each weight is in
+# a cache from its backward pass, and operations of the update run between others.
+_MOST_OF_STEP = 0.7
+
+
+def measure_update(make_trainer: ReadOnce, model: keras.Model, loop: TimedLoop, device: str, steps: Curve) -> float:
+    """Measure the update of all weights.
+
+    Args:
+        make_trainer: Returns a trainer of the same model under a strategy, and its data.
+        model: A compiled model whose optimizer is built; its weights change.
+        loop: Its training steps.
+        device: Its device.
+        steps: The seconds of a step, by its number of examples.
+
+    Returns:
+        Seconds, less than those of the shortest step. Of an update that takes most of that step, the difference of the
+        step and one without the update, measured in turns.
+    """
+    size, step_seconds = steps.sizes[0], steps.seconds[0]
+    apart_seconds = _apart_seconds(model, device)
+    most_seconds = _MOST_OF_STEP * step_seconds
+    if apart_seconds < most_seconds:
+        return apart_seconds
+    if objective.objectives_of(model):
+        return most_seconds
+    try:
+        without = prepared(make_trainer, _WithoutUpdate(device)).loop
+        for one in (loop, without):
+            one.resize(size)
+        with_seconds, without_seconds = alternate_seconds([loop, without])
+    except tf.errors.ResourceExhaustedError:
+        return most_seconds
+    return min(max(0.0, with_seconds - without_seconds), step_seconds)
+
+
+class _WithoutUpdate(SingleDevice):
+    """Steps that compute the gradients and leave the weights as they are."""
+
+    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
+        """Compute the gradients of a batch; return the loss, a scalar."""
+        with self.scope():
+            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+            loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
+            parts = tf.nest.flatten([one for one in gradients if one is not None], expand_composites=True)
+            with tf.control_dependencies(tf_graph.computed(parts)):
+                model.optimizer.iterations.assign_add(1)
+            update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
+        return loss
+
+
+def _apart_seconds(model: keras.Model, device: str) -> float:
+    """Return the median seconds of an update of all weights by itself, which changes them."""
+    weights = model.trainable_variables
+    if not weights:
+        return 0.0
+    with tf.device(device):
+        gradients = [tf.zeros(weight.shape, weight.dtype) for weight in weights]
+
+    @tf.function(autograph=False)
+    def update(num_steps: tf.Tensor, gradients: list[tf.Tensor]) -> tf.Tensor:
+        def one(done: tf.Tensor) -> tuple[tf.Tensor]:
+            with tf.device(device), keras_optimizer.one_device_optimizer():
+                model.optimizer.apply(gradients, weights)
+            return (done + 1,)
+
+        (done,) = tf.while_loop(lambda done: done < num_steps, one, (tf.constant(0),))
+        return done
+
+    def run(num_steps: int) -> None:
+        update(tf.constant(num_steps), gradients).numpy()
+        wait_for_gpus()
+
+    return statistics.median(repeated_seconds(run))
