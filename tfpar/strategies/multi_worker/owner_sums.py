@@ -65,11 +65,11 @@ def sums_on_owners(
     found: dict[int, Callable[[], tf.Tensor]] = {}
     for dtype, sent in of_types.items():
         sums = _OwnerSums(sent, owners, group, member, rank, max(1, pack_bytes // (2 * dtype.size)))
-        found |= {number: functools.partial(_as, sums, number, gradients[number].dtype) for number in sent}
+        found |= {number: functools.partial(_sum_as, sums, number, gradients[number].dtype) for number in sent}
     return found
 
 
-def _as(sums: _OwnerSums, number: int, dtype: tf.DType) -> tf.Tensor:
+def _sum_as(sums: _OwnerSums, number: int, dtype: tf.DType) -> tf.Tensor:
     return tf.cast(sums.of(number), dtype)
 
 
