@@ -126,6 +126,16 @@ def test_divided_layers_share_the_work_of_each_layer() -> None:
     assert seconds(Layout(num_shards=2)) == pytest.approx(48 + 4)
 
 
+def test_each_shard_starts_the_operations_of_a_divided_layer() -> None:
+    """The first layer has more to start, which may be the reading of its weights: they are divided."""
+    starts = [5.0, 1.0, 1.0, 1.0]
+    blocks = tuple(
+        dataclasses.replace(block, forward=Line(start, 1.0)) for block, start in zip(BLOCKS, starts, strict=True)
+    )
+    started = dataclasses.replace(MODEL, blocks=blocks, compute=Curve((8,), (96.0 + sum(starts),)))
+    assert seconds(Layout(num_shards=2), started) == pytest.approx(4 * 1 + (5 - 1) / 2 + 48 + 4)
+
+
 def test_whole_layers_and_the_loss_are_computed_on_each_shard() -> None:
     whole = tuple(dataclasses.replace(block, is_divided=False, divided_bytes=0) for block in BLOCKS)
     assert seconds(Layout(num_shards=2), dataclasses.replace(MODEL, blocks=whole)) == pytest.approx(96 + 8)

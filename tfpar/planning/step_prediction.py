@@ -164,6 +164,13 @@ class _Step:
             whole = max(0.0, model.staged_seconds(size) - overhead_seconds)
         return max(0.0, whole - model.loss_seconds * size) / apart if apart else 1.0
 
+    @functools.cached_property
+    def least_start_seconds(self) -> dict[str, float]:
+        """The least seconds, by pass, in which a layer with trained weights starts its operations."""
+        trained = [block for block in self.model.blocks if block.trainable_bytes]
+        starts = {name: [getattr(block, name).start_seconds for block in trained] for name in ("forward", "backward")}
+        return {name: min(seconds, default=0.0) for name, seconds in starts.items()}
+
     @property
     def splits_backward(self) -> bool:
         """Whether the gradients of the inputs and of the weights are computed in passes of their own."""
@@ -280,12 +287,14 @@ class _Stage:
         return self._step.sum_of_gradients_seconds * part
 
     def _sum_of(self, name: str, blocks: Sequence[BlockCost] | None = None) -> float:
-        step = self._step
-        shards = step.layout.num_shards
-        total = 0.0
+        step, total = self._step, 0.0
         for block in self._blocks if blocks is None else blocks:
-            seconds = getattr(block, name).seconds(step.size)
-            total += seconds / shards if block.is_divided else seconds
+            line = getattr(block, name)
+            seconds = line.seconds(step.size)
+            if block.is_divided:  # each shard starts as many operations as the whole layer
+                start_seconds = min(line.start_seconds, step.least_start_seconds[name])
+                seconds = start_seconds + (seconds - start_seconds) / step.layout.num_shards
+            total += seconds
         return total * step.compute_scale
 
     @property
