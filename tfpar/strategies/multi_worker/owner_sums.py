@@ -86,7 +86,7 @@ def packs_in_order(sizes: Sequence[int], senders: Sequence[int], most_elements: 
 
     Example:
         >>> packs_in_order([3, 2], [0, 1], most_elements=2)[1]
-        ([Piece(weight=0, start=2, stop=3)], [])
+        ([Piece(weight=0, start=2, stop=3)], [Piece(weight=1, start=0, stop=2)])
     """
     packs: list[Pack] = []
     waiting: Pack = ([], [])
