@@ -18,9 +18,8 @@ from tfpar.reduction import objective
 from tfpar.strategies import SingleDevice
 from tfpar.strategies.single_device import forward_backward, update_metrics
 
-# An update by itself is measured more precisely. As a larger part of a step it takes less time there: each weight is in
-# a cache from its backward pass, and operations of the update run between others.
-_MOST_OF_STEP = 0.7
+# Of a step, where neither the update by itself nor its part of the step can be measured.
+_USUAL_PART = 0.7
 
 
 def measure_update(make_trainer: ReadOnce, model: keras.Model, loop: TimedLoop, device: str, steps: Curve) -> float:
@@ -34,23 +33,22 @@ def measure_update(make_trainer: ReadOnce, model: keras.Model, loop: TimedLoop, 
         steps: The seconds of a step, by its number of examples.
 
     Returns:
-        Seconds, less than those of the shortest step. Of an update that takes most of that step, the difference of the
-        step and one without the update, measured in turns.
+        Seconds, less than those of the shortest step. An update by itself takes longer than that where its operations
+        run between others in a step: then the difference of the step and one without the update, measured in turns.
     """
     size, step_seconds = steps.sizes[0], steps.seconds[0]
     apart_seconds = _apart_seconds(model, device)
-    most_seconds = _MOST_OF_STEP * step_seconds
-    if apart_seconds < most_seconds:
+    if apart_seconds < step_seconds:
         return apart_seconds
     if objective.objectives_of(model):
-        return most_seconds
+        return _USUAL_PART * step_seconds
     try:
         without = prepared(make_trainer, _WithoutUpdate(device)).loop
         for one in (loop, without):
             one.resize(size)
         with_seconds, without_seconds = alternate_seconds([loop, without])
     except tf.errors.ResourceExhaustedError:
-        return most_seconds
+        return _USUAL_PART * step_seconds
     return min(max(0.0, with_seconds - without_seconds), step_seconds)
 
 
