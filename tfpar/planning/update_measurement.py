@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar import data
 from tfpar._compat import keras_optimizer, tf_graph
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.planning.costs import Curve
@@ -16,7 +15,6 @@ from tfpar.planning.given_data import ReadOnce, prepared
 from tfpar.planning.step_timing import TimedLoop, alternate_seconds, repeated_seconds
 from tfpar.reduction import objective
 from tfpar.strategies import SingleDevice
-from tfpar.strategies.single_device import forward_backward, update_metrics
 
 # Of a step, where neither the update by itself nor its part of the step can be measured.
 _USUAL_PART = 0.7
@@ -55,16 +53,11 @@ def measure_update(make_trainer: ReadOnce, model: keras.Model, loop: TimedLoop, 
 class _WithoutUpdate(SingleDevice):
     """Steps that compute the gradients and leave the weights as they are."""
 
-    def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
-        """Compute the gradients of a batch; return the loss, a scalar."""
-        with self.scope():
-            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-            loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
-            parts = tf.nest.flatten([one for one in gradients if one is not None], expand_composites=True)
-            with tf.control_dependencies(tf_graph.computed(parts)):
-                model.optimizer.iterations.assign_add(1)
-            update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
-        return loss
+    def _apply(self, model: keras.Model, gradients: list[Any]) -> None:
+        """Wait for the gradients, and count the step."""
+        parts = tf.nest.flatten([one for one in gradients if one is not None], expand_composites=True)
+        with tf.control_dependencies(tf_graph.computed(parts)):
+            model.optimizer.iterations.assign_add(1)
 
 
 def _apart_seconds(model: keras.Model, device: str) -> float:

@@ -80,10 +80,14 @@ class SingleDevice(SingleReplica):
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             loss, outputs, gradients = forward_backward(model, inputs, targets, weights)
             if gradients:
-                with keras_optimizer.one_device_optimizer():
-                    model.optimizer.apply(gradients, model.trainable_variables)
+                self._apply(model, gradients)
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
         return loss
+
+    def _apply(self, model: keras.Model, gradients: list[Any]) -> None:
+        """Run the optimizer."""
+        with keras_optimizer.one_device_optimizer():
+            model.optimizer.apply(gradients, model.trainable_variables)
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
