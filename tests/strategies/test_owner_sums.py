@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tfpar.reduction.gradients import sum_in_packs
 from tfpar.reduction.weight_owners import largest_first
 from tfpar.strategies.multi_worker.collectives import GATHER_BYTES, Group
-from tfpar.strategies.multi_worker.owner_sums import num_elements, packs_in_order, sums_on_owners
+from tfpar.strategies.multi_worker.owner_sums import packs_in_order, sums_on_owners
+from tfpar.strategies.multi_worker.weight_exchange import num_elements
 
 SHAPES = [(50, 4), (3,), (7, 11), (1,), (200,), (5, 5, 5), (90,)]
 SIZES = [math.prod(shape) for shape in SHAPES]

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar.strategies.multi_worker.collectives import NUM_STREAMS, REDUCIBLE, Group
-from tfpar.strategies.multi_worker.weight_exchange import Piece
+from tfpar.strategies.multi_worker.weight_exchange import Piece, num_elements, padded_row
 
 # The part of all gradients that may wait for a gradient of the other owner, to share a message with it.
 _WAITING_PART = 1 / 8
@@ -100,19 +100,6 @@ def packs_in_order(sizes: Sequence[int], senders: Sequence[int], most_elements: 
     return packs
 
 
-def num_elements(row: Sequence[Piece]) -> int:
-    """Return the number of elements of a row.
-
-    Args:
-        row: Its pieces.
-
-    Example:
-        >>> num_elements([Piece(0, 2, 5), Piece(1, 0, 1)])
-        4
-    """
-    return sum(piece.stop - piece.start for piece in row)
-
-
 def _taken(waiting: list[Piece], most_elements: int) -> list[Piece]:
     """Remove the first elements from a row, at most some, and return them."""
     found, room = [], most_elements
@@ -146,6 +133,7 @@ class _OwnerSums:
     ) -> None:
         self._gradients, self._owners = gradients, owners
         self._group, self._member, self._rank = group, member, rank
+        self._dtype = next(iter(gradients.values())).dtype
         self._vectors = {number: tf.reshape(gradient, [-1]) for number, gradient in gradients.items()}
         numbers, sizes = list(gradients), [gradient.shape.num_elements() for gradient in gradients.values()]
         packs = packs_in_order(sizes, [1 - owners[number] for number in numbers], most_elements)
@@ -175,7 +163,7 @@ class _OwnerSums:
         # Else copies of all gradients would be in memory, each from the moment when its gradient is there.
         first_sent = [self._received[0]] if len(self._received) == NUM_STREAMS else []
         with tf.control_dependencies(first_sent):
-            message = self._message(pack[self._rank], length)
+            message = padded_row(self._vectors, pack[self._rank], length, self._dtype)
         rows = self._group.all_gather_equal_shapes(message, self._member)
         self._received.append(rows)
         other = 1 - self._rank
@@ -184,14 +172,6 @@ class _OwnerSums:
             size = piece.stop - piece.start
             self._sums[piece.weight].append(self._piece(piece) + rows[place : place + size])
             place += size
-
-    def _message(self, row: Sequence[Piece], length: int) -> tf.Tensor:
-        """Return pieces of gradients with zeros behind them."""
-        parts = list(map(self._piece, row))
-        missing = length - num_elements(row)
-        if missing:
-            parts.append(tf.zeros([missing], next(iter(self._vectors.values())).dtype))
-        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
     def _piece(self, piece: Piece) -> tf.Tensor:
         return self._vectors[piece.weight][piece.start : piece.stop]

@@ -29,6 +29,39 @@ class Piece(NamedTuple):
     stop: int
 
 
+def num_elements(row: Sequence[Piece]) -> int:
+    """Return the number of elements of a row.
+
+    Args:
+        row: Its pieces.
+
+    Example:
+        >>> num_elements([Piece(0, 2, 5), Piece(1, 0, 1)])
+        4
+    """
+    return sum(piece.stop - piece.start for piece in row)
+
+
+def padded_row(vectors: Mapping[int, tf.Tensor], row: Sequence[Piece], length: int, dtype: tf.DType) -> tf.Tensor:
+    """Return the elements of a row, padded with zeros.
+
+    Args:
+        vectors: The elements of each weight of the row, `[elements]`.
+        row: Its pieces.
+        length: The number of elements with the padding.
+        dtype: The dtype of all.
+
+    Example:
+        >>> padded_row({0: tf.constant([1, 2, 3])}, [Piece(0, 1, 3)], 3, tf.int32)
+        <tf.Tensor: shape=(3,), dtype=int32, numpy=array([2, 3, 0], dtype=int32)>
+    """
+    parts = [vectors[piece.weight][piece.start : piece.stop] for piece in row]
+    missing = length - num_elements(row)
+    if missing:
+        parts.append(tf.zeros([missing], dtype))
+    return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
 def packs_of(sizes: Sequence[int], owners: Sequence[int], num_owners: int, most: int) -> list[list[list[Piece]]]:
     """Return the pieces of each owner in each pack.
 
@@ -109,12 +142,10 @@ def _gathered(
             for piece in pack[own]
         }
         for pack in packs:
-            lengths = [sum(piece.stop - piece.start for piece in pieces) for pieces in pack]
-            parts = [values[piece.weight][piece.start : piece.stop] for piece in pack[own]]
-            parts.append(tf.zeros([max(lengths) - lengths[own]], dtype))
-            rows = group.all_gather_equal_shapes(tf.concat(parts, 0), replica)
+            length = max(map(num_elements, pack))
+            rows = group.all_gather_equal_shapes(padded_row(values, pack[own], length, dtype), replica)
             for owner, pieces in enumerate(pack):
-                start = owner * max(lengths)
+                start = owner * length
                 for piece in pieces:
                     stop = start + piece.stop - piece.start
                     if owner != own:
