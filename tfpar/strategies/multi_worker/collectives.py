@@ -44,6 +44,7 @@ class Group:
         implementation: `"nccl"`, if each member has a GPU of its own, or `"ring"`.
         pack_bytes: A larger tensor is sent in packs of about this many bytes.
         hosts: The hosts of the members, one member a process, which exchange sizes; None if the members are hosts.
+        order: The ranks of the processes in TensorFlow's order, from `order_of_workers`; None if that is theirs.
 
     Example:
         >>> group = Group(["CPU:0"], num_members=2)
@@ -58,8 +59,10 @@ class Group:
         implementation: Literal["ring", "nccl"] = "ring",
         pack_bytes: int = PACK_BYTES,
         hosts: Group | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
         self.num_members = num_members
+        self.order = list(range(num_members // len(devices))) if order is None else list(order)
         self._devices, self._hosts = devices, hosts
         self._implementation = implementation
         self._pack_bytes = pack_bytes
@@ -173,7 +176,11 @@ class Group:
             wider = tf.float32 if tensor.dtype.is_floating else tf.int64
             return tf.cast(self._gather(tf.cast(tensor, wider), member, variant), tensor.dtype)
         with tf.device(self._devices[member]):
-            return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._collective_arguments(member, variant))
+            rows = tf.raw_ops.CollectiveGatherV2(input=tensor, **self._collective_arguments(member, variant))
+            if self.order == sorted(self.order):
+                return rows
+            of_workers = tf.split(rows, len(self.order))
+            return tf.concat([of_workers[self.order.index(rank)] for rank in range(len(self.order))], 0)
 
     def _collective_arguments(self, member: int, variant: Any) -> dict[str, Any]:
         """Return the group and instance keys: TensorFlow allows one shape only for each instance key."""
@@ -186,6 +193,25 @@ class Group:
             "ordering_token": [tokens[count % len(tokens)]],
             "communication_hint": self._implementation,
         }
+
+
+def order_of_workers(device: str, num_workers: int, rank: int) -> list[int]:
+    """Return the ranks of all workers in the order in which TensorFlow gathers rows; all workers must call this.
+
+    TensorFlow 2.21 sorts the members of a group by the names of their tasks, as text: task 10 comes before task 2
+    (`CompleteGroupLocal` in tensorflow/core/common_runtime/collective_param_resolver_local.cc).
+
+    Args:
+        device: A device of this worker.
+        num_workers: The number of workers.
+        rank: The rank of this worker.
+
+    Example:
+        >>> order_of_workers("CPU:0", num_workers=1, rank=0)
+        [0]
+    """
+    ranks = Group([device], num_workers).all_gather_equal_shapes(tf.constant([rank]))
+    return [int(one) for one in ranks]
 
 
 def pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

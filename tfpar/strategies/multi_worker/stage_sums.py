@@ -42,7 +42,7 @@ class StageSums:
         self.rank, self.num_workers, self._hosts = rank, num_workers, hosts
         self._owners_of: Callable[[Sequence[keras.Variable]], list[int]] | None = None
         self._groups = {
-            place_of(device): Group([device], num_workers, implementation, PACK_BYTES) for device in devices
+            place_of(device): Group([device], num_workers, implementation, order=hosts.order) for device in devices
         }
 
     def group(self, place: tuple[str, int]) -> Group:

@@ -162,7 +162,8 @@ class MultiWorker(Worker, DataParallel):
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
         chosen = all_reduce_choice.agreed(self._all_reduce, self.device_names, self._hosts, self.num_workers)
-        self._replicas = Group(strategy.extended.worker_devices, self.num_replicas, chosen, pack_bytes, self._hosts)
+        devices, hosts = strategy.extended.worker_devices, self._hosts
+        self._replicas = Group(devices, self.num_replicas, chosen, pack_bytes, hosts, hosts.order)
         self._num_rows: PerModel[float] = PerModel()
         # Processors of different models round matmuls differently: then every worker receives the reduced sum.
         processor = sufficient_factors.processor()
