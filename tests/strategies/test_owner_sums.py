@@ -1,8 +1,10 @@
-"""Gradients of two replicas, summed on the owners of their weights, as an all-reduce sums them."""
+"""Gradients of replicas, summed on the owners of their weights, as an all-reduce sums them."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -15,16 +17,17 @@ from tfpar.reduction.gradients import sum_in_packs
 from tfpar.reduction.weight_owners import largest_first
 from tfpar.strategies.multi_worker.collectives import GATHER_BYTES, Group
 from tfpar.strategies.multi_worker.owner_sums import packs_in_order, sums_on_owners
+from tfpar.strategies.multi_worker.pairs import Pairs
 from tfpar.strategies.multi_worker.weight_exchange import num_elements
 
-SHAPES = [(50, 4), (3,), (7, 11), (1,), (200,), (5, 5, 5), (90,)]
+SHAPES = [(50, 4), (3,), (7, 11), (1,), (200,), (5, 5, 5), (90,), ()]
 SIZES = [math.prod(shape) for shape in SHAPES]
-OWNERS = largest_first(SIZES, 2)
 PACK_BYTES = 512
+NUM_MEMBERS = (2, 3, 4)
 
 
 class Counted(Group):
-    """A group that counts the bytes which the first member sends."""
+    """A group that counts the bytes which its first member sends to the other."""
 
     sent_bytes = 0
 
@@ -33,31 +36,59 @@ class Counted(Group):
         return super().all_gather_equal_shapes(tensor, member)
 
 
-def summed(
-    group: Group, dtype: Any, compression: str | None = None, *, on_owners: bool, shapes: Any = SHAPES
-) -> list[list[tf.Tensor]]:
-    """Return the sums on both members of a group in this process."""
-    pack_bytes = PACK_BYTES if shapes is SHAPES else GATHER_BYTES
+def owners_of(shapes: Any, num_members: int) -> list[int | None]:
+    """The owners of gradients; a scalar is a loss, which all need."""
+    owners = largest_first([math.prod(shape) for shape in shapes], num_members)
+    return [owner if shape else None for owner, shape in zip(owners, shapes, strict=True)]
+
+
+def run_on(
+    devices: list[str], gradients: list[list[tf.Tensor]], member_sums: Callable[[int, list[tf.Tensor]], Any]
+) -> list[Any]:
+    """Return the results of a function for each member and its gradients, on its device, in one graph."""
 
     @tf.function(autograph=False)
-    def both() -> list[list[tf.Tensor]]:
+    def of_all(of_members: list[list[tf.Tensor]]) -> list[Any]:
         found = []
-        for member in (0, 1):
-            with tf.device(f"CPU:{member}"):
-                random = np.random.default_rng(member)
-                gradients = [tf.constant(random.normal(size=shape), dtype) for shape in shapes]
-                own_sums = (
-                    sums_on_owners(gradients, OWNERS[: len(shapes)], group, member, member, pack_bytes, compression)
-                    if on_owners
-                    else None
-                )
-                reduce = lambda message, member=member: group.all_reduce(message, member)  # noqa: E731
-                found.append(sum_in_packs(gradients, reduce, pack_bytes, compression, own_sums))
+        for member, device in enumerate(devices):
+            with tf.device(device):
+                found.append(member_sums(member, of_members[member]))
         return found
 
-    return both()
+    return of_all(gradients)
 
 
+def gradients_of(member: int, dtype: Any, shapes: Any) -> list[tf.Tensor]:
+    """Gradients whose sum depends on the order."""
+    random = np.random.default_rng(member)
+    return [tf.constant(random.normal(size=shape) * np.exp(2 * random.normal(size=shape)), dtype) for shape in shapes]
+
+
+def summed(
+    group: Group,
+    devices: list[str],
+    dtype: Any = tf.float32,
+    compression: str | None = None,
+    shapes: Any = SHAPES,
+    *,
+    on_owners: bool,
+) -> list[list[tf.Tensor]]:
+    """Return the sums on all members of a group in this process."""
+    pack_bytes = GATHER_BYTES if len(shapes) == 1 else PACK_BYTES
+    pairs, owners = Pairs(group, devices, 0), owners_of(shapes, len(devices))
+
+    def member_sums(member: int, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        def of_packs(packs: Any) -> Any:
+            return sums_on_owners(gradients, owners, packs, pairs, member, pack_bytes, compression)
+
+        all_reduce = functools.partial(group.all_reduce, member=member)
+        return sum_in_packs(gradients, all_reduce, pack_bytes, compression, of_packs=of_packs if on_owners else None)
+
+    gradients = [gradients_of(member, dtype, shapes) for member in range(len(devices))]
+    return run_on(devices, gradients, member_sums)
+
+
+@pytest.mark.parametrize("num_members", NUM_MEMBERS)
 @pytest.mark.parametrize(
     ("dtype", "compression", "shapes"),
     [
@@ -66,60 +97,90 @@ def summed(
         (tf.float16, None, SHAPES),
         (tf.bfloat16, None, SHAPES),
         (tf.float32, "bfloat16", SHAPES),
-        (tf.float32, None, [(2 * GATHER_BYTES // 4,)]),  # by a ring
+        (tf.float32, None, [(2 * GATHER_BYTES // 4,)]),  # by a ring, also of two
     ],
 )
 def test_owners_have_the_bits_of_an_all_reduce(
-    dtype: Any, compression: str | None, shapes: Any, logical_cpus: list[str]
+    num_members: int, dtype: Any, compression: str | None, shapes: Any, logical_cpus: list[str]
 ) -> None:
-    groups = [Group(logical_cpus[:2], 2) for _ in range(2)]
-    expected = summed(groups[0], dtype, compression, on_owners=False, shapes=shapes)
-    found = summed(groups[1], dtype, compression, on_owners=True, shapes=shapes)
-    for number, owner in enumerate(OWNERS[: len(shapes)]):
-        assert found[owner][number].dtype == dtype
-        assert tf.reduce_all(found[owner][number] == expected[owner][number])
+    devices = logical_cpus[:num_members]
+    expected = summed(Group(devices, num_members), devices, dtype, compression, shapes, on_owners=False)
+    found = summed(Group(devices, num_members), devices, dtype, compression, shapes, on_owners=True)
+    for number, owner in enumerate(owners_of(shapes, num_members)):
+        for member in range(num_members) if owner is None else [owner]:
+            assert found[member][number].dtype == dtype
+            assert tf.reduce_all(found[member][number] == expected[member][number])
 
 
-def test_replicas_send_less_than_all_gradients(logical_cpus: list[str]) -> None:
-    group = Counted(logical_cpus[:2], 2)
-    summed(group, tf.float32, on_owners=True)
-    assert sum(SIZES) / 2 <= group.sent_bytes / 4 < 0.8 * sum(SIZES), "an all-reduce sends all of them"
+@pytest.mark.parametrize("num_members", [3, 4])
+@pytest.mark.parametrize("num_elements", [1, 47, 48, 49, 100_000, 3 << 20, (9 << 20) + 17, 40_000_000])
+def test_a_ring_adds_in_the_known_order(num_members: int, num_elements: int, logical_cpus: list[str]) -> None:
+    devices = logical_cpus[:num_members]
+    group = Group(devices, num_members)
+    (terms,) = gradients_of(0, tf.float32, [(num_elements,)])
+    values = [np.roll(terms.numpy(), member) for member in range(num_members)]
+    total = run_on(devices, values, lambda member, value: group.all_reduce(value, member))[0].numpy()
+    runs = group.order_of_sum(num_elements, tf.float32)
+    assert runs is not None
+    assert [runs[0].start, *(run.stop for run in runs)] == [*(run.start for run in runs), num_elements]
+    for start, stop, members in runs:
+        expected = functools.reduce(np.add, (values[member][start:stop] for member in members))
+        np.testing.assert_array_equal(total[start:stop], expected)
 
 
-def test_gradients_that_an_all_gather_cannot_send_are_left_to_the_all_reduce(logical_cpus: list[str]) -> None:
+@pytest.mark.parametrize("num_members", NUM_MEMBERS)
+def test_replicas_send_half_of_an_all_reduce(num_members: int, logical_cpus: list[str], monkeypatch: Any) -> None:
+    groups: list[Counted] = []
+
+    def counted(*arguments: Any, **others: Any) -> Counted:
+        groups.append(Counted(*arguments, **others))
+        return groups[-1]
+
+    monkeypatch.setattr("tfpar.strategies.multi_worker.pairs.Group", counted)
+    devices = logical_cpus[:num_members]
+    shapes = [(96,)] * 12
+    summed(counted(devices, num_members), devices, shapes=shapes, on_owners=True)
+    of_first = sum(group.sent_bytes for group in groups if devices[0] in group._devices)
+    of_one_way = 4 * 96 * 12 * (num_members - 1) / num_members
+    assert of_one_way <= of_first < 1.2 * of_one_way, "an all-reduce sends it twice"
+
+
+def test_gradients_that_are_no_dense_numbers_are_left_to_the_all_reduce(logical_cpus: list[str]) -> None:
     rows = tf.IndexedSlices(tf.zeros([1, 2]), tf.constant([0]), tf.constant([4, 2]))
-    gradients = [tf.zeros([2]), None, rows, tf.zeros([]), tf.zeros([0]), tf.zeros([2], tf.complex64), tf.zeros([3])]
-    # The last one has no owner: it is a loss.
-    found = sums_on_owners(gradients, [0, 1, 0, 1, 0, 1], Group(logical_cpus[:2], 2), 0, 0, PACK_BYTES)
-    assert [*found] == [0]
+    gradients = [tf.zeros([2]), None, rows, tf.zeros([0]), tf.zeros([2], tf.complex64), tf.zeros([])]
+    packs = [[5], [4], [3], [2], [1], [0]]
+    pairs = Pairs(Group(logical_cpus[:2], 2), logical_cpus[:2], 0)
+    found = sums_on_owners(gradients, [0, 1, 0, 1, 0, None], packs, pairs, 0, PACK_BYTES)
+    assert sorted(found) == [0, 5]
 
 
 @hypothesis.given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1)), min_size=1, max_size=20), st.integers(1, 12)
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=20), st.integers(1, 12)
 )
 def test_each_element_is_sent_once_and_in_order(gradients: list[tuple[int, int]], most_elements: int) -> None:
-    sizes, senders = zip(*gradients, strict=True)
-    packs = packs_in_order(sizes, senders, most_elements)
-    for sender in (0, 1):
-        rows = [pack[sender] for pack in packs]
+    sizes, owners = zip(*gradients, strict=True)
+    packs = packs_in_order(sizes, owners, 3, most_elements)
+    for owner in range(3):
+        rows = [pack[owner] for pack in packs]
         assert all(num_elements(row) <= most_elements for row in rows)
         found = [(one.weight, element) for row in rows for one in row for element in range(one.start, one.stop)]
         assert found == [
-            (number, element) for number, (size, of) in enumerate(gradients) if of == sender for element in range(size)
+            (number, element) for number, (size, of) in enumerate(gradients) if of == owner for element in range(size)
         ]
 
 
 def test_layers_of_both_owners_send_half_of_an_all_reduce() -> None:
-    packs = packs_in_order([64] * 8, [0, 1, 1, 0] * 2, most_elements=16)
+    packs = packs_in_order([64] * 8, [0, 1, 1, 0] * 2, 2, most_elements=16)
     assert sum(max(map(num_elements, pack)) for pack in packs) == 64 * 8 / 2
 
 
 def test_a_large_last_layer_does_not_wait_for_the_layers_before_it() -> None:
-    packs = packs_in_order([1000] + [50] * 10, [0] + [1] * 10, most_elements=16)
+    packs = packs_in_order([1000] + [50] * 10, [0] + [1] * 10, 2, most_elements=16)
     at_once = [pack for pack in packs if all(piece.weight == 0 for row in pack for piece in row)]
     assert packs[: len(at_once)] == at_once
     assert sum(num_elements(pack[0]) for pack in at_once) > 1000 - 1500 / 8 - 16
 
 
-def test_more_replicas_than_two_all_reduce() -> None:
-    assert sums_on_owners([tf.zeros([2])], [0], Group(["CPU:0"], 3), 0, 0, PACK_BYTES) == {}
+def test_more_than_two_replicas_with_nccl_all_reduce() -> None:
+    pairs = Pairs(Group(["CPU:0"], 3, "nccl"), ["CPU:0"], 0)
+    assert sums_on_owners([tf.zeros([2])], [0], [[0]], pairs, 0, PACK_BYTES) == {}

@@ -15,12 +15,15 @@ from typing import Any
 
 import tensorflow as tf
 
+Sums = Mapping[int, Callable[[], tf.Tensor]]
+
 
 def all_reduce_gradients(
     gradients: Sequence[Any],
     pack_bytes: int | None = None,
     compression: str | None = None,
-    own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
+    own_sums: Sums | None = None,
+    of_packs: Callable[[Sequence[Sequence[int]]], Sums] | None = None,
 ) -> list[Any]:
     """Sum each gradient over all replicas; a `None` stays one.
 
@@ -32,6 +35,8 @@ def all_reduce_gradients(
             rounds none.
         own_sums: For some gradients, by number, a function that sums them over all replicas in another way, possibly
             on one replica alone. It is called in their turn.
+        of_packs: Returns such functions for some of the other gradients, from the numbers of the gradients of each
+            pack: an all-reduce adds each element of a pack in an order that depends on its place.
 
     Returns:
         The sums, in the order of `gradients`.
@@ -45,7 +50,7 @@ def all_reduce_gradients(
         # takes it for a path from each message to each sum, removes control edges as redundant, and then the IdentityN.
         return context.all_reduce(tf.distribute.ReduceOp.SUM, message)
 
-    return sum_in_packs(gradients, all_reduce, pack_bytes, compression, own_sums)
+    return sum_in_packs(gradients, all_reduce, pack_bytes, compression, own_sums, of_packs)
 
 
 def sum_in_packs(
@@ -53,7 +58,8 @@ def sum_in_packs(
     all_reduce: Callable[[Any], Any],
     pack_bytes: int | None = None,
     compression: str | None = None,
-    own_sums: Mapping[int, Callable[[], tf.Tensor]] | None = None,
+    own_sums: Sums | None = None,
+    of_packs: Callable[[Sequence[Sequence[int]]], Sums] | None = None,
 ) -> list[Any]:
     """Sum each gradient with a function for one message.
 
@@ -63,10 +69,15 @@ def sum_in_packs(
         pack_bytes: As for `all_reduce_gradients`.
         compression: As for `all_reduce_gradients`.
         own_sums: As for `all_reduce_gradients`.
+        of_packs: As for `all_reduce_gradients`.
     """
     sums: dict[int, Any] = {}
-    others = own_sums or {}
-    for pack in _packs(gradients, others, pack_bytes, compression):
+    others = dict(own_sums or {})
+    packs = _packs(gradients, others, pack_bytes, compression)
+    if of_packs is not None:
+        others.update(of_packs(packs))
+        packs = _without(packs, others)
+    for pack in packs:
         if pack[0] in others:
             sums[pack[0]] = others[pack[0]]()
             continue
@@ -138,6 +149,13 @@ def _packs(
         pack.append(index)
         open_packs[gradient.dtype] = pack, used_bytes + size_bytes
     return sorted(packs, key=min, reverse=True)
+
+
+def _without(packs: Sequence[list[int]], others: Mapping[int, Any]) -> list[list[int]]:
+    """Return the packs without the gradients of `others`, each of which is a separate pack then."""
+    rest = [[index for index in pack if index not in others] for pack in packs]
+    separate = [[index] for pack in packs for index in pack if index in others]
+    return sorted([*filter(None, rest), *separate], key=min, reverse=True)
 
 
 def _is_packed(gradient: Any, compression: str | None) -> bool:

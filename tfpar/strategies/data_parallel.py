@@ -265,10 +265,9 @@ class DataParallel(DividesState):
         lookups = None if found is None else found[number]
         compute_early(gradients, forward[0])
         owners = self._owners(model, number)
-        summed_there = owners if self._merges else []  # between workers, own_sums has those that only owners receive
-        sums = sum_gradients(
-            gradients, lookups, example_weight, num_counted, self._pack_bytes, self._compression, own_sums, summed_there
-        )
+        on_owners = None if self._shards is None else self._shards.on_owners(self._compression)
+        packing = self._pack_bytes, self._compression, own_sums
+        sums = sum_gradients(gradients, lookups, example_weight, num_counted, *packing, owners, on_owners)
         if not owners:
             return after_reads(sums, forward, keras_model.recomputes(model))
         reads = (forward, gradients) if keras_model.recomputes(model) else forward

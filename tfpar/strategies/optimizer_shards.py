@@ -31,6 +31,7 @@ from tfpar.reduction import objective
 from tfpar.reduction.replicas import replica_id
 from tfpar.reduction.weight_owners import largest_first, num_bytes
 from tfpar.strategies.base import Strategy
+from tfpar.strategies.gradient_sums import OnOwners
 
 Shard = Literal["optimizer", "weights"]
 
@@ -89,6 +90,14 @@ class OptimizerShards:
             if optimizer.built:
                 for slot, weight in keras_optimizer.slots_of(optimizer, weights):
                     tf_replica_memory.place_slot(slot, self._devices[owners[id(weight)]])
+
+    def on_owners(self, compression: str | None) -> OnOwners | None:
+        """Return a function that sums gradients on the owners of their weights, None to sum each by itself.
+
+        Args:
+            compression: The dtype to which gradients are rounded before they are sent; None rounds none.
+        """
+        return None
 
     def apply(self, model: keras.Model, optimizer: Any, weights: Sequence[keras.Variable], gradients: Any) -> None:
         """Update each weight on its owner, and copy it to the other replicas.

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from tfpar._compat import tf_ring
 from tfpar.strategies.batches_ahead import HOST
 
 AllReduce = Literal["auto", "ring", "nccl"]
@@ -39,7 +40,7 @@ class Group:
     All members must call the same operations in the same order.
 
     Args:
-        devices: The devices of the members in this process, in order.
+        devices: The devices of the members in this process, in order; none to count a group of other processes.
         num_members: The number of members in all processes together.
         implementation: `"nccl"`, if each member has a GPU of its own, or `"ring"`.
         pack_bytes: A larger tensor is sent in packs of about this many bytes.
@@ -62,7 +63,7 @@ class Group:
         order: Sequence[int] | None = None,
     ) -> None:
         self.num_members = num_members
-        self.order = list(range(num_members // len(devices))) if order is None else list(order)
+        self.order = list(range(num_members // max(1, len(devices)))) if order is None else list(order)
         self._devices, self._hosts = devices, hosts
         self._implementation = implementation
         self._pack_bytes = pack_bytes
@@ -90,7 +91,32 @@ class Group:
         if self.num_members == 2 and size_bytes < GATHER_BYTES:
             # An all-gather takes one round of messages, the ring takes two.
             return tf.add_n(tf.unstack(tf.reshape(self._gather(tensor[None], member), [2, *tensor.shape])))
-        return self._reduce(tensor, member, num_subdivisions=-(-size_bytes // (self.num_members * self._pack_bytes)))
+        return self._reduce(tensor, member, subdivisions=self._subdivisions(size_bytes))
+
+    def order_of_sum(self, num_elements: int, dtype: tf.DType) -> list[tf_ring.Run] | None:
+        """Return the runs of elements that `all_reduce` adds in one order of the members each; None if it is unknown.
+
+        Args:
+            num_elements: The number of elements of the tensor.
+            dtype: Its dtype.
+        """
+        if self.num_members == 2:  # equal in both orders
+            return [tf_ring.Run(0, num_elements, (0, 1))]
+        if self._implementation != "ring":
+            return None
+        here, size_bytes = len(self._devices), num_elements * dtype.size
+        subdivisions = self._subdivisions(size_bytes)
+        runs = tf_ring.order_of_sums(num_elements, dtype.size, self.num_members, here, subdivisions)
+        ranks = [self.order[place // here] * here + place % here for place in range(self.num_members)]
+        return [run._replace(members=tuple(ranks[place] for place in run.members)) for run in runs]
+
+    def _subdivisions(self, size_bytes: int) -> int:
+        """Return `max_subdivs_per_device` for a tensor: the default chunks exceed the CPU cache and take twice as long.
+
+        `python -m benchmarks all_reduce` measures it.
+        """
+        number = -(-size_bytes // (self.num_members * self._pack_bytes))
+        return number if number > 2 else 0
 
     def all_gather(self, tensors: Sequence[tf.Tensor], member: int = 0) -> list[tf.Tensor]:
         """Return the rows of the tensors of all members, in the order of the members.
@@ -158,14 +184,13 @@ class Group:
                 sums[index] = tf.reshape(part, tf.shape(tensors[index]))
         return sums
 
-    def _reduce(self, tensor: tf.Tensor, member: int, variant: Any = 0, num_subdivisions: int = 0) -> tf.Tensor:
+    def _reduce(self, tensor: tf.Tensor, member: int, variant: Any = 0, subdivisions: int = 0) -> tf.Tensor:
         with tf.device(self._devices[member]):
             return tf.raw_ops.CollectiveReduceV2(
                 input=tensor,
                 merge_op="Add",
                 final_op="Id",
-                # The default chunks exceed the CPU cache and take twice the time (benchmarks.all_reduce).
-                max_subdivs_per_device=num_subdivisions if num_subdivisions > 2 else 0,
+                max_subdivs_per_device=subdivisions,
                 **self._collective_arguments(member, variant),
             )
 

@@ -8,16 +8,18 @@ worker 1   stage 0 on GPU:0   stage 1 on GPU:1
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import keras
 import tensorflow as tf
 
-from tfpar.reduction.gradients import sum_in_packs
+from tfpar.reduction.gradients import Sums, sum_in_packs
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, Group
 from tfpar.strategies.multi_worker.owner_sums import sums_on_owners
+from tfpar.strategies.multi_worker.pairs import Pairs
 
 
 class StageSums:
@@ -44,6 +46,7 @@ class StageSums:
         self._groups = {
             place_of(device): Group([device], num_workers, implementation, order=hosts.order) for device in devices
         }
+        self._pairs = {place_of(device): Pairs(self._groups[place_of(device)], [device], rank) for device in devices}
 
     def group(self, place: tuple[str, int]) -> Group:
         """Return the group of one device of each worker, by the type and number of the device."""
@@ -73,14 +76,21 @@ class StageSums:
         homes = [place_of(weight.value.device) for weight in weights]
         for home in dict.fromkeys(homes):
             of_home = [index for index, other in enumerate(homes) if other == home]
-            group, given = self._groups[home], [gradients[index] for index in of_home]
-            owners = [] if self._owners_of is None else self._owners_of([weights[index] for index in of_home])
+            given = [gradients[index] for index in of_home]
+            of_packs = None
+            if self._owners_of is not None:
+                owners = self._owners_of([weights[index] for index in of_home])
+                of_packs = functools.partial(self._sums_on_owners, self._pairs[home], given, owners)
             with tf.device(weights[of_home[0]].value.device):
-                on_owners = sums_on_owners(given, owners, group, 0, self.rank, PACK_BYTES)
-                found = sum_in_packs(given, group.all_reduce, PACK_BYTES, own_sums=on_owners)
+                found = sum_in_packs(given, self._groups[home].all_reduce, PACK_BYTES, of_packs=of_packs)
             for index, total in zip(of_home, found, strict=True):
                 sums[index] = total
         return sums
+
+    def _sums_on_owners(
+        self, pairs: Pairs, gradients: Sequence[Any], owners: Sequence[int], packs: Sequence[Sequence[int]]
+    ) -> Sums:
+        return sums_on_owners(gradients, owners, packs, pairs, self.rank, PACK_BYTES)
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
         """Return the rows of tensors of all workers, in the order of their ranks.

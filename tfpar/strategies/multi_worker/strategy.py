@@ -315,8 +315,6 @@ class MultiWorker(Worker, DataParallel):
             self._replicas, local_replica_id(), list(by_factors.values()), forward[0]
         )
         own_sums = dict(zip(by_factors, products, strict=True))
-        if self._shards is not None:
-            own_sums |= self._shards.sums_on_owners(others, self._owners(model, number), self._compression)
         return super()._sum_gradients(model, others, forward, example_weight, num_counted, number, own_sums)
 
     def predict_step(self, model: keras.Model, batch: Any) -> Any:

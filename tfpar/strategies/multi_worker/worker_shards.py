@@ -3,16 +3,16 @@
     worker 0   sum of gradients ──► update of its weights ──┐            ┌─► all new weights
     worker 1   sum of gradients ──► update of its weights ──┴─ all-gather ┴─► all new weights
 
-The sums have the bits of the all-reduce without shards. Two replicas sum each gradient on its owner alone: with equal
-shares as many bytes are sent as without shards (`owner_sums.py`). More replicas all-reduce the gradients, which with
-the weights is half as much again: TensorFlow has no such collective for them, and its all-to-all took longer than an
-all-reduce.
+The sums have the bits of the all-reduce without shards. Each gradient is summed on its owner alone: with equal shares
+as many bytes are sent as without shards (`owner_sums.py`). More than two GPUs with NCCL, whose order is unknown,
+all-reduce the gradients; with the new weights that is half as much again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,11 +21,14 @@ import tensorflow as tf
 from tfpar._compat import keras_divided_state, tf_replica_memory
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction import objective
+from tfpar.reduction.gradients import Sums
 from tfpar.reduction.replicas import local_replica_id
 from tfpar.reduction.weight_owners import largest_first, num_bytes
+from tfpar.strategies.gradient_sums import OnOwners
 from tfpar.strategies.multi_worker.collectives import Group
 from tfpar.strategies.multi_worker.divided_state import DividedState
 from tfpar.strategies.multi_worker.owner_sums import sums_on_owners
+from tfpar.strategies.multi_worker.pairs import Pairs
 from tfpar.strategies.multi_worker.weight_exchange import exchange
 from tfpar.strategies.multi_worker.worker import Worker
 from tfpar.strategies.optimizer_shards import OptimizerShards, trained
@@ -49,6 +52,7 @@ class WorkerShards(DividedState, OptimizerShards):
         OptimizerShards.__init__(self, strategy)
         self._replicas, self._pack_bytes = replicas, pack_bytes
         self._first = worker.rank * len(self._devices)
+        self._pairs = Pairs(replicas, self._devices, self._first)
 
     def _choose(self, weights: Sequence[keras.Variable]) -> list[int]:
         return largest_first(list(map(num_bytes, weights)), self._replicas.num_members)
@@ -75,20 +79,19 @@ class WorkerShards(DividedState, OptimizerShards):
     def _move(self, slot: keras.Variable, owner: int) -> None:
         tf_replica_memory.place_slot(slot, self._device(owner))
 
-    def sums_on_owners(
-        self, gradients: Sequence[Any], owners: Sequence[int], compression: str | None
-    ) -> dict[int, Callable[[], tf.Tensor]]:
-        """Return functions that sum some gradients on the owners of their weights, by number; in replica context.
+    def on_owners(self, compression: str | None) -> OnOwners:
+        """Return the function that sums messages on their owners, in replica context."""
+        return functools.partial(self._sums_on_owners, compression)
 
-        Args:
-            gradients: The gradients of the calling replica; None for one that is summed in another way.
-            owners: The owners of their weights.
-            compression: The dtype to which gradients are rounded before they are sent; None rounds none.
-        """
-        replica = local_replica_id()
-        return sums_on_owners(
-            gradients, owners, self._replicas, replica, self._first + replica, self._pack_bytes, compression
-        )
+    def _sums_on_owners(
+        self,
+        compression: str | None,
+        messages: Sequence[Any],
+        owners: Sequence[int | None],
+        packs: Sequence[Sequence[int]],
+    ) -> Sums:
+        rank = self._first + local_replica_id()
+        return sums_on_owners(messages, owners, packs, self._pairs, rank, self._pack_bytes, compression)
 
     def apply(self, model: keras.Model, optimizer: Any, weights: Sequence[keras.Variable], gradients: Any) -> None:
         """Update each weight on its owner, and send it to all other replicas.

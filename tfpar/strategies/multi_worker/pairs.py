@@ -1,0 +1,70 @@
+"""Messages between two members of a group, at the same time as those between others.
+
+member 0 ◄──► member 1
+    ▲            ▲         each of them an all-gather in a group of two
+    └► member 2 ◄┘
+
+TensorFlow's all-to-all takes as long. It names a message by the ranks of two members without a separator, so that those
+from 1 to 11 and from 11 to 1 have one name (2.21, `AllToAll::DispatchSend` in
+tensorflow/core/common_runtime/all_to_all.cc).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfpar.strategies.multi_worker.collectives import Group
+
+
+class Pairs:
+    """The groups of two members of a group, for every two of them.
+
+    All members must call `exchange` in an order in which each one's call for another comes as early as the other's.
+
+    Args:
+        group: The group.
+        devices: The devices of its members in this process, in order.
+        first: The number of the first of them among all members.
+
+    Example:
+        >>> pairs = Pairs(group, ["CPU:0"], first=0)
+        >>> pairs.exchange(tf.constant([1.0]), 0, 2)  # and member 2 calls pairs.exchange(tf.constant([3.0]), 2, 0)
+        <tf.Tensor: shape=(1,), dtype=float32, numpy=array([3.], dtype=float32)>
+    """
+
+    def __init__(self, group: Group, devices: Sequence[str], first: int) -> None:
+        self.group, self._devices, self._first = group, devices, first
+
+    @functools.cached_property
+    def _groups(self) -> dict[tuple[int, int], Group]:
+        """The groups, also those without a member here: all processes number the same ones."""
+        if self.group.num_members == 2:
+            return {(0, 1): self.group}
+        here = dict(enumerate(self._devices, self._first))
+        groups = {}
+        for pair in itertools.combinations(range(self.group.num_members), 2):
+            workers = [self.group.order.index(member // len(self._devices)) for member in pair]
+            order = [0] if workers[0] == workers[1] else [workers.index(place) for place in sorted(workers)]
+            groups[pair] = Group([here[member] for member in pair if member in here], 2, order=order)
+        return groups
+
+    def exchange(self, tensor: tf.Tensor, member: int, other: int) -> tf.Tensor:
+        """Send a tensor to another member, and return the one that it sends.
+
+        Args:
+            tensor: `[elements, ...]`; that of the other member has the same static shape and dtype.
+            member: The number of the calling member.
+            other: The number of the other one.
+        """
+        pair = min(member, other), max(member, other)
+        of_this_process = [one for one in pair if 0 <= self.place_here(one) < len(self._devices)]
+        rows = self._groups[pair].all_gather_equal_shapes(tensor, of_this_process.index(member))
+        return tf.split(rows, 2)[pair.index(other)]
+
+    def place_here(self, member: int) -> int:
+        """Return the number of a member among those of this process."""
+        return member - self._first
