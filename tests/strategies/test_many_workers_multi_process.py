@@ -32,12 +32,14 @@ def results_of(job: workers.Workers, function: str) -> list[Any]:
     return results
 
 
-def test_eleven_workers_with_divided_state_train_as_one_device(job: workers.Workers) -> None:
+def test_eleven_workers_train_as_one_device_and_with_divided_state_to_the_same_bits(job: workers.Workers) -> None:
     trainer = tfpar.Trainer(classifier(keras.optimizers.Adam), tfpar.SingleDevice("CPU:0"), seed=0)
     history = trainer.fit(worker_program_many.data(), epochs=2, verbose=0).history
-    for found, weights in results_of(job, "divided_state"):
+    for (found, weights), of_shards in results_of(job, "divided_state"):
         small.assert_same_history(found, history)
         small.assert_same_state(weights, trainer.model.get_weights(), 1e-5)
+        assert of_shards[0] == found
+        small.assert_same_state(of_shards[1], weights)
 
 
 def test_stages_of_eleven_workers_predict_in_the_order_of_the_examples(job: workers.Workers) -> None:

@@ -18,10 +18,13 @@ def data() -> Any:
 
 
 def divided_state() -> Any:
-    """Train with the state of each weight on one of the workers."""
-    strategy = tfpar.MultiWorker(["CPU:0"], shard="optimizer")
-    trainer = tfpar.Trainer(classifier(keras.optimizers.Adam), strategy, seed=0)
-    return trainer.fit(data(), epochs=2, verbose=0).history, trainer.model.get_weights()
+    """Train with the whole state on each worker, and with the state of each weight on one of them."""
+    found = []
+    for shard in (None, "optimizer"):
+        strategy = tfpar.MultiWorker(["CPU:0"], shard=shard)
+        trainer = tfpar.Trainer(classifier(keras.optimizers.Adam), strategy, seed=0)
+        found.append((trainer.fit(data(), epochs=2, verbose=0).history, trainer.model.get_weights()))
+    return found
 
 
 def predictions_of_stages() -> Any:

@@ -92,8 +92,9 @@ class Functions:
         }
 
     def sent(self) -> Any:
-        """Return the bytes that a step of replicas, and one of stages, sends without and with shards."""
-        return [[sent_bytes(used(shard)) for shard in SHARD] for used in (strategy, of_stages)]
+        """Return the bytes that a step of two replicas, of four and of stages sends without and with shards."""
+        layouts = (strategy, functools.partial(strategy, num_devices=2), of_stages)
+        return [[sent_bytes(used(shard)) for shard in SHARD] for used in layouts]
 
     def resumed(self) -> Any:
         """Begin a run under one layout, and end it under the other."""
@@ -174,15 +175,15 @@ class Functions:
         return of_state, refusal(classifier(keras.optimizers.Adam), seed=RANK)
 
 
-def sent_bytes(used: tfpar.Strategy) -> int:
+def sent_bytes(used: tfpar.Strategy) -> float:
     """Return the bytes of floats that this worker sends in the steps that a training traces."""
-    total = 0
+    total = 0.0
 
-    def counted(original: Any) -> Any:
+    def counted(original: Any, times: Any) -> Any:
         def send(group: Group, tensor: tf.Tensor, *others: Any, **options: Any) -> tf.Tensor:
             nonlocal total
             if not tf.executing_eagerly() and tensor.dtype == tf.float32:
-                total += tensor.shape.num_elements() * tensor.dtype.size
+                total += times(group.num_members) * tensor.shape.num_elements() * tensor.dtype.size
             return original(group, tensor, *others, **options)
 
         return send
@@ -193,8 +194,8 @@ def sent_bytes(used: tfpar.Strategy) -> int:
         return model
 
     with (
-        mock.patch.object(Group, "_gather", counted(Group._gather)),
-        mock.patch.object(Group, "_reduce", counted(Group._reduce)),
+        mock.patch.object(Group, "_gather", counted(Group._gather, lambda members: members - 1)),
+        mock.patch.object(Group, "_reduce", counted(Group._reduce, lambda members: 2 * (members - 1) / members)),
     ):
         examples = np.zeros((256, 32), "float32")  # so many that no products of small factors are sent
         tfpar.Trainer(build, used, seed=0).fit(examples, examples, batch_size=128, verbose=0)
