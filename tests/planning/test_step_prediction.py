@@ -187,26 +187,28 @@ def test_hosts_add_an_all_reduce_over_the_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "factor"),
+    ("layout", "num_cores", "factor"),
     [
-        (Layout(2, num_hosts=2), 1.0),
-        (Layout(4, num_hosts=2), 1.5),
-        (Layout(4, num_hosts=4), 1.5),
-        (Layout(4, 2, 4, num_hosts=2), 1.0),  # each stage has one sum with the other host
-        (Layout(4, 2, 4, num_hosts=4), 1.5),
+        (Layout(2, num_hosts=2), 2, 1.0),
+        (Layout(2, num_hosts=2), 0, 1.0),
+        (Layout(4, num_hosts=2), 2, 1.5),  # both replicas of a host send
+        (Layout(4, num_hosts=4), 2, 1.0),
+        (Layout(4, num_hosts=4), 0, 1.5),  # NCCL
+        (Layout(4, 2, 4, num_hosts=2), 2, 1.0),  # each stage has one sum with the other host
+        (Layout(4, 2, 4, num_hosts=4), 2, 1.0),
+        (Layout(4, 2, 4, num_hosts=4), 0, 1.5),
     ],
     ids=str,
 )
-def test_more_than_two_members_with_divided_state_send_new_weights_besides_the_sums(
-    layout: Layout, factor: float
+def test_divided_state_sends_as_many_bytes_as_whole_state_or_half_more(
+    layout: Layout, num_cores: int, factor: float
 ) -> None:
+    machine = dataclasses.replace(MACHINE, num_hosts=layout.num_hosts, num_cores=num_cores)
+
     def network(shard: Shard) -> float:
         chosen = dataclasses.replace(layout, shard=shard)
         links = [Link(0.0, 160.0), Link(0.0, 320.0)]
-        slow, fast = (
-            seconds(chosen, machine=dataclasses.replace(MACHINE, num_hosts=layout.num_hosts, network=link))
-            for link in links
-        )
+        slow, fast = (seconds(chosen, machine=dataclasses.replace(machine, network=link)) for link in links)
         return 2 * (slow - fast)
 
     assert network("optimizer") == pytest.approx(factor * network(None))

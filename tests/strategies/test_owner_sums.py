@@ -184,3 +184,11 @@ def test_a_large_last_layer_does_not_wait_for_the_layers_before_it() -> None:
 def test_more_than_two_replicas_with_nccl_all_reduce() -> None:
     pairs = Pairs(Group(["CPU:0"], 3, "nccl"), ["CPU:0"], 0)
     assert sums_on_owners([tf.zeros([2])], [0], [[0]], pairs, 0, PACK_BYTES) == {}
+
+
+@pytest.mark.parametrize(("num_members", "here", "less"), [(2, 1, True), (8, 1, True), (4, 2, True), (8, 4, False)])
+def test_many_replicas_of_a_worker_all_reduce_as_one(num_members: int, here: int, less: bool) -> None:
+    devices = [f"CPU:{number}" for number in range(here)]
+    pairs = Pairs(Group(devices, num_members), devices, 0)
+    found = sums_on_owners([tf.zeros([2])], [0], [[0]], pairs, 0, PACK_BYTES)
+    assert [*found] == ([0] if less else [])

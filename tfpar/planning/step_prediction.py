@@ -192,9 +192,10 @@ class _Step:
         if hosts == 1:
             return 0.0
         sent_bytes = 2 * (hosts - 1) / hosts * self.model.trainable_bytes / layout.num_stages
-        num_members = hosts if self.divides_model else layout.num_replicas
-        if layout.shard == "weights" or (layout.shard == "optimizer" and num_members > 2):
-            sent_bytes *= 1.5  # the sums, and the new weights; two members sum on the owners alone
+        sums_on_owners = self.divides_model or layout.replicas_per_host == 1
+        sums_on_owners &= hosts == 2 or self.machine.num_cores > 0  # of more GPUs, NCCL sums everywhere
+        if layout.shard == "weights" or (layout.shard == "optimizer" and not sums_on_owners):
+            sent_bytes *= 1.5  # the sums on all replicas, and the new weights
         return self.machine.network.seconds(sent_bytes)
 
     def _waits(self, durations: Durations, planned: Timeline) -> dict[str, float]:

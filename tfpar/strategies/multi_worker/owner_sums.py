@@ -64,14 +64,15 @@ def sums_on_owners(
 
     Returns:
         For the number of each dense gradient, a function with its sum on the owner, and on the other replicas the
-        gradient itself, which no one may take for the sum. It is empty if the order of an all-reduce is unknown.
+        gradient itself, which no one may take for the sum. It is empty if the order of an all-reduce is unknown, or
+        if an all-reduce sends fewer bytes to other processes.
 
     Example:
         >>> list(sums_on_owners([tf.zeros([4]), None], [0, 1], [[0]], pairs, rank=0, pack_bytes=1 << 20))
         [0]
     """
     of_types: dict[tf.DType, dict[int, Gradient]] = collections.defaultdict(dict)
-    for pack in packs:
+    for pack in packs if pairs.sends_less else ():
         if all(map(_is_dense, (gradients[number] for number in pack))):
             for number, found in _of_pack(gradients, owners, pack, pairs, compression).items():
                 of_types[found.value.dtype][number] = found

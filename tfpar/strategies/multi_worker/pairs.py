@@ -52,6 +52,15 @@ class Pairs:
             groups[pair] = Group([here[member] for member in pair if member in here], 2, order=order)
         return groups
 
+    @property
+    def sends_less(self) -> bool:
+        """Whether a process sends fewer bytes to others in exchanges of all its members than in their all-reduce.
+
+        In a ring the members of a process send to others once, each in its turn; here each sends by itself.
+        """
+        here, num_members = len(self._devices), self.group.num_members
+        return here * (1 - here / num_members) < 2 * (1 - 1 / num_members)
+
     def exchange(self, tensor: tf.Tensor, member: int, other: int) -> tf.Tensor:
         """Send a tensor to another member, and return the one that it sends.
 
