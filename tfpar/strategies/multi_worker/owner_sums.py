@@ -68,6 +68,8 @@ def sums_on_owners(
         if an all-reduce sends fewer bytes to other processes.
 
     Example:
+        >>> from tfpar.strategies.multi_worker.collectives import Group
+        >>> pairs = Pairs(Group(["CPU:0"], num_members=2), ["CPU:0"], first=0)
         >>> list(sums_on_owners([tf.zeros([4]), None], [0, 1], [[0]], pairs, rank=0, pack_bytes=1 << 20))
         [0]
     """
@@ -142,7 +144,7 @@ def packs_in_order(sizes: Sequence[int], owners: Sequence[int], num_owners: int,
 
     Example:
         >>> packs_in_order([3, 2], [0, 1], num_owners=2, most_elements=2)[1]
-        [[Piece(weight=0, start=2, stop=3)], []]
+        [[Piece(weight=0, start=2, stop=3)], [Piece(weight=1, start=0, stop=2)]]
     """
     packs: list[Rows] = []
     waiting: Rows = [[] for _ in range(num_owners)]

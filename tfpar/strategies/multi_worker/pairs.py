@@ -31,9 +31,8 @@ class Pairs:
         first: The number of the first of them among all members.
 
     Example:
-        >>> pairs = Pairs(group, ["CPU:0"], first=0)
-        >>> pairs.exchange(tf.constant([1.0]), 0, 2)  # and member 2 calls pairs.exchange(tf.constant([3.0]), 2, 0)
-        <tf.Tensor: shape=(1,), dtype=float32, numpy=array([3.], dtype=float32)>
+        >>> Pairs(Group(["CPU:0"], num_members=3), ["CPU:0"], first=1).place_here(1)
+        0
     """
 
     def __init__(self, group: Group, devices: Sequence[str], first: int) -> None:
