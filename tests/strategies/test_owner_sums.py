@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
+from tfpar._compat.tf_ring import Run
 from tfpar.reduction.gradients import sum_in_packs
 from tfpar.reduction.weight_owners import largest_first
 from tfpar.strategies.multi_worker.collectives import GATHER_BYTES, Group
-from tfpar.strategies.multi_worker.owner_sums import packs_in_order, sums_on_owners
+from tfpar.strategies.multi_worker.owner_messages import blocks_of, length_of, packs_of_pair
+from tfpar.strategies.multi_worker.owner_sums import _sum, sums_on_owners
 from tfpar.strategies.multi_worker.pairs import Pairs
 from tfpar.strategies.multi_worker.weight_exchange import num_elements
 
@@ -138,7 +141,7 @@ def test_replicas_send_half_of_an_all_reduce(num_members: int, logical_cpus: lis
 
     monkeypatch.setattr("tfpar.strategies.multi_worker.pairs.Group", counted)
     devices = logical_cpus[:num_members]
-    shapes = [(96,)] * 12
+    shapes = [(24,)] * 48
     summed(counted(devices, num_members), devices, shapes=shapes, on_owners=True)
     of_first = sum(group.sent_bytes for group in groups if devices[0] in group._devices)
     of_one_way = 4 * 96 * 12 * (num_members - 1) / num_members
@@ -155,40 +158,94 @@ def test_gradients_that_are_no_dense_numbers_are_left_to_the_all_reduce(logical_
 
 
 @hypothesis.given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=20), st.integers(1, 12)
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=20), st.integers(1, 12)
 )
-def test_each_element_is_sent_once_and_in_order(gradients: list[tuple[int, int]], most_elements: int) -> None:
+def test_each_element_of_two_owners_is_sent_once_and_in_order(
+    gradients: list[tuple[int, int]], most_elements: int
+) -> None:
     sizes, owners = zip(*gradients, strict=True)
-    packs = packs_in_order(sizes, owners, 3, most_elements)
-    for owner in range(3):
-        rows = [pack[owner] for pack in packs]
+    blocks = blocks_of(dict(enumerate(sizes)), most_elements)
+    of_blocks = [owners[block.weight] for block in blocks]
+    packs = packs_of_pair(blocks, of_blocks, (1, 3), most_elements)
+    for place, owner in enumerate((1, 3)):
+        rows = [pack[place] for pack in packs]
         assert all(num_elements(row) <= most_elements for row in rows)
         found = [(one.weight, element) for row in rows for one in row for element in range(one.start, one.stop)]
         assert found == [
-            (number, element) for number, (size, of) in enumerate(gradients) if of == owner for element in range(size)
+            (number, element)
+            for number, block in enumerate(blocks)
+            if of_blocks[number] == owner
+            for element in range(block.stop - block.start)
         ]
 
 
-def test_layers_of_both_owners_send_half_of_an_all_reduce() -> None:
-    packs = packs_in_order([64] * 8, [0, 1, 1, 0] * 2, 2, most_elements=16)
-    assert sum(max(map(num_elements, pack)) for pack in packs) == 64 * 8 / 2
+@pytest.mark.parametrize("num_owners", [2, 3, 8, 16])
+def test_equal_layers_send_half_of_an_all_reduce_and_hardly_wait_for_each_other(num_owners: int) -> None:
+    blocks = blocks_of(dict.fromkeys(range(12 * num_owners), 64), 16)
+    owners = largest_first([64] * 12 * num_owners, num_owners)
+    of_blocks = [owners[block.weight] for block in blocks]
+    pairs = itertools.combinations(range(num_owners), 2)
+    packs = {pair: packs_of_pair(blocks, of_blocks, pair, most=16) for pair in pairs}
+    sent = sum(sum(map(length_of, of_pair)) for pair, of_pair in packs.items() if 0 in pair)
+    assert sent == 64 * 12 * (num_owners - 1)
+    for pair, of_pair in packs.items():
+        chosen = [number for number, owner in enumerate(of_blocks) if owner in pair]
+        for pack in of_pair:  # from the first to the last of its blocks in the backward pass
+            places = [chosen.index(piece.weight) for row in pack for piece in row]
+            assert max(places) - min(places) <= len(chosen) / 4
 
 
 def test_a_large_last_layer_does_not_wait_for_the_layers_before_it() -> None:
-    packs = packs_in_order([1000] + [50] * 10, [0] + [1] * 10, 2, most_elements=16)
-    at_once = [pack for pack in packs if all(piece.weight == 0 for row in pack for piece in row)]
+    blocks = blocks_of({0: 1000, **dict.fromkeys(range(1, 11), 50)}, 16)
+    packs = packs_of_pair(blocks, [int(block.weight > 0) for block in blocks], (0, 1), most=16)
+    at_once = [pack for pack in packs if not pack[1]]
     assert packs[: len(at_once)] == at_once
     assert sum(num_elements(pack[0]) for pack in at_once) > 1000 - 1500 / 8 - 16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_members", "num_here", "less"),
+    [
+        ([64] * 8, 2, 1, True),
+        ([64] * 8, 8, 1, True),
+        ([640, 64, 64], 2, 1, True),
+        ([640, *[64] * 7], 8, 1, False),  # the owner of the first one would send as many zeros to each of seven
+        ([64] * 8, 4, 2, True),
+        ([64] * 8, 8, 4, False),
+    ],
+)
+def test_gradients_are_summed_on_owners_only_where_processes_send_less(
+    sizes: list[int], num_members: int, num_here: int, less: bool
+) -> None:
+    owners = largest_first(sizes, num_members)
+    devices = [f"CPU:{number}" for number in range(num_here)]
+    pairs = Pairs(Group(devices, num_members), devices, 0)
+    gradients = [tf.zeros([size]) for size in sizes]
+    found = sums_on_owners(gradients, owners, [range(len(sizes))], pairs, 0, PACK_BYTES)
+    assert [*found] == ([*range(len(sizes))] if less else [])
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_many_replicas_are_added_in_order_in_a_graph_and_without(graph: bool) -> None:
+    terms = [gradients_of(member, tf.float32, [(1000,)])[0] for member in range(11)]
+    members = (*range(4, 11), *range(4))
+    total = (tf.function(_sum) if graph else _sum)(terms, [Run(0, 1000, members)])
+    expected = functools.reduce(np.add, (terms[member].numpy() for member in members))
+    np.testing.assert_array_equal(total, expected)
+
+
+def test_members_of_workers_in_another_order_are_known(logical_cpus: list[str]) -> None:
+    """TensorFlow has worker 2 before worker 1; each has two members."""
+    group = Group(logical_cpus[:2], 6, order=[0, 2, 1])
+    runs = group.order_of_sum(96 * 6, tf.float32)
+    assert runs is not None
+    assert runs[0].members == (0, 1, 4, 5, 2, 3)
+    pairs = Pairs(group, logical_cpus[:2], 0)
+    assert pairs._groups[2, 4].order == [1, 0]
+    assert pairs._groups[0, 4].order == [0, 1]
+    assert pairs._groups[4, 5].order == [0]
 
 
 def test_more_than_two_replicas_with_nccl_all_reduce() -> None:
     pairs = Pairs(Group(["CPU:0"], 3, "nccl"), ["CPU:0"], 0)
     assert sums_on_owners([tf.zeros([2])], [0], [[0]], pairs, 0, PACK_BYTES) == {}
-
-
-@pytest.mark.parametrize(("num_members", "here", "less"), [(2, 1, True), (8, 1, True), (4, 2, True), (8, 4, False)])
-def test_many_replicas_of_a_worker_all_reduce_as_one(num_members: int, here: int, less: bool) -> None:
-    devices = [f"CPU:{number}" for number in range(here)]
-    pairs = Pairs(Group(devices, num_members), devices, 0)
-    found = sums_on_owners([tf.zeros([2])], [0], [[0]], pairs, 0, PACK_BYTES)
-    assert [*found] == ([0] if less else [])

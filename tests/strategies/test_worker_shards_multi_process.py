@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,16 +35,17 @@ def results_of(job: workers.Workers, function: str) -> list[Any]:
 
 def assert_same_bits(results: list[Any]) -> None:
     """Assert the same history and state without and with shards, divided slots, and equal weights on all replicas."""
-    (chiefs, of_shards), (_, of_other) = results
-    assert of_shards[0] == of_other[0] == chiefs[0]
-    small.assert_same_state(of_shards[2], chiefs[2])
-    (num_divided, num_of_other), (_, num_of_chief) = of_shards[3], of_other[3]
-    assert chiefs[3] == (0, 0)
-    assert num_of_other + num_of_chief == num_divided
-    assert num_divided or len(chiefs[2]) <= 8, "without slots: six weights, the step and the learning rate"
-    for first, other in zip(of_shards[1], of_other[1], strict=True):
-        for memory in (*first, *other):
-            np.testing.assert_array_equal(memory, first[0])
+    whole, of_shards = results[0]
+    assert all(of_worker[0] == whole[0] for _, of_worker in results)
+    small.assert_same_state(of_shards[2], whole[2])
+    assert whole[3] == (0, 0)
+    num_divided = of_shards[3][0]
+    held = [divided - elsewhere for divided, elsewhere in (of_worker[3] for _, of_worker in results)]
+    assert sum(held) == num_divided
+    assert num_divided or len(whole[2]) <= 8, "without slots: six weights, the step and the learning rate"
+    for memories in zip(*(of_worker[1] for _, of_worker in results), strict=True):
+        for memory in itertools.chain(*memories):
+            np.testing.assert_array_equal(memory, memories[0][0])
 
 
 @pytest.mark.parametrize("name", OVER_WORKERS, ids=lambda name: name.replace(" ", "_"))
@@ -75,6 +77,20 @@ def test_replicas_and_stages_send_as_many_bytes_with_shards_as_without(job: work
         for without, of_shards in result:
             assert without > 4 * 8 * 32 * 32, "all gradients"
             assert of_shards < 1.1 * without, "1.5 with an all-reduce"
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["one_device", "two_devices,_small_messages"])
+def test_xla_keeps_the_bits(job: workers.Workers, number: int) -> None:
+    assert_same_bits([result[number] for result in results_of(job, "compiled")])
+
+
+def test_three_workers_keep_the_bits(tmp_path: Path) -> None:
+    functions = ("cases", "stages")
+    with workers.started("worker_program_shards", tmp_path, 3, *functions) as three:
+        for function in functions:
+            results = results_of(three, function)
+            for name in results[0]:
+                assert_same_bits([result[name] for result in results])
 
 
 def test_a_run_of_stages_ends_without_stages_and_the_other_way_round(job: workers.Workers, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,6 +84,18 @@ class Functions:
     def two_devices(self) -> Any:
         build = classifier(OPTIMIZERS["norm, average"])
         return [trained(build, small.data(), shard, 2) for shard in SHARD]
+
+    def compiled(self) -> Any:
+        """Train with XLA: on one device of each worker, and on two with small messages."""
+
+        def build() -> keras.Model:
+            model = classifier(OPTIMIZERS["norm, average"])()
+            model.compile(model.optimizer, model.loss, jit_compile=True)
+            return model
+
+        small_packs = functools.partial(tfpar.MultiWorker, ["CPU:0", "CPU:1"], pack_bytes=1024, compression="bfloat16")
+        used = [(strategy(shard), small_packs(shard=shard)) for shard in SHARD]
+        return [[trained(build, small.data(), one) for one in layouts] for layouts in zip(*used, strict=True)]
 
     def stages(self) -> Any:
         """Train in two stages on each worker."""
@@ -214,7 +227,7 @@ def refusal(build: Any, *callbacks: Any, seed: int = 0) -> str:
 def main() -> None:
     strategy(None)  # before TensorFlow starts
     functions = Functions()
-    names = [name for name in vars(Functions) if not name.startswith("_")]
+    names = sys.argv[3:] or [name for name in vars(Functions) if not name.startswith("_")]
     workers.run_all({name: getattr(functions, name) for name in names})
 
 

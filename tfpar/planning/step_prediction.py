@@ -195,7 +195,7 @@ class _Step:
         sums_on_owners = self.divides_model or layout.replicas_per_host == 1
         sums_on_owners &= hosts == 2 or self.machine.num_cores > 0  # of more GPUs, NCCL sums everywhere
         if layout.shard == "weights" or (layout.shard == "optimizer" and not sums_on_owners):
-            sent_bytes *= 1.5  # the sums on all replicas, and the new weights
+            sent_bytes *= 1.5  # at most: two replicas of a host send 1.2 times as much between two hosts
         return self.machine.network.seconds(sent_bytes)
 
     def _waits(self, durations: Durations, planned: Timeline) -> dict[str, float]:

@@ -75,7 +75,7 @@ def sum_in_packs(
     others = dict(own_sums or {})
     packs = _packs(gradients, others, pack_bytes, compression)
     if of_packs is not None:
-        others.update(of_packs(packs))
+        others.update(of_packs([pack for pack in packs if pack[0] not in others]))
         packs = _without(packs, others)
     for pack in packs:
         if pack[0] in others:

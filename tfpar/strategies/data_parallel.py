@@ -35,7 +35,7 @@ from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.gradient_sums import sum_gradients
 from tfpar.strategies.lookup_trials import find_lookup_kinds, may_look_up
 from tfpar.strategies.optimizer_shards import DividesState, only_owned
-from tfpar.strategies.replica_runs import ReplicaRuns
+from tfpar.strategies.replica_runs import ReplicaRuns, not_compiled
 from tfpar.strategies.replica_states import (
     assign_local_parts,
     average_statistics,
@@ -267,7 +267,8 @@ class DataParallel(DividesState):
         owners = self._owners(model, number)
         on_owners = None if self._shards is None else self._shards.on_owners(self._compression)
         packing = self._pack_bytes, self._compression, own_sums
-        sums = sum_gradients(gradients, lookups, example_weight, num_counted, *packing, owners, on_owners)
+        with not_compiled(model):
+            sums = sum_gradients(gradients, lookups, example_weight, num_counted, *packing, owners, on_owners)
         if not owners:
             return after_reads(sums, forward, keras_model.recomputes(model))
         reads = (forward, gradients) if keras_model.recomputes(model) else forward

@@ -195,3 +195,15 @@ def _where(condition: tf.Tensor, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(_where(condition, gradient.values), gradient.indices, gradient.dense_shape)
     return None if gradient is None else gradient * tf.cast(condition, gradient.dtype)
+
+
+def not_compiled(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Return the context of sums over replicas: XLA leaves them out of the groups of operations that it compiles.
+
+    Else a group could wait for the message of another one, and a product and a sum could be rounded as one operation.
+
+    Args:
+        model: The model whose step is traced.
+    """
+    is_compiled = model.jit_compile and not tf.executing_eagerly()
+    return tf.xla.experimental.jit_scope(compile_ops=False) if is_compiled else contextlib.nullcontext()

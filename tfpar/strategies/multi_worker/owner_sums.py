@@ -4,7 +4,7 @@
     replica 1 owns b c  │ a to 0   │ d to 2 │ ──┼────┼──►  the gradients of b c  of all replicas
     replica 2 owns d    │ a to 0   │ b c to 1 │─┴────┴──►  the gradients of d    of all replicas
 
-With equal rows that is half the bytes of an all-reduce. Each element is added in the order in which the all-reduce of
+With equal shares that is half the bytes of an all-reduce. Each element is added in the order in which the all-reduce of
 its pack would add it, so that the sums have the same bits.
 """
 
@@ -20,12 +20,11 @@ import tensorflow as tf
 from tfpar._compat import tf_sums
 from tfpar._compat.tf_ring import Run
 from tfpar.strategies.multi_worker.collectives import NUM_STREAMS, REDUCIBLE
+from tfpar.strategies.multi_worker.owner_messages import Pack, blocks_of, length_of, packs_of_pair, send_less
 from tfpar.strategies.multi_worker.pairs import Pairs
-from tfpar.strategies.multi_worker.weight_exchange import Piece, num_elements, padded_row
+from tfpar.strategies.multi_worker.weight_exchange import Piece, padded_row
 
-# The part of all gradients that may wait for gradients of other owners, to be sent at the same time.
-_WAITING_PART = 1 / 8
-Rows = list[list[Piece]]  # the pieces of each owner
+_SMALL_BYTES = 1 << 18  # Between many replicas, shorter messages would cost more than their bytes.
 
 
 class Gradient(NamedTuple):
@@ -65,7 +64,7 @@ def sums_on_owners(
     Returns:
         For the number of each dense gradient, a function with its sum on the owner, and on the other replicas the
         gradient itself, which no one may take for the sum. It is empty if the order of an all-reduce is unknown, or
-        if an all-reduce sends fewer bytes to other processes.
+        if an all-reduce sends fewer bytes.
 
     Example:
         >>> from tfpar.strategies.multi_worker.collectives import Group
@@ -74,21 +73,23 @@ def sums_on_owners(
         [0]
     """
     of_types: dict[tf.DType, dict[int, Gradient]] = collections.defaultdict(dict)
-    for pack in packs if pairs.sends_less else ():
+    for pack in packs:
         if all(map(_is_dense, (gradients[number] for number in pack))):
             for number, found in _of_pack(gradients, owners, pack, pairs, compression).items():
                 of_types[found.value.dtype][number] = found
     functions: dict[int, Callable[[], tf.Tensor]] = {}
     for dtype, of_type in of_types.items():
         in_order = {number: of_type[number] for number in sorted(of_type, reverse=True)}  # as the backward pass ends
-        most_elements = max(1, pack_bytes // (pairs.group.num_members * dtype.size))
-        sums = _OwnerSums(in_order, pairs, rank, most_elements)
-        functions |= {number: functools.partial(_sum_as, sums, number, gradients[number].dtype) for number in in_order}
+        row_bytes = min(pack_bytes, max(_SMALL_BYTES, pack_bytes // pairs.group.num_members))
+        sums = _OwnerSums(in_order, pairs, rank, max(1, row_bytes // dtype.size))
+        if sums.send_less:
+            for number in of_type:
+                functions[number] = functools.partial(_as, sums.of, number, gradients[number].dtype)
     return functions
 
 
-def _sum_as(sums: _OwnerSums, number: int, dtype: tf.DType) -> tf.Tensor:
-    return tf.cast(sums.of(number), dtype)
+def _as(sum_of: Callable[[int], tf.Tensor], number: int, dtype: tf.DType) -> tf.Tensor:
+    return tf.cast(sum_of(number), dtype)
 
 
 def _is_dense(gradient: Any) -> bool:
@@ -130,73 +131,29 @@ def between(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     ]
 
 
-def packs_in_order(sizes: Sequence[int], owners: Sequence[int], num_owners: int, most_elements: int) -> list[Rows]:
-    """Return the pieces of gradients that are sent at a time to each owner.
-
-    The rows of all owners are full. Where one of them has much more to receive for now, its row is sent alone: no more
-    than an eighth of all gradients waits for gradients of layers that come later.
-
-    Args:
-        sizes: The number of elements of each gradient, in the order in which they are completed.
-        owners: The owner of each one.
-        num_owners: The number of owners.
-        most_elements: The most elements of a row.
-
-    Example:
-        >>> packs_in_order([3, 2], [0, 1], num_owners=2, most_elements=2)[1]
-        [[Piece(weight=0, start=2, stop=3)], [Piece(weight=1, start=0, stop=2)]]
-    """
-    packs: list[Rows] = []
-    waiting: Rows = [[] for _ in range(num_owners)]
-    most_waiting = max(most_elements, int(sum(sizes) * _WAITING_PART))
-    for number, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
-        waiting[owner].append(Piece(number, 0, size))
-        while min(map(num_elements, waiting)) >= most_elements or max(map(num_elements, waiting)) > most_waiting:
-            packs.append([_taken(row, most_elements) for row in waiting])
-    while any(waiting):
-        packs.append([_taken(row, most_elements) for row in waiting])
-    return packs
-
-
-def _taken(waiting: list[Piece], most_elements: int) -> list[Piece]:
-    """Remove the first elements from a row, at most some, and return them."""
-    found, room = [], most_elements
-    while waiting and room:
-        piece = waiting.pop(0)
-        stop = min(piece.stop, piece.start + room)
-        found.append(piece._replace(stop=stop))
-        room -= stop - piece.start
-        if stop < piece.stop:
-            waiting.insert(0, piece._replace(start=stop))
-    return found
-
-
 class _OwnerSums:
-    """The sums of the gradients of one dtype; each message is added to the graph when a sum first needs it.
+    """The sums of the gradients of one dtype.
 
     Args:
         gradients: Gradients by number, in the order in which they are completed.
         pairs: As for `sums_on_owners`, as is `rank`.
-        most_elements: The most elements for an owner at a time.
+        most_elements: The most elements of a message.
     """
 
     def __init__(self, gradients: Mapping[int, Gradient], pairs: Pairs, rank: int, most_elements: int) -> None:
         self._gradients, self._pairs, self._rank = gradients, pairs, rank
         self._members = range(pairs.group.num_members)
-        self._dtype = next(iter(gradients.values())).value.dtype
         self._vectors = {number: tf.reshape(gradient.value, [-1]) for number, gradient in gradients.items()}
         owned = {number: one.owner for number, one in gradients.items() if one.owner is not None}
-        numbers, sizes = list(owned), [int(self._vectors[number].shape[0]) for number in owned]
-        packs = packs_in_order(sizes, list(owned.values()), len(self._members), most_elements)
-        self._packs = [
-            [[piece._replace(weight=numbers[piece.weight]) for piece in row] for row in pack] for pack in packs
-        ]
-        self._last_pack = {
-            piece.weight: place for place, pack in enumerate(self._packs) for row in pack for piece in row
-        }
-        self._sums: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
-        self._num_sent = 0
-        self._received: collections.deque[list[tf.Tensor]] = collections.deque(maxlen=NUM_STREAMS)
+        self._blocks = blocks_of({number: int(self._vectors[number].shape[0]) for number in owned}, most_elements)
+        owners = [owned[block.weight] for block in self._blocks]
+        self.send_less = send_less(self._blocks, owners, len(self._members), pairs.num_here, most_elements)
+        self._links = {}
+        for other in self._members:
+            if other != rank:
+                pair = min(rank, other), max(rank, other)
+                packs = packs_of_pair(self._blocks, owners, pair, most_elements)
+                self._links[other] = _Link(packs, self._blocks, self._vectors, pairs, rank, other)
 
     def of(self, number: int) -> tf.Tensor:
         """Return the sum of a gradient on the owner of its weight, and the gradient itself elsewhere."""
@@ -205,45 +162,90 @@ class _OwnerSums:
             group, vector = self._pairs.group, self._vectors[number]
             rows = group.all_gather_equal_shapes(vector[None], self._pairs.place_here(self._rank))
             return tf.reshape(_sum(tf.unstack(rows, len(self._members)), runs), value.shape)
-        while self._num_sent <= self._last_pack[number]:
-            self._send(self._packs[self._num_sent])
-            self._num_sent += 1
+        blocks = [place for place, block in enumerate(self._blocks) if block.weight == number]
         if owner != self._rank:
+            self._links[owner].exchange_until(blocks[-1])
             return value
-        pieces = self._sums.pop(number)
-        return tf.reshape(pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0), value.shape)
+        sums = [self._sum_of(place) for place in blocks]
+        return tf.reshape(sums[0] if len(sums) == 1 else tf.concat(sums, 0), value.shape)
 
-    def _send(self, pack: Sequence[Sequence[Piece]]) -> None:
-        """Send to each other owner the pieces of its weights, and add those of this one's weights."""
+    def _sum_of(self, place: int) -> tf.Tensor:
+        """Return the sum of a block, which this replica owns."""
+        number, start, stop = self._blocks[place]
+        own = self._vectors[number][start:stop]
+        rows = [own if one == self._rank else self._links[one].received(place) for one in self._members]
+        return _sum(rows, between(self._gradients[number].runs, start, stop))
+
+
+class _Link:
+    """The messages between this replica and another one; each is added to the graph when a sum first needs it.
+
+    Args:
+        packs: The pieces of blocks in each message, in the order of both replicas.
+        blocks: All blocks.
+        vectors: The elements of each gradient of this replica, by number.
+        pairs: All replicas.
+        rank: The number of this replica.
+        other: The number of the other one.
+    """
+
+    def __init__(
+        self,
+        packs: Sequence[Pack],
+        blocks: Sequence[Piece],
+        vectors: Mapping[int, tf.Tensor],
+        pairs: Pairs,
+        rank: int,
+        other: int,
+    ) -> None:
+        self._packs, self._blocks, self._vectors, self._pairs = packs, blocks, vectors, pairs
+        self._rank, self._other, self._own_place = rank, other, int(rank > other)
+        self._last_pack = {piece.weight: place for place, pack in enumerate(packs) for row in pack for piece in row}
+        self._pieces: dict[int, list[tf.Tensor]] = collections.defaultdict(list)
+        self._num_sent = 0
+        self._rows: collections.deque[tf.Tensor] = collections.deque(maxlen=NUM_STREAMS)
+
+    def received(self, block: int) -> tf.Tensor:
+        """Return a block of the other replica."""
+        self.exchange_until(block)
+        pieces = self._pieces.pop(block)
+        return pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
+
+    def exchange_until(self, block: int) -> None:
+        """Exchange all messages up to the last one of a block."""
+        while self._num_sent <= self._last_pack[block]:
+            self._exchange(self._packs[self._num_sent])
+            self._num_sent += 1
+
+    def _exchange(self, pack: Pack) -> None:
+        own, others = pack[self._own_place], pack[1 - self._own_place]
+        pieces = [Piece(self._blocks[piece.weight].weight, *self._place_of(piece)) for piece in others]
         # Else copies of all gradients would be in memory, each from the moment when its gradient is there.
-        first_sent = self._received[0] if len(self._received) == NUM_STREAMS else []
-        received = {}
-        for other in self._members:
-            length = max(num_elements(pack[other]), num_elements(pack[self._rank]))
-            if other != self._rank and length:
-                with tf.control_dependencies(first_sent):
-                    message = padded_row(self._vectors, pack[other], length, self._dtype)
-                received[other] = self._pairs.exchange(message, self._rank, other)
-        self._received.append(list(received.values()))
-        place = 0
-        for piece in pack[self._rank]:
+        with tf.control_dependencies([self._rows[0]] if len(self._rows) == NUM_STREAMS else []):
+            message = padded_row(self._vectors, pieces, length_of(pack), next(iter(self._vectors.values())).dtype)
+        row = self._pairs.exchange(message, self._rank, self._other)
+        self._rows.append(row)
+        start = 0
+        for piece in own:
             size = piece.stop - piece.start
-            rows = [
-                self._piece(piece) if one == self._rank else received[one][place : place + size]
-                for one in self._members
-            ]
-            runs = between(self._gradients[piece.weight].runs, piece.start, piece.stop)
-            self._sums[piece.weight].append(_sum(rows, runs))
-            place += size
+            self._pieces[piece.weight].append(row[start : start + size])
+            start += size
 
-    def _piece(self, piece: Piece) -> tf.Tensor:
-        return self._vectors[piece.weight][piece.start : piece.stop]
+    def _place_of(self, piece: Piece) -> tuple[int, int]:
+        """Return the first element of a piece of a block in its gradient, and the element after the last."""
+        first = self._blocks[piece.weight].start
+        return first + piece.start, first + piece.stop
 
 
 def _sum(rows: Sequence[tf.Tensor], runs: Sequence[Run]) -> tf.Tensor:
     """Return the sum of the rows of all replicas, each run in its order."""
+    if len(runs) == 1:
+        return _sum_in_order([rows[member] for member in runs[0].members])
+    return tf.concat([_sum_in_order([rows[one][run.start : run.stop] for one in run.members]) for run in runs], 0)
+
+
+def _sum_in_order(terms: Sequence[tf.Tensor]) -> tf.Tensor:
+    if tf.executing_eagerly():  # TensorFlow's sum of ten tensors or more has another order
+        return functools.reduce(tf.add, terms)
     with tf_sums.in_order():
-        if len(runs) == 1:
-            return tf.add_n([rows[member] for member in runs[0].members])
-        sums = [tf.add_n([rows[member][run.start : run.stop] for member in run.members]) for run in runs]
-    return tf.concat(sums, 0)
+        return tf.add_n(terms)

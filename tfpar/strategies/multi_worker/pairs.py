@@ -1,4 +1,4 @@
-"""Messages between two members of a group, at the same time as those between others.
+"""Messages between two members of a group; on CPUs at the same time as those between others.
 
 member 0 ◄──► member 1
     ▲            ▲         each of them an all-gather in a group of two
@@ -37,6 +37,7 @@ class Pairs:
 
     def __init__(self, group: Group, devices: Sequence[str], first: int) -> None:
         self.group, self._devices, self._first = group, devices, first
+        self.num_here = len(devices)
 
     @functools.cached_property
     def _groups(self) -> dict[tuple[int, int], Group]:
@@ -50,15 +51,6 @@ class Pairs:
             order = [0] if workers[0] == workers[1] else [workers.index(place) for place in sorted(workers)]
             groups[pair] = Group([here[member] for member in pair if member in here], 2, order=order)
         return groups
-
-    @property
-    def sends_less(self) -> bool:
-        """Whether a process sends fewer bytes to others in exchanges of all its members than in their all-reduce.
-
-        In a ring the members of a process send to others once, each in its turn; here each sends by itself.
-        """
-        here, num_members = len(self._devices), self.group.num_members
-        return here * (1 - here / num_members) < 2 * (1 - 1 / num_members)
 
     def exchange(self, tensor: tf.Tensor, member: int, other: int) -> tf.Tensor:
         """Send a tensor to another member, and return the one that it sends.

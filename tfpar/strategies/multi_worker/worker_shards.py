@@ -3,9 +3,9 @@
     worker 0   sum of gradients ──► update of its weights ──┐            ┌─► all new weights
     worker 1   sum of gradients ──► update of its weights ──┴─ all-gather ┴─► all new weights
 
-The sums have the bits of the all-reduce without shards. Each gradient is summed on its owner alone: with equal shares
-as many bytes are sent as without shards (`owner_sums.py`). More than two GPUs with NCCL, whose order is unknown,
-all-reduce the gradients; with the new weights that is half as much again.
+The sums have the bits of the all-reduce without shards. Dense gradients are summed on their owners alone: with equal
+shares, as many bytes are sent as without shards (`owner_sums.py`). They are all-reduced, and with the new weights half as
+much again is sent, where an all-reduce sends less, and between more than two GPUs with NCCL, whose order is unknown.
 """
 
 from __future__ import annotations
