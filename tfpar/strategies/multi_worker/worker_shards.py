@@ -4,8 +4,8 @@
     worker 1   sum of gradients ──► update of its weights ──┴─ all-gather ┴─► all new weights
 
 The sums have the bits of the all-reduce without shards. Dense gradients are summed on their owners alone: with equal
-shares, as many bytes are sent as without shards (`owner_sums.py`). They are all-reduced, and with the new weights half as
-much again is sent, where an all-reduce sends less, and between more than two GPUs with NCCL, whose order is unknown.
+shares, as many bytes are sent as without shards (`owner_sums.py`). They are all-reduced, and with the new weights half
+as much again is sent, where an all-reduce sends less, and between more than two GPUs with NCCL, whose order is unknown.
 """
 
 from __future__ import annotations
