@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -236,16 +237,18 @@ def test_many_replicas_are_added_in_order_in_a_graph_and_without(graph: bool) ->
 
 def test_members_of_workers_in_another_order_are_known(logical_cpus: list[str]) -> None:
     """TensorFlow has worker 2 before worker 1; each has two members."""
-    group = Group(logical_cpus[:2], 6, order=[0, 2, 1])
+    group = Group(logical_cpus[:2], 6, order=[0, 1, 4, 5, 2, 3])
     runs = group.order_of_sum(96 * 6, tf.float32)
     assert runs is not None
     assert runs[0].members == (0, 1, 4, 5, 2, 3)
     pairs = Pairs(group, logical_cpus[:2], 0)
     assert pairs._groups[2, 4].order == [1, 0]
     assert pairs._groups[0, 4].order == [0, 1]
-    assert pairs._groups[4, 5].order == [0]
+    assert pairs._groups[4, 5].order == [0, 1]
 
 
-def test_more_than_two_replicas_with_nccl_all_reduce() -> None:
-    pairs = Pairs(Group(["CPU:0"], 3, "nccl"), ["CPU:0"], 0)
+@pytest.mark.parametrize(("device", "implementation"), [("CPU:0", "nccl"), ("GPU:0", "ring")])
+def test_more_than_two_replicas_on_gpus_all_reduce(device: str, implementation: Any) -> None:
+    with unittest.mock.patch("tfpar.strategies.multi_worker.collectives._tokens", return_value=[]):
+        pairs = Pairs(Group([device], 3, implementation), [device], 0)
     assert sums_on_owners([tf.zeros([2])], [0], [[0]], pairs, 0, PACK_BYTES) == {}

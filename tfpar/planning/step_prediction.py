@@ -193,7 +193,7 @@ class _Step:
             return 0.0
         sent_bytes = 2 * (hosts - 1) / hosts * self.model.trainable_bytes / layout.num_stages
         sums_on_owners = self.divides_model or layout.replicas_per_host == 1
-        sums_on_owners &= hosts == 2 or self.machine.num_cores > 0  # of more GPUs, NCCL sums everywhere
+        sums_on_owners &= hosts == 2 or self.machine.num_cores > 0  # more GPUs have the sums everywhere
         if layout.shard == "weights" or (layout.shard == "optimizer" and not sums_on_owners):
             sent_bytes *= 1.5  # at most: two replicas of a host send 1.2 times as much between two hosts
         return self.machine.network.seconds(sent_bytes)

@@ -45,7 +45,7 @@ class Group:
         implementation: `"nccl"`, if each member has a GPU of its own, or `"ring"`.
         pack_bytes: A larger tensor is sent in packs of about this many bytes.
         hosts: The hosts of the members, one member a process, which exchange sizes; None if the members are hosts.
-        order: The ranks of the processes in TensorFlow's order, from `order_of_workers`; None if that is theirs.
+        order: The members in TensorFlow's order, from `order_of_members`; None if that is theirs.
 
     Example:
         >>> group = Group(["CPU:0"], num_members=2)
@@ -63,7 +63,7 @@ class Group:
         order: Sequence[int] | None = None,
     ) -> None:
         self.num_members = num_members
-        self.order = list(range(num_members // max(1, len(devices)))) if order is None else list(order)
+        self.order = list(range(num_members)) if order is None else list(order)
         self._devices, self._hosts = devices, hosts
         self._implementation = implementation
         self._pack_bytes = pack_bytes
@@ -102,13 +102,11 @@ class Group:
         """
         if self.num_members == 2:  # equal in both orders
             return [tf_ring.Run(0, num_elements, (0, 1))]
-        if self._implementation != "ring":
+        if self._implementation != "ring" or any(map(_is_gpu, self._devices)):
             return None
-        here, size_bytes = len(self._devices), num_elements * dtype.size
-        subdivisions = self._subdivisions(size_bytes)
+        here, subdivisions = len(self._devices), self._subdivisions(num_elements * dtype.size)
         runs = tf_ring.order_of_sums(num_elements, dtype.size, self.num_members, here, subdivisions)
-        ranks = [self.order[place // here] * here + place % here for place in range(self.num_members)]
-        return [run._replace(members=tuple(ranks[place] for place in run.members)) for run in runs]
+        return [run._replace(members=tuple(self.order[place] for place in run.members)) for run in runs]
 
     def _subdivisions(self, size_bytes: int) -> int:
         """Return `max_subdivs_per_device` for a tensor: the default chunks exceed the CPU cache and take twice as long.
@@ -204,8 +202,8 @@ class Group:
             rows = tf.raw_ops.CollectiveGatherV2(input=tensor, **self._collective_arguments(member, variant))
             if self.order == sorted(self.order):
                 return rows
-            of_workers = tf.split(rows, len(self.order))
-            return tf.concat([of_workers[self.order.index(rank)] for rank in range(len(self.order))], 0)
+            of_members = tf.split(rows, self.num_members)
+            return tf.concat([of_members[self.order.index(number)] for number in range(self.num_members)], 0)
 
     def _collective_arguments(self, member: int, variant: Any) -> dict[str, Any]:
         """Return the group and instance keys: TensorFlow allows one shape only for each instance key."""
@@ -220,23 +218,33 @@ class Group:
         }
 
 
-def order_of_workers(device: str, num_workers: int, rank: int) -> list[int]:
-    """Return the ranks of all workers in the order in which TensorFlow gathers rows; all workers must call this.
+def order_of_members(
+    devices: Sequence[str], num_members: int, first: int, implementation: Literal["ring", "nccl"] = "ring"
+) -> list[int]:
+    """Return all members in the order in which TensorFlow gathers their rows; all processes must call this.
 
-    TensorFlow 2.21 sorts the members of a group by the names of their tasks, as text: task 10 comes before task 2
-    (`CompleteGroupLocal` in tensorflow/core/common_runtime/collective_param_resolver_local.cc).
+    TensorFlow 2.21 sorts processes by the names of their tasks, as text: task 10 comes before task 2. The GPUs of one
+    are sorted by their links (`CompleteGroupLocal` and `OrderTaskDeviceMap` in
+    tensorflow/core/common_runtime/collective_param_resolver_local.cc).
 
     Args:
-        device: A device of this worker.
-        num_workers: The number of workers.
-        rank: The rank of this worker.
+        devices: The devices of the members in this process, in order.
+        num_members: The number of members in all processes together.
+        first: The number of the first member in this process.
+        implementation: That of the group.
 
     Example:
-        >>> order_of_workers("CPU:0", num_workers=1, rank=0)
+        >>> order_of_members(["CPU:0"], num_members=1, first=0)
         [0]
     """
-    ranks = Group([device], num_workers).all_gather_equal_shapes(tf.constant([rank]))
-    return [int(one) for one in ranks]
+    group = Group(devices, num_members, implementation)
+
+    @tf.function(autograph=False)
+    def gather() -> list[tf.Tensor]:  # of all members here at the same time
+        numbers = range(len(devices))
+        return [group.all_gather_equal_shapes(tf.constant([first + number], tf.int64), number) for number in numbers]
+
+    return [int(number) for number in gather()[0]]
 
 
 def pad_rows(tensor: tf.Tensor, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -267,9 +275,13 @@ def _tokens(device: str, implementation: Literal["ring", "nccl"], group_key: int
         group_key: The number of its group.
     """
     num_streams = 1 if implementation == "nccl" else NUM_STREAMS
-    if implementation == "nccl" or tf.DeviceSpec.from_string(device).device_type == "GPU":
+    if implementation == "nccl" or _is_gpu(device):
         return [_shared_token(device, stream) for stream in range(num_streams)]
     return [_token(device, f"{group_key}/{device}/{stream}") for stream in range(num_streams)]
+
+
+def _is_gpu(device: str) -> bool:
+    return bool(tf.DeviceSpec.from_string(device).device_type == "GPU")
 
 
 @functools.cache

@@ -47,8 +47,8 @@ class Pairs:
         here = dict(enumerate(self._devices, self._first))
         groups = {}
         for pair in itertools.combinations(range(self.group.num_members), 2):
-            workers = [self.group.order.index(member // len(self._devices)) for member in pair]
-            order = [0] if workers[0] == workers[1] else [workers.index(place) for place in sorted(workers)]
+            places = list(map(self.group.order.index, pair))
+            order = [places.index(place) for place in sorted(places)]
             groups[pair] = Group([here[member] for member in pair if member in here], 2, order=order)
         return groups
 

@@ -27,7 +27,7 @@ from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.data_parallel import DataParallel
 from tfpar.strategies.fully_sharded import check_without_effect, over_workers
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight, sufficient_factors
-from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Group
+from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Group, order_of_members
 from tfpar.strategies.multi_worker.local_sgd import LocalSGD
 from tfpar.strategies.multi_worker.metric_sums import MetricSums
 from tfpar.strategies.multi_worker.outputs import all_gather_outputs
@@ -162,8 +162,9 @@ class MultiWorker(Worker, DataParallel):
         self._metrics = MetricSums(strategy, self._hosts, self.rank, self.num_replicas)
         tf_distribute.communicate_through(strategy, self._reduce)
         chosen = all_reduce_choice.agreed(self._all_reduce, self.device_names, self._hosts, self.num_workers)
-        devices, hosts = strategy.extended.worker_devices, self._hosts
-        self._replicas = Group(devices, self.num_replicas, chosen, pack_bytes, hosts, hosts.order)
+        devices, num_replicas = strategy.extended.worker_devices, self.num_replicas
+        order = order_of_members(devices, num_replicas, self.rank * len(devices), chosen)
+        self._replicas = Group(devices, num_replicas, chosen, pack_bytes, self._hosts, order)
         self._num_rows: PerModel[float] = PerModel()
         # Processors of different models round matmuls differently: then every worker receives the reduced sum.
         processor = sufficient_factors.processor()

@@ -16,7 +16,7 @@ from tfpar.cluster import tf_config
 from tfpar.strategies.base import Distributed, Strategy
 from tfpar.strategies.job_roles import refuse_evaluator
 from tfpar.strategies.multi_worker import preflight
-from tfpar.strategies.multi_worker.collectives import Group, order_of_workers
+from tfpar.strategies.multi_worker.collectives import Group, order_of_members
 from tfpar.strategies.multi_worker.consensus import Consensus
 from tfpar.strategies.multi_worker.failures import Failures
 
@@ -50,7 +50,7 @@ class Worker(Strategy):
             facts: Properties that must be equal, in addition to the versions.
         """
         host = device.replace(device_type="CPU", device_index=0).to_string()
-        order = order_of_workers(host, self.num_workers, self.rank)
+        order = order_of_members([host], self.num_workers, self.rank)
         self._hosts = Group([host], self.num_workers, order=order)
         self._failures = Failures(self.rank, self.addresses[self.rank])
         self._consensus = Consensus(self._hosts, self.rank, self.addresses, self._sentence)

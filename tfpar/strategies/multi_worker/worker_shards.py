@@ -5,7 +5,7 @@
 
 The sums have the bits of the all-reduce without shards. Dense gradients are summed on their owners alone: with equal
 shares, as many bytes are sent as without shards (`owner_sums.py`). They are all-reduced, and with the new weights half
-as much again is sent, where an all-reduce sends less, and between more than two GPUs with NCCL, whose order is unknown.
+as much again is sent, where an all-reduce sends less, and between more than two GPUs, whose order of sums is unknown.
 """
 
 from __future__ import annotations
