@@ -82,7 +82,7 @@ def sums_on_owners(
         in_order = {number: of_type[number] for number in sorted(of_type, reverse=True)}  # as the backward pass ends
         row_bytes = min(pack_bytes, max(_SMALL_BYTES, pack_bytes // pairs.group.num_members))
         sums = _OwnerSums(in_order, pairs, rank, max(1, row_bytes // dtype.size))
-        if sums.send_less:
+        if sums.sends_less:
             for number in of_type:
                 functions[number] = functools.partial(_as, sums.of, number, gradients[number].dtype)
     return functions
@@ -146,14 +146,23 @@ class _OwnerSums:
         self._vectors = {number: tf.reshape(gradient.value, [-1]) for number, gradient in gradients.items()}
         owned = {number: one.owner for number, one in gradients.items() if one.owner is not None}
         self._blocks = blocks_of({number: int(self._vectors[number].shape[0]) for number in owned}, most_elements)
-        owners = [owned[block.weight] for block in self._blocks]
-        self.send_less = send_less(self._blocks, owners, len(self._members), pairs.num_here, most_elements)
-        self._links = {}
+        self._owners, self._most = [owned[block.weight] for block in self._blocks], most_elements
+
+    @property
+    def sends_less(self) -> bool:
+        """Whether replicas send fewer bytes than in an all-reduce."""
+        num_members = len(self._members)
+        return send_less(self._blocks, self._owners, num_members, self._pairs.num_here, self._most)
+
+    @functools.cached_property
+    def _links(self) -> dict[int, _Link]:
+        found = {}
         for other in self._members:
-            if other != rank:
-                pair = min(rank, other), max(rank, other)
-                packs = packs_of_pair(self._blocks, owners, pair, most_elements)
-                self._links[other] = _Link(packs, self._blocks, self._vectors, pairs, rank, other)
+            if other != self._rank:
+                pair = min(self._rank, other), max(self._rank, other)
+                packs = packs_of_pair(self._blocks, self._owners, pair, self._most)
+                found[other] = _Link(packs, self._blocks, self._vectors, self._pairs, self._rank, other)
+        return found
 
     def of(self, number: int) -> tf.Tensor:
         """Return the sum of a gradient on the owner of its weight, and the gradient itself elsewhere."""
