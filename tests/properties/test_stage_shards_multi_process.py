@@ -15,6 +15,7 @@ from tests.strategies import test_stages_of_shards as models
 from tests.strategies.test_tensor_parallel import assert_equal, of_features, of_tokens, trained
 from tests.support import checkpoint_matrix, pipeline_cases, small, workers
 from tests.support.pipeline_cases import Row
+from tests.support.workers import results_of
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 ROWS = pipeline_cases.on_replicas()
@@ -36,14 +37,6 @@ def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
     names = [str(row) for row in rows_of(request.config)]
     with workers.started("worker_program_stage_shards", tmp_path_factory.mktemp("workers"), 2, *names) as started:
         yield started
-
-
-def results_of(job: workers.Workers, function: str) -> list[Any]:
-    """Return the results of a function on both workers, none of which is an error."""
-    results = job.results(function)
-    for rank, result in enumerate(results):
-        assert not isinstance(result, workers.Raised), f"worker {rank}: {result.trace}"
-    return results
 
 
 def test_each_worker_names_its_grid(job: workers.Workers) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import tfpar
 from tests.support import small, worker_program_many, workers
 from tests.support.shard_cases import classifier
+from tests.support.workers import results_of
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 
@@ -22,14 +22,6 @@ NUM_WORKERS = 11
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
     with workers.started("worker_program_many", tmp_path_factory.mktemp("workers"), NUM_WORKERS) as job:
         yield job
-
-
-def results_of(job: workers.Workers, function: str) -> list[Any]:
-    """Return the results of a function on all workers, none of which is an error."""
-    results = job.results(function)
-    for rank, result in enumerate(results):
-        assert not isinstance(result, workers.Raised), f"worker {rank}: {result.trace}"
-    return results
 
 
 def test_eleven_workers_train_as_one_device_and_with_divided_state_to_the_same_bits(job: workers.Workers) -> None:

@@ -7,7 +7,6 @@ import os
 import random
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -19,6 +18,7 @@ from tests.properties.test_parity import computing_in, reference
 from tests.support import docstrings, input_cases, parity_cases, small, workers
 from tests.support import multi_worker_cases as cases
 from tests.support.multi_worker_cases import EXACT, Trained, assert_same, averaged_by_hand, keras_fit, plain_fit
+from tests.support.workers import results_of
 from tests.trainer import test_compute_loss as compute_loss
 from tests.trainer import test_metric_entries as metric_entries
 from tests.trainer import test_model_methods as model_methods
@@ -37,14 +37,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
 def float64() -> Iterator[None]:
     with computing_in("float64"):
         yield
-
-
-def results_of(job: workers.Workers, function: str) -> list[Any]:
-    """Return the results of a function on both workers, none of which is an error."""
-    results = job.results(function)
-    for rank, result in enumerate(results):
-        assert not isinstance(result, workers.Raised), f"worker {rank}: {result.trace}"
-    return results
 
 
 # --- parity beyond the table

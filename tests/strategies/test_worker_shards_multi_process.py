@@ -15,6 +15,7 @@ import pytest
 import tfpar
 from tests.support import checkpoint_matrix, small, workers
 from tests.support.shard_cases import CASES_HERE, OVER_WORKERS, REFUSED, STAGED
+from tests.support.workers import results_of
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 
@@ -23,14 +24,6 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
     with workers.started("worker_program_shards", tmp_path_factory.mktemp("workers"), 2) as job:
         yield job
-
-
-def results_of(job: workers.Workers, function: str) -> list[Any]:
-    """Return the results of a function on both workers, none of which is an error."""
-    results = job.results(function)
-    for rank, result in enumerate(results):
-        assert not isinstance(result, workers.Raised), f"worker {rank}: {result.trace}"
-    return results
 
 
 def assert_same_bits(results: list[Any]) -> None:

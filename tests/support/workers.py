@@ -151,6 +151,14 @@ def started(program: str, folder: Path, num_workers: int, *arguments: str) -> It
         workers.kill()
 
 
+def results_of(job: Workers, function: str) -> list[Any]:
+    """Return the results of a function on all workers, none of which is an error."""
+    results = job.results(function)
+    for rank, result in enumerate(results):
+        assert not isinstance(result, Raised), f"worker {rank}: {result.trace}"
+    return results
+
+
 def place() -> tuple[Path, int]:
     """Return the folder of the job and the rank of this worker, in a worker."""
     return Path(sys.argv[1]), int(sys.argv[2])
