@@ -82,8 +82,8 @@ def sum_in_packs(
             sums[pack[0]] = others[pack[0]]()
             continue
         message = _message(gradients, pack)
-        total = all_reduce(_rounded(message, compression))
-        sums.update(_parts(_rounded(total, message.dtype), gradients, pack))
+        total = all_reduce(rounded(message, compression))
+        sums.update(_parts(rounded(total, message.dtype), gradients, pack))
     return [sums.get(index) for index in range(len(gradients))]
 
 
@@ -115,7 +115,17 @@ def _is_matrix(gradient: Any) -> bool:
     return not isinstance(gradient, tf.IndexedSlices) and gradient.shape.is_fully_defined() and gradient.shape.rank > 1
 
 
-def _rounded(message: Any, dtype: Any) -> Any:
+def rounded(message: Any, dtype: Any) -> Any:
+    """Return a message, or its sum, in another dtype; a scalar, indexed slices and any with None stay as they are.
+
+    Args:
+        message: A tensor or `tf.IndexedSlices`.
+        dtype: The dtype; None rounds none.
+
+    Example:
+        >>> rounded(tf.zeros([2]), "bfloat16").dtype
+        tf.bfloat16
+    """
     stays = dtype is None or isinstance(message, tf.IndexedSlices) or message.shape.rank == 0
     return message if stays else tf.cast(message, dtype)
 

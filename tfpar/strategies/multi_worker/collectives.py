@@ -64,7 +64,7 @@ class Group:
     ) -> None:
         self.num_members = num_members
         self.order = list(range(num_members)) if order is None else list(order)
-        self._devices, self._hosts = devices, hosts
+        self.devices, self._hosts = devices, hosts
         self._implementation = implementation
         self._pack_bytes = pack_bytes
         self._key = next(_GROUP_KEYS)
@@ -102,9 +102,9 @@ class Group:
         """
         if self.num_members == 2:  # equal in both orders
             return [tf_ring.Run(0, num_elements, (0, 1))]
-        if self._implementation != "ring" or any(map(_is_gpu, self._devices)):
+        if self._implementation != "ring" or any(map(_is_gpu, self.devices)):
             return None
-        here, subdivisions = len(self._devices), self._subdivisions(num_elements * dtype.size)
+        here, subdivisions = len(self.devices), self._subdivisions(num_elements * dtype.size)
         runs = tf_ring.order_of_sums(num_elements, dtype.size, self.num_members, here, subdivisions)
         return [run._replace(members=tuple(self.order[place] for place in run.members)) for run in runs]
 
@@ -183,7 +183,7 @@ class Group:
         return sums
 
     def _reduce(self, tensor: tf.Tensor, member: int, variant: Any = 0, subdivisions: int = 0) -> tf.Tensor:
-        with tf.device(self._devices[member]):
+        with tf.device(self.devices[member]):
             return tf.raw_ops.CollectiveReduceV2(
                 input=tensor,
                 merge_op="Add",
@@ -198,7 +198,7 @@ class Group:
         if tensor.dtype not in _GATHERABLE:
             wider = tf.float32 if tensor.dtype.is_floating else tf.int64
             return tf.cast(self._gather(tf.cast(tensor, wider), member, variant), tensor.dtype)
-        with tf.device(self._devices[member]):
+        with tf.device(self.devices[member]):
             rows = tf.raw_ops.CollectiveGatherV2(input=tensor, **self._collective_arguments(member, variant))
             if self.order == sorted(self.order):
                 return rows
@@ -218,9 +218,7 @@ class Group:
         }
 
 
-def order_of_members(
-    devices: Sequence[str], num_members: int, first: int, implementation: Literal["ring", "nccl"] = "ring"
-) -> list[int]:
+def order_of_members(devices: Sequence[str], num_members: int, first: int) -> list[int]:
     """Return all members in the order in which TensorFlow gathers their rows; all processes must call this.
 
     TensorFlow 2.21 sorts processes by the names of their tasks, as text: task 10 comes before task 2. The GPUs of one
@@ -231,13 +229,14 @@ def order_of_members(
         devices: The devices of the members in this process, in order.
         num_members: The number of members in all processes together.
         first: The number of the first member in this process.
-        implementation: That of the group.
 
     Example:
         >>> order_of_members(["CPU:0"], num_members=1, first=0)
         [0]
     """
-    group = Group(devices, num_members, implementation)
+    if num_members == 1:
+        return [0]
+    group = Group(devices, num_members)  # the order is that of NCCL too, and the ring needs no communicator
 
     @tf.function(autograph=False)
     def gather() -> list[tf.Tensor]:  # of all members here at the same time

@@ -55,17 +55,12 @@ def packs_of_pair(blocks: Sequence[Piece], owners: Sequence[int], pair: tuple[in
         [([Piece(weight=0, start=0, stop=2)], [Piece(weight=1, start=0, stop=2)])]
     """
     chosen = [number for number, owner in enumerate(owners) if owner in pair]
-    return _packs(
-        [blocks[number] for number in chosen], chosen, [pair.index(owners[number]) for number in chosen], most
-    )
-
-
-def _packs(blocks: Sequence[Piece], numbers: Sequence[int], places: Sequence[int], most: int) -> list[Pack]:
     packs: list[Pack] = []
     waiting: Pack = ([], [])
-    most_waiting = max(most, int(num_elements(blocks) * _WAITING_PART))
-    for block, number, place in zip(blocks, numbers, places, strict=True):
-        waiting[place].append(Piece(number, 0, block.stop - block.start))
+    most_waiting = max(most, int(num_elements([blocks[number] for number in chosen]) * _WAITING_PART))
+    for number in chosen:
+        block = blocks[number]
+        waiting[pair.index(owners[number])].append(Piece(number, 0, block.stop - block.start))
         while min(map(num_elements, waiting)) >= most or max(map(num_elements, waiting)) > most_waiting:
             packs.append((_taken(waiting[0], most), _taken(waiting[1], most)))
     while any(waiting):
@@ -117,15 +112,11 @@ def send_less(blocks: Sequence[Piece], owners: Sequence[int], num_members: int, 
         >>> send_less(even, [0, 1, 2, 3], 4, 1, most=8), send_less(one, [0], 4, 1, most=8)
         (True, False)
     """
-    of_owner: list[list[int]] = [[] for _ in range(num_members)]
-    for number, owner in enumerate(owners):
-        of_owner[owner].append(number)
-    sent = [0] * -(-num_members // num_here)
-    for first, second in itertools.combinations(range(num_members), 2):
-        if first // num_here != second // num_here:
-            numbers = sorted([*of_owner[first], *of_owner[second]])
-            places = [int(owners[number] == second) for number in numbers]
-            elements = sum(map(length_of, _packs([blocks[number] for number in numbers], numbers, places, most)))
-            sent[first // num_here] += elements
-            sent[second // num_here] += elements
+    sent = [0] * (num_members // num_here)
+    for pair in itertools.combinations(range(num_members), 2):
+        first, second = (member // num_here for member in pair)
+        if first != second:
+            elements = sum(map(length_of, packs_of_pair(blocks, owners, pair, most)))
+            sent[first] += elements
+            sent[second] += elements
     return max(sent) * num_members <= 2 * (num_members - 1) * num_elements(blocks)

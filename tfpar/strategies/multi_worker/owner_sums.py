@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfpar._compat import tf_sums
 from tfpar._compat.tf_ring import Run
+from tfpar.reduction.gradients import rounded
 from tfpar.strategies.multi_worker.collectives import NUM_STREAMS, REDUCIBLE
 from tfpar.strategies.multi_worker.owner_messages import Pack, blocks_of, length_of, packs_of_pair, send_less
 from tfpar.strategies.multi_worker.pairs import Pairs
@@ -68,7 +69,7 @@ def sums_on_owners(
 
     Example:
         >>> from tfpar.strategies.multi_worker.collectives import Group
-        >>> pairs = Pairs(Group(["CPU:0"], num_members=2), ["CPU:0"], first=0)
+        >>> pairs = Pairs(Group(["CPU:0"], num_members=2), first=0)
         >>> list(sums_on_owners([tf.zeros([4]), None], [0, 1], [[0]], pairs, rank=0, pack_bytes=1 << 20))
         [0]
     """
@@ -100,8 +101,7 @@ def _of_pack(
     gradients: Sequence[Any], owners: Sequence[int | None], pack: Sequence[int], pairs: Pairs, compression: str | None
 ) -> dict[int, Gradient]:
     """Return the gradients of a pack with the order in which its all-reduce would add their elements."""
-    rounds = compression is not None and all(gradients[number].shape.rank for number in pack)
-    sent = {number: tf.cast(gradients[number], compression) if rounds else gradients[number] for number in pack}
+    sent = {number: rounded(gradients[number], compression) for number in pack}
     dtype, sizes = sent[pack[0]].dtype, [gradients[number].shape.num_elements() for number in pack]
     runs = pairs.group.order_of_sum(sum(sizes), dtype) if dtype in REDUCIBLE else None
     found, start = {}, 0
@@ -152,7 +152,7 @@ class _OwnerSums:
     def sends_less(self) -> bool:
         """Whether replicas send fewer bytes than in an all-reduce."""
         num_members = len(self._members)
-        return send_less(self._blocks, self._owners, num_members, self._pairs.num_here, self._most)
+        return send_less(self._blocks, self._owners, num_members, len(self._pairs.group.devices), self._most)
 
     @functools.cached_property
     def _links(self) -> dict[int, _Link]:

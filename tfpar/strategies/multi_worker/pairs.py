@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
 
 import tensorflow as tf
 
@@ -27,24 +26,22 @@ class Pairs:
 
     Args:
         group: The group.
-        devices: The devices of its members in this process, in order.
-        first: The number of the first of them among all members.
+        first: The number of its first member in this process.
 
     Example:
-        >>> Pairs(Group(["CPU:0"], num_members=3), ["CPU:0"], first=1).place_here(1)
+        >>> Pairs(Group(["CPU:0"], num_members=3), first=1).place_here(1)
         0
     """
 
-    def __init__(self, group: Group, devices: Sequence[str], first: int) -> None:
-        self.group, self._devices, self._first = group, devices, first
-        self.num_here = len(devices)
+    def __init__(self, group: Group, first: int) -> None:
+        self.group, self._first = group, first
 
     @functools.cached_property
     def _groups(self) -> dict[tuple[int, int], Group]:
         """The groups, also those without a member here: all processes number the same ones."""
         if self.group.num_members == 2:
             return {(0, 1): self.group}
-        here = dict(enumerate(self._devices, self._first))
+        here = dict(enumerate(self.group.devices, self._first))
         groups = {}
         for pair in itertools.combinations(range(self.group.num_members), 2):
             places = list(map(self.group.order.index, pair))
@@ -61,7 +58,7 @@ class Pairs:
             other: The number of the other one.
         """
         pair = min(member, other), max(member, other)
-        of_this_process = [one for one in pair if 0 <= self.place_here(one) < len(self._devices)]
+        of_this_process = [one for one in pair if 0 <= self.place_here(one) < len(self.group.devices)]
         rows = self._groups[pair].all_gather_equal_shapes(tensor, of_this_process.index(member))
         return tf.split(rows, 2)[pair.index(other)]
 

@@ -46,7 +46,7 @@ class StageSums:
         self._groups = {
             place_of(device): Group([device], num_workers, implementation, order=hosts.order) for device in devices
         }
-        self._pairs = {place_of(device): Pairs(self._groups[place_of(device)], [device], rank) for device in devices}
+        self._pairs = {place: Pairs(group, rank) for place, group in self._groups.items()}
 
     def group(self, place: tuple[str, int]) -> Group:
         """Return the group of one device of each worker, by the type and number of the device."""

@@ -163,7 +163,7 @@ class MultiWorker(Worker, DataParallel):
         tf_distribute.communicate_through(strategy, self._reduce)
         chosen = all_reduce_choice.agreed(self._all_reduce, self.device_names, self._hosts, self.num_workers)
         devices, num_replicas = strategy.extended.worker_devices, self.num_replicas
-        order = order_of_members(devices, num_replicas, self.rank * len(devices), chosen)
+        order = order_of_members(devices, num_replicas, self.rank * len(devices))
         self._replicas = Group(devices, num_replicas, chosen, pack_bytes, self._hosts, order)
         self._num_rows: PerModel[float] = PerModel()
         # Processors of different models round matmuls differently: then every worker receives the reduced sum.

@@ -52,7 +52,7 @@ class WorkerShards(DividedState, OptimizerShards):
         OptimizerShards.__init__(self, strategy)
         self._replicas, self._pack_bytes = replicas, pack_bytes
         self._first = worker.rank * len(self._devices)
-        self._pairs = Pairs(replicas, self._devices, self._first)
+        self._pairs = Pairs(replicas, self._first)
 
     def _choose(self, weights: Sequence[keras.Variable]) -> list[int]:
         return largest_first(list(map(num_bytes, weights)), self._replicas.num_members)
