@@ -126,8 +126,8 @@ class PipelineSteps:
         # Updates come after all operations that read weights.
         with tf.control_dependencies([tf.group(*context.ends, loss)]), follow_data():
             after = {key: tf.nest.map_structure(tf.identity, g, expand_composites=True) for key, g in gradients.items()}
-            if after:
-                weights = [one for weight in self._model.trainable_variables for one in lasting_pieces(weight)]
+            weights = [one for weight in self._model.trainable_variables for one in lasting_pieces(weight)]
+            if weights:  # without any gradient, the optimizer raises
                 self._apply([after.get(id(weight)) for weight in weights], weights)
         return loss
 
