@@ -279,7 +279,7 @@ def unread() -> keras.Model:
         (pairs, of_features, {"up/k": (None, "model"), "kernel": (None, None)}, "'up/k' and 'kernel' both name"),
         (pairs, of_features, {"penalized/kernel": (None, "model")}, "its regularizer is no sum over its elements"),
         (shared, of_tokens, {"table": ("model", None)}, "'table/embeddings' stays whole: several stages read it"),
-        (unread, of_features, {"own/unread": ("model", None)}, "divides 'own/unread' at axis 0, and"),
+        (unread, of_features, {"own/unread": ("model", None)}, "class WithUnreadWeight are not divided"),
     ],
 )
 def test_rules_that_do_not_fit_are_refused(build: Any, data: Any, rules: Any, message: str) -> None:

@@ -18,16 +18,21 @@ def dense(name: str, inputs: tuple[str, ...], rows: int, columns: int, kernel: s
         Way("rows", rows, {key: Cut(0)}, takes=-1),
         Way("columns", columns, {key: Cut(1), f"{name}/bias": Cut(0)}, gives=Cut(-1)),
     )
-    return Offer(name, inputs, (name,), (key, f"{name}/bias"), ways, "Dense")
+    return Offer(name, inputs, (name,), (key, f"{name}/bias"), ways, "")
 
 
 def elementwise(name: str, *inputs: str) -> Offer:
     ways = tuple(Way("elements", None, {}, axis, Cut(axis)) for axis in (-1, -2))
-    return Offer(name, inputs, (name,), (), ways, "Activation")
+    return Offer(name, inputs, (name,), (), ways, "")
 
 
 def whole(name: str, *inputs: str, weights: tuple[str, ...] = ()) -> Offer:
-    return Offer(name, inputs, (name,), weights, (), "Lambda")
+    return Offer(name, inputs, (name,), weights, (), "layers of the class Lambda are not divided")
+
+
+def normalization(name: str, given: str, channels: int) -> Offer:
+    way = Way("channels", channels, {f"{name}/gamma": Cut(0)}, takes=-1, gives=Cut(-1))
+    return Offer(name, (given,), (name,), (f"{name}/gamma",), (way,), "")
 
 
 def weights_of(*offers: Offer, reasons: Mapping[str, str] | None = None) -> dict[Any, Weight]:
@@ -86,15 +91,36 @@ def test_small_layers_stay_whole_without_a_word_and_others_with_the_reason() -> 
     assert layout.whole == {"mixer": "layers of the class Lambda are not divided"}
 
 
+def test_a_small_layer_takes_pieces_and_does_not_begin_a_division() -> None:
+    offers = [dense("up", ("x",), 64, 640), normalization("norm", "up", 640), dense("down", ("norm",), 640, 64)]
+    offers = [normalization("first", "x", 64), *offers, normalization("last", "down", 64)]
+    weights = weights_of(*offers) | {f"{name}/gamma": Weight(f"{name}/gamma", (8,), 32) for name in ("norm", "first")}
+    weights |= {"last/gamma": Weight("last/gamma", (1000, 1000), 4_000_000)}
+    layout = plan(offers, weights, 2)
+    assert names(layout) == [None, "columns", "channels", "rows", None]
+    assert layout.weights["norm/gamma"] == Division(0, (320, 320))
+    assert layout.whole == {"last": "its input is whole"}, "a large one is named"
+
+
+def test_a_rule_divides_a_small_layer_or_is_refused_with_the_reason() -> None:
+    offers = [dense("big", ("x",), 1000, 1000), dense("head", ("big",), 1000, 1)]
+    weights = weights_of(*offers)
+    assert names(plan(offers, weights, 2, {"head/kernel": 0})) == [None, "rows"]
+    with pytest.raises(ValueError, match=r"'head/kernel' at axis 1, .*: 1 columns are too few for 2 shards\. Change"):
+        plan(offers, weights, 2, {"head/kernel": 1})
+    with pytest.raises(ValueError, match=r"'head/kernel' at axis 2, .*: 'head' can be divided at axis 0 or 1\."):
+        plan(offers, weights, 2, {"head/kernel": 2})
+
+
 def test_a_size_below_the_number_of_shards_is_a_reason() -> None:
     offers = [dense("narrow", ("x",), 100, 2)]
-    assert plan(offers, weights_of(*offers), 3).whole == {"narrow": "2 columns for 3 shards"}
+    assert plan(offers, weights_of(*offers), 3).whole == {"narrow": "2 columns are too few for 3 shards"}
 
 
 def test_a_weight_that_another_layer_reads_whole_stays_whole() -> None:
     table = Way("rows of the table", 100, {"table": Cut(0)})
     offers = [
-        Offer("embedding", ("tokens",), ("embedding",), ("table",), (table,), "Embedding"),
+        Offer("embedding", ("tokens",), ("embedding",), ("table",), (table,), ""),
         whole("logits", "embedding", weights=("table",)),
     ]
     layout = plan(offers, {"table": Weight("table", (100, 8), 3200)}, 2)
@@ -120,18 +146,20 @@ def test_rules_choose_the_axis_and_leave_other_weights_whole() -> None:
 def test_a_rule_that_no_way_of_the_layer_follows_is_refused() -> None:
     offers = [whole("mixer", "x", weights=("mixer/kernel",))]
     weights = {"mixer/kernel": Weight("mixer/kernel", (8, 8), 256)}
-    with pytest.raises(ValueError, match=r"divides 'mixer/kernel' at axis 1, and 'mixer' can be divided at no axis"):
+    with pytest.raises(
+        ValueError, match=r"'mixer/kernel' at axis 1, which is not possible: layers of the class Lambda"
+    ):
         plan(offers, weights, 2, {"mixer/kernel": 1})
 
 
 def test_a_rule_against_another_names_the_weight_of_the_other() -> None:
     offers = [dense("first", ("x",), 8, 8)]
     reason = (
-        r"'first/kernel' at axis 1, .* \(by columns, 'first/bias' would be divided too, and its rule keeps it whole\)"
+        r"'first/kernel' at axis 1, .*: by columns, 'first/bias' would be divided too, and its rule keeps it whole\."
     )
     with pytest.raises(ValueError, match=reason):
         plan(offers, weights_of(*offers), 2, {"first/kernel": 1, "first/bias": None})
-    with pytest.raises(ValueError, match=r"'first/kernel' at axis 0, .* \(by rows, 'first/bias' would stay whole\)"):
+    with pytest.raises(ValueError, match=r"'first/kernel' at axis 0, .*: by rows, 'first/bias' would stay whole\."):
         plan(offers, weights_of(*offers), 2, {"first/kernel": 0, "first/bias": 0})
 
 

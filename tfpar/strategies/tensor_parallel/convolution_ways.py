@@ -16,12 +16,14 @@ import tensorflow as tf
 from tfpar._compat import keras_model, tf_divided_memory
 from tfpar.pipeline.graph.ir import Call, run_call
 from tfpar.strategies.tensor_parallel import pieces as pieces_of
+from tfpar.strategies.tensor_parallel.dense_ways import WIDE_OUTPUT
 from tfpar.strategies.tensor_parallel.elementwise import activated, activates_pieces
 from tfpar.strategies.tensor_parallel.layout import Cut, Way
 from tfpar.strategies.tensor_parallel.pieces import Pieces
 from tfpar.strategies.tensor_parallel.shards import Placed, layer_mask, weight_piece
 
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
+DEPTHWISE = (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
 CHANNELWISE = (
     *(keras.layers.MaxPooling1D, keras.layers.MaxPooling2D, keras.layers.MaxPooling3D),
     *(keras.layers.AveragePooling1D, keras.layers.AveragePooling2D, keras.layers.AveragePooling3D),
@@ -46,10 +48,29 @@ def convolution_ways(call: Call) -> tuple[Way, ...]:
     cuts: dict[Hashable, Cut] = {id(layer.kernel): Cut(rank - 1)}
     if layer.bias is not None:
         cuts[id(layer.bias)] = Cut(0)
-    return (
+    ways = (
         Way("channels", int(inputs), {id(layer.kernel): Cut(rank - 2)}, channels, None, _run_channels),
         Way("filters", int(filters), cuts, None, Cut(channels) if activates_pieces(layer) else None, _run_filters),
     )
+    # The sum of many outputs would take longer than the inputs take to send, as in Dense.
+    return ways[::-1] if filters >= WIDE_OUTPUT * inputs else ways
+
+
+def depthwise_ways(call: Call) -> tuple[Way, ...]:
+    """Return the way to run a depthwise convolution on pieces of the channels, each with its own kernels.
+
+    Args:
+        call: A layer call.
+    """
+    layer = call.operation
+    if layer.padding == "causal" or layer.activity_regularizer:
+        return ()
+    channels, (inputs, multiplier) = _channel_axis(layer), map(int, layer.kernel.shape[-2:])
+    cuts: dict[Hashable, Cut] = {id(layer.kernel): Cut(len(layer.kernel.shape) - 2)}
+    if layer.bias is not None:
+        cuts[id(layer.bias)] = Cut(0, multiplier)
+    gives = Cut(channels, multiplier) if activates_pieces(layer) else None
+    return (Way("channels", inputs, cuts, channels, gives, _run_depthwise),)
 
 
 def channelwise_ways(call: Call) -> tuple[Way, ...]:
@@ -102,10 +123,7 @@ def _run_filters(placed: Placed, call: Call, training: bool) -> Any:
 
 def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
     layer, (value,) = call.operation, call.inputs
-    held, axis = placed.tensors[value], _channel_axis(layer)
-    if not isinstance(held, Pieces):
-        held = Pieces(pieces_of.divided(held, layer.kernel.value.sizes, axis, placed.devices), axis)
-    partial = []
+    held, partial = placed.pieces(value, _channel_axis(layer), layer.kernel.value.sizes), []
     for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
         with tf.device(device):
             partial.append(_convolved(layer, given, shard, device))
@@ -117,12 +135,23 @@ def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
         return keras_model.with_mask(output, layer_mask(layer, placed, value))
 
 
+def _run_depthwise(placed: Placed, call: Call, training: bool) -> Any:
+    layer, (value,) = call.operation, call.inputs
+    held, outputs = placed.pieces(value, _channel_axis(layer), layer.kernel.value.sizes), []
+    for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+        bias = None if layer.bias is None else weight_piece(layer.bias, shard, device, layer.compute_dtype)
+        with tf.device(device):
+            outputs.append(_with_bias(layer, _convolved(layer, given, shard, device), bias))
+    return activated(outputs, _channel_axis(layer), placed, call)
+
+
 def _convolved(layer: Any, inputs: tf.Tensor, shard: int, device: str) -> tf.Tensor:
     kernel = weight_piece(layer.kernel, shard, device, layer.compute_dtype)
-    return keras.ops.conv(
+    convolve = keras.ops.depthwise_conv if isinstance(layer, DEPTHWISE) else keras.ops.conv
+    return convolve(
         tf.cast(inputs, layer.compute_dtype),
         kernel,
-        strides=list(layer.strides),
+        strides=layer.strides,
         padding=layer.padding,
         dilation_rate=layer.dilation_rate,
         data_format=layer.data_format,
@@ -158,7 +187,7 @@ def _any_number_of_channels(layer: Any) -> Iterator[None]:
 
 def _run_normalization(axis: int, placed: Placed, call: Call, training: bool) -> Pieces:
     layer, value = call.operation, call.inputs[0]
-    held, outputs = placed.tensors[value], []
+    held, outputs = placed.pieces(value, axis, layer.variables[0].value.sizes), []
     for shard, (device, piece) in enumerate(zip(placed.devices, held.tensors, strict=True)):
         with (
             tf.device(device),

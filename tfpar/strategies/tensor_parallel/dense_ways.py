@@ -120,10 +120,7 @@ def _copy(variable: Any, home: str, device: str) -> tf.Tensor:
 
 def _run_rows(equation: str, axis: int, placed: Placed, call: Call, training: bool) -> tf.Tensor:
     layer, (value,) = call.operation, call.inputs
-    held = placed.tensors[value]
-    if not isinstance(held, Pieces):
-        memory = layer.kernel.value
-        held = Pieces(pieces_of.divided(held, memory.sizes, axis, placed.devices), axis)
+    held = placed.pieces(value, axis, layer.kernel.value.sizes)
     partial = []
     for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
         with tf.device(device):

@@ -13,7 +13,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# A layer call with a smaller part of the bytes of all weights than this stays whole.
+# A layer call with a smaller part of the bytes of all weights than this stays whole, unless it takes pieces of its
+# input: these would have to be gathered for it.
 SMALLEST_PART = 0.001
 
 
@@ -87,7 +88,7 @@ class Offer(NamedTuple):
         outputs: The keys of its output values.
         weights: The keys of the weights that it reads.
         ways: The ways to divide it, the best first.
-        kind: The class of its layer.
+        undivided: Why a call without ways is not divided.
         divides_input: Whether a way that takes pieces of its input may divide a whole one.
     """
 
@@ -96,7 +97,7 @@ class Offer(NamedTuple):
     outputs: tuple[Hashable, ...]
     weights: tuple[Hashable, ...]
     ways: tuple[Way, ...]
-    kind: str
+    undivided: str
     divides_input: bool = False
 
 
@@ -154,7 +155,7 @@ def plan(
 
     Example:
         >>> columns = Way("columns", 8, {"kernel": Cut(1)}, gives=Cut(-1))
-        >>> offer = Offer("dense", ("x",), ("y",), ("kernel",), (columns,), "Dense")
+        >>> offer = Offer("dense", ("x",), ("y",), ("kernel",), (columns,), "")
         >>> plan([offer], {"kernel": Weight("dense/kernel", (4, 8), 128)}, 2).values["y"].sizes
         (4, 4)
     """
@@ -215,12 +216,12 @@ class _Search:
                 self._note(way, sizes, offer)
                 return way, ""
             reasons.append((way, reason))
-        if not self._is_large(offer.weights):
-            return None, ""
         if self._wanted is not None:
             self._note_unmet(offer, reasons)
             return None, ""
-        return None, next((reason for _, reason in reasons), f"layers of the class {offer.kind} are not divided")
+        if not self._is_large(offer.weights):
+            return None, ""
+        return None, next((reason for _, reason in reasons), "its input is whole" if offer.ways else offer.undivided)
 
     def _sizes(self, way: Way, offer: Offer) -> tuple[int, ...] | None:
         """Return the units of each shard, None if the way does not fit the placement of the inputs."""
@@ -243,7 +244,9 @@ class _Search:
         if not way.cuts:
             return ""
         if min(sizes) < 1:
-            return f"{sum(sizes)} {way.name} for {self._num_shards} shards"
+            return f"{sum(sizes)} {way.name} are too few for {self._num_shards} shards"
+        if self._wanted is not None and (reason := self._against_rules(way, offer, self._wanted)):
+            return reason
         for key, cut in way.cuts.items():
             if key in self._kept:
                 return f"{self._weights[key].path!r} stays whole: {self._kept[key]}"
@@ -251,9 +254,9 @@ class _Search:
             if self._divisions.get(key, division) != division:
                 self.conflicts[key] = "layers would divide it differently"
                 return self.conflicts[key]
-        if self._wanted is not None:
-            return self._against_rules(way, offer, self._wanted)
-        return "" if self._is_large(tuple(way.cuts)) else "its weights are small"
+        takes_pieces = way.takes is not None and self._values.get(offer.inputs[0]) is not None
+        begins = self._wanted is None and not takes_pieces
+        return "its weights are small" if begins and not self._is_large(tuple(way.cuts)) else ""
 
     def _against_rules(self, way: Way, offer: Offer, wanted: Mapping[Hashable, int | None]) -> str:
         if all(wanted.get(key) is None for key in offer.weights):
@@ -280,21 +283,27 @@ class _Search:
         for key in offer.weights:
             axis = (self._wanted or {}).get(key)
             if axis is not None:
-                as_asked = [reason for way, reason in reasons if key in way.cuts and way.cuts[key].axis == axis]
-                others = [reason for _, reason in reasons]
-                why = next(iter([*as_asked, *others]), f"layers of the class {offer.kind} are not divided")
-                possible = sorted({way.cuts[key].axis for way in offer.ways if key in way.cuts})
-                axes = f"at axis {' or '.join(map(str, possible))}" if possible else "at no axis by itself"
-                self._unmet.setdefault(key, f"{offer.name!r} can be divided {axes} ({why})")
+                as_asked = (reason for way, reason in reasons if key in way.cuts and way.cuts[key].axis == axis)
+                self._unmet.setdefault(key, next(as_asked, "") or _against_axis(offer, key, axis))
 
     def _refuse_unmet(self) -> None:
         for key, axis in (self._wanted or {}).items():
             if axis is not None and key not in self._divisions:
                 reason = self._unmet.get(key, "no layer call reads it")
                 raise ValueError(
-                    f"A rule of layout divides {self._weights[key].path!r} at axis {axis}, and {reason}. Change or "
-                    "remove the rule."
+                    f"A rule of layout divides {self._weights[key].path!r} at axis {axis}, which is not possible: "
+                    f"{reason}. Change or remove the rule."
                 )
+
+
+def _against_axis(offer: Offer, key: Hashable, axis: int) -> str:
+    """Return why no way of a layer call divides a weight at an axis."""
+    possible = sorted({way.cuts[key].axis for way in offer.ways if key in way.cuts})
+    if axis in possible:
+        return f"{offer.name!r} takes pieces, and the layer before it gives none"
+    if possible:
+        return f"{offer.name!r} can be divided at axis {' or '.join(map(str, possible))}"
+    return f"no division of {offer.name!r} divides it" if offer.ways else offer.undivided
 
 
 def _scaled(cut: Cut, sizes: Sequence[int]) -> Division:

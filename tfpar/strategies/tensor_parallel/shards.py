@@ -44,6 +44,19 @@ class Placed:
             self._copies[value, shard] = pieces_of.sent(tensor, self.devices[0], self.devices[shard])
         return self._copies[value, shard]
 
+    def pieces(self, value: Value, axis: int, sizes: Sequence[int]) -> Pieces:
+        """Return the pieces of a value; a whole one is divided, as a user's rule may ask for.
+
+        Args:
+            value: A value.
+            axis: The divided axis, from the end.
+            sizes: The size of each piece of a whole value.
+        """
+        held = self.tensors[value]
+        if isinstance(held, Pieces):
+            return held
+        return Pieces(pieces_of.divided(held, sizes, axis, self.devices), axis, self.mask(value))
+
     def mask(self, value: Value) -> Any:
         """Return the Keras mask of a value, None for none."""
         held = self.tensors[value]

@@ -14,8 +14,10 @@ from tfpar.strategies.tensor_parallel.attention_ways import attention_ways
 from tfpar.strategies.tensor_parallel.convolution_ways import (
     CHANNELWISE,
     CONVOLUTIONS,
+    DEPTHWISE,
     channelwise_ways,
     convolution_ways,
+    depthwise_ways,
     normalization_ways,
 )
 from tfpar.strategies.tensor_parallel.dense_ways import dense_ways
@@ -38,6 +40,7 @@ _WAYS: dict[type, Callable[[Call], tuple[Way, ...]]] = {
     keras.layers.GroupQueryAttention: attention_ways,
     keras.layers.BatchNormalization: normalization_ways,
     **dict.fromkeys(CONVOLUTIONS, convolution_ways),
+    **dict.fromkeys(DEPTHWISE, depthwise_ways),
     **dict.fromkeys(CHANNELWISE, channelwise_ways),
 }
 
@@ -88,9 +91,27 @@ def _offer(call: Call, graph: Graph) -> Offer:
         call.outputs,
         tuple(map(id, call.variables)),
         find(call),
-        type(call.operation).__name__,
+        _undivided_because(call),
         _reads_wide_input(call, graph),
     )
+
+
+def _undivided_because(call: Call) -> str:
+    """Return why a call without ways is not divided."""
+    layer = call.operation
+    if type(layer) not in _WAYS:
+        return f"layers of the class {type(layer).__name__} are not divided"
+    settings = {
+        "with LoRA": getattr(layer, "lora_enabled", False),
+        "quantized": getattr(layer, "quantization_mode", None),
+        "with activity_regularizer": layer.activity_regularizer,
+        "with groups": getattr(layer, "groups", 1) != 1,
+        'with padding="causal"': getattr(layer, "padding", None) == "causal",
+        "with renorm": getattr(layer, "renorm", False),
+        "with several outputs": len(call.outputs) > 1,
+    }
+    how = next((text for text, is_set in settings.items() if is_set), "called as here")
+    return f"a {type(layer).__name__} layer {how} is not divided"
 
 
 def _reads_wide_input(call: Call, graph: Graph) -> bool:
