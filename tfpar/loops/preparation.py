@@ -19,6 +19,7 @@ from tfpar.loops.evaluate_loop import evaluate
 from tfpar.loops.held_errors import HeldCallbacks
 from tfpar.loops.step_calls import StepCalls, limited_steps
 from tfpar.loops.step_functions import StepFunctions
+from tfpar.messages import user_warnings
 from tfpar.reduction import objective
 from tfpar.strategies import Distributed, Strategy, model_checks, untracked_state
 from tfpar.strategies.multi_step import CompiledLoop
@@ -74,6 +75,11 @@ class Preparation:
         equal_workers.check_dataset(self._strategy, dataset)
         equal_workers.check_data(self._strategy, dataset, epoch_iterator)
         self._check_gradients(training)  # the batch may have created weights
+        if training and not self._model.trainable_weights and self._strategy.is_chief:
+            user_warnings.warn(
+                f"{self._model.name!r} does not have any trainable weights: fit updates its metrics and states alone. "
+                "Set `trainable` of its layers, and call compile() again."
+            )
         self._once(f"{kind} state", lambda: self._check_state(batch, training))
         if source is not None and reused is None:
             source.start(self._strategy.broadcast)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +21,7 @@ from tfpar._compat import (
     random_state,
 )
 from tfpar.full_precision import full_precision
+from tfpar.messages import user_warnings
 from tfpar.per_model import PerModel
 from tfpar.pipeline import schedule as schedules
 from tfpar.pipeline.analysis.link_timing import measure_transfers
@@ -287,9 +287,9 @@ class StagePlanner:
         grids = [_stage_devices(schedule, order) for order in self._orders]
         self._grids[model] = by_traffic(model, graph, partition.stages, grids, size * schedule.num_microbatches)
         if self._groups:
-            grid = self._grids[model][0].devices
+            grid, groups = self._grids[model][0].devices, self._groups
             with self._raising():
-                self._divided[model] = divide_stages(model, graph, partition.stages, grid, self._groups, rules)
+                self._divided[model] = divide_stages(model, graph, partition.stages, grid, groups, rules, warns=warns)
         else:
             devices = self.stage_devices(model), self.other_stage_devices(model)
             place_weights(model, partition.stages, *devices, shards_weights=self._shards_weights)
@@ -334,11 +334,10 @@ class StagePlanner:
             return self._schedule
         fitted = schedules.limit_stages(self._schedule, num_calls)
         if model not in self._schedules:
-            warnings.warn(
+            user_warnings.warn(
                 f"{model.name!r} has {num_calls} layer call{'s' * (num_calls > 1)} for {self._schedule.num_stages} "
                 f"stages: it runs in {fitted.num_stages} on {', '.join(self._devices[: fitted.num_devices])}. Set a "
-                "smaller num_stages, or use Mirrored, which needs no stages.",
-                stacklevel=2,
+                "smaller num_stages, or use Mirrored, which needs no stages."
             )
         return fitted
 

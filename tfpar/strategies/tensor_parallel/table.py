@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import keras
+
 from tfpar._compat import keras_variables, tf_divided_memory
+from tfpar.messages import user_warnings
 from tfpar.pipeline.graph.ir import Call
 from tfpar.reduction.weight_owners import num_bytes
 from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
 from tfpar.strategies.tensor_parallel.layout import Layout
 from tfpar.strategies.tensor_parallel.runner import DividedModel
+
+
+def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str]) -> None:
+    """Warn that no layer of a model is divided.
+
+    Args:
+        model: The model.
+        reasons: For each large whole layer call its name and the reason.
+    """
+    examples = [f" ({name!r}: {reason})" for name, reason in reasons.items()]
+    user_warnings.warn(
+        f"No layer of {model.name!r} is divided, and the first device computes all of it{''.join(examples[:1])}. Use "
+        "Mirrored or Pipeline."
+    )
 
 
 def preview_of(title: str, divided: DividedModel, num_examples: int, device_names: Sequence[str]) -> Preview:
