@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ def convolutions() -> keras.Model:
     hidden = keras.layers.ReLU()(keras.layers.BatchNormalization(name="statistics")(hidden))
     hidden = keras.layers.MaxPooling2D()(hidden)
     hidden = keras.layers.Conv2D(6, 2, dilation_rate=2, padding="same", activation="tanh", name="channels")(hidden)
-    hidden = keras.layers.GlobalAveragePooling2D()(keras.layers.Conv2D(8, 3, activation="relu")(hidden))
+    hidden = keras.layers.Conv2D(8, 3, activation="relu")(hidden)
+    hidden = keras.layers.DepthwiseConv2D(2, padding="same", depth_multiplier=2, activation="elu", name="each")(hidden)
+    hidden = keras.layers.GlobalAveragePooling2D()(hidden)
     model = keras.Model(images, keras.layers.Dense(CLASSES, "softmax")(hidden))
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
@@ -146,7 +149,12 @@ def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
         (
             convolutions,
             of_images,
-            {"filters/kernel": (3, 2, 2), "statistics/moving_mean": (3, 2, 2), "channels/kernel": (3, 2, 2)},
+            {
+                "filters/kernel": (3, 2, 2),
+                "statistics/moving_mean": (3, 2, 2),
+                "channels/kernel": (3, 2, 2),
+                "each/bias": (6, 6, 4),
+            },
         ),
     ],
     ids=["perceptron", "sequence", "attention", "convolutions"],
@@ -156,6 +164,27 @@ def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any]) -> N
     trainer, *found = trained(build, data(), tfpar.TensorParallel(3))
     assert_equal(found, wanted)
     assert divided(trainer.model).items() >= expected.items()
+
+
+@pytest.mark.parametrize(
+    ("build", "data", "rules", "expected"),
+    [
+        (convolutions, of_images, {"statistics/gamma": ("model",)}, "statistics/moving_mean"),
+        (convolutions, of_images, {"channels/kernel": (None, None, "model", None)}, "channels/kernel"),
+        (convolutions, of_images, {"each/kernel": (None, None, "model", None)}, "each/bias"),
+        (attention, of_tokens, {"heads/query/kernel": (None, "model", None)}, "heads/attention_output/kernel"),
+        (sequence, of_tokens, {"table/embeddings": (None, "model")}, "table/embeddings"),
+        (sequence, of_tokens, {"heads/kernel": (None, "model", None)}, "heads/kernel"),
+        (sequence, of_tokens, {"^joined/kernel": ("model", None, None)}, "joined/kernel"),
+    ],
+)
+def test_a_rule_divides_its_layer_alone(build: Any, data: Any, rules: Any, expected: str) -> None:
+    _, *wanted = trained(build, data(), tfpar.SingleDevice())
+    trainer, *found = trained(build, data(), tfpar.TensorParallel(3, layout=rules))
+    assert_equal(found, wanted)
+    paths = [one.path for one in trainer.model.weights if tf_divided_memory.is_divided(one)]
+    assert expected in paths
+    assert {path.split("/")[0] for path in paths} == {expected.split("/")[0]}
 
 
 def test_a_device_holds_its_pieces_of_weights_and_of_optimizer_state_only() -> None:
@@ -230,7 +259,26 @@ def test_preview_says_what_is_divided() -> None:
     text = str(preview)
     for line in ("up is divided by columns", "down is divided by rows", "gate is divided by columns"):
         assert line in text
-    assert "is whole: layers of the class BatchNormalization are not divided" in text
+    assert "is whole: its input is whole" in text
+
+
+def recurrent() -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((6, 3)), keras.layers.LSTM(4, name="loop"), keras.layers.LayerNormalization()]
+    )
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("strategy", [lambda: tfpar.TensorParallel(2), lambda: tfpar.Pipeline(1, 2, num_shards=2)])
+def test_a_model_of_which_nothing_is_divided_is_named_with_the_reason(strategy: Any) -> None:
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        trainer = tfpar.Trainer(recurrent, strategy(), seed=0)
+        trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
+        trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
+    (message,) = [str(one.message) for one in noted if "No layer of" in str(one.message)]
+    assert "is divided, and the first device computes all of it ('loop': layers of the class LSTM are not" in message
 
 
 def test_saves_a_plain_file_and_loads_weights(tmp_path: Path) -> None:

@@ -75,6 +75,17 @@ def test_a_device_receives_the_columns_that_it_reads(layout: Any) -> None:
     assert received["CPU:1"] == of_inputs["CPU:1"]
 
 
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_a_prediction_cuts_the_columns_on_the_host(sparse: bool) -> None:
+    strategy = tfpar.TensorParallel(2, devices=["CPU:2", "CPU:1"])
+    trainer = tfpar.Trainer(lambda: wide(sparse), strategy, seed=0)
+    inputs, _ = trainer.build(batches(sparse))
+    step = tf.function(lambda batch: strategy.predict_step(trainer.model, (batch,)), autograph=False)
+    graph = step.get_concrete_function(tf.nest.map_structure(tf.type_spec_from_value, inputs)).graph
+    cutting = {op.device[-5:] for op in graph.get_operations() if op.type in ("SplitV", "Where")}
+    assert cutting == {"CPU:0"}, "a device receives the columns that it reads alone"
+
+
 def test_entries_of_sparse_inputs_are_cut_on_the_host() -> None:
     trainer = tfpar.Trainer(lambda: wide(sparse=True), tfpar.TensorParallel(2), seed=0)
     batch = trainer.build(batches(sparse=True))

@@ -35,9 +35,9 @@ from tfpar.strategies.tensor_parallel import updates
 from tfpar.strategies.tensor_parallel.replicas import check_examples_apart
 from tfpar.strategies.tensor_parallel.rules import check_rules
 from tfpar.strategies.tensor_parallel.runner import DividedModel
-from tfpar.strategies.tensor_parallel.table import preview_of
+from tfpar.strategies.tensor_parallel.table import preview_of, warn_of_nothing
 from tfpar.strategies.tensor_parallel.ways import layout_of
-from tfpar.strategies.tensor_parallel.wide_inputs import cut_inputs, cut_sizes
+from tfpar.strategies.tensor_parallel.wide_inputs import CutInputs, cut_inputs, cut_sizes, sent_inputs
 
 
 class _State(NamedTuple):
@@ -179,6 +179,8 @@ class TensorParallel(SingleReplica):
         with random_state.stand_in_generator():
             graph = model_graph.trace(model, inputs)
         layout = layout_of(model, graph, self.num_shards, self.layout)
+        if not layout.weights:
+            warn_of_nothing(model, layout.whole)
         owners = [list(map(keras_variables.full_name, devices)) for devices in self._owners]
         updates.place(model, layout.weights, updates.homes_of(model, layout, owners))
         self._divided[model] = DividedModel(model, graph, layout, self._replicas)
@@ -209,15 +211,23 @@ class TensorParallel(SingleReplica):
 
     def step_batch(self, model: keras.Model, element: Any) -> StepBatch:
         """Return the batch, for the first device but for the columns of wide inputs."""
-        divided, own = self._divided[model], ("compute_loss", "compute_metrics")
-        cuts = cut_sizes(divided.graph, divided.layout) if self.num_replicas == 1 else {}
-        if not cuts or any(keras_model.overridden(model, method) for method in own):
-            return StepBatch(element, self.device_names[:1] * len(tf.nest.flatten(element)))
         inputs, *others = element if isinstance(element, tuple) else (element,)
+        own = any(keras_model.overridden(model, method) for method in ("compute_loss", "compute_metrics"))
+        cut = None if own else self._cut(model, inputs)
+        if cut is None:
+            return StepBatch(element, self.device_names[:1] * len(tf.nest.flatten(element)))
+        whole, readers = cut
+        return StepBatch((whole, *others), [*readers, *self.device_names[:1] * len(tf.nest.flatten(others))])
+
+    def _cut(self, model: keras.Model, inputs: Any) -> tuple[CutInputs, list[str]] | None:
+        """Return wide inputs in columns on the host, and the device of each flat tensor; None where none is wide."""
+        divided = self._divided[model]
+        cuts = cut_sizes(divided.graph, divided.layout) if self.num_replicas == 1 else {}
+        if not cuts:
+            return None
         with tf.device(HOST):
             values = model_graph.standardize(model, inputs)
-        whole, readers = cut_inputs(divided.graph, cuts, values, self.device_names)
-        return StepBatch((whole, *others), [*readers, *self.device_names[:1] * len(tf.nest.flatten(others))])
+        return cut_inputs(divided.graph, cuts, values, self.device_names)
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch; return the loss, a scalar."""
@@ -230,7 +240,7 @@ class TensorParallel(SingleReplica):
         with follow_data():  # each gradient stays on the device of its piece
             reads = loss, gathered_classes.tensors_in_pieces(outputs)
             after = after_reads(found, reads, keras_model.recomputes(model))
-        if any(gradient is not None for gradient in after):
+        if after:  # else no weight is trained; without any gradient, the optimizer raises
             updates.apply(model, after)
         with tf.device(self.devices[0]), gathered_classes.read_in_pieces():
             update_metrics(model, loss, data.num_rows(inputs), inputs, targets, outputs, weights)
@@ -249,7 +259,8 @@ class TensorParallel(SingleReplica):
         """Return the model's outputs, `[batch, ...]` each."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         self._known[model].version.check_regularizers(model)
-        return self._divided[model].call(inputs, training=False)
+        cut = self._cut(model, inputs)
+        return self._divided[model].call(inputs if cut is None else sent_inputs(*cut), training=False)
 
     def _forward(self, model: keras.Model, batch: Any, *, training: bool) -> tuple[tf.Tensor, Any]:
         """Return the loss, a scalar, and the outputs, `[batch, ...]` each."""

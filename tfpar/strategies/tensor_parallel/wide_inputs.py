@@ -78,6 +78,21 @@ def cut_inputs(
     return CutInputs(parts), readers
 
 
+def sent_inputs(inputs: CutInputs, devices: Sequence[str]) -> CutInputs:
+    """Return inputs with each tensor on its device.
+
+    Args:
+        inputs: Inputs on the host.
+        devices: The device that reads each flat tensor.
+    """
+    found = []
+    for tensor, device in zip(tf.nest.flatten(inputs), devices, strict=True):
+        with tf.device(device):
+            found.append(tf.nest.map_structure(tf.identity, tensor, expand_composites=True))
+    packed: CutInputs = tf.nest.pack_sequence_as(inputs, found)
+    return packed
+
+
 def in_pieces(inputs: CutInputs) -> list[Any]:
     """Return the inputs of the graph, those that are cut as `Pieces`.
 
