@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.support import faults
-from tests.support.command import Outcome
+from tests.support.command import Outcome, settings
 from tests.support.faults import DROPOUT, FLAGS, OF_A_JOB, SILENCE_SECONDS, STRIKING, TRAIN, launch, launcher_lines
 from tests.support.leaks import nothing_left_behind
 
@@ -45,6 +45,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> Struck:
     words = [*FLAGS, *DROPOUT, *STRIKING, *OF_A_JOB]
     whole = faults.run([*launch(2), *words], undisturbed)
     assert whole.code == 0, whole
+    words += settings("strategy.kind=multi_worker", "strategy.shard=optimizer")  # with the bits of whole state
     noticed, resumed = [], []
     with faults.started([*launch(2, "--max_restarts", "9"), *words], folder) as job:
         job.wait_until(lambda: job.child(1))
@@ -67,7 +68,7 @@ def test_a_job_ends_without_error_after_faults_at_every_moment(struck: Struck) -
     assert sorted(path.name for path in (struck.folder / "struck").iterdir()) == STRUCK
 
 
-def test_its_weights_and_metrics_are_those_of_an_undisturbed_job(struck: Struck) -> None:
+def test_its_weights_and_metrics_are_those_of_an_undisturbed_job_with_whole_state(struck: Struck) -> None:
     """Each example was used once an epoch, with the same random numbers."""
     faults.assert_same_run(struck.folder / "run", struck.undisturbed)
 

@@ -186,6 +186,15 @@ def test_another_value_is_refused() -> None:
         tfpar.Mirrored(DEVICES, shard="gradients")  # type: ignore[arg-type]
 
 
+def test_an_argument_without_effect_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"each gradient is summed .* and pack_bytes=100 would have no effect\. Leave it"
+    ):
+        tfpar.Mirrored(DEVICES, shard="optimizer", pack_bytes=100)
+    with pytest.raises(ValueError, match=r"all_reduce='nccl' and pack_bytes=8 would have no effect\. Leave them out"):
+        tfpar.Mirrored(DEVICES, shard="optimizer", all_reduce="nccl", pack_bytes=8)
+
+
 def test_each_gradient_is_summed_on_the_owner_alone() -> None:
     """No sum is copied to other devices: they receive the new weights instead."""
     trainer = tfpar.Trainer(classifier(keras.optimizers.Adam), sharded(2), seed=0)

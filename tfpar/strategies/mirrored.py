@@ -40,12 +40,13 @@ class Mirrored(DataParallel):
         batch_dependent_layers: `"refuse"` batch-dependent layers before the first step, or `"gather"` the batch:
             every replica calls such a layer with the whole batch.
         shard: `"optimizer"` divides the optimizer's state over the replicas (see
-            `tfpar.strategies.optimizer_shards`); `"weights"` also the weights and gradients (see
+            `tfpar.strategies.optimizer_shards`), which sums each gradient on one device, without NCCL, hierarchical
+            copies or packs; `"weights"` also the weights and gradients (see
             `tfpar.strategies.fully_sharded`), without the three arguments before; None keeps all of it on each.
 
     Raises:
-        ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, or the all-reduce does not
-            run on the devices.
+        ValueError: If a device does not exist or is named twice, GPUs and CPUs are mixed, the all-reduce does not
+            run on the devices, or an argument has no effect with `shard`.
 
     Example:
         >>> tfpar.use_logical_cpus(2)
@@ -87,6 +88,8 @@ class Mirrored(DataParallel):
         self.devices = _resolved(devices)
         if pack_bytes is not None and pack_bytes < 1:
             raise ValueError(f"pack_bytes must be at least 1, received {pack_bytes}. Leave it out for the default.")
+        if shard is not None:
+            _check_sums_on_owners(all_reduce, pack_bytes)
         operations = _cross_device_ops(all_reduce, self.devices)
         pack_bytes = default_pack_bytes(operations) if pack_bytes is None else pack_bytes
         super().__init__(tf.distribute.MirroredStrategy(self.devices, operations), pack_bytes, batch_dependent_layers)
@@ -117,6 +120,16 @@ class Mirrored(DataParallel):
         # computed the whole batch, only the outputs of the first replica count.
         with tf.device(HOST):
             return data.take_rows(data.join_batches(outputs), 0, num_examples)
+
+
+def _check_sums_on_owners(all_reduce: AllReduce, pack_bytes: int | None) -> None:
+    unused = [f"all_reduce={all_reduce!r}"] if all_reduce in ("nccl", "hierarchical_copy") else []
+    unused += [f"pack_bytes={pack_bytes}"] if pack_bytes is not None else []
+    if unused:
+        raise ValueError(
+            "With shard='optimizer' each gradient is summed on the device of its weight's owner, and "
+            f"{' and '.join(unused)} would have no effect. Leave {'it' if len(unused) == 1 else 'them'} out."
+        )
 
 
 def _resolved(devices: Sequence[str] | int | None) -> list[str]:
