@@ -21,33 +21,28 @@ EPOCHS, STEPS_PER_EPOCH, INTERRUPTED_AT = 2, 10, 13
 IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
     "one device": lambda: tfpar.SingleDevice(),
     "mirrored over 2": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),
+    "state of replicas": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"], shard="optimizer"),
     "blocks over 3": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], shard="weights"),
     "pipeline of 2": lambda: tfpar.Pipeline(2, 3, "1f1b", balance=[1, 3]),
     "pipeline of 4": lambda: tfpar.Pipeline(4, 2, "zero_bubble", balance=[1, 1, 1, 1]),
     "tensor parallel over 3": lambda: tfpar.TensorParallel(3),
     "state of replicas of shards": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), 2, shard="optimizer"),
+    "stages of shards": lambda: tfpar.Pipeline(2, 3, balance=[2, 2], num_shards=2),
     "hybrid of 2 x 2": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, "gpipe", balance=[2, 2]), 2),
 }
 OVER_WORKERS: dict[str, Callable[[], tfpar.Strategy]] = {
     "two workers": lambda: tfpar.MultiWorker(["CPU:0"]),
     "shards over two workers": lambda: tfpar.MultiWorker(["CPU:0"], shard="optimizer"),
+    "blocks over two workers": lambda: tfpar.MultiWorker(["CPU:0"], shard="weights"),
     "hybrid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[3, 1])),
+    "state of stages over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[3, 1]), shard="optimizer"),
+    "state of shards over two workers": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), shard="optimizer"),
     "pipeline over two workers": lambda: tfpar.Pipeline(2, 3, balance=[1, 3], across_workers=True),
     "grid over two workers": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance=[2, 2], across_workers=True), 2),
 }
 # The other process runs no function.
-DRIVEN_BY_THE_FIRST = ("pipeline over two workers", "grid over two workers")
+DRIVEN_BY_THE_FIRST = ("pipeline over two workers", "grid over two workers", "blocks over two workers")
 LAYOUTS = (*IN_ONE_PROCESS, *OVER_WORKERS)
-GRID, WITH_GRID = "grid over two workers", ("one device", "two workers", *DRIVEN_BY_THE_FIRST)
-PIECES, WITH_PIECES = (
-    "tensor parallel over 3",
-    ("one device", "mirrored over 2", "two workers", "tensor parallel over 3"),
-)
-BLOCKS, WITH_BLOCKS = "blocks over 3", ("one device", "two workers", "pipeline of 2", "blocks over 3")
-REPLICAS = "state of replicas of shards"
-WITH_REPLICAS = ("one device", "mirrored over 2", REPLICAS)
-SHARDS = "shards over two workers"
-WITH_SHARDS = ("one device", "mirrored over 2", "two workers", SHARDS, DRIVEN_BY_THE_FIRST[0])
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
 
 
@@ -55,14 +50,12 @@ def pairs(every: bool) -> list[tuple[str, str]]:
     """Return the layouts under which a run begins and ends.
 
     Args:
-        every: Whether to return all pairs with a grid over workers, whose parts other layouts have as well, and all
-            with weights in pieces, with sharded weights or with shards over workers.
+        every: Whether to return all pairs; else those with one device, those of a layout with itself, and from each
+            layout to another one, most of them from one process to two and back.
     """
+    opposite = dict(zip(LAYOUTS, (*LAYOUTS[len(LAYOUTS) // 2 :], *LAYOUTS), strict=False))
     found = itertools.product(LAYOUTS, LAYOUTS)
-    some = {
-        GRID: WITH_GRID, PIECES: WITH_PIECES, BLOCKS: WITH_BLOCKS, REPLICAS: WITH_REPLICAS, SHARDS: WITH_SHARDS,
-    }  # fmt: skip
-    return [pair for pair in found if every or all({*pair} <= {*some.get(layout, LAYOUTS)} for layout in pair)]
+    return [pair for pair in found if every or LAYOUTS[0] in pair or pair[1] in (pair[0], opposite[pair[0]])]
 
 
 def build() -> keras.Model:
@@ -119,7 +112,7 @@ def begun(layout: str, root: Path) -> Path:
     return root / "begun" / layout.replace(" ", "_")
 
 
-def copied(layout: str, other: str, root: Path, seconds: float = 100.0) -> Path:
+def copied(layout: str, other: str, root: Path, seconds: float = 200.0) -> Path:
     """Return a copy of the folder of a begun run, for its end under another layout; wait until the run has begun."""
     ready, deadline = root / f"{layout}.ready", time.monotonic() + seconds
     while not ready.exists():
