@@ -57,7 +57,7 @@ def predict(model: str, batch: int, layouts: list[dict[str, Any]], limits: list[
 
 
 def _predicted(layout: Layout, costs: ModelCosts, batch: int) -> int:
-    return sum(bytes_of_devices(layout, costs, batch)) + host_bytes(layout, costs, batch)
+    return sum(bytes_of_devices(layout, costs, batch, shares_memory=True)) + host_bytes(layout, costs, batch)
 
 
 def _costs(model: str, batch: int) -> ModelCosts:
@@ -80,6 +80,7 @@ def _costs(model: str, batch: int) -> ModelCosts:
         input_bytes=sum(map(_bytes_of, examples)) // batch,
         target_bytes=_bytes_of(examples[1]) // batch,
         working=held.working,
+        scratch=held.scratch,
         blocks=with_bytes(blocks, traced, batch, _DEVICE),
     )
 

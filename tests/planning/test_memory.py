@@ -55,9 +55,9 @@ LAYOUTS = [
         (Layout(2, shard="optimizer"), 400 + 400 + 400 + 4 * 20 + 100),
         # Half of weights, gradients and slots; weights of two blocks, a gradient; saved and temporary tensors.
         (Layout(2, shard="weights"), 200 + 200 + 400 + 2 * 100 + 100 + 4 * (4 + 4 * 4 + 8)),
-        # Two blocks with their gradients and slots; two micro-batches of 2 examples in flight, and one that waits for
-        # its weight gradients; temporaries with the gradients of one micro-batch.
-        (Layout(num_stages=2, num_microbatches=4), 200 + 200 + 400 + 3 * 2 * 12 + 2 * 8 + 200),
+        # Two blocks with their gradients and slots; two micro-batches of 2 examples in flight; temporaries with the
+        # gradients of one micro-batch.
+        (Layout(num_stages=2, num_microbatches=4), 200 + 200 + 400 + 2 * 2 * 12 + 2 * 8 + 200),
         # Half of the state, and of the saved tensors but for the inputs, a fifth of them.
         (Layout(num_shards=2), (400 + 800 + 400) // 2 + 8 * 20 * 0.2 + 8 * 20 * 0.8 / 2),
     ],
@@ -95,14 +95,18 @@ def test_the_next_batch_is_on_the_device_too() -> None:
     ("layout", "num_batches"), [(Layout(), 1), (Layout(num_shards=2), 1), (Layout(2), 2), (Layout(1, 2, 4), 2)]
 )
 def test_on_a_cpu_the_batch_of_the_host_and_its_parts_count_too(layout: Layout, num_batches: int) -> None:
-    model, cpu = dataclasses.replace(MODEL, input_bytes=10), dataclasses.replace(MACHINE, device="CPU")
+    model, cpu = (
+        dataclasses.replace(MODEL, input_bytes=10, variable_bytes=(), working=Bytes(1000, 20)),
+        dataclasses.replace(MACHINE, device="CPU"),
+    )
     assert device_bytes(layout, model, cpu, 8) - device_bytes(layout, model, MACHINE, 8) == num_batches * 8 * 10
 
 
 def test_devices_differ_by_the_weights_that_they_own_and_by_the_layers_that_stay_whole() -> None:
     model = dataclasses.replace(MODEL, variable_bytes=(300, 100))
-    used = 400 + 400 + 4 * 20 + 300
-    assert bytes_of_devices(Layout(2, shard="optimizer"), model, 8) == [used + 600, used + 200]
+    used = 400 + 400 + 4 * 20
+    # Each receives the gradients of the other for its largest weight.
+    assert bytes_of_devices(Layout(2, shard="optimizer"), model, 8) == [used + 600 + 300, used + 200 + 100]
     first, *others = BLOCKS
     model = dataclasses.replace(
         MODEL, blocks=(dataclasses.replace(first, is_divided=False, divided_bytes=0, shared=Bytes()), *others)
@@ -111,11 +115,39 @@ def test_devices_differ_by_the_weights_that_they_own_and_by_the_layers_that_stay
     assert bytes_of_devices(Layout(num_shards=2), model, 8) == [part + (1600 + 8 * 20) // 4, part]
 
 
-def test_all_micro_batches_in_flight_wait_for_nothing_more() -> None:
-    late = [
-        device_bytes(Layout(num_stages=2, num_microbatches=number), MODEL, MACHINE, 8 * number) for number in (2, 4)
-    ]
-    assert late[1] - late[0] == 8 * 12
+def test_logical_cpus_hold_equal_copies_once() -> None:
+    """Two replicas have one memory for what is sent between them, and for weights that one of them updates."""
+
+    def saved_by_sharing(layout: Layout) -> int:
+        with_copies, shared = (sum(bytes_of_devices(layout, model, 8, shares_memory=one)) for one in (False, True))
+        return with_copies - shared
+
+    model = dataclasses.replace(MODEL, input_bytes=10, working=Bytes(1000, 20))
+    assert saved_by_sharing(Layout()) == 0
+    assert saved_by_sharing(Layout(2)) == 2 * 100, "the sums of a gradient"
+    assert saved_by_sharing(Layout(2, shard="optimizer")) == 2 * 100 + 400, "and the weights"
+    assert saved_by_sharing(Layout(2, shard="weights")) == 2 * (100 + 2 * 100), "and those of two blocks"
+    assert saved_by_sharing(Layout(num_shards=2)) == 8 * 10, "the batch of the other shard"
+    assert saved_by_sharing(Layout(num_stages=2, num_microbatches=4)) == 0
+    assert saved_by_sharing(Layout(2, num_stages=2, num_microbatches=4)) == 4 * 100
+
+
+def test_replicas_hold_all_gradients_until_they_are_summed() -> None:
+    model = dataclasses.replace(
+        MODEL, working=Bytes(200, 20)
+    )  # one device updates each weight before the next gradient
+    assert bytes_of_devices(Layout(2), model, 8) == [400 + 800 + 400 + 100] * 2
+    of_cpus = bytes_of_devices(Layout(2), model, 8, shares_memory=True)
+    assert of_cpus == [400 + 800 + 400 + 400 // 2] * 2, "the sums are in one memory"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[3:8], ids=str)
+def test_memory_inside_of_operations_is_added_for_the_examples_that_a_device_computes_at_once(layout: Layout) -> None:
+    found = bytes_of_devices(layout, dataclasses.replace(MODEL, scratch=Bytes(0, 10)), 8)
+    examples = 8 // layout.num_replicas // layout.num_microbatches
+    assert [more - one for more, one in zip(found, bytes_of_devices(layout, MODEL, 8), strict=True)] == [
+        10 * examples
+    ] * len(found)
 
 
 def test_recomputation_saves_less() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import keras
+import pytest
 import tensorflow as tf
 
 from tfpar.pipeline.graph import tracing
@@ -63,8 +64,14 @@ def test_the_bytes_of_a_model_are_those_of_its_variables_and_of_the_saved_tensor
     # Threads choose the order: where those of the weights' gradients come last, each layer's gradient waits for them.
     assert saved <= found.working.bytes_per_example <= saved + (6 + 4) * width * 4
     with mock.patch.object(memory_measurement, "counts_bytes", return_value=False):
-        in_order = model_bytes(model, examples).working
-    assert saved <= in_order.bytes_per_example <= saved + 4 * width * 4
+        read = model_bytes(model, examples)
+    assert saved <= read.working.bytes_per_example <= saved + 4 * width * 4
+    assert read.scratch.bytes_per_example == 0
+    counted = [10**9, 10**9 + 2048 * (saved + 5 * width * 4)]
+    with mock.patch.object(memory_measurement, "_most_counted_bytes", side_effect=counted):
+        scratch = model_bytes(model, examples).scratch
+    beyond = saved + 5 * width * 4 - read.working.bytes_per_example
+    assert scratch == (0, pytest.approx(beyond)), "what the batch adds beyond the tensors of its operations"
 
 
 def test_the_runtime_of_a_gpu_is_what_tensorflow_has_allocated_there() -> None:

@@ -147,6 +147,7 @@ class ModelCosts:
         target_bytes: Of these, the bytes of its targets and its weight, which a pipeline's last stage gets.
         working: Bytes of a training step on one device beyond weights, slots and runtime: saved tensors, gradients and
             temporaries at the peak.
+        scratch: Of these, the bytes of each example beyond the results of operations in one order.
         blocks: The layer calls in the order of the graph; empty where the model cannot be cut.
         uncut: Why the model cannot be cut, a sentence; "" where it can.
         mixing: Layers that mix the examples of a batch, which replicas refuse.
@@ -174,6 +175,7 @@ class ModelCosts:
     input_bytes: int = 0
     target_bytes: int = 0
     working: Bytes = NO_BYTES
+    scratch: Bytes = NO_BYTES
     blocks: tuple[BlockCost, ...] = ()
     uncut: str = ""
     mixing: tuple[str, ...] = ()

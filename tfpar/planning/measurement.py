@@ -157,6 +157,7 @@ def _measure_model(
         input_bytes=_bytes_of(batch) // num_examples,
         target_bytes=_bytes_of(keras.utils.unpack_x_y_sample_weight(batch)[1:]) // num_examples,
         working=held.working,
+        scratch=held.scratch,
         blocks=with_bytes(blocks.costs, traced, num_examples, device),
         uncut=traced.reason,
         # A model that can be cut mixes no examples.

@@ -6,6 +6,8 @@ temporaries                   the largest, once
 copies                        of sums over replicas, of weights that other devices own, of batches ahead
 host                          on CPUs, the batch that the input pipeline has ready
 runtime                       what TensorFlow itself takes
+
+Logical CPUs have one memory: a copy from one to another is the same tensor, until one of them changes it.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ def device_bytes(layout: Layout, model: ModelCosts, machine: MachineCosts, batch
         >>> device_bytes(Layout(), model, MachineCosts("CPU", 2, 2), batch=8)
         960
     """
-    of_host = host_bytes(layout, model, batch) if machine.device == "CPU" else 0
-    return max(bytes_of_devices(layout, model, batch)) + of_host + machine.runtime_bytes
+    is_cpu = machine.device == "CPU"
+    of_host = host_bytes(layout, model, batch) if is_cpu else 0
+    return max(bytes_of_devices(layout, model, batch, shares_memory=is_cpu)) + of_host + machine.runtime_bytes
 
 
 def host_bytes(layout: Layout, model: ModelCosts, batch: int) -> int:
@@ -71,13 +74,14 @@ def host_bytes(layout: Layout, model: ModelCosts, batch: int) -> int:
     return model.input_bytes * batch * (2 if is_divided else 1)
 
 
-def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
+def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int, *, shares_memory: bool = False) -> list[int]:
     """Return the peak memory of each device, without that of TensorFlow itself.
 
     Args:
         layout: The layout.
         model: The costs of the model.
         batch: Examples of the global batch.
+        shares_memory: Whether the devices are logical CPUs; equal copies are then counted once, in equal parts.
 
     Returns:
         Bytes of each device: replica by replica, each with its stages or shards.
@@ -91,22 +95,22 @@ def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int) -> list[int]
     """
     share = -(-batch // layout.num_replicas)
     if layout.num_stages > 1:
-        return _pipeline_bytes(layout, model, batch) * layout.num_replicas
+        return _pipeline_bytes(layout, model, batch, shares_memory) * layout.num_replicas
     if layout.shard == "weights":
-        used = _fully_sharded_bytes(layout, model, share)
+        used = _fully_sharded_bytes(layout, model, share, shares_memory)
     elif layout.num_shards > 1:
         used = _divided_bytes(layout, model, share) * layout.num_replicas
     else:
-        used = _replica_bytes(layout, model, share)
-    batches = itertools.cycle(_batches_on_devices(layout))
+        used = _replica_bytes(layout, model, share, shares_memory)
+    batches = itertools.cycle(_batches_on_devices(layout, shares_memory))
     return [one + number * model.input_bytes * share for one, number in zip(used, batches, strict=False)]
 
 
-def _batches_on_devices(layout: Layout) -> list[int]:
+def _batches_on_devices(layout: Layout, shares_memory: bool) -> list[int]:
     """Return the batches on each device of a replica; its other shards have a copy of that of the step."""
     by_distribute = layout.num_replicas > 1 and layout.num_shards == 1 and layout.shard != "weights"
     first = _BATCHES_OF_REPLICA if by_distribute else _BATCHES_ON_DEVICE
-    return [first, *[1] * (layout.num_shards - 1)]
+    return [first, *[0 if shares_memory else 1] * (layout.num_shards - 1)]
 
 
 def largest_batch(layout: Layout, model: ModelCosts, machine: MachineCosts) -> int | None:
@@ -152,37 +156,58 @@ def _largest_variable(model: ModelCosts) -> int:
     return max(model.variable_bytes, default=0)
 
 
-def _replica_bytes(layout: Layout, model: ModelCosts, share: int) -> list[int]:
-    """Return the bytes of one device, or of each replica, with or without sharded optimizer state."""
-    slots = [1.0] * layout.num_replicas
+def _replica_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory: bool) -> list[int]:
+    """Return the bytes of one device, or of each replica, with or without sharded optimizer state.
+
+    One device updates a weight as soon as it has the gradient. Replicas hold theirs until the others have computed
+    them, and the sum of a gradient has memory of its own; that of logical CPUs is one for all.
+    """
+    number, weights, working = layout.num_replicas, float(model.weight_bytes), float(model.working.of(share))
+    slots, sums = [1.0] * number, [0] * number
+    if number > 1:
+        working = max(working, model.trainable_bytes * (1 + shares_memory / number))
+        sums = [_largest_variable(model)] * number
     if layout.shard == "optimizer":
-        slots = _shares(model, layout.num_replicas)
-    # The sum of a gradient over the replicas has memory of its own.
-    copies = _largest_variable(model) if layout.num_replicas > 1 else 0
-    used = model.weight_bytes + model.working.of(share) + copies
-    return [used + round(model.slot_bytes * one) for one in slots]
+        slots, sums = _shares(model, number), _largest_owned(model, number)
+        weights /= number if shares_memory else 1
+    used = weights + working
+    return [
+        round(used + model.slot_bytes * one + (0 if shares_memory else of_sum))
+        for one, of_sum in zip(slots, sums, strict=True)
+    ]
 
 
-def _shares(model: ModelCosts, num_owners: int) -> list[float]:
-    """Return the part of each owner of the optimizer's state, or of the weights.
+def _owned(model: ModelCosts, num_owners: int) -> list[list[int]]:
+    """Return the bytes of the weights of each owner.
 
     Each weight has one owner; the largest are assigned first, each to the owner with the fewest bytes.
     """
-    owned = [0] * num_owners
+    owned: list[list[int]] = [[] for _ in range(num_owners)]
     for size in sorted(model.variable_bytes, reverse=True):
-        owned[owned.index(min(owned))] += size
+        min(owned, key=sum).append(size)
+    return owned
+
+
+def _shares(model: ModelCosts, num_owners: int) -> list[float]:
+    """Return the part of each owner of the optimizer's state, or of the weights."""
+    owned = [sum(one) for one in _owned(model, num_owners)]
     return [one / max(1, sum(owned)) for one in owned]
 
 
-def _fully_sharded_bytes(layout: Layout, model: ModelCosts, share: int) -> list[int]:
+def _largest_owned(model: ModelCosts, num_owners: int) -> list[int]:
+    """Return the bytes of the largest weight of each owner, whose gradients it receives."""
+    return [max(one, default=0) for one in _owned(model, num_owners)]
+
+
+def _fully_sharded_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory: bool) -> list[int]:
     """Return the bytes of each replica: its part of the weights, and copies of those of two blocks."""
-    blocks = _blocks_of_weights(model)
-    held = [sum(block.weight_bytes for block in one) for one in blocks]
-    copies = sum(sorted(held)[-2:])
-    gradients = max((sum(block.trainable_bytes for block in one) for one in blocks), default=0)
-    used = copies + gradients + _saved_bytes(model.blocks, share) + _temporary_bytes(model.blocks, share)
+    held = [sum(block.weight_bytes for block in one) for one in _blocks_of_weights(model)]
+    copies = 0 if shares_memory else sum(sorted(held)[-2:])
+    received = [0 if shares_memory else one for one in _largest_owned(model, layout.num_replicas)]
+    used = copies + _saved_bytes(model.blocks, share) + _temporary_bytes(model, model.blocks, share)
     owned = model.weight_bytes + model.trainable_bytes + model.slot_bytes
-    return [used + round(owned * one) for one in _shares(model, layout.num_replicas)]
+    shares = _shares(model, layout.num_replicas)
+    return [used + round(owned * one) + of_sum for one, of_sum in zip(shares, received, strict=True)]
 
 
 def _blocks_of_weights(model: ModelCosts) -> list[Sequence[BlockCost]]:
@@ -213,11 +238,11 @@ def _saved_bytes(blocks: Sequence[BlockCost], num_examples: int) -> int:
     return first + sum(block.saved.of(num_examples) for block in blocks)
 
 
-def _temporary_bytes(blocks: Sequence[BlockCost], num_examples: int) -> int:
-    return max((block.temporary.of(num_examples) for block in blocks), default=0)
+def _temporary_bytes(model: ModelCosts, blocks: Sequence[BlockCost], num_examples: int) -> int:
+    return max((block.temporary.of(num_examples) for block in blocks), default=0) + model.scratch.of(num_examples)
 
 
-def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
+def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int, shares_memory: bool) -> list[int]:
     """Return the bytes of each stage."""
     schedule = schedules.make(layout.schedule, layout.num_stages, layout.num_microbatches)
     size = -(-batch // (layout.num_replicas * layout.num_microbatches))
@@ -229,34 +254,26 @@ def _pipeline_bytes(layout: Layout, model: ModelCosts, batch: int) -> list[int]:
             received if layout.recompute else _saved_bytes(stage, size)
             for stage, received in zip(stages, inputs, strict=True)
         ),
-        backward_temporary_bytes=tuple(_backward_bytes(layout, stage, size) for stage in stages),
-        weight_gradient_temporary_bytes=tuple(sum(block.trainable_bytes for block in stage) for stage in stages),
+        backward_temporary_bytes=tuple(_backward_bytes(layout, model, stage, size) for stage in stages),
+        weight_gradient_temporary_bytes=tuple(
+            sum(block.trainable_bytes for block in stage) + model.scratch.of(size) for stage in stages
+        ),
         until_weight_gradient_bytes=tuple(
             sum(block.output.of(size) for block in stage if block.trainable_bytes) for stage in stages
         ),
-        fixed_bytes=tuple(_fixed_bytes(layout, model, stage) for stage in stages),
+        fixed_bytes=tuple(_fixed_bytes(layout, model, stage, shares_memory) for stage in stages),
     )
     held = [
         max(
-            peak_bytes(schedule, durations, [stage]) + _late_bytes(layout, stages[stage], size, in_flight),
-            durations.fixed_bytes[stage] + _update_bytes(model, stages[stage]),
+            peak_bytes(schedule, durations, [number]),
+            durations.fixed_bytes[number] + _update_bytes(model, stage),
         )
-        for stage, in_flight in enumerate(schedules.peak_activations(schedule))
+        for number, stage in enumerate(stages)
     ]
     share = _BATCHES_ON_DEVICE * size * layout.num_microbatches
     held[0] += share * (model.input_bytes - model.target_bytes)
     held[-1] += share * model.target_bytes
     return held
-
-
-def _late_bytes(layout: Layout, stage: Sequence[BlockCost], size: int, in_flight: int) -> int:
-    """Return the saved tensors of one micro-batch more than the schedule has in flight.
-
-    TensorFlow may run the next forward pass before the last weight gradients, whose inputs live until then. The
-    schedule orders weight gradients that are actions of their own, and recomputed tensors have no forward pass.
-    """
-    is_late = not layout.recompute and layout.schedule != "zero_bubble" and in_flight < layout.num_microbatches
-    return _saved_bytes(stage, size) if is_late else 0
 
 
 def _update_bytes(model: ModelCosts, stage: Sequence[BlockCost]) -> int:
@@ -268,21 +285,22 @@ def _update_bytes(model: ModelCosts, stage: Sequence[BlockCost]) -> int:
     return 2 * largest if model.slot_bytes > 0 else 0
 
 
-def _backward_bytes(layout: Layout, stage: Sequence[BlockCost], size: int) -> int:
+def _backward_bytes(layout: Layout, model: ModelCosts, stage: Sequence[BlockCost], size: int) -> int:
     """Return the temporaries of a backward pass: recomputed tensors, gradients of activations, and the new sums.
 
     An action has the summed gradients as an argument, so the old sums live until the new ones are all computed.
     """
     recomputed = _saved_bytes(stage, size) if layout.recompute else 0
     own = 0 if layout.schedule == "zero_bubble" else sum(block.trainable_bytes for block in stage)
-    return recomputed + _temporary_bytes(stage, size) + (own if layout.num_microbatches > 1 else 0)
+    return recomputed + _temporary_bytes(model, stage, size) + (own if layout.num_microbatches > 1 else 0)
 
 
-def _fixed_bytes(layout: Layout, model: ModelCosts, stage: Sequence[BlockCost]) -> int:
+def _fixed_bytes(layout: Layout, model: ModelCosts, stage: Sequence[BlockCost], shares_memory: bool) -> int:
     """Return the bytes of weights, summed gradients and optimizer state of a stage."""
     trained = sum(block.trainable_bytes for block in stage)
     slots = model.slot_bytes * trained / max(1, model.trainable_bytes)
     if layout.shard is not None:
         slots /= layout.num_replicas
-    copies = max(itertools.chain((block.trainable_bytes for block in stage), [0])) * (layout.num_replicas > 1)
+    has_copies = layout.num_replicas > 1 and not shares_memory
+    copies = max((block.trainable_bytes for block in stage), default=0) if has_copies else 0
     return round(sum(block.weight_bytes for block in stage) + trained + slots + copies)

@@ -45,12 +45,15 @@ class MemoryCosts:
         trainable_bytes: Bytes of the trainable weights.
         slot_bytes: Bytes of the optimizer's state.
         working: Bytes of a training step beyond weights and state, at the peak.
+        scratch: Of these, the bytes of each example beyond the results of operations in one order: memory inside of
+            operations, such as that of convolutions, and results of operations that threads run at once.
     """
 
     weight_bytes: int
     trainable_bytes: int
     slot_bytes: int
     working: Bytes
+    scratch: Bytes = NO_BYTES
 
 
 def model_bytes(model: keras.Model, batch: Any, device: str = "CPU:0") -> MemoryCosts:
@@ -79,11 +82,22 @@ def model_bytes(model: keras.Model, batch: Any, device: str = "CPU:0") -> Memory
         weight_bytes=sum(map(num_bytes, model.variables)),
         trainable_bytes=sum(map(num_bytes, model.trainable_variables)),
         slot_bytes=sum(map(num_bytes, model.optimizer.variables)),
-        working=_line(sizes, found),
+        working=_line(sizes, [one.counted for one in found]),
+        # Those of no example are temporaries of the update.
+        scratch=_line(sizes, [max(0, one.counted - one.read) for one in found])._replace(start_bytes=0.0),
     )
 
 
-def _bytes_of_sizes(model: keras.Model, batch: Any, num_examples: int, device: str) -> tuple[list[int], list[int]]:
+class _StepBytes(NamedTuple):
+    """The bytes of a step at its peak, as the allocator counts them, and as read from its graph."""
+
+    counted: int
+    read: int
+
+
+def _bytes_of_sizes(
+    model: keras.Model, batch: Any, num_examples: int, device: str
+) -> tuple[list[int], list[_StepBytes]]:
     """Return two numbers of examples with the bytes of a step; smaller ones where the memory does not suffice."""
     sizes = sorted({max(1, num_examples // 2), num_examples})
     try:
@@ -104,7 +118,7 @@ def _line(sizes: Sequence[int], found: Sequence[int]) -> Bytes:
 
 
 @random_state.preserved_random_state()
-def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) -> int:
+def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) -> _StepBytes:
     strategy = SingleDevice(device)
     repeats = -(-num_examples // int(data.num_rows(batch)))
     given = data.take_rows(batch if repeats == 1 else data.join_batches([batch] * repeats), 0, num_examples)
@@ -113,12 +127,9 @@ def _step_bytes(model: keras.Model, batch: Any, num_examples: int, device: str) 
     specs = tf.nest.map_structure(lambda leaf: None if leaf is None else tf.type_spec_from_value(leaf), given)
     step = tf.function(lambda examples: strategy.train_step(model, examples), autograph=False)
     function = step.get_concrete_function(specs)
-    if counts_bytes(device):
-        return _most_counted_bytes(lambda: step(given), device)
     graph = function.graph
-    operations = needed_operations(graph.get_operations(), graph.outputs)
-    nodes = read_graph(operations, "GPU" in device, num_examples)
-    return max(live_bytes(nodes, executor_order(nodes)), default=0)
+    read = _most_bytes(needed_operations(graph.get_operations(), graph.outputs), num_examples, device)
+    return _StepBytes(_most_counted_bytes(lambda: step(given), device) if counts_bytes(device) else read, read)
 
 
 def counts_bytes(device: str) -> bool:
