@@ -99,7 +99,14 @@ def test_a_small_layer_takes_pieces_and_does_not_begin_a_division() -> None:
     layout = plan(offers, weights, 2)
     assert names(layout) == [None, "columns", "channels", "rows", None]
     assert layout.weights["norm/gamma"] == Division(0, (320, 320))
-    assert layout.whole == {"last": "its input is whole"}, "a large one is named"
+    assert layout.whole == {"last": "its input has no pieces that it takes"}, "a large one is named"
+
+
+def test_a_layer_with_few_bytes_and_many_multiplications_is_large() -> None:
+    offers = [dense("few", ("x",), 8, 8), dense("many", ("few",), 1000, 1000)]
+    assert names(plan(offers, weights_of(*offers), 2)) == [None, "columns"]
+    offers[0] = offers[0]._replace(num_positions=1000)
+    assert names(plan(offers, weights_of(*offers), 2))[0] == "columns"
 
 
 def test_a_rule_divides_a_small_layer_or_is_refused_with_the_reason() -> None:

@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-# A layer call with a smaller part of the bytes of all weights than this stays whole, unless it takes pieces of its
-# input: these would have to be gathered for it.
+# A layer call with a smaller part of the bytes of all weights, and of all multiplications, than this stays whole,
+# unless its input is in pieces: these would have to be gathered for it.
 SMALLEST_PART = 0.001
 
 
@@ -90,6 +90,7 @@ class Offer(NamedTuple):
         ways: The ways to divide it, the best first.
         undivided: Why a call without ways is not divided.
         divides_input: Whether a way that takes pieces of its input may divide a whole one.
+        num_positions: How often it multiplies by its weights for each example.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Offer(NamedTuple):
     ways: tuple[Way, ...]
     undivided: str
     divides_input: bool = False
+    num_positions: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +150,7 @@ def plan(
         weights: All weights of the model, by key.
         num_shards: The number of shards.
         wanted: The divided axis of weights by rules of the user, None for one that stays whole; without rules all large
-            layers are divided.
+            layers are divided, and small ones whose input is in pieces.
 
     Raises:
         ValueError: If a rule divides a weight along an axis that no way of its layer divides.
@@ -181,6 +183,7 @@ class _Search:
     ) -> None:
         self._weights, self._num_shards, self._wanted, self._kept = weights, num_shards, wanted, kept
         self._least_bytes = SMALLEST_PART * sum(one.num_bytes for one in weights.values())
+        self._least_work = 0.0
         self._divisions: dict[Hashable, Division] = {}
         self._values: dict[Hashable, Division] = {}
         self._read_whole: dict[Hashable, str] = {}
@@ -189,6 +192,7 @@ class _Search:
 
     def run(self, offers: Sequence[Offer]) -> Layout:
         ways, whole = [], dict[str, str]()
+        self._least_work = SMALLEST_PART * sum(self._num_bytes(one.weights) * one.num_positions for one in offers)
         for offer in offers:
             way, reason = self._choose(offer)
             ways.append(way)
@@ -219,9 +223,12 @@ class _Search:
         if self._wanted is not None:
             self._note_unmet(offer, reasons)
             return None, ""
-        if not self._is_large(offer.weights):
+        if not self._is_large(offer.weights, offer.num_positions):
             return None, ""
-        return None, next((reason for _, reason in reasons), "its input is whole" if offer.ways else offer.undivided)
+        return None, next(
+            (reason for _, reason in reasons),
+            "its input has no pieces that it takes" if offer.ways else offer.undivided,
+        )
 
     def _sizes(self, way: Way, offer: Offer) -> tuple[int, ...] | None:
         """Return the units of each shard, None if the way does not fit the placement of the inputs."""
@@ -254,9 +261,9 @@ class _Search:
             if self._divisions.get(key, division) != division:
                 self.conflicts[key] = "layers would divide it differently"
                 return self.conflicts[key]
-        takes_pieces = way.takes is not None and self._values.get(offer.inputs[0]) is not None
-        begins = self._wanted is None and not takes_pieces
-        return "its weights are small" if begins and not self._is_large(tuple(way.cuts)) else ""
+        begins = self._wanted is None and not any(value in self._values for value in offer.inputs)
+        is_large = not begins or self._is_large(tuple(way.cuts), offer.num_positions)
+        return "" if is_large else "its weights are small"
 
     def _against_rules(self, way: Way, offer: Offer, wanted: Mapping[Hashable, int | None]) -> str:
         if all(wanted.get(key) is None for key in offer.weights):
@@ -275,9 +282,12 @@ class _Search:
         if way.gives is not None:
             self._values.update((value, _scaled(way.gives, sizes)) for value in offer.outputs)
 
-    def _is_large(self, keys: Sequence[Hashable]) -> bool:
-        total = sum(self._weights[key].num_bytes for key in keys if key in self._weights)
-        return total > 0 and total >= self._least_bytes
+    def _is_large(self, keys: Sequence[Hashable], num_positions: int) -> bool:
+        total = self._num_bytes(keys)
+        return total > 0 and (total >= self._least_bytes or total * num_positions >= self._least_work)
+
+    def _num_bytes(self, keys: Sequence[Hashable]) -> int:
+        return sum(self._weights[key].num_bytes for key in keys if key in self._weights)
 
     def _note_unmet(self, offer: Offer, reasons: Sequence[tuple[Way, str]]) -> None:
         for key in offer.weights:
@@ -300,7 +310,7 @@ def _against_axis(offer: Offer, key: Hashable, axis: int) -> str:
     """Return why no way of a layer call divides a weight at an axis."""
     possible = sorted({way.cuts[key].axis for way in offer.ways if key in way.cuts})
     if axis in possible:
-        return f"{offer.name!r} takes pieces, and the layer before it gives none"
+        return f"{offer.name!r} takes pieces, and its input has none that fit"
     if possible:
         return f"{offer.name!r} can be divided at axis {' or '.join(map(str, possible))}"
     return f"no division of {offer.name!r} divides it" if offer.ways else offer.undivided

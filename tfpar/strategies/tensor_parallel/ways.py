@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -93,7 +94,17 @@ def _offer(call: Call, graph: Graph) -> Offer:
         find(call),
         _undivided_because(call),
         _reads_wide_input(call, graph),
+        _num_positions(call),
     )
+
+
+def _num_positions(call: Call) -> int:
+    """Return the number of outputs of a layer call that are computed with the same weights, 1 where it is open."""
+    if type(call.operation) in (keras.layers.Embedding, keras.layers.ReversibleEmbedding):
+        return 1  # rows are read, not multiplied
+    elements = [size or 1 for size in call.outputs[0].shape[1:]]
+    axis = getattr(call.operation, "data_format", None) == "channels_first" and len(elements) > 1
+    return math.prod(elements) // (elements[0 if axis else -1] if elements else 1)
 
 
 def _undivided_because(call: Call) -> str:
@@ -101,16 +112,21 @@ def _undivided_because(call: Call) -> str:
     layer = call.operation
     if type(layer) not in _WAYS:
         return f"layers of the class {type(layer).__name__} are not divided"
+    names = {variable.path.split("/")[-1] for variable in layer.weights}
+    is_attention = type(layer) in (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
     settings = {
         "with LoRA": getattr(layer, "lora_enabled", False),
         "quantized": getattr(layer, "quantization_mode", None),
+        "with LoRA or quantized": is_attention and not names <= {"kernel", "bias"},
         "with activity_regularizer": layer.activity_regularizer,
         "with groups": getattr(layer, "groups", 1) != 1,
         'with padding="causal"': getattr(layer, "padding", None) == "causal",
         "with renorm": getattr(layer, "renorm", False),
+        "with a mask": any("mask" in name and value is not None for name, value in call.kwargs.items()),
+        "with several inputs": len(call.inputs) > 1 and not is_attention,
         "with several outputs": len(call.outputs) > 1,
     }
-    how = next((text for text, is_set in settings.items() if is_set), "called as here")
+    how = next((text for text, is_set in settings.items() if is_set), "of this kind")
     return f"a {type(layer).__name__} layer {how} is not divided"
 
 
