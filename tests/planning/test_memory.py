@@ -130,6 +130,7 @@ def test_logical_cpus_hold_equal_copies_once() -> None:
     assert saved_by_sharing(Layout(num_shards=2)) == 8 * 10, "the batch of the other shard"
     assert saved_by_sharing(Layout(num_stages=2, num_microbatches=4)) == 0
     assert saved_by_sharing(Layout(2, num_stages=2, num_microbatches=4)) == 4 * 100
+    assert saved_by_sharing(Layout(2, shard="optimizer", num_hosts=2)) == 0, "two hosts share nothing"
 
 
 def test_replicas_hold_all_gradients_until_they_are_summed() -> None:

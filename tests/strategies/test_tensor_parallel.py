@@ -259,7 +259,7 @@ def test_preview_says_what_is_divided() -> None:
     text = str(preview)
     for line in ("up is divided by columns", "down is divided by rows", "gate is divided by columns"):
         assert line in text
-    assert "is whole: its input is whole" in text
+    assert "is whole: its input has no pieces that it takes" in text
 
 
 def recurrent() -> keras.Model:
@@ -278,7 +278,87 @@ def test_a_model_of_which_nothing_is_divided_is_named_with_the_reason(strategy: 
         trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
         trainer.fit(np.ones((4, 6, 3)), np.ones((4, 4)), verbose=0)
     (message,) = [str(one.message) for one in noted if "No layer of" in str(one.message)]
-    assert "is divided, and the first device computes all of it ('loop': layers of the class LSTM are not" in message
+    place = (
+        "of each stage computes it. Leave" if isinstance(trainer.strategy, tfpar.Pipeline) else "computes all of it."
+    )
+    reason = "'loop': layers of the class LSTM are not divided"
+    assert f"is divided ({reason}), and the first device {place}" in message
+
+
+def test_rules_that_keep_all_weights_whole_are_named() -> None:
+    with pytest.warns(UserWarning, match=r"is divided \(its rules keep all weights whole\), and the first device"):
+        tfpar.Trainer(perceptron, tfpar.TensorParallel(2, layout={"up/kernel": (None, None)}), seed=0)
+
+
+def with_lora(layer: Any) -> Any:
+    layer.build((None, 6, 6)) if isinstance(layer, keras.layers.Dense) else layer.build((None, 6, 6), (None, 6, 6))
+    (layer if isinstance(layer, keras.layers.Dense) else layer.query_dense).enable_lora(2)
+    return layer
+
+
+def attended(values: Any) -> Any:
+    return with_lora(keras.layers.MultiHeadAttention(2, 3, name="odd"))(values, values)
+
+
+@pytest.mark.parametrize(
+    ("apply", "reason"),
+    [
+        (lambda x: keras.layers.Dense(6, activity_regularizer="l2", name="odd")(x), "Dense layer with activity_regula"),
+        (lambda x: with_lora(keras.layers.Dense(6, name="odd"))(x), "Dense layer with LoRA"),
+        (attended, "MultiHeadAttention layer with LoRA or quantized"),
+        (lambda x: keras.layers.Conv1D(6, 2, groups=2, name="odd")(x), "Conv1D layer with groups"),
+        (lambda x: keras.layers.Conv1D(6, 2, padding="causal", name="odd")(x), 'Conv1D layer with padding="causal"'),
+        (lambda x: keras.layers.BatchNormalization(renorm=True, name="odd")(x), "BatchNormalization layer with renorm"),
+        (lambda x: keras.layers.BatchNormalization(name="odd")(x), None),
+        (
+            lambda x: keras.layers.BatchNormalization(name="odd")(keras.layers.Masking()(x)),
+            "BatchNormalization layer with a mask",
+        ),
+    ],
+)
+def test_preview_names_a_whole_layer_with_the_reason(apply: Any, reason: str | None) -> None:
+    def build() -> keras.Model:
+        inputs = keras.Input((6, 6))
+        outputs = keras.layers.Dense(2, name="last")(apply(inputs))
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", "mse")
+        return model
+
+    trainer = tfpar.Trainer(build, tfpar.TensorParallel(2), seed=0)
+    outputs = trainer.model.output_shape[1:]
+    preview = trainer.preview(tf.data.Dataset.from_tensors((np.ones((4, 6, 6)), np.ones((4, *outputs)))))
+    expected = f"a {reason}" if reason else "its input has no pieces that it takes"
+    assert f"odd is whole: {expected}" in str(preview)
+
+
+def of_channels_first() -> keras.Model:
+    """Depthwise and narrow convolutions in pieces of the first axis, and one by filters that are many."""
+    inputs = keras.Input((3, 12))
+    first = {"data_format": "channels_first"}
+    hidden = keras.layers.Conv1D(5, 3, name="before", **first)(inputs)
+    hidden = keras.layers.DepthwiseConv1D(3, depth_multiplier=2, activation="tanh", name="each", **first)(hidden)
+    hidden = keras.layers.BatchNormalization(axis=1, name="statistics")(hidden)
+    hidden = keras.layers.Conv1D(40, 1, name="many", **first)(hidden)
+    hidden = keras.layers.GlobalAveragePooling1D(keepdims=True, **first)(hidden)
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES, "softmax")(keras.layers.Flatten()(hidden)))
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def of_channels() -> Data:
+    random = np.random.default_rng(4)
+    return random.normal(size=(21, 3, 12)), random.integers(0, CLASSES, 21)
+
+
+def test_channels_first_and_many_filters_equal_one_device() -> None:
+    with computing_in("float32"):  # of which TensorFlow has kernels for channels first on CPUs
+        _, *wanted = trained(of_channels_first, of_channels(), tfpar.SingleDevice())
+        trainer, *found = trained(of_channels_first, of_channels(), tfpar.TensorParallel(3))
+    assert_equal(found, wanted, 1e-4)
+    pieces = divided(trainer.model)
+    assert (pieces["each/kernel"], pieces["each/bias"]) == ((2, 2, 1), (4, 4, 2))
+    kernel = trainer.model.get_layer("many").kernel
+    assert (kernel.value.axis, kernel.value.sizes) == (2, (14, 13, 13)), "by filters: their sum would send more"
 
 
 def test_saves_a_plain_file_and_loads_weights(tmp_path: Path) -> None:

@@ -85,6 +85,21 @@ def test_an_interrupted_training_resumes_with_all_optimizers(strategy: str, tmp_
     small.assert_same_state(every_variable(resumed), every_variable(undisturbed))
 
 
+def test_objectives_that_train_no_weight_are_named() -> None:
+    def build() -> keras.Model:
+        model = Line()
+        model.other = layers.Dense(1)  # trainable, and of no objective
+        model.other.build((None, 3))
+        model(tf.zeros([1, 3]))
+        model.dense.trainable = False
+        model.settings["layers"] = [model.dense]
+        model.compile(optimizer=keras.optimizers.SGD(0.1))
+        return model
+
+    with pytest.warns(UserWarning, match="does not have any trainable weights: fit updates its metrics"):
+        fit(build)
+
+
 def test_the_optimizer_of_compile_counts_the_steps_where_it_trains_nothing() -> None:
     trainer = fit(lambda: line(optimizer=keras.optimizers.Adam(0.1)), epochs=2)
     assert int(trainer.model.optimizer.iterations.numpy()) == 6

@@ -75,11 +75,8 @@ class Preparation:
         equal_workers.check_dataset(self._strategy, dataset)
         equal_workers.check_data(self._strategy, dataset, epoch_iterator)
         self._check_gradients(training)  # the batch may have created weights
-        if training and not self._model.trainable_weights and self._strategy.is_chief:
-            user_warnings.warn(
-                f"{self._model.name!r} does not have any trainable weights: fit updates its metrics and states alone. "
-                "Set `trainable` of its layers, and call compile() again."
-            )
+        if training and self._strategy.is_chief:
+            self._warn_of_nothing_trained()
         self._once(f"{kind} state", lambda: self._check_state(batch, training))
         if source is not None and reused is None:
             source.start(self._strategy.broadcast)
@@ -94,6 +91,14 @@ class Preparation:
     @property
     def _in_parts(self) -> bool:
         return self._strategy.batch_parts[0] > 1 or self._strategy.cuts_model
+
+    def _warn_of_nothing_trained(self) -> None:
+        if not any(weights for _, weights in objective.updates_of(self._model)):
+            way_out = " Set `trainable` of its layers, and call compile() again." if self._model.weights else ""
+            user_warnings.warn(
+                f"{self._model.name!r} does not have any trainable weights: fit updates its metrics and states alone."
+                + way_out
+            )
 
     def _check_state(self, batch: Any, training: bool) -> None:
         if self._in_parts:

@@ -81,7 +81,8 @@ def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int, *, shares_me
         layout: The layout.
         model: The costs of the model.
         batch: Examples of the global batch.
-        shares_memory: Whether the devices are logical CPUs; equal copies are then counted once, in equal parts.
+        shares_memory: Whether the devices are logical CPUs. What replicas or shards of one host send to each other is
+            then counted once, in equal parts.
 
     Returns:
         Bytes of each device: replica by replica, each with its stages or shards.
@@ -94,6 +95,7 @@ def bytes_of_devices(layout: Layout, model: ModelCosts, batch: int, *, shares_me
         [960]
     """
     share = -(-batch // layout.num_replicas)
+    shares_memory = shares_memory and layout.num_hosts == 1
     if layout.num_stages > 1:
         return _pipeline_bytes(layout, model, batch, shares_memory) * layout.num_replicas
     if layout.shard == "weights":

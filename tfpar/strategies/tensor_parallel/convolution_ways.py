@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -53,7 +53,7 @@ def convolution_ways(call: Call) -> tuple[Way, ...]:
         Way("filters", int(filters), cuts, None, Cut(channels) if activates_pieces(layer) else None, _run_filters),
     )
     # The sum of many outputs would take longer than the inputs take to send, as in Dense.
-    return ways[::-1] if filters >= WIDE_OUTPUT * inputs else ways
+    return ways[::-1] if filters >= WIDE_OUTPUT * inputs and max(layer.strides) == 1 else ways
 
 
 def depthwise_ways(call: Call) -> tuple[Way, ...]:
@@ -63,7 +63,7 @@ def depthwise_ways(call: Call) -> tuple[Way, ...]:
         call: A layer call.
     """
     layer = call.operation
-    if layer.padding == "causal" or layer.activity_regularizer:
+    if layer.activity_regularizer:
         return ()
     channels, (inputs, multiplier) = _channel_axis(layer), map(int, layer.kernel.shape[-2:])
     cuts: dict[Hashable, Cut] = {id(layer.kernel): Cut(len(layer.kernel.shape) - 2)}
@@ -111,14 +111,8 @@ def _channel_axis(layer: Any, rank: int | None = None) -> int:
 
 
 def _run_filters(placed: Placed, call: Call, training: bool) -> Any:
-    layer, (value,) = call.operation, call.inputs
-    outputs = []
-    for shard, device in enumerate(placed.devices):
-        given = placed.on(value, shard)
-        bias = None if layer.bias is None else weight_piece(layer.bias, shard, device, layer.compute_dtype)
-        with tf.device(device):
-            outputs.append(_with_bias(layer, _convolved(layer, given, shard, device), bias))
-    return activated(outputs, _channel_axis(layer), placed, call)
+    (value,) = call.inputs
+    return _outputs(placed, call, [placed.on(value, shard) for shard in range(len(placed.devices))])
 
 
 def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
@@ -137,8 +131,13 @@ def _run_channels(placed: Placed, call: Call, training: bool) -> tf.Tensor:
 
 def _run_depthwise(placed: Placed, call: Call, training: bool) -> Any:
     layer, (value,) = call.operation, call.inputs
-    held, outputs = placed.pieces(value, _channel_axis(layer), layer.kernel.value.sizes), []
-    for shard, (device, given) in enumerate(zip(placed.devices, held.tensors, strict=True)):
+    return _outputs(placed, call, placed.pieces(value, _channel_axis(layer), layer.kernel.value.sizes).tensors)
+
+
+def _outputs(placed: Placed, call: Call, inputs: Sequence[tf.Tensor]) -> Any:
+    """Return the channels that each shard computes from its input."""
+    layer, outputs = call.operation, []
+    for shard, (device, given) in enumerate(zip(placed.devices, inputs, strict=True)):
         bias = None if layer.bias is None else weight_piece(layer.bias, shard, device, layer.compute_dtype)
         with tf.device(device):
             outputs.append(_with_bias(layer, _convolved(layer, given, shard, device), bias))

@@ -114,7 +114,8 @@ def divide_stages(
 
     divisions = {key: division for layout, _ in found.values() for key, division in layout.weights.items()}
     if warns and not divisions:
-        warn_of_nothing(model, {name: why for layout, _ in found.values() for name, why in layout.whole.items()})
+        reasons = {name: why for layout, _ in found.values() for name, why in layout.whole.items()}
+        warn_of_nothing(model, reasons, has_stages=True)
     updates.place(model, divisions, homes)
     return found
 

@@ -76,7 +76,8 @@ class TensorParallel(SingleReplica):
             pieces that differ by one.
         layout: Rules for the weights to divide, in the manner of Keras' `LayoutMap`: regular expressions that are
             searched in the paths of weights, each with a tuple that has `"model"` at the divided axis and None at
-            the others. None divides every layer with at least a thousandth of the bytes of the model where it can.
+            the others. None divides every layer with at least a thousandth of the bytes or multiplications of the
+            model where it can, and smaller ones whose input is in pieces.
         devices: Device names such as `["GPU:0", "GPU:1"]`; None takes the first devices of this machine.
 
     Raises:

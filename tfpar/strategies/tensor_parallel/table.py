@@ -16,17 +16,21 @@ from tfpar.strategies.tensor_parallel.layout import Layout
 from tfpar.strategies.tensor_parallel.runner import DividedModel
 
 
-def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str]) -> None:
+def warn_of_nothing(model: keras.Model, reasons: Mapping[str, str], *, has_stages: bool = False) -> None:
     """Warn that no layer of a model is divided.
 
     Args:
         model: The model.
-        reasons: For each large whole layer call its name and the reason.
+        reasons: For each large whole layer call its name and the reason; empty where rules keep all of them whole.
+        has_stages: Whether the devices divide stages of a pipeline.
     """
-    examples = [f" ({name!r}: {reason})" for name, reason in reasons.items()]
+    if not model.weights:
+        return
+    name, reason = next(iter(reasons.items()), ("", "its rules keep all weights whole"))
+    where = f"{name!r}: {reason}" if name else reason
     user_warnings.warn(
-        f"No layer of {model.name!r} is divided, and the first device computes all of it{''.join(examples[:1])}. Use "
-        "Mirrored or Pipeline."
+        f"No layer of {model.name!r} is divided ({where}), and the first device"
+        + (" of each stage computes it. Leave num_shards out." if has_stages else " computes all of it. Use Mirrored.")
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfpar.pipeline.execution.bundles import is_copied
 from tfpar.pipeline.graph.ir import Graph, Value
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.tensor_parallel.layout import Layout
@@ -79,7 +80,7 @@ def cut_inputs(
 
 
 def sent_inputs(inputs: CutInputs, devices: Sequence[str]) -> CutInputs:
-    """Return inputs with each tensor on its device.
+    """Return inputs with each tensor on its device; those that no device copies stay on the host.
 
     Args:
         inputs: Inputs on the host.
@@ -88,7 +89,7 @@ def sent_inputs(inputs: CutInputs, devices: Sequence[str]) -> CutInputs:
     found = []
     for tensor, device in zip(tf.nest.flatten(inputs), devices, strict=True):
         with tf.device(device):
-            found.append(tf.nest.map_structure(tf.identity, tensor, expand_composites=True))
+            found.append(tf.identity(tensor) if is_copied(tensor) else tensor)
     packed: CutInputs = tf.nest.pack_sequence_as(inputs, found)
     return packed
 
