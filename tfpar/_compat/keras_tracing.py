@@ -148,7 +148,8 @@ class _Recorder:
             self._path.append(layer.name)
             try:
                 outputs = layer.call(*args, **kwargs)
-                if all(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten(outputs)):
+                made = [leaf for leaf in keras.tree.flatten(outputs) if leaf is not None]
+                if made and all(isinstance(leaf, keras.KerasTensor) for leaf in made):
                     frame.opened = True
                     return outputs
             except Exception:  # its `call` cannot be read, so it stays one operation

@@ -101,6 +101,10 @@ class Graph:
     outputs: Any
 
 
+# Of these, a layer call returns no value that another one receives: the model has them as they are.
+_CONSTANTS = (type(None), bool, int, float, str)
+
+
 def run(
     calls: Sequence[Call],
     tensors: dict[Value, Any],
@@ -129,7 +133,8 @@ def run(
     with keras_losses_in_call.in_call(), tf_function.own_traces(), one_call:
         for call in calls:
             outputs = keras.tree.flatten((run_one or run_call)(call, tensors, training))
-            tensors |= dict(zip(call.outputs, outputs, strict=True))
+            made = [leaf for leaf in outputs if not isinstance(leaf, _CONSTANTS)]
+            tensors |= dict(zip(call.outputs, made, strict=True))
 
 
 def run_call(call: Call, tensors: Mapping[Value, Any], training: bool) -> Any:

@@ -100,7 +100,7 @@ def _offer(call: Call, graph: Graph) -> Offer:
 
 def _num_positions(call: Call) -> int:
     """Return the number of outputs of a layer call that are computed with the same weights, 1 where it is open."""
-    if type(call.operation) in (keras.layers.Embedding, keras.layers.ReversibleEmbedding):
+    if not call.outputs or type(call.operation) in (keras.layers.Embedding, keras.layers.ReversibleEmbedding):
         return 1  # rows are read, not multiplied
     elements = [size or 1 for size in call.outputs[0].shape[1:]]
     axis = getattr(call.operation, "data_format", None) == "channels_first" and len(elements) > 1
