@@ -154,10 +154,6 @@ def largest_batch(layout: Layout, model: ModelCosts, machine: MachineCosts) -> i
     return low
 
 
-def _largest_variable(model: ModelCosts) -> int:
-    return max(model.variable_bytes, default=0)
-
-
 def _replica_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory: bool) -> list[int]:
     """Return the bytes of one device, or of each replica, with or without sharded optimizer state.
 
@@ -165,18 +161,16 @@ def _replica_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory:
     them, and the sum of a gradient has memory of its own; that of logical CPUs is one for all.
     """
     number, weights, working = layout.num_replicas, float(model.weight_bytes), float(model.working.of(share))
-    slots, sums = [1.0] * number, [0] * number
     if number > 1:
         working = max(working, model.trainable_bytes * (1 + shares_memory / number))
-        sums = [_largest_variable(model)] * number
     if layout.shard == "optimizer":
-        slots, sums = _shares(model, number), _largest_owned(model, number)
+        slots, sums = _shares(model, number), _received_bytes(model, number, shares_memory)
         weights /= number if shares_memory else 1
+    else:
+        sum_bytes = 0 if shares_memory or number == 1 else max(model.variable_bytes, default=0)
+        slots, sums = [1.0] * number, [sum_bytes] * number
     used = weights + working
-    return [
-        round(used + model.slot_bytes * one + (0 if shares_memory else of_sum))
-        for one, of_sum in zip(slots, sums, strict=True)
-    ]
+    return [round(used + model.slot_bytes * one + of_sum) for one, of_sum in zip(slots, sums, strict=True)]
 
 
 def _owned(model: ModelCosts, num_owners: int) -> list[list[int]]:
@@ -196,16 +190,16 @@ def _shares(model: ModelCosts, num_owners: int) -> list[float]:
     return [one / max(1, sum(owned)) for one in owned]
 
 
-def _largest_owned(model: ModelCosts, num_owners: int) -> list[int]:
-    """Return the bytes of the largest weight of each owner, whose gradients it receives."""
-    return [max(one, default=0) for one in _owned(model, num_owners)]
+def _received_bytes(model: ModelCosts, num_owners: int, shares_memory: bool) -> list[int]:
+    """Return the bytes of the largest gradient that each owner receives; logical CPUs receive no copy."""
+    return [0 if shares_memory else max(one, default=0) for one in _owned(model, num_owners)]
 
 
 def _fully_sharded_bytes(layout: Layout, model: ModelCosts, share: int, shares_memory: bool) -> list[int]:
     """Return the bytes of each replica: its part of the weights, and copies of those of two blocks."""
     held = [sum(block.weight_bytes for block in one) for one in _blocks_of_weights(model)]
     copies = 0 if shares_memory else sum(sorted(held)[-2:])
-    received = [0 if shares_memory else one for one in _largest_owned(model, layout.num_replicas)]
+    received = _received_bytes(model, layout.num_replicas, shares_memory)
     used = copies + _saved_bytes(model.blocks, share) + _temporary_bytes(model, model.blocks, share)
     owned = model.weight_bytes + model.trainable_bytes + model.slot_bytes
     shares = _shares(model, layout.num_replicas)

@@ -101,7 +101,7 @@ class Graph:
     outputs: Any
 
 
-# Of these, a layer call returns no value that another one receives: the model has them as they are.
+# What a layer call may return besides tensors: no values of the graph, but constants in the arguments of later calls.
 _CONSTANTS = (type(None), bool, int, float, str)
 
 

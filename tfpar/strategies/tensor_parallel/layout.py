@@ -163,8 +163,8 @@ def plan(
     """
     kept: dict[Hashable, str] = {key: one.whole_because for key, one in weights.items() if one.whole_because}
     while True:
-        search = _Search(weights, num_shards, wanted, kept)
-        found = search.run(offers)
+        search = _Search(offers, weights, num_shards, wanted, kept)
+        found = search.run()
         conflicts = search.conflicts
         if not conflicts:
             return found
@@ -176,24 +176,25 @@ class _Search:
 
     def __init__(
         self,
+        offers: Sequence[Offer],
         weights: Mapping[Hashable, Weight],
         num_shards: int,
         wanted: Mapping[Hashable, int | None] | None,
         kept: Mapping[Hashable, str],
     ) -> None:
-        self._weights, self._num_shards, self._wanted, self._kept = weights, num_shards, wanted, kept
+        self._offers, self._weights, self._num_shards = offers, weights, num_shards
+        self._wanted, self._kept = wanted, kept
         self._least_bytes = SMALLEST_PART * sum(one.num_bytes for one in weights.values())
-        self._least_work = 0.0
+        self._least_work = SMALLEST_PART * sum(self._num_bytes(one.weights) * one.num_positions for one in offers)
         self._divisions: dict[Hashable, Division] = {}
         self._values: dict[Hashable, Division] = {}
         self._read_whole: dict[Hashable, str] = {}
         self._unmet: dict[Hashable, str] = {}
         self.conflicts: dict[Hashable, str] = {}
 
-    def run(self, offers: Sequence[Offer]) -> Layout:
+    def run(self) -> Layout:
         ways, whole = [], dict[str, str]()
-        self._least_work = SMALLEST_PART * sum(self._num_bytes(one.weights) * one.num_positions for one in offers)
-        for offer in offers:
+        for offer in self._offers:
             way, reason = self._choose(offer)
             ways.append(way)
             if way is None:
