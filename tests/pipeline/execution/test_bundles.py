@@ -8,8 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfpar
+from tfpar.pipeline.execution.bundles import bundled, unbundle
 
 BATCH = 8
 
@@ -57,3 +59,18 @@ def test_each_bias_of_convolutions_has_its_own_gradient_in_float32(logical_cpus:
         weights.append(trainer.model.get_weights())
     for expected, found in zip(*weights, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 300])
+def test_a_bundle_of_any_size_returns_its_tensors(logical_cpus: list[str], count: int) -> None:
+    tensors = [tf.constant([number], "int32" if number % 5 == 4 else "float32") for number in range(count)]
+    devices = [logical_cpus[number % 2] for number in range(count)]
+
+    @tf.function
+    def joined_and_taken_apart() -> list[tf.Tensor]:
+        return unbundle(bundled(tensors, devices), tensors, devices)
+
+    found = joined_and_taken_apart()
+    assert [(one.dtype, one.numpy().tolist()) for one in found] == [
+        (one.dtype, one.numpy().tolist()) for one in tensors
+    ]
