@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpar._compat import keras_model, keras_variables
 from tfpar.pipeline.execution.divided_calls import DividedCalls
 from tfpar.pipeline.execution.row_padding import fixed_shape
-from tfpar.pipeline.execution.stage_compilation import compile_stage
+from tfpar.pipeline.execution.stage_compilation import EqualStages, compile_stage
 from tfpar.pipeline.execution.stage_program import StageOptions, StageProgram
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.staged_model import StagedModel
@@ -37,8 +37,14 @@ class Programs(NamedTuple):
     specs: dict[Value, ValueSpec]
 
     def on(self, devices: Sequence[str]) -> Programs:
-        """Return the stages for other devices, one for each stage."""
-        return self._replace(stages=[one.on(device) for one, device in zip(self.stages, devices, strict=True)])
+        """Return the stages for other devices, one for each stage; equal stages stay one on each device."""
+        copies: dict[tuple[int, str], StageProgram] = {}
+        stages = []
+        for one, device in zip(self.stages, devices, strict=True):
+            key = id(one.functions), device
+            copies[key] = one.with_functions_of(copies[key]) if key in copies else one.on(device)
+            stages.append(copies[key])
+        return self._replace(stages=stages)
 
 
 def compile_stages(
@@ -60,9 +66,9 @@ def compile_stages(
         ways: What the losses computed by layers need of the whole batch, in the order of the stages.
     """
     specs, remaining = dict(inputs), tuple(ways)
-    programs = []
+    programs, equal = [], EqualStages(options)
     for stage, device in zip(stages, devices, strict=True):
-        program = compile_stage(stage, [specs[value] for value in stage.inputs], device, options, ways=remaining)
+        program = compile_stage(stage, [specs[value] for value in stage.inputs], device, equal, ways=remaining)
         remaining = remaining[len(program.ways) :]
         inputs_after = zip(stage.inputs, program.trace.unmasked, strict=True)
         specs.update((one, dataclasses.replace(specs[one], mask=None)) for one, unmasked in inputs_after if unmasked)
@@ -81,13 +87,13 @@ def without_dead_ends(programs: Programs, live: Iterable[Value], options: StageO
         live: The outputs of the model that the loss depends on.
         options: How they are compiled.
     """
-    alive, stages = set(live), list(programs.stages)
+    alive, stages, equal = set(live), list(programs.stages), EqualStages(options)
     for index, program in reversed(list(enumerate(programs.stages))):
         sends = zip(program.stage.outputs, program.output_specs, strict=True)
         unused_outputs = frozenset(value for value, spec in sends if spec.needs_gradient and value not in alive)
         if unused_outputs:
             stages[index] = compile_stage(
-                program.stage, program.input_specs, program.device, options,
+                program.stage, program.input_specs, program.device, equal,
                 unused_outputs=unused_outputs, ways=program.ways,
             )  # fmt: skip
         back = zip(program.stage.inputs, stages[index].has_input_gradients, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from tfpar.pipeline.execution.row_gradients import known_kinds
 from tfpar.pipeline.execution.row_padding import can_pad, outputs_per_example
 from tfpar.pipeline.execution.stage_functions import StageFunctions
 from tfpar.pipeline.execution.stage_program import StageOptions, StageProgram
-from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables, trace_stage, with_untrained_weights
+from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables, with_untrained_weights
+from tfpar.pipeline.execution.stage_tracing import Traces, trace_stage
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
 from tfpar.pipeline.graph import tracing as model_graph
@@ -23,11 +25,37 @@ from tfpar.reduction.gradient_addition import tensors_of
 from tfpar.reduction.losses_in_call import Way
 
 
+class EqualStages:
+    """The stages of a model by their traces: those with equal operations are compiled once for each device.
+
+    Args:
+        options: How all of them are compiled.
+    """
+
+    def __init__(self, options: StageOptions) -> None:
+        self.options = options
+        self.traces: Traces = {}
+        self._programs: dict[StageTrace, dict[str, StageProgram]] = {}
+
+    def on(self, device: str, trace: StageTrace) -> StageProgram | None:
+        """Return the compiled stage with a trace on a device; None if it is not compiled yet for any device."""
+        programs = self._programs.get(trace)
+        if programs is None:
+            return None
+        if device not in programs:
+            programs[device] = next(iter(programs.values())).on(device)
+        return programs[device]
+
+    def add(self, trace: StageTrace, program: StageProgram) -> None:
+        """Add the first compiled stage with a trace."""
+        self._programs[trace] = {program.device: program}
+
+
 def compile_stage(
     stage: Stage,
     input_specs: Sequence[ValueSpec],
     device: str,
-    options: StageOptions,
+    equal: EqualStages,
     *,
     unused_outputs: frozenset[model_graph.Value] = frozenset(),
     ways: Sequence[Way] = (),
@@ -38,13 +66,14 @@ def compile_stage(
         stage: Its layer calls, inputs and outputs.
         input_specs: The specs of its inputs, in the order of `stage.inputs`.
         device: The device that runs it.
-        options: How it is compiled.
+        equal: The stages that are compiled already, and how all are.
         unused_outputs: Outputs that no loss depends on, and for which no gradient is received.
         ways: What the losses computed by layers need of the whole batch, for this stage and all later ones.
 
     Raises:
         ValueError: If a layer assigns a trained weight, or computes from a loss what micro-batches would change.
     """
+    options = equal.options
     divided = options.divided.get(stage.index)
     devices = [device] if divided is None else list(options.groups[device])
     layers = [call.operation for call in stage.calls if isinstance(call.operation, keras.Layer)]
@@ -53,7 +82,7 @@ def compile_stage(
     def trace(variables: StageVariables) -> StageTrace:
         return trace_stage(
             stage, input_specs, variables, devices, divided, training=options.training,
-            accumulates=options.accumulates, unused_outputs=unused_outputs, ways=ways,
+            accumulates=options.accumulates, unused_outputs=unused_outputs, ways=ways, traces=equal.traces,
         )  # fmt: skip
 
     known = [*stage.variables, *metric_states, *random_state.states_of_no_layer()]
@@ -64,21 +93,27 @@ def compile_stage(
     if unseen:  # a Lambda may read the weight of a layer that is not its own
         variables = _by_role([*variables.parameters, *variables.states, *unseen], training=options.training)
         traced = trace(variables)
+    original, same = traced, equal.on(device, traced)
     if options.shards_weights:
         variables, traced = with_untrained_weights(variables, traced)
+    of_metrics = frozenset(map(id, metric_states))
+    if same is not None:
+        return dataclasses.replace(
+            same, stage=stage, input_specs=input_specs, variables=variables, metric_states=of_metrics
+        )
     subgraphs = _extract(traced, len(variables.parameters), devices, options)
     per_example = [options.pads and all(spec.per_example for spec in input_specs)] * len(stage.outputs)
     if any(per_example):
         per_example = outputs_per_example(traced, subgraphs[0])
     pads = bool(per_example) and can_pad(traced, per_example, with_lookups=options.pads_lookups)
     kinds = known_kinds(traced.graph, traced.backward.weight_gradients, tensors_of([traced.values, traced.place]))
-    return StageProgram(
+    program = StageProgram(
         stage,
         input_specs,
         devices,
         options.groups,
         variables,
-        frozenset(map(id, metric_states)),
+        of_metrics,
         traced,
         kinds,
         subgraphs,
@@ -87,6 +122,8 @@ def compile_stage(
         pads,
         options.shards_weights,
     )
+    equal.add(original, program)
+    return program
 
 
 def _by_role(variables: Iterable[Any], *, training: bool) -> StageVariables:

@@ -262,6 +262,10 @@ class StageProgram:
         devices = self.groups.get(device, [device])
         return self._of([one.on(devices) for one in self.subgraphs], devices, pads=self.pads)
 
+    def with_functions_of(self, other: StageProgram) -> StageProgram:
+        """Return this stage with the functions of one that has the same trace, on its device."""
+        return dataclasses.replace(self, devices=other.devices, subgraphs=other.subgraphs, functions=other.functions)
+
     def without_xla(self) -> StageProgram:
         """Return the same functions, not compiled by XLA, for trials with other numbers of examples than in steps."""
         subgraphs = [dataclasses.replace(one, jit_compile=False) for one in self.subgraphs]

@@ -1,0 +1,249 @@
+"""The trace of a stage: its forward pass and, for training, its backward pass.
+
+    layer calls ─► forward pass ─► key ─┬─ of an earlier stage ─► its trace, for this stage too
+                                        └─ new ─► backward pass ─► a trace of its own
+
+A backward pass depends on the operations of the forward pass alone. So a stage with the operations of an earlier one,
+such as the next of many equal blocks, has its trace, and nothing of it is differentiated, split or compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_losses_in_call, keras_model, keras_probabilities, random_state, tf_divided_memory
+from tfpar.pipeline.execution.divided_calls import DividedCalls, on_shards
+from tfpar.pipeline.execution.graph_key import graph_key, tensor_keys
+from tfpar.pipeline.execution.row_gradients import by_lookup
+from tfpar.pipeline.execution.stage_trace import BackwardTrace, StageTrace, StageVariables
+from tfpar.pipeline.execution.stage_values import Place, ValueSpec
+from tfpar.pipeline.execution.trace_record import trace_with_record
+from tfpar.pipeline.graph import tracing as model_graph
+from tfpar.pipeline.partition.placement import follow_data
+from tfpar.pipeline.partition.stages import Stage
+from tfpar.reduction.gradient_addition import dense_part, reached_from, tensors_of
+from tfpar.reduction.losses_in_call import Way, in_part
+
+Traces = MutableMapping[Hashable, StageTrace]
+
+
+def trace_stage(
+    stage: Stage,
+    inputs: Sequence[ValueSpec],
+    variables: StageVariables,
+    devices: Sequence[str],
+    divided: DividedCalls | None = None,
+    *,
+    training: bool,
+    accumulates: bool = True,
+    unused_outputs: frozenset[model_graph.Value] = frozenset(),
+    ways: Sequence[Way] = (),
+    traces: Traces,
+) -> StageTrace:
+    """Trace the forward pass of a stage and, for training, its backward pass.
+
+    Args:
+        stage: Its layer calls, inputs and outputs.
+        inputs: The specs of its inputs.
+        variables: The variables whose values are arguments of the graph.
+        devices: The device of each shard of the stage; one for a stage that is not divided.
+        divided: Its divided layer calls; None for a stage on one device.
+        training: Whether the model is trained.
+        accumulates: Whether gradients are added to those of earlier micro-batches.
+        unused_outputs: Outputs that no loss depends on.
+        ways: What the losses computed by layers need of the whole batch, for this stage and all later ones.
+        traces: The traces of earlier stages, all with the same options; a new one is added.
+
+    Returns:
+        The trace of the stage, or that of an earlier one with the same forward pass.
+
+    Raises:
+        ValueError: If a layer assigns a trained weight, or computes from a loss what micro-batches would change.
+    """
+    device = devices[0]
+
+    def body(
+        values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
+    ) -> tuple[Any, tuple[Hashable, StageTrace]]:
+        variable_values = on_shards([*variables.parameters, *variables.states], variable_values, devices)
+        with tf.device(device):
+            masks = iter(values[len(inputs) :])
+            tensors: dict[model_graph.Value, Any] = {}
+            for value, spec, tensor in zip(stage.inputs, inputs, values, strict=False):
+                tensors[value] = spec.received(tensor, next(masks) if spec.mask is not None else None)
+        forward = _forward_pass(stage, tensors, variables, variable_values, place, divided, device, training, ways)
+        with tf.device(device):
+            output_masks = tuple(keras_model.mask_of(tensors[value]) for value in stage.outputs)
+            unmasked = tuple(keras_model.mask_of(tensors[value]) is None for value in stage.inputs)
+            sent = [keras_probabilities.sent_as(tensors[value]) for value in stage.outputs]
+            outputs, activations = (tuple(one[place] for one in sent) for place in range(2))
+            # A layer may add one value for each example; Keras sums them.
+            losses = tuple(tf.reduce_sum(loss) for loss in forward.losses)
+            if training:
+                _check_losses_in_call(stage, forward.whole_losses, outputs, losses, values)
+            needs_gradient = [value not in unused_outputs for value in stage.outputs]
+            graph = tf.compat.v1.get_default_graph()
+            key = None
+            if divided is None and not forward.depends_on_more and _depends_on_arguments_alone(graph):
+                results = tensor_keys(graph, [*outputs, *output_masks, *forward.new_states, *losses])
+                sizes = len(variables.parameters), variables.num_trained, len(variables.states), len(outputs)
+                asked = tuple(inputs), activations, unmasked, tuple(needs_gradient)
+                key = graph_key(graph, device), results, sizes, asked
+            if key in traces:
+                return tensors_of(outputs), (key, traces[key])
+            pairs = zip(inputs, values, strict=False)  # masks come after the values
+            sources = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
+            parameters = [
+                value if index < variables.num_trained else None
+                for index, value in enumerate(variable_values[: len(variables.parameters)])
+            ]
+            with contextlib.nullcontext() if divided is None else follow_data():
+                backward = _differentiate(
+                    outputs, needs_gradient, losses, scale, sources, parameters,
+                    training=training, accumulates=accumulates,
+                )  # fmt: skip
+        trace = StageTrace(
+            graph, tuple(values), tuple(variable_values), place, scale, outputs, activations,
+            output_masks, forward.new_states, losses, forward.ways, forward.draws_from_no_layer, unmasked,
+            backward, devices,
+        )  # fmt: skip
+        return tensors_of([outputs, backward.input_gradients, backward.sums]), (key, trace)
+
+    specs = [spec.spec for spec in inputs] + [spec.mask for spec in inputs if spec.mask is not None]
+    variable_specs = [tf.TensorSpec(v.shape, v.dtype) for v in (*variables.parameters, *variables.states)]
+    scale = tf.TensorSpec([None], keras.config.floatx())
+    _, (key, trace) = trace_with_record(_concrete_function, body, specs, variable_specs, Place.specs(), scale)
+    return trace if key is None else traces.setdefault(key, trace)
+
+
+def _depends_on_arguments_alone(graph: Any) -> bool:
+    """Return whether a graph reads no tensor outside of it, and no state that TensorFlow holds for an operation."""
+    return not graph.captures and not any(op.op_def.is_stateful for op in graph.get_operations())
+
+
+def _concrete_function(body: Callable[..., Any], *specs: Any) -> Any:
+    return tf.function(body, autograph=False).get_concrete_function(*specs)
+
+
+class _Forward(NamedTuple):
+    new_states: tuple[tf.Tensor | None, ...]
+    losses: Sequence[tf.Tensor]
+    ways: tuple[Way, ...]
+    whole_losses: Sequence[tf.Tensor]
+    draws_from_no_layer: bool
+
+    @property
+    def depends_on_more(self) -> bool:
+        """Whether the stage depends on more than its operations: on losses of the whole batch or on other variables."""
+        return bool(self.ways or self.whole_losses or self.draws_from_no_layer)
+
+
+def _forward_pass(
+    stage: Stage, tensors: dict[model_graph.Value, Any], variables: StageVariables, values: Sequence[tf.Tensor],
+    place: Place, divided: DividedCalls | None, device: str, training: bool, ways: Sequence[Way],
+) -> _Forward:  # fmt: skip
+    """Add the layer calls of a stage to the graph, and their outputs to `tensors`."""
+    pairs = list(zip((*variables.parameters, *variables.states), values, strict=True))
+    mapping = [pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is None]
+    with (
+        tf_divided_memory.with_values([pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is not None]),
+        tf.device(device),
+        keras.StatelessScope(mapping, collect_losses=True) as scope,
+        random_state.replica_seeds(lambda: place.number),
+        # A scalar that a layer gives to a metric is weighted by the micro-batch's part of the batch.
+        keras_losses_in_call.scalars_weighted(lambda _: place.part),
+        in_part(ways, place.sums, place.part) as in_call,
+    ):
+        if divided is None:
+            model_graph.run(stage.calls, tensors, training)
+        else:
+            divided.run(tensors, training)
+        after = [scope.get_current_value(variable) for variable, _ in mapping]
+        draws_from_no_layer = random_state.draws_from_no_layer(scope, variables.states)
+    changed = [None if new is old else new for new, (_, old) in zip(after, mapping, strict=True)]
+    num_parameters = len(mapping) - len(variables.states)
+    _check_parameters([variable for variable, _ in mapping[:num_parameters]], changed[:num_parameters])
+    whole = [loss for way, loss in in_call if way == "whole"]
+    in_order = tuple(way for way, _ in in_call)
+    return _Forward(tuple(changed[num_parameters:]), scope.losses, in_order, whole, draws_from_no_layer)
+
+
+def _check_parameters(parameters: Sequence[Any], changed: Sequence[tf.Tensor | None]) -> None:
+    for variable, new in zip(parameters, changed, strict=True):
+        if new is not None:
+            raise ValueError(
+                f"In a pipeline, only the optimizer can change a trained weight, received a layer that assigns "
+                f"{variable.path!r} in its call (as SpectralNormalization does). Leave that layer out, or train on "
+                "SingleDevice()."
+            )
+
+
+def _check_losses_in_call(
+    stage: Stage,
+    whole: Sequence[tf.Tensor],
+    outputs: Sequence[Any],
+    losses: Sequence[tf.Tensor],
+    values: Sequence[Any],
+) -> None:
+    """Refuse a result that depends on a loss of the whole batch and on the examples of a micro-batch."""
+    if not whole:
+        return
+    later = reached_from(whole)
+    if any(dense_part(output).op in later for output in outputs):
+        raise ValueError(
+            "In a pipeline, a loss computed in call() must be used in the same stage if it has trained weights or is "
+            f"transformed by more than a constant factor, but stage {stage.index} sends it to a later stage. Change "
+            "the cuts with balance, or train on SingleDevice() or Mirrored()."
+        )
+    gradients = tf.gradients(list(losses), list(whole)) if losses else []
+    varying = reached_from(values, stop=[loss.op for loss in whole])
+    for gradient in gradients:
+        if gradient is not None and gradient.op in varying:
+            raise ValueError(
+                "In a pipeline, a layer can add the value of a loss object, or a function of it, but not its product "
+                f"with another value of the examples, as in stage {stage.index}. Add each as a separate loss, or train "
+                "on SingleDevice() or Mirrored()."
+            )
+
+
+def _differentiate(
+    outputs: Sequence[Any], needs_gradient: Sequence[bool], losses: Sequence[tf.Tensor], scale: tf.Tensor,
+    sources: Sequence[Any], parameters: Sequence[tf.Tensor | None], *, training: bool, accumulates: bool,
+) -> BackwardTrace:  # fmt: skip
+    """Add the backward pass to the graph that is being traced."""
+    given = [source for source in sources if source is not None]
+    trained = [parameter for parameter in parameters if parameter is not None]
+    reached = reached_from([*given, *trained]) if training else set()
+    parts = list(map(dense_part, outputs))
+    upstream = tuple(
+        tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
+        if needed and tensor.dtype.is_floating and tensor.op in reached
+        else None
+        for tensor, needed in zip(parts, needs_gradient, strict=True)
+    )
+    ends = [(tensor, gradient) for tensor, gradient in zip(parts, upstream, strict=True) if gradient is not None]
+    ends += [(loss, tf.cast(scale[i], loss.dtype)) for i, loss in enumerate(losses) if loss.op in reached]
+    found: Sequence[Any] = [None] * (len(given) + len(trained))
+    if ends:
+        found = tf.gradients([end for end, _ in ends], [*given, *trained], [gradient for _, gradient in ends])
+    # The gradient of rows that were looked up in an input is sent whole: the stage before has no use for slices.
+    dense = [gradient if gradient is None else tf.convert_to_tensor(gradient) for gradient in found[: len(given)]]
+    in_order = iter([*dense, *found[len(given) :]])
+    input_gradients = tuple(None if source is None else next(in_order) for source in sources)
+    weight_gradients = tuple(None if one is None else by_lookup(next(in_order)) for one in parameters)
+    # A sum is added while its gradient is in the processor's cache, and overwrites its memory.
+    totals, sums = list[Any](), list[Any]()
+    for parameter, gradient in zip(parameters, weight_gradients, strict=True):
+        total, added = None, gradient
+        if accumulates and parameter is not None and isinstance(gradient, tf.Tensor):
+            with tf.device(parameter.device):
+                total = tf.compat.v1.placeholder(gradient.dtype, gradient.shape)
+                added = total + gradient
+        totals.append(total)
+        sums.append(added)
+    return BackwardTrace(upstream, input_gradients, weight_gradients, tuple(totals), tuple(sums))
