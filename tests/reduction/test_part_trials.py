@@ -191,6 +191,35 @@ def test_an_added_loss_that_only_a_new_model_averages_is_refused(strategy: Any) 
         trainer.fit(INPUTS, values(), batch_size=8, verbose=0)
 
 
+class Mean(layers.Layer):
+    """Adds a mean that is positive for some examples and negative for others."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.kernel = self.add_weight(shape=(FEATURES, FEATURES), initializer="glorot_uniform")
+        self.factor = factor
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(self.factor * ops.mean(inputs @ self.kernel))
+        return inputs
+
+
+@BOTH
+@pytest.mark.parametrize("factor", [1.0, 1e4])
+def test_an_added_mean_of_examples_that_cancel_trains_as_on_one_device(factor: float, strategy: Any) -> None:
+    """The difference of the mean and of that of its parts is their rounding, larger than the mean."""
+
+    def make() -> keras.Model:
+        model = keras.Sequential([keras.Input((FEATURES,)), Mean(factor), layers.Dense(4)])
+        model.compile(keras.optimizers.SGD(1e-6), "mse")
+        return model
+
+    cancelling = INPUTS.copy()
+    cancelling[0] = -cancelling[1:4].sum(0)
+    data = tf.data.Dataset.from_tensor_slices((cancelling, values())).batch(10)
+    small.assert_trains_as_one_device(make, lambda: data, strategy)
+
+
 def flat(targets: Any, outputs: Any) -> Any:
     return ops.reshape(ops.square(targets - outputs), [-1])
 

@@ -15,6 +15,7 @@ from tfpar._compat import keras_losses_in_call, keras_metrics, keras_model
 from tfpar.reduction.metric_logs import all_metrics
 from tfpar.reduction.part_trials import Named, Value, trial_of
 from tfpar.reduction.trial_examples import NUM_EXAMPLES, Examples, made_up
+from tfpar.reduction.whole_batch import ROUNDING
 
 _REFUSAL = (
     "The state of a metric must {rule}, and that of {name!r} for a batch is not {relation} its parts. Let update_state "
@@ -76,15 +77,21 @@ def _check_function(value: Value) -> None:
 def _check_states(model: keras.Model, own: Sequence[keras.Metric], examples: Examples, adds: bool) -> None:
     parts, variables = examples.parts(), [one for metric in own for one in metric.variables]
     whole = _states(model, own, [examples])
+    alone = list(zip(*(_states(model, own, [part]) for part in parts), strict=False))
     if adds:
-        alone = zip(*(_states(model, own, [part]) for part in parts), strict=True)
         found = [_OF_ALL.get(one.aggregation, _first)(states) for one, states in zip(variables, alone, strict=False)]
     else:
         found = _states(model, own, parts)
     names = (metric.name for metric in own for _ in metric.variables)
-    for name, one, other in zip(names, whole, found, strict=False):
-        if np.isfinite(one).all() and not np.allclose(one, other, rtol=1e-4, atol=1e-6):
+    # Those of the parts may cancel, and their rounding remains.
+    rounding = [_rounding(states) for states in alone] or [ROUNDING] * len(found)
+    for name, one, other, error in zip(names, whole, found, rounding, strict=False):
+        if np.isfinite(one).all() and not np.allclose(one, other, rtol=1e-4, atol=error):
             raise ValueError(_REFUSAL.format(name=name, **(_OF_REPLICAS if adds else _OF_MICROBATCHES)))
+
+
+def _rounding(states: Sequence[np.ndarray]) -> float:
+    return ROUNDING * float(np.max(np.abs(states), initial=1.0, where=np.isfinite(states)))
 
 
 def _first(states: Sequence[np.ndarray]) -> Any:

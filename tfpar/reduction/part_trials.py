@@ -20,6 +20,7 @@ from tfpar.reduction.whole_batch import Trial
 
 _TOLERANCES = {tf.float64: 1e-8, tf.float32: 1e-4}
 _HALF_TOLERANCE = 2e-2
+_ROUNDING = 0.01  # of the tolerance, for the values of parts, which may cancel
 
 # Named values of some examples.
 Named = list[tuple[str, tf.Tensor]]
@@ -44,9 +45,10 @@ class Value(NamedTuple):
         whole, parts = _array(self.whole), np.array([_array(part) for part in self.parts])
         if not np.isfinite(whole) or not np.isfinite(parts).all() or not np.any([whole, *parts]):
             return None
-        if self._is_close(np.dot(SIZES, parts) / NUM_EXAMPLES, whole):
+        largest = np.max(np.abs(parts))
+        if self._is_close(np.dot(SIZES, parts) / NUM_EXAMPLES, whole, largest):
             return "mean"
-        return "sum" if self._is_close(parts.sum(), whole) else None
+        return "sum" if self._is_close(parts.sum(), whole, largest) else None
 
     @property
     def is_decided(self) -> bool:
@@ -76,10 +78,12 @@ class Value(NamedTuple):
         average = np.average([_array(part) for part in self.parts], axis=0, weights=SIZES)
         return self._is_close(average, _array(self.whole))
 
-    def _is_close(self, value: Any, expected: Any) -> bool:
+    def _is_close(self, value: Any, expected: Any, largest_part: float = 0.0) -> bool:
         tolerance = _TOLERANCES.get(self.whole.dtype, _HALF_TOLERANCE)
         return np.shape(value) == np.shape(expected) and bool(
-            np.all(np.abs(value - expected) <= tolerance * np.max(np.abs([value, expected])))
+            np.all(
+                np.abs(value - expected) <= tolerance * max(np.max(np.abs([value, expected])), _ROUNDING * largest_part)
+            )
         )
 
 

@@ -33,6 +33,8 @@ class Rows(abc.ABC):
         """Return the rows of the part from those of the whole batch."""
 
 
+ROUNDING = 1e-6  # of the values of parts, which may cancel in that of the batch
+
 # The sum and weight of a loss, scalars.
 LossSums = tuple[tf.Tensor, tf.Tensor]
 
@@ -113,10 +115,12 @@ class SumsOfParts:
         if not self._parts:
             return True
         total, weight = (float(sum(column)) for column in zip(*self._parts, strict=True))
-        loss = float(self._whole[0])
+        loss, largest = float(self._whole[0]), max(abs(float(part[0])) for part in self._parts)
         if not self._is_sum:
             total, loss = total / (weight or 1.0), loss / (float(self._whole[1]) or 1.0)
-        return abs(total - loss) <= tolerance * max(abs(total), abs(loss), 1e-12)
+            largest /= abs(weight) or 1.0
+        rounding = ROUNDING * largest
+        return abs(total - loss) <= max(tolerance * max(abs(total), abs(loss), 1e-12), rounding)
 
 
 class Trial(Rows):
