@@ -1,4 +1,4 @@
-"""Stages with equal operations are traced, split and compiled once; all others are not."""
+"""Stages with equal operations are differentiated, split and compiled once; all others are not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import pytest
 import tensorflow as tf
 
 import tfpar
+from tests.properties.test_parity import computing_in
 from tfpar.pipeline.execution.compiled_stages import Programs
+from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -20,12 +22,12 @@ NUM_BLOCKS = 6
 
 
 class Scaled(keras.layers.Layer):
-    """A layer with a factor that its configuration does not have, and a tensor that its graph captures if eager."""
+    """A layer with a factor that its configuration does not have."""
 
-    def __init__(self, factor: float, *, eager: bool = False) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
         self.kernel = self.add_weight(shape=(WIDTH, WIDTH), initializer="glorot_uniform")
-        self.factor = tf.constant(factor, self.dtype) if eager else factor
+        self.factor = factor
 
     def call(self, inputs: Any) -> Any:
         return keras.ops.tanh(inputs @ self.kernel) * self.factor
@@ -119,6 +121,88 @@ def test_blocks_that_differ_are_several_programs(name: str) -> None:
     assert middle.functions not in [others[0].functions, first.functions]
 
 
+class Choosing(keras.layers.Layer):
+    """Layers with the same operations, of which they return, add or assign others."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self.kernel = self.add_weight(shape=(WIDTH, WIDTH), initializer="glorot_uniform")
+        self.state = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.role = role
+
+    def call(self, inputs: Any) -> Any:
+        one, other = keras.ops.tanh(inputs @ self.kernel), keras.ops.sigmoid(inputs @ self.kernel)
+        mean = keras.ops.mean(one)
+        value = self.state + mean
+        if self.role == "adds":
+            self.add_loss(mean)
+        if self.role == "assigns":
+            self.state.assign(value)
+        return other if self.role == "other" else one
+
+
+class Reversed(keras.layers.Layer):
+    """A layer whose factor is in its gradient alone."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def call(self, inputs: Any) -> Any:
+        @tf.custom_gradient
+        def reverse(values: tf.Tensor) -> Any:
+            return tf.identity(values), lambda upstream: upstream * self.factor
+
+        return reverse(inputs)
+
+
+class FromTable(keras.layers.Layer):
+    """A layer with a table that is no constant of its graph, since it has more than 128 numbers."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.table = tf.fill([32, WIDTH], tf.constant(factor, self.dtype))
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * keras.ops.mean(self.table, axis=0)
+
+
+ROLES = ["one", "other", "adds", "assigns"]
+
+
+@pytest.mark.parametrize("role", ROLES[1:])
+def test_blocks_that_return_add_or_assign_others_are_several_programs(role: str) -> None:
+    build = model_of(*[lambda role=role: [Choosing(role)] for role in ("one", "one", role, "one")])
+    _, one, other, *_ = programs_of(build, tfpar.Mirrored(shard="weights"))
+    assert one.trace is not other.trace
+
+
+UNLIKE: dict[str, Callable[[], list[Any]]] = {
+    "roles": lambda: [[Choosing(role)] for role in ROLES * 2],
+    "gradients": lambda: [[keras.layers.Dense(WIDTH, "tanh"), Reversed(factor)] for factor in (1.0, -0.5, 1.0, 2.0)],
+    "tables": lambda: [[keras.layers.Dense(WIDTH, "tanh"), FromTable(factor)] for factor in (1.0, 0.5, 2.0, 1.0)],
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_blocks_that_differ_outside_of_their_operations_train_as_on_one_device(name: str) -> None:
+    def build() -> keras.Model:
+        return model_of(*[lambda layers=layers: layers for layers in UNLIKE[name]()])()
+
+    assert_as_one_device(build, tfpar.Mirrored(["CPU:0"], shard="weights"))
+
+
+def test_a_graph_with_a_captured_tensor_or_a_state_of_an_operation_has_no_equal() -> None:
+    table = tf.zeros([32, WIDTH])
+
+    def depends(body: Callable[[], Any]) -> bool:
+        return not depends_on_arguments_alone(tf.function(body).get_concrete_function().graph)
+
+    assert depends(lambda: table + 1.0)
+    assert depends(lambda: tf.random.normal([2]))
+    assert not depends(lambda: tf.random.stateless_normal([2], [1, 2]))
+
+
 def test_a_factor_outside_of_the_configuration_makes_another_program() -> None:
     build = model_of(*[lambda factor=factor: [Scaled(factor)] for factor in (1.0, 2.0, 2.0, 3.0)])
     _, one, same, other = programs_of(build, tfpar.Mirrored(shard="weights"))
@@ -134,35 +218,98 @@ ALIKE: dict[str, Callable[[], list[Any]]] = {
 }
 
 
-# Micro-batches draw other masks, and have other moments than the batch.
-WITHOUT_MICROBATCHES = ["random masks", "moving averages"]
+def looked_up() -> list[Any]:
+    """A block that reads rows of a table of its own, whose numbers depend on the examples."""
+    return [keras.layers.Dense(WIDTH, "tanh"), LookedUp()]
+
+
+class LookedUp(keras.layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = keras.layers.Embedding(4, WIDTH)
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + self.embedding(keras.ops.cast(keras.ops.abs(inputs[:, 0]) * 4, "int32"))
+
+
+def counting() -> list[Any]:
+    return [Counting()]
+
+
+class Counting(keras.layers.Layer):
+    """A layer with a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.metric = keras.layers.Dense(WIDTH, "tanh"), keras.metrics.Mean(name="mean")
+
+    def call(self, inputs: Any) -> Any:
+        found = self.dense(inputs)
+        self.metric.update_state(keras.ops.mean(found, axis=-1))
+        return found
+
+
+ALIKE |= {"lookups": looked_up, "metrics": counting}
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "weights": lambda: tfpar.Mirrored(["CPU:0"], shard="weights"),
+    "weights of two replicas": lambda: tfpar.Mirrored(shard="weights", devices=["CPU:0", "CPU:1"]),
+    "pipeline": lambda: tfpar.Pipeline(4, 1, balance="parameters"),
+    "virtual stages": lambda: tfpar.Pipeline(
+        4, 2, "interleaved", devices=["CPU:0", "CPU:1"], balance="parameters", recompute=True
+    ),
+    "split passes": lambda: tfpar.Pipeline(3, 2, "zero_bubble", balance="parameters"),
+    "replicas": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2, balance="parameters"), 2),
+}
 
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [(layout, name) for layout in ("sharded weights", "pipeline") for name in ALIKE]
-    + [("virtual stages", name) for name in ALIKE if name not in WITHOUT_MICROBATCHES],
+    [("weights", name) for name in ALIKE] + [(layout, "lookups") for layout in LAYOUTS if layout != "weights"],
 )
 def test_equal_stages_train_as_on_one_device(layout: str, name: str) -> None:
     """Each has its own weights, states, masks and losses."""
-    strategies: dict[str, Callable[[], Any]] = {
-        "sharded weights": lambda: tfpar.Mirrored(["CPU:0"], shard="weights"),
-        "pipeline": lambda: tfpar.Pipeline(4, 1, balance="parameters"),
-        "virtual stages": lambda: tfpar.Pipeline(4, 2, "interleaved", devices=["CPU:0", "CPU:1"], balance="parameters"),
-    }
-    assert_as_one_device(model_of(*[ALIKE[name]] * NUM_BLOCKS), strategies[layout]())
+    assert_as_one_device(model_of(*[ALIKE[name]] * NUM_BLOCKS), LAYOUTS[layout]())
 
 
-def test_blocks_with_captured_tensors_of_their_own_train_as_on_one_device() -> None:
-    factors = (0.5, 1.5, 2.0, 0.25)
-    build = model_of(*[lambda factor=factor: [Scaled(factor, eager=True)] for factor in factors])
-    assert_as_one_device(build, tfpar.Mirrored(shard="weights"))
+def test_equal_stages_compiled_by_xla_train_as_on_one_device() -> None:
+    def build() -> keras.Model:
+        model = model_of(*[dense] * NUM_BLOCKS)()
+        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
+        return model
+
+    assert_as_one_device(build, tfpar.Pipeline(3, 2, balance="parameters"))
+
+
+def test_equal_stages_with_one_layer_train_as_on_one_device() -> None:
+    def build() -> keras.Model:
+        shared = keras.layers.Dense(WIDTH, "tanh")
+        given = keras.Input((WIDTH,))
+        hidden = given
+        for _ in range(4):
+            hidden = keras.layers.Dense(WIDTH, "tanh")(shared(hidden))
+        model = keras.Model(given, hidden)
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    assert_as_one_device(build, tfpar.Pipeline(4, 2, balance="parameters"))
 
 
 def assert_as_one_device(build: Callable[[], keras.Model], strategy: Any) -> None:
-    trainers = [tfpar.Trainer(build, one, seed=0) for one in (tfpar.SingleDevice(), strategy)]
-    for trainer in trainers:
-        trainer.fit(*data(), batch_size=8, epochs=2, shuffle=False, verbose=0)
-    expected, found = ([variable.numpy() for variable in one.model.variables] for one in trainers)
+    with computing_in("float64"):
+        trainers = [tfpar.Trainer(build, one, seed=0) for one in (tfpar.SingleDevice(), strategy)]
+        for trainer in trainers:
+            trainer.fit(*data(), batch_size=8, epochs=2, shuffle=False, verbose=0)
+        expected, found = (results(trainer) for trainer in trainers)
     for one, other in zip(expected, found, strict=True):
-        np.testing.assert_allclose(other, one, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(other, one, rtol=1e-9, atol=1e-12)
+
+
+def results(trainer: tfpar.Trainer) -> list[np.ndarray]:
+    """All variables, metrics, and predictions of a trained model."""
+    logs = trainer.evaluate(*data(), batch_size=8, verbose=0, return_dict=True)
+    variables = [variable.numpy() for variable in trainer.model.variables]
+    return [
+        *variables,
+        *map(np.asarray, logs.values()),
+        np.asarray(trainer.predict(data()[0], batch_size=8, verbose=0)),
+    ]

@@ -93,37 +93,42 @@ def compile_stage(
     if unseen:  # a Lambda may read the weight of a layer that is not its own
         variables = _by_role([*variables.parameters, *variables.states, *unseen], training=options.training)
         traced = trace(variables)
-    original, same = traced, equal.on(device, traced)
+    same = equal.on(device, traced)
     if options.shards_weights:
-        variables, traced = with_untrained_weights(variables, traced)
+        variables, reordered = with_untrained_weights(variables, traced)
+    else:
+        reordered = traced
     of_metrics = frozenset(map(id, metric_states))
-    if same is not None:
-        return dataclasses.replace(
-            same, stage=stage, input_specs=input_specs, variables=variables, metric_states=of_metrics
-        )
-    subgraphs = _extract(traced, len(variables.parameters), devices, options)
+    if same is None:
+        same = _program(stage, input_specs, devices, options, variables, of_metrics, reordered)
+        equal.add(traced, same)
+    return dataclasses.replace(
+        same, stage=stage, input_specs=input_specs, variables=variables, metric_states=of_metrics
+    )
+
+
+def _program(
+    stage: Stage,
+    input_specs: Sequence[ValueSpec],
+    devices: Sequence[str],
+    options: StageOptions,
+    variables: StageVariables,
+    metric_states: frozenset[int],
+    trace: StageTrace,
+) -> StageProgram:
+    """Split a traced stage into its passes."""
+    num_parameters = len(variables.parameters)
+    subgraphs = _extract(trace, num_parameters, devices, options)
     per_example = [options.pads and all(spec.per_example for spec in input_specs)] * len(stage.outputs)
     if any(per_example):
-        per_example = outputs_per_example(traced, subgraphs[0])
-    pads = bool(per_example) and can_pad(traced, per_example, with_lookups=options.pads_lookups)
-    kinds = known_kinds(traced.graph, traced.backward.weight_gradients, tensors_of([traced.values, traced.place]))
-    program = StageProgram(
-        stage,
-        input_specs,
-        devices,
-        options.groups,
-        variables,
-        of_metrics,
-        traced,
-        kinds,
-        subgraphs,
-        StageFunctions(traced, subgraphs, input_specs, len(variables.parameters), devices, pads=pads),
-        per_example,
-        pads,
-        options.shards_weights,
-    )
-    equal.add(original, program)
-    return program
+        per_example = outputs_per_example(trace, subgraphs[0])
+    pads = bool(per_example) and can_pad(trace, per_example, with_lookups=options.pads_lookups)
+    kinds = known_kinds(trace.graph, trace.backward.weight_gradients, tensors_of([trace.values, trace.place]))
+    functions = StageFunctions(trace, subgraphs, input_specs, num_parameters, devices, pads=pads)
+    return StageProgram(
+        stage, input_specs, devices, options.groups, variables, metric_states, trace, kinds, subgraphs, functions,
+        per_example, pads, options.shards_weights,
+    )  # fmt: skip
 
 
 def _by_role(variables: Iterable[Any], *, training: bool) -> StageVariables:

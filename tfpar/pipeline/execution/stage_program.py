@@ -268,6 +268,8 @@ class StageProgram:
 
     def without_xla(self) -> StageProgram:
         """Return the same functions, not compiled by XLA, for trials with other numbers of examples than in steps."""
+        if not self.pads and not any(one.jit_compile for one in self.subgraphs):
+            return self
         subgraphs = [dataclasses.replace(one, jit_compile=False) for one in self.subgraphs]
         return self._of(subgraphs, self.devices, pads=False)
 

@@ -10,7 +10,7 @@ such as the next of many equal blocks, has its trace, and nothing of it is diffe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -18,10 +18,10 @@ import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call, keras_model, keras_probabilities, random_state, tf_divided_memory
 from tfpar.pipeline.execution.divided_calls import DividedCalls, on_shards
-from tfpar.pipeline.execution.graph_key import graph_key, tensor_keys
+from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone, graph_key, tensor_keys
 from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_trace import BackwardTrace, StageTrace, StageVariables
-from tfpar.pipeline.execution.stage_values import Place, ValueSpec
+from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
 from tfpar.pipeline.execution.trace_record import trace_with_record
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.placement import follow_data
@@ -65,54 +65,37 @@ def trace_stage(
     Raises:
         ValueError: If a layer assigns a trained weight, or computes from a loss what micro-batches would change.
     """
-    device = devices[0]
+    device, needs_gradient = devices[0], [value not in unused_outputs for value in stage.outputs]
 
     def body(
         values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
     ) -> tuple[Any, tuple[Hashable, StageTrace]]:
+        graph = tf.compat.v1.get_default_graph()
         variable_values = on_shards([*variables.parameters, *variables.states], variable_values, devices)
-        with tf.device(device):
-            masks = iter(values[len(inputs) :])
-            tensors: dict[model_graph.Value, Any] = {}
-            for value, spec, tensor in zip(stage.inputs, inputs, values, strict=False):
-                tensors[value] = spec.received(tensor, next(masks) if spec.mask is not None else None)
+        tensors = _received(stage, inputs, values, device)
         forward = _forward_pass(stage, tensors, variables, variable_values, place, divided, device, training, ways)
         with tf.device(device):
-            output_masks = tuple(keras_model.mask_of(tensors[value]) for value in stage.outputs)
-            unmasked = tuple(keras_model.mask_of(tensors[value]) is None for value in stage.inputs)
-            sent = [keras_probabilities.sent_as(tensors[value]) for value in stage.outputs]
-            outputs, activations = (tuple(one[place] for one in sent) for place in range(2))
-            # A layer may add one value for each example; Keras sums them.
-            losses = tuple(tf.reduce_sum(loss) for loss in forward.losses)
+            sent = _sent(stage, tensors, forward)
             if training:
-                _check_losses_in_call(stage, forward.whole_losses, outputs, losses, values)
-            needs_gradient = [value not in unused_outputs for value in stage.outputs]
-            graph = tf.compat.v1.get_default_graph()
-            key = None
-            if divided is None and not forward.depends_on_more and _depends_on_arguments_alone(graph):
-                results = tensor_keys(graph, [*outputs, *output_masks, *forward.new_states, *losses])
-                sizes = len(variables.parameters), variables.num_trained, len(variables.states), len(outputs)
-                asked = tuple(inputs), activations, unmasked, tuple(needs_gradient)
-                key = graph_key(graph, device), results, sizes, asked
+                _check_losses_in_call(stage, forward.whole_losses, sent.outputs, sent.losses, values)
+            key = _key(graph, inputs, variables, forward, sent, needs_gradient) if divided is None else None
             if key in traces:
-                return tensors_of(outputs), (key, traces[key])
+                return tensors_of(sent.outputs), (key, traces[key])
             pairs = zip(inputs, values, strict=False)  # masks come after the values
             sources = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
-            parameters = [
-                value if index < variables.num_trained else None
-                for index, value in enumerate(variable_values[: len(variables.parameters)])
-            ]
+            trained = variable_values[: variables.num_trained]
+            parameters = [*trained, *[None] * (len(variables.parameters) - len(trained))]
             with contextlib.nullcontext() if divided is None else follow_data():
                 backward = _differentiate(
-                    outputs, needs_gradient, losses, scale, sources, parameters,
+                    sent.outputs, needs_gradient, sent.losses, scale, sources, parameters,
                     training=training, accumulates=accumulates,
                 )  # fmt: skip
         trace = StageTrace(
-            graph, tuple(values), tuple(variable_values), place, scale, outputs, activations,
-            output_masks, forward.new_states, losses, forward.ways, forward.draws_from_no_layer, unmasked,
-            backward, devices,
+            graph, tuple(values), tuple(variable_values), place, scale, sent.outputs, sent.activations, sent.masks,
+            forward.new_states, sent.losses, forward.ways, forward.draws_from_no_layer, sent.unmasked, backward,
+            devices,
         )  # fmt: skip
-        return tensors_of([outputs, backward.input_gradients, backward.sums]), (key, trace)
+        return tensors_of([sent.outputs, backward.input_gradients, backward.sums]), (key, trace)
 
     specs = [spec.spec for spec in inputs] + [spec.mask for spec in inputs if spec.mask is not None]
     variable_specs = [tf.TensorSpec(v.shape, v.dtype) for v in (*variables.parameters, *variables.states)]
@@ -121,9 +104,51 @@ def trace_stage(
     return trace if key is None else traces.setdefault(key, trace)
 
 
-def _depends_on_arguments_alone(graph: Any) -> bool:
-    """Return whether a graph reads no tensor outside of it, and no state that TensorFlow holds for an operation."""
-    return not graph.captures and not any(op.op_def.is_stateful for op in graph.get_operations())
+def _received(
+    stage: Stage, inputs: Sequence[ValueSpec], values: Sequence[Any], device: str
+) -> dict[model_graph.Value, Any]:
+    """Return the inputs of a stage from their tensors and masks as they are sent."""
+    masks = iter(values[len(inputs) :])
+    with tf.device(device):
+        return {
+            value: spec.received(tensor, next(masks) if spec.mask is not None else None)
+            for value, spec, tensor in zip(stage.inputs, inputs, values, strict=False)
+        }
+
+
+class _Sent(NamedTuple):
+    outputs: tuple[Any, ...]
+    activations: tuple[str, ...]
+    masks: tuple[tf.Tensor | None, ...]
+    unmasked: tuple[bool, ...]
+    losses: tuple[tf.Tensor, ...]
+
+
+def _sent(stage: Stage, tensors: Mapping[model_graph.Value, Any], forward: _Forward) -> _Sent:
+    """Return what a stage sends after its layer calls."""
+    sent = [keras_probabilities.sent_as(tensors[value]) for value in stage.outputs]
+    outputs, activations = (tuple(one[place] for one in sent) for place in range(2))
+    masks = tuple(keras_model.mask_of(tensors[value]) for value in stage.outputs)
+    unmasked = tuple(keras_model.mask_of(tensors[value]) is None for value in stage.inputs)
+    # A layer may add one value for each example; Keras sums them.
+    return _Sent(outputs, activations, masks, unmasked, tuple(tf.reduce_sum(loss) for loss in forward.losses))
+
+
+def _key(
+    graph: Any,
+    inputs: Sequence[ValueSpec],
+    variables: StageVariables,
+    forward: _Forward,
+    sent: _Sent,
+    needs_gradient: Sequence[bool],
+) -> Hashable:
+    """Return all that the trace of a stage depends on; None for one that depends on more than its operations."""
+    if forward.depends_on_more or not depends_on_arguments_alone(graph):
+        return None
+    results = tensor_keys(graph, [*sent.outputs, *sent.masks, *forward.new_states, *sent.losses])
+    sizes = len(variables.parameters), variables.num_trained, len(variables.states), len(sent.outputs)
+    specs = *inputs, *map(spec_of_output, [*sent.outputs, *sent.masks])
+    return graph_key(graph), results, sizes, specs, sent.activations, sent.unmasked, tuple(needs_gradient)
 
 
 def _concrete_function(body: Callable[..., Any], *specs: Any) -> Any:
