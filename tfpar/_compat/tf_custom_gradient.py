@@ -8,10 +8,15 @@ replicas (`ReplicaContext.all_reduce`) or has an activation such as `tf.nn.silu`
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.func_graph import FuncGraph
 
@@ -42,3 +47,69 @@ def _register_in_graph(registration: Any, function: Callable[..., Any]) -> Calla
     graph._tfpar_gradient_functions = [*getattr(graph, "_tfpar_gradient_functions", ()), function]
     weakref.finalize(graph, ops.gradient_registry._registry.pop, name, None).atexit = False
     return function
+
+
+def gradient_key(name: str, of_tensor: Callable[[tf.Tensor], Hashable]) -> Hashable:
+    """Return a key of a gradient function: functions with the same key compute the same.
+
+    Two functions are the same that have the same code and see the same values: equal numbers, texts and arrays, tensors
+    with the same key, functions that are the same in turn. Any other value is the same as itself alone, such as the
+    layer whose method a function is.
+
+    Args:
+        name: The name of its registration, the attribute `_gradient_op_type` of an operation.
+        of_tensor: Returns the key of a tensor.
+    """
+    found = name
+    with contextlib.suppress(LookupError):
+        found = ops.gradient_registry.lookup(name)
+    return _key(found, of_tensor)
+
+
+class _Itself:
+    """A value that is equal to itself alone; it lives as long as its key."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _key(value: Any, of_tensor: Callable[[tf.Tensor], Hashable], around: tuple[Any, ...] = ()) -> Hashable:
+    def keys(values: Any) -> tuple[Hashable, ...]:
+        return tuple(_key(one, of_tensor, (*around, value)) for one in values)
+
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex, str, bytes, tf.DType) or isinstance(value, np.generic):
+        return kind, repr(value)  # 0.0 equals -0.0
+    if isinstance(value, tf.Tensor):
+        return "tensor", of_tensor(value)
+    if kind is np.ndarray and value.dtype != object:
+        return kind, value.dtype.str, value.shape, value.tobytes()
+    for depth, outer in enumerate(around):
+        if outer is value:  # a function that calls itself
+            return "around", depth
+    if kind in (list, tuple):
+        return kind, keys(value)
+    if kind is dict:
+        return kind, keys(value), keys(value.values())
+    if kind is weakref.ref:
+        return kind, keys([value()])
+    if kind is functools.partial:
+        return kind, keys([value.func, value.args, value.keywords])
+    if kind is types.FunctionType:
+        return kind, _Itself(value.__code__), keys([value.__defaults__, value.__kwdefaults__, *_cells(value)])
+    return _Itself(value)
+
+
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    """Return the values that a function has from the functions around it; one without a value is equal to no other."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            yield object()

@@ -107,7 +107,6 @@ DIFFERENT: dict[str, Callable[[], list[Any]]] = {
     "another size": lambda: [keras.layers.Dense(WIDTH + 1, "tanh"), keras.layers.Dense(WIDTH, "tanh")],
     "no bias": lambda: [keras.layers.Dense(WIDTH, "tanh", use_bias=False)],
     "a loss": penalized,
-    "a custom gradient": gated,
     "another type": lambda: [keras.layers.Dense(WIDTH, "tanh", dtype="float16")],
     "frozen": lambda: [keras.layers.Dense(WIDTH, "tanh", trainable=False)],
 }
@@ -144,14 +143,22 @@ class Choosing(keras.layers.Layer):
 class Reversed(keras.layers.Layer):
     """A layer whose factor is in its gradient alone."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, *, from_layer: bool = False) -> None:
         super().__init__()
-        self.factor = factor
+        self.factor, self.from_layer = factor, from_layer
 
     def call(self, inputs: Any) -> Any:
+        factor = self.factor
+
         @tf.custom_gradient
         def reverse(values: tf.Tensor) -> Any:
-            return tf.identity(values), lambda upstream: upstream * self.factor
+            def backward(upstream: tf.Tensor) -> tf.Tensor:
+                return upstream * (self.factor if self.from_layer else factor)
+
+            def of_number(upstream: tf.Tensor) -> tf.Tensor:
+                return upstream * factor
+
+            return tf.identity(values), backward if self.from_layer else of_number
 
         return reverse(inputs)
 
@@ -177,9 +184,13 @@ def test_blocks_that_return_add_or_assign_others_are_several_programs(role: str)
     assert one.trace is not other.trace
 
 
+FACTORS = (1.0, -0.5, 1.0, -0.5)
 UNLIKE: dict[str, Callable[[], list[Any]]] = {
     "roles": lambda: [[Choosing(role)] for role in ROLES * 2],
-    "gradients": lambda: [[keras.layers.Dense(WIDTH, "tanh"), Reversed(factor)] for factor in (1.0, -0.5, 1.0, 2.0)],
+    "gradients": lambda: [[keras.layers.Dense(WIDTH, "tanh"), Reversed(factor)] for factor in FACTORS],
+    "gradients of a layer": lambda: [
+        [keras.layers.Dense(WIDTH, "tanh"), Reversed(factor, from_layer=True)] for factor in FACTORS
+    ],
     "tables": lambda: [[keras.layers.Dense(WIDTH, "tanh"), FromTable(factor)] for factor in (1.0, 0.5, 2.0, 1.0)],
 }
 
@@ -190,6 +201,14 @@ def test_blocks_that_differ_outside_of_their_operations_train_as_on_one_device(n
         return model_of(*[lambda layers=layers: layers for layers in UNLIKE[name]()])()
 
     assert_as_one_device(build, tfpar.Mirrored(["CPU:0"], shard="weights"))
+
+
+def test_blocks_with_one_gradient_of_their_own_are_one_program() -> None:
+    blocks = programs_of(model_of(*[gated] * 3), tfpar.Mirrored(shard="weights"))
+    assert blocks[1].trace is blocks[2].trace
+    build = model_of(*[lambda factor=factor: [*dense(), Reversed(factor)] for factor in (*FACTORS, 1.0)])
+    _, one, other, same, _ = programs_of(build, tfpar.Mirrored(shard="weights"))
+    assert one.trace is same.trace is not other.trace
 
 
 def test_a_graph_with_a_captured_tensor_or_a_state_of_an_operation_has_no_equal() -> None:

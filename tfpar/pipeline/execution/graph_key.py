@@ -2,19 +2,22 @@
 
     blocks/3/dense/MatMul(x, kernel)   ─►   7: MatMul(2:0, 5:0), transpose_a=False, transpose_b=False, T=float32
 
-A key has the types, attributes, inputs and control inputs of all operations, with numbers for their names. A
-graph with a function, such as the body of a loop, or with a `tf.custom_gradient` equals no other one: an attribute has
-a name that is used once.
+A key has the types, attributes, inputs and control inputs of all operations, with numbers for their names, and for each
+`tf.custom_gradient` what it computes. A graph with a function, such as the body of a loop, equals no other one: an
+attribute has a name that is used once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
+import tensorflow as tf
+
+from tfpar._compat import tf_custom_gradient
 from tfpar.reduction.gradient_addition import tensors_of
 
-_COLOCATION = "_class"
+_COLOCATION, _GRADIENT = "_class", "_gradient_op_type"
 
 
 def graph_key(graph: Any) -> tuple[Any, ...]:
@@ -39,10 +42,16 @@ def graph_key(graph: Any) -> tuple[Any, ...]:
         first, _, index = name.lstrip("^").partition(":")
         return name.startswith("^"), numbers.get(first, first), index
 
+    def of_tensor(tensor: tf.Tensor) -> Hashable:
+        here = tf.is_symbolic_tensor(tensor) and tensor.graph is graph
+        return (numbers[tensor.op.name], tensor.value_index) if here else tensor.ref()
+
     def attributes(node: Any) -> Iterator[tuple[str, Any]]:
         for name in sorted(node.attr):
             if name == _COLOCATION:
                 yield name, tuple(renamed(one.decode().removeprefix("loc:@")) for one in node.attr[name].list.s)
+            elif name == _GRADIENT:
+                yield name, tf_custom_gradient.gradient_key(node.attr[name].s.decode(), of_tensor)
             else:
                 yield name, node.attr[name].SerializeToString(deterministic=True)
 
