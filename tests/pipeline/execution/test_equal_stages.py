@@ -65,6 +65,11 @@ def penalized() -> list[Any]:
     return [keras.layers.Dense(WIDTH, "tanh", activity_regularizer="l2")]
 
 
+def recurrent() -> list[Any]:
+    reshape = [keras.layers.Reshape((2, WIDTH // 2)), keras.layers.GRU(WIDTH // 2, return_sequences=True)]
+    return [*reshape, keras.layers.Flatten()]
+
+
 def data() -> tuple[np.ndarray, np.ndarray]:
     inputs = np.random.default_rng(0).normal(size=(24, WIDTH)).astype(keras.config.floatx())
     return inputs, inputs[:, ::-1] * 0.5
@@ -203,9 +208,13 @@ def test_blocks_that_differ_outside_of_their_operations_train_as_on_one_device(n
     assert_as_one_device(build, tfpar.Mirrored(["CPU:0"], shard="weights"))
 
 
-def test_blocks_with_one_gradient_of_their_own_are_one_program() -> None:
-    blocks = programs_of(model_of(*[gated] * 3), tfpar.Mirrored(shard="weights"))
+@pytest.mark.parametrize("block", [gated, recurrent])
+def test_blocks_with_equal_loops_or_gradients_of_their_own_are_one_program(block: Callable[[], list[Any]]) -> None:
+    blocks = programs_of(model_of(*[block] * 3), tfpar.Mirrored(shard="weights"))
     assert blocks[1].trace is blocks[2].trace
+
+
+def test_blocks_with_other_factors_in_their_gradient_are_several_programs() -> None:
     build = model_of(*[lambda factor=factor: [*dense(), Reversed(factor)] for factor in (*FACTORS, 1.0)])
     _, one, other, same, _ = programs_of(build, tfpar.Mirrored(shard="weights"))
     assert one.trace is same.trace is not other.trace
@@ -234,6 +243,7 @@ ALIKE: dict[str, Callable[[], list[Any]]] = {
     "moving averages": normalizing,
     "custom gradients": gated,
     "added losses": penalized,
+    "loops": recurrent,
 }
 
 

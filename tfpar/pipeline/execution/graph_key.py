@@ -3,13 +3,12 @@
     blocks/3/dense/MatMul(x, kernel)   ─►   7: MatMul(2:0, 5:0), transpose_a=False, transpose_b=False, T=float32
 
 A key has the types, attributes, inputs and control inputs of all operations, with numbers for their names, and for each
-`tf.custom_gradient` what it computes. A graph with a function, such as the body of a loop, equals no other one: an
-attribute has a name that is used once.
+`tf.custom_gradient` and the body of each loop what it computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -35,27 +34,74 @@ def graph_key(graph: Any) -> tuple[Any, ...]:
         >>> one == graph_key(graph("two", 3.0)), one == graph_key(graph("one", 4.0))
         (True, False)
     """
-    nodes = graph.as_graph_def().node
-    numbers = {node.name: number for number, node in enumerate(nodes)}
-
-    def renamed(name: str) -> tuple[Any, ...]:
-        first, _, index = name.lstrip("^").partition(":")
-        return name.startswith("^"), numbers.get(first, first), index
+    whole = graph.as_graph_def()
+    numbers = {node.name: number for number, node in enumerate(whole.node)}
 
     def of_tensor(tensor: tf.Tensor) -> Hashable:
         here = tf.is_symbolic_tensor(tensor) and tensor.graph is graph
         return (numbers[tensor.op.name], tensor.value_index) if here else tensor.ref()
 
-    def attributes(node: Any) -> Iterator[tuple[str, Any]]:
-        for name in sorted(node.attr):
-            if name == _COLOCATION:
-                yield name, tuple(renamed(one.decode().removeprefix("loc:@")) for one in node.attr[name].list.s)
-            elif name == _GRADIENT:
-                yield name, tf_custom_gradient.gradient_key(node.attr[name].s.decode(), of_tensor)
-            else:
-                yield name, node.attr[name].SerializeToString(deterministic=True)
+    return _Keys({one.signature.name: one for one in whole.library.function}, of_tensor).of_nodes(whole.node, numbers)
 
-    return tuple((node.op, tuple(map(renamed, node.input)), tuple(attributes(node))) for node in nodes)
+
+class _Keys:
+    """The keys of the nodes of a graph and of its functions.
+
+    Args:
+        functions: The functions of the graph by name, such as the bodies of loops.
+        of_tensor: Returns the key of a tensor that a gradient function reads.
+    """
+
+    def __init__(self, functions: Mapping[str, Any], of_tensor: Callable[[tf.Tensor], Hashable]) -> None:
+        self._functions, self._of_tensor = functions, of_tensor
+
+    def of_nodes(self, nodes: Iterable[Any], numbers: Mapping[str, int]) -> tuple[Any, ...]:
+        """Return the key of each node.
+
+        Args:
+            nodes: Nodes.
+            numbers: The number of each node, and of each argument of their function, by name.
+        """
+
+        def attributes(node: Any) -> Iterator[tuple[str, Any]]:
+            for name in sorted(node.attr):
+                if name == _COLOCATION:
+                    classes = [one.decode().removeprefix("loc:@") for one in node.attr[name].list.s]
+                    yield name, tuple(_numbered(one, numbers) for one in classes)
+                else:
+                    yield name, self._of_attribute(name, node.attr[name])
+
+        def inputs(node: Any) -> tuple[Any, ...]:
+            return tuple(_numbered(one, numbers) for one in node.input)
+
+        return tuple((node.op, inputs(node), tuple(attributes(node))) for node in nodes)
+
+    def _of_attribute(self, name: str, value: Any) -> Hashable:
+        if name == _GRADIENT:
+            return tf_custom_gradient.gradient_key(value.s.decode(), self._of_tensor)
+        if value.WhichOneof("value") == "func" and value.func.name in self._functions:
+            return self._of_function(self._functions[value.func.name]), _in_order(value.func.attr)
+        return bytes(value.SerializeToString(deterministic=True))
+
+    def _of_function(self, function: Any) -> Hashable:
+        signature = function.signature
+        names = [*(one.name for one in signature.input_arg), *(node.name for node in function.node_def)]
+        numbers = {name: number for number, name in enumerate(names)}
+        arguments = [one.type for one in signature.input_arg]
+        results = [_numbered(function.ret[one.name], numbers) for one in signature.output_arg]
+        last = [_numbered(function.control_ret[one], numbers) for one in signature.control_output]
+        nodes = self.of_nodes(function.node_def, numbers)
+        return tuple(arguments), nodes, tuple(results), tuple(last), _in_order(function.attr)
+
+
+def _numbered(name: str, numbers: Mapping[str, int]) -> tuple[Any, ...]:
+    """Return the place of an input: whether it is a control input, the number of its node, and its place there."""
+    first, _, place = name.removeprefix("^").partition(":")
+    return name.startswith("^"), numbers.get(first, first), place
+
+
+def _in_order(attributes: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
+    return tuple((name, attributes[name].SerializeToString(deterministic=True)) for name in sorted(attributes))
 
 
 def depends_on_arguments_alone(graph: Any) -> bool:
