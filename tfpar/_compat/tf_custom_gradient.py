@@ -12,7 +12,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 _PREFIX = "CustomGradient-"  # generate_name() in custom_gradient.py
 _register = ops.RegisterGradient.__call__
+_MOST_VALUES, _MOST_DEPTH, _MOST_BYTES = 1000, 40, 1 << 20
 
 
 def release_with_graphs() -> None:
@@ -54,16 +55,17 @@ def gradient_key(name: str, of_tensor: Callable[[tf.Tensor], Hashable]) -> Hasha
 
     Two functions are the same that have the same code and see the same values: equal numbers, texts and arrays, tensors
     with the same key, functions that are the same in turn. Any other value is the same as itself alone, such as the
-    layer whose method a function is.
+    layer whose method a function is. A function must not ask for names of operations, or for what others have noted on
+    operations and tensors.
 
     Args:
         name: The name of its registration, the attribute `_gradient_op_type` of an operation.
-        of_tensor: Returns the key of a tensor.
+        of_tensor: Returns the key of a tensor; None for one that is the same as itself alone.
     """
     found = name
     with contextlib.suppress(LookupError):
         found = ops.gradient_registry.lookup(name)
-    return _key(found, of_tensor)
+    return _Keys(of_tensor).key(found, ())
 
 
 class _Itself:
@@ -79,31 +81,63 @@ class _Itself:
         return id(self._value)
 
 
-def _key(value: Any, of_tensor: Callable[[tf.Tensor], Hashable], around: tuple[Any, ...] = ()) -> Hashable:
-    def keys(values: Any) -> tuple[Hashable, ...]:
-        return tuple(_key(one, of_tensor, (*around, value)) for one in values)
+class _Keys:
+    """The keys of what a function sees: of the first thousand values, to a depth of 40; others equal themselves alone.
 
-    kind = type(value)
-    if value is None or kind in (bool, int, float, complex, str, bytes, tf.DType) or isinstance(value, np.generic):
-        return kind, repr(value)  # 0.0 equals -0.0
-    if isinstance(value, tf.Tensor):
-        return "tensor", of_tensor(value)
-    if kind is np.ndarray and value.dtype != object:
-        return kind, value.dtype.str, value.shape, value.tobytes()
-    for depth, outer in enumerate(around):
-        if outer is value:  # a function that calls itself
-            return "around", depth
+    Args:
+        of_tensor: As for `gradient_key`.
+    """
+
+    def __init__(self, of_tensor: Callable[[tf.Tensor], Hashable]) -> None:
+        self._of_tensor, self._remaining = of_tensor, _MOST_VALUES
+
+    def key(self, value: Any, around: tuple[Any, ...]) -> Hashable:
+        """Return the key of a value.
+
+        Args:
+            value: Any value.
+            around: The values that it is a part of.
+        """
+        kind, known = type(value), None
+        if isinstance(value, _Itself):
+            return value
+        if isinstance(value, tf.Tensor):
+            known = self._of_tensor(value)
+        elif value is None or kind in (bool, int, str, bytes, tf.DType):
+            known = value
+        elif kind in (float, complex) or isinstance(value, np.generic):
+            known = repr(value)  # 0.0 equals -0.0, and NaN nothing
+        elif kind is np.ndarray and not value.dtype.hasobject and value.nbytes <= _MOST_BYTES:
+            known = value.dtype, value.shape, value.tobytes()
+        else:
+            return self._of_parts(value, kind, around)
+        return _Itself(value) if known is None and value is not None else (kind, known)
+
+    def _of_parts(self, value: Any, kind: type, around: tuple[Any, ...]) -> Hashable:
+        for depth, outer in enumerate(around):
+            if outer is value:  # a function that calls itself
+                return "around", depth
+        parts = _parts(value, kind)
+        self._remaining -= 0 if parts is None else len(parts)
+        if parts is None or self._remaining < 0 or len(around) > _MOST_DEPTH:
+            return _Itself(value)
+        return kind, tuple(self.key(one, (*around, value)) for one in parts)
+
+
+def _parts(value: Any, kind: type) -> Sequence[Any] | None:
+    """Return the values that determine a value; None for one of another kind."""
     if kind in (list, tuple):
-        return kind, keys(value)
+        return tuple(value)
     if kind is dict:
-        return kind, keys(value), keys(value.values())
+        return [*value, *value.values()]
     if kind is weakref.ref:
-        return kind, keys([value()])
+        return [value()]
     if kind is functools.partial:
-        return kind, keys([value.func, value.args, value.keywords])
+        return [value.func, value.args, value.keywords, vars(value)]
     if kind is types.FunctionType:
-        return kind, _Itself(value.__code__), keys([value.__defaults__, value.__kwdefaults__, *_cells(value)])
-    return _Itself(value)
+        itself = [_Itself(value.__code__), _Itself(value.__globals__)]
+        return [*itself, value.__defaults__, value.__kwdefaults__, vars(value), *_cells(value)]
+    return None
 
 
 def _cells(function: types.FunctionType) -> Iterator[Any]:

@@ -77,12 +77,15 @@ def _check_function(value: Value) -> None:
 def _check_states(model: keras.Model, own: Sequence[keras.Metric], examples: Examples, adds: bool) -> None:
     parts, variables = examples.parts(), [one for metric in own for one in metric.variables]
     whole = _states(model, own, [examples])
-    alone = list(zip(*(_states(model, own, [part]) for part in parts), strict=False))
+    of_parts = [_states(model, own, [part]) for part in parts]
+    alone = list(zip(*of_parts, strict=True)) if all(of_parts) else []
     if adds:
         found = [_OF_ALL.get(one.aggregation, _first)(states) for one, states in zip(variables, alone, strict=False)]
     else:
         found = _states(model, own, parts)
-    names = (metric.name for metric in own for _ in metric.variables)
+    names = [metric.name for metric in own for _ in metric.variables]
+    if adds and any(of_parts) and not alone:  # the update fails for some of the parts
+        raise ValueError(_REFUSAL.format(name=names[0], **_OF_REPLICAS))
     # Those of the parts may cancel, and their rounding remains.
     rounding = [_rounding(states) for states in alone] or [ROUNDING] * len(found)
     for name, one, other, error in zip(names, whole, found, rounding, strict=False):
@@ -90,8 +93,9 @@ def _check_states(model: keras.Model, own: Sequence[keras.Metric], examples: Exa
             raise ValueError(_REFUSAL.format(name=name, **(_OF_REPLICAS if adds else _OF_MICROBATCHES)))
 
 
-def _rounding(states: Sequence[np.ndarray]) -> float:
-    return ROUNDING * float(np.max(np.abs(states), initial=1.0, where=np.isfinite(states)))
+def _rounding(states: Sequence[np.ndarray]) -> Any:
+    """Return the rounding of the sum of each element of some states."""
+    return ROUNDING * np.max(np.abs(states), axis=0, initial=1.0, where=np.isfinite(states))
 
 
 def _first(states: Sequence[np.ndarray]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import tensorflow as tf
 import tfpar
 from tests.properties.test_parity import computing_in
 from tfpar.pipeline.execution.compiled_stages import Programs
-from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone
+from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone, graph_key
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -146,26 +147,37 @@ class Choosing(keras.layers.Layer):
 
 
 class Reversed(keras.layers.Layer):
-    """A layer whose factor is in its gradient alone."""
+    """A layer whose factor is in its gradient alone, which has it from around it, from the layer, or from itself."""
 
-    def __init__(self, factor: float, *, from_layer: bool = False) -> None:
+    def __init__(self, factor: float, source: str = "around") -> None:
         super().__init__()
-        self.factor, self.from_layer = factor, from_layer
+        self.factor, self.source = factor, source
 
     def call(self, inputs: Any) -> Any:
         factor = self.factor
 
+        def of_number(upstream: tf.Tensor) -> tf.Tensor:
+            return upstream * factor
+
+        def of_layer(upstream: tf.Tensor) -> tf.Tensor:
+            return upstream * self.factor
+
+        def of_itself(upstream: tf.Tensor) -> tf.Tensor:
+            return upstream * of_itself.factor  # type: ignore[attr-defined]
+
+        of_itself.factor = factor  # type: ignore[attr-defined]
+        names: dict[str, Any] = {"factor": factor}
+        exec(OF_NAMES, names)
+        gradients = {"around": of_number, "layer": of_layer, "itself": of_itself, "names": names["backward"]}
+
         @tf.custom_gradient
         def reverse(values: tf.Tensor) -> Any:
-            def backward(upstream: tf.Tensor) -> tf.Tensor:
-                return upstream * (self.factor if self.from_layer else factor)
-
-            def of_number(upstream: tf.Tensor) -> tf.Tensor:
-                return upstream * factor
-
-            return tf.identity(values), backward if self.from_layer else of_number
+            return tf.identity(values), gradients[self.source]
 
         return reverse(inputs)
+
+
+OF_NAMES = compile("def backward(upstream):\n    return upstream * factor", "own", "exec")
 
 
 class FromTable(keras.layers.Layer):
@@ -192,10 +204,12 @@ def test_blocks_that_return_add_or_assign_others_are_several_programs(role: str)
 FACTORS = (1.0, -0.5, 1.0, -0.5)
 UNLIKE: dict[str, Callable[[], list[Any]]] = {
     "roles": lambda: [[Choosing(role)] for role in ROLES * 2],
-    "gradients": lambda: [[keras.layers.Dense(WIDTH, "tanh"), Reversed(factor)] for factor in FACTORS],
-    "gradients of a layer": lambda: [
-        [keras.layers.Dense(WIDTH, "tanh"), Reversed(factor, from_layer=True)] for factor in FACTORS
-    ],
+    **{
+        f"gradients, {source}": lambda source=source: [
+            [keras.layers.Dense(WIDTH, "tanh"), Reversed(factor, source)] for factor in FACTORS
+        ]
+        for source in ("around", "layer", "itself", "names")
+    },
     "tables": lambda: [[keras.layers.Dense(WIDTH, "tanh"), FromTable(factor)] for factor in (1.0, 0.5, 2.0, 1.0)],
 }
 
@@ -218,6 +232,23 @@ def test_blocks_with_other_factors_in_their_gradient_are_several_programs() -> N
     build = model_of(*[lambda factor=factor: [*dense(), Reversed(factor)] for factor in (*FACTORS, 1.0)])
     _, one, other, same, _ = programs_of(build, tfpar.Mirrored(shard="weights"))
     assert one.trace is same.trace is not other.trace
+
+
+def test_gradients_with_much_around_them_are_compared_in_bounded_time() -> None:
+    def many(depth: int) -> Callable[..., Any]:
+        inner = (lambda upstream: upstream) if depth == 0 else many(depth - 1)
+        return lambda upstream: (inner, inner)[0](upstream)
+
+    gradient, large = many(60), list(range(10**6))
+
+    @tf.custom_gradient
+    def function(values: tf.Tensor) -> Any:
+        return tf.identity(values), lambda upstream: gradient(upstream) + 0.0 * large[0]
+
+    graph = tf.function(function).get_concrete_function(tf.TensorSpec([2])).graph
+    began_seconds = time.perf_counter()
+    assert graph_key(graph) == graph_key(graph)
+    assert time.perf_counter() - began_seconds < 1.0
 
 
 def test_a_graph_with_a_captured_tensor_or_a_state_of_an_operation_has_no_equal() -> None:

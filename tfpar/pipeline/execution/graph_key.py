@@ -34,14 +34,16 @@ def graph_key(graph: Any) -> tuple[Any, ...]:
         >>> one == graph_key(graph("two", 3.0)), one == graph_key(graph("one", 4.0))
         (True, False)
     """
-    whole = graph.as_graph_def()
+    whole = graph.as_graph_def(add_shapes=True)
     numbers = {node.name: number for number, node in enumerate(whole.node)}
 
     def of_tensor(tensor: tf.Tensor) -> Hashable:
         here = tf.is_symbolic_tensor(tensor) and tensor.graph is graph
-        return (numbers[tensor.op.name], tensor.value_index) if here else tensor.ref()
+        return (numbers[tensor.op.name], tensor.value_index) if here else None
 
-    return _Keys({one.signature.name: one for one in whole.library.function}, of_tensor).of_nodes(whole.node, numbers)
+    gradients = tuple(one.SerializeToString(deterministic=True) for one in whole.library.gradient)
+    functions = {one.signature.name: one for one in whole.library.function}
+    return gradients, _Keys(functions, of_tensor).of_nodes(whole.node, numbers)
 
 
 class _Keys:
@@ -49,11 +51,12 @@ class _Keys:
 
     Args:
         functions: The functions of the graph by name, such as the bodies of loops.
-        of_tensor: Returns the key of a tensor that a gradient function reads.
+        of_tensor: Returns the key of a tensor that a gradient function reads; None for one of another graph.
     """
 
     def __init__(self, functions: Mapping[str, Any], of_tensor: Callable[[tf.Tensor], Hashable]) -> None:
         self._functions, self._of_tensor = functions, of_tensor
+        self._known: dict[str, Hashable] = {}
 
     def of_nodes(self, nodes: Iterable[Any], numbers: Mapping[str, int]) -> tuple[Any, ...]:
         """Return the key of each node.
@@ -74,24 +77,35 @@ class _Keys:
         def inputs(node: Any) -> tuple[Any, ...]:
             return tuple(_numbered(one, numbers) for one in node.input)
 
-        return tuple((node.op, inputs(node), tuple(attributes(node))) for node in nodes)
+        return tuple((self._of_function(node.op), inputs(node), tuple(attributes(node))) for node in nodes)
 
     def _of_attribute(self, name: str, value: Any) -> Hashable:
         if name == _GRADIENT:
             return tf_custom_gradient.gradient_key(value.s.decode(), self._of_tensor)
-        if value.WhichOneof("value") == "func" and value.func.name in self._functions:
-            return self._of_function(self._functions[value.func.name]), _in_order(value.func.attr)
+        if value.WhichOneof("value") == "func":
+            return self._of_function(value.func.name), _in_order(value.func.attr)
         return bytes(value.SerializeToString(deterministic=True))
 
-    def _of_function(self, function: Any) -> Hashable:
+    def _of_function(self, name: str) -> Hashable:
+        """Return the key of a function of the graph; the name of an operation of TensorFlow."""
+        if name in self._functions and name not in self._known:
+            self._known[name] = self._of_body(self._functions[name])
+        return self._known.get(name, name)
+
+    def _of_body(self, function: Any) -> Hashable:
         signature = function.signature
         names = [*(one.name for one in signature.input_arg), *(node.name for node in function.node_def)]
         numbers = {name: number for number, name in enumerate(names)}
-        arguments = [one.type for one in signature.input_arg]
+        arguments = [(one.type, function.arg_attr[place].attr) for place, one in enumerate(signature.input_arg)]
         results = [_numbered(function.ret[one.name], numbers) for one in signature.output_arg]
         last = [_numbered(function.control_ret[one], numbers) for one in signature.control_output]
-        nodes = self.of_nodes(function.node_def, numbers)
-        return tuple(arguments), nodes, tuple(results), tuple(last), _in_order(function.attr)
+        return (
+            tuple((kind, _in_order(attributes)) for kind, attributes in arguments),
+            self.of_nodes(function.node_def, numbers),
+            tuple(results),
+            tuple(last),
+            _in_order(function.attr),
+        )
 
 
 def _numbered(name: str, numbers: Mapping[str, int]) -> tuple[Any, ...]:
@@ -101,7 +115,8 @@ def _numbered(name: str, numbers: Mapping[str, int]) -> tuple[Any, ...]:
 
 
 def _in_order(attributes: Mapping[str, Any]) -> tuple[tuple[str, bytes], ...]:
-    return tuple((name, attributes[name].SerializeToString(deterministic=True)) for name in sorted(attributes))
+    names = sorted(name for name in attributes if name != "_user_specified_name")
+    return tuple((name, attributes[name].SerializeToString(deterministic=True)) for name in names)
 
 
 def depends_on_arguments_alone(graph: Any) -> bool:
