@@ -37,14 +37,8 @@ class Programs(NamedTuple):
     specs: dict[Value, ValueSpec]
 
     def on(self, devices: Sequence[str]) -> Programs:
-        """Return the stages for other devices, one for each stage; equal stages stay one on each device."""
-        copies: dict[tuple[int, str], StageProgram] = {}
-        stages = []
-        for one, device in zip(self.stages, devices, strict=True):
-            key = id(one.functions), device
-            copies[key] = one.with_functions_of(copies[key]) if key in copies else one.on(device)
-            stages.append(copies[key])
-        return self._replace(stages=stages)
+        """Return the stages for other devices, one for each stage."""
+        return self._replace(stages=[one.on(device) for one, device in zip(self.stages, devices, strict=True)])
 
 
 def compile_stages(
@@ -66,7 +60,7 @@ def compile_stages(
         ways: What the losses computed by layers need of the whole batch, in the order of the stages.
     """
     specs, remaining = dict(inputs), tuple(ways)
-    programs, equal = [], EqualStages(options)
+    programs, equal = [], EqualStages(options, {}, {})
     for stage, device in zip(stages, devices, strict=True):
         program = compile_stage(stage, [specs[value] for value in stage.inputs], device, equal, ways=remaining)
         remaining = remaining[len(program.ways) :]
@@ -87,7 +81,7 @@ def without_dead_ends(programs: Programs, live: Iterable[Value], options: StageO
         live: The outputs of the model that the loss depends on.
         options: How they are compiled.
     """
-    alive, stages, equal = set(live), list(programs.stages), EqualStages(options)
+    alive, stages, equal = set(live), list(programs.stages), EqualStages(options, {}, {})
     for index, program in reversed(list(enumerate(programs.stages))):
         sends = zip(program.stage.outputs, program.output_specs, strict=True)
         unused_outputs = frozenset(value for value, spec in sends if spec.needs_gradient and value not in alive)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -25,30 +25,18 @@ from tfpar.reduction.gradient_addition import tensors_of
 from tfpar.reduction.losses_in_call import Way
 
 
-class EqualStages:
-    """The stages of a model by their traces: those with equal operations are compiled once for each device.
+class EqualStages(NamedTuple):
+    """The compiled stages of a model by their traces: those with equal operations have one.
 
     Args:
         options: How all of them are compiled.
+        traces: Their traces, by what these depend on.
+        programs: The first stage with each trace.
     """
 
-    def __init__(self, options: StageOptions) -> None:
-        self.options = options
-        self.traces: Traces = {}
-        self._programs: dict[StageTrace, dict[str, StageProgram]] = {}
-
-    def on(self, device: str, trace: StageTrace) -> StageProgram | None:
-        """Return the compiled stage with a trace on a device; None if it is not compiled yet for any device."""
-        programs = self._programs.get(trace)
-        if programs is None:
-            return None
-        if device not in programs:
-            programs[device] = next(iter(programs.values())).on(device)
-        return programs[device]
-
-    def add(self, trace: StageTrace, program: StageProgram) -> None:
-        """Add the first compiled stage with a trace."""
-        self._programs[trace] = {program.device: program}
+    options: StageOptions
+    traces: Traces
+    programs: dict[StageTrace, StageProgram]
 
 
 def compile_stage(
@@ -93,17 +81,19 @@ def compile_stage(
     if unseen:  # a Lambda may read the weight of a layer that is not its own
         variables = _by_role([*variables.parameters, *variables.states, *unseen], training=options.training)
         traced = trace(variables)
-    same = equal.on(device, traced)
     if options.shards_weights:
         variables, reordered = with_untrained_weights(variables, traced)
     else:
         reordered = traced
     of_metrics = frozenset(map(id, metric_states))
-    if same is None:
-        same = _program(stage, input_specs, devices, options, variables, of_metrics, reordered)
-        equal.add(traced, same)
+    if traced not in equal.programs:
+        equal.programs[traced] = _program(stage, input_specs, devices, options, variables, of_metrics, reordered)
     return dataclasses.replace(
-        same, stage=stage, input_specs=input_specs, variables=variables, metric_states=of_metrics
+        equal.programs[traced].on(device),
+        stage=stage,
+        input_specs=input_specs,
+        variables=variables,
+        metric_states=of_metrics,
     )
 
 

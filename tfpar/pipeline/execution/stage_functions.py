@@ -84,6 +84,8 @@ class StageFunctions:
         pads: bool,
     ) -> None:
         self._trace, self._inputs, self._devices, self._device = trace, inputs, devices, devices[0]
+        self.subgraphs = subgraphs
+        self._copies = {tuple(devices): self}
         self._rows = Rows(*[tf.TensorSpec([], tf.int64)] * 2) if pads else None
         self._forward, *self._later = subgraphs
         self._parameters, self._states = trace.variables[:num_parameters], trace.variables[num_parameters:]
@@ -96,6 +98,20 @@ class StageFunctions:
         self._saved_for_weights = _among(
             before, self._later[1:], tensors_of(trace.backward.sums) * bool(self._later[1:])
         )
+
+    def on(self, devices: Sequence[str]) -> StageFunctions:
+        """Return the same passes on other devices, compiled once for all stages that have them.
+
+        Args:
+            devices: The device of each shard.
+        """
+        key = tuple(devices)
+        if key not in self._copies:
+            subgraphs, pads = [one.on(devices) for one in self.subgraphs], self._rows is not None
+            copy = StageFunctions(self._trace, subgraphs, self._inputs, len(self._parameters), devices, pads=pads)
+            copy._copies = self._copies
+            self._copies[key] = copy
+        return self._copies[key]
 
     def places(self, tensors: Sequence[tf.Tensor]) -> list[str]:
         """Return the device of the value of each tensor of the traced graph."""

@@ -260,23 +260,18 @@ class StageProgram:
     def on(self, device: str) -> StageProgram:
         """Return the same functions for another device, without another trace of the layers."""
         devices = self.groups.get(device, [device])
-        return self._of([one.on(devices) for one in self.subgraphs], devices, pads=self.pads)
-
-    def with_functions_of(self, other: StageProgram) -> StageProgram:
-        """Return this stage with the functions of one that has the same trace, on its device."""
-        return dataclasses.replace(self, devices=other.devices, subgraphs=other.subgraphs, functions=other.functions)
+        functions = self.functions.on(devices)
+        return dataclasses.replace(self, devices=devices, subgraphs=functions.subgraphs, functions=functions)
 
     def without_xla(self) -> StageProgram:
         """Return the same functions, not compiled by XLA, for trials with other numbers of examples than in steps."""
         if not self.pads and not any(one.jit_compile for one in self.subgraphs):
             return self
         subgraphs = [dataclasses.replace(one, jit_compile=False) for one in self.subgraphs]
-        return self._of(subgraphs, self.devices, pads=False)
-
-    def _of(self, subgraphs: Sequence[Subgraph], devices: Sequence[str], *, pads: bool) -> StageProgram:
-        num_parameters = len(self.parameters)
-        functions = StageFunctions(self.trace, subgraphs, self.input_specs, num_parameters, devices, pads=pads)
-        return dataclasses.replace(self, devices=devices, subgraphs=subgraphs, functions=functions, pads=pads)
+        functions = StageFunctions(
+            self.trace, subgraphs, self.input_specs, len(self.parameters), self.devices, pads=False
+        )
+        return dataclasses.replace(self, subgraphs=subgraphs, functions=functions, pads=False)
 
     @property
     def _totals(self) -> list[tf.Tensor]:
