@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_losses_in_call, keras_model, random_state, tf_distribute, typical_draws
 from tfpar.reduction.losses_in_call import PartTrial
-from tfpar.reduction.whole_batch import ROUNDING, Trial
+from tfpar.reduction.whole_batch import Trial, add_up
 
 Kind = Literal["mean", "sum"]
 RULE = "must be a sum or a mean over the batch to be computed by replicas or micro-batches"
@@ -153,15 +153,11 @@ def _kind(values: Sequence[float], num_others: float, what: str, tolerance: floa
     one, others, both = values
     if one == others == both == 0 or not np.isfinite(values).all():
         return None
-    rounding = ROUNDING * max(abs(one), abs(others))
-    if _close((one + num_others * others) / (1 + num_others), both, tolerance, rounding):
+    largest = max(abs(one), abs(others))
+    if add_up((one + num_others * others) / (1 + num_others), both, tolerance, largest):
         return "mean"
-    if _close(one + others, both, tolerance, rounding):
+    if add_up(one + others, both, tolerance, largest):
         return "sum"
     raise ValueError(
         f"{what} {RULE}, received {one:.6g} and {others:.6g} on two parts of a batch and {both:.6g} on both. {WAY_OUT}"
     )
-
-
-def _close(value: float, expected: float, tolerance: float, rounding: float) -> bool:
-    return abs(value - expected) <= max(tolerance * max(abs(value), abs(expected), 1e-12), rounding)

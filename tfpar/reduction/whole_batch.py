@@ -97,6 +97,18 @@ def sums_of(loss: Any) -> LossSums | None:
     return total, tf.ones_like(total) if weight is None else tf.cast(weight, total.dtype)
 
 
+def add_up(value: float, expected: float, tolerance: float, largest_part: float) -> bool:
+    """Return whether the value of the parts of a batch is that of the batch.
+
+    Args:
+        value: That of the parts together.
+        expected: That of the batch.
+        tolerance: The largest relative difference.
+        largest_part: The largest value of a part; parts may cancel, and their rounding remains.
+    """
+    return abs(value - expected) <= max(tolerance * max(abs(value), abs(expected), 1e-12), ROUNDING * largest_part)
+
+
 class SumsOfParts:
     """The sums of a loss in `call` for a batch and for its parts, which must add up.
 
@@ -119,8 +131,7 @@ class SumsOfParts:
         if not self._is_sum:
             total, loss = total / (weight or 1.0), loss / (float(self._whole[1]) or 1.0)
             largest /= abs(weight) or 1.0
-        rounding = ROUNDING * largest
-        return abs(total - loss) <= max(tolerance * max(abs(total), abs(loss), 1e-12), rounding)
+        return add_up(total, loss, tolerance, largest)
 
 
 class Trial(Rows):
