@@ -31,7 +31,12 @@ def trainable_settings(model: keras.Model) -> list[bool]:
 
 def recomputes(model: keras.Model) -> bool:
     """Return whether a layer was built in a `keras.RematScope`, and so reads its weights in the backward pass too."""
-    return any(versions.private(layer, "_remat_mode") is not None for layer in all_layers(model))
+    return bool(recomputed_layers(model))
+
+
+def recomputed_layers(model: keras.Model) -> list[keras.Layer]:
+    """Return the layers at every depth that were built in a `keras.RematScope` (Keras 3.15)."""
+    return [layer for layer in all_layers(model) if versions.private(layer, "_remat_mode") is not None]
 
 
 def call_model(model: keras.Model, inputs: Any, training: bool) -> Any:

@@ -148,10 +148,12 @@ class Staged(SingleReplica):
         A model that was compiled again keeps its stages; its loss, metrics and optimizer programs are created again.
 
         Raises:
-            ValueError: If the model cannot be divided, or a layer is batch-dependent.
+            ValueError: If the model cannot be divided, a layer is batch-dependent, or one is in a `keras.RematScope`.
         """
         with self.raising_on_all_workers():
             data.check_same_inputs(self._present, model, batch)
+            if training:
+                _check_no_scope(model)
             self._planner.check_again(model, batch, training)
         if model in self._steps and self._steps[model].compiler.compilation is keras_model.compilation(model):
             self._check_update(model, training)
@@ -310,3 +312,13 @@ class Staged(SingleReplica):
     def _agree(self, value: Any) -> Any:
         """Return the chief's value of a JSON structure."""
         return json.loads(self.broadcast(json.dumps(value).encode()))
+
+
+def _check_no_scope(model: keras.Model) -> None:
+    """Refuse layers that compute no gradients of values that a stage gives their weights."""
+    if layers := keras_model.recomputed_layers(model):
+        raise ValueError(
+            "A stage gives layers the values of their weights, of which keras.RematScope computes no gradients, "
+            f"received {layers[0].name!r} from such a scope. Build it outside of one; a pipeline recomputes its layers "
+            "with recompute=True."
+        )
