@@ -27,6 +27,7 @@ STRATEGIES = {
     "mirrored over 3, weights sharded": lambda: tfpar.Mirrored(["CPU:0", "CPU:1", "CPU:2"], shard="weights"),
     "mirrored over 1": lambda: tfpar.Mirrored(["CPU:0"]),
     "tensor parallel over 3": lambda: tfpar.TensorParallel(3),
+    "2 replicas of tensor parallel over 2": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), 2),
 }
 # A case has its turn under one of these, and under all of them in the whole table.
 IN_TURN = (
@@ -35,10 +36,15 @@ IN_TURN = (
     "mirrored over 3, sharded",
     "mirrored over 3, weights sharded",
     "tensor parallel over 3",
+    "2 replicas of tensor parallel over 2",
 )
 CASES = parity_cases.CASES | objective_cases.CASES
-REFUSED = {("tensor parallel over 3", case) for case in objective_cases.CASES} | {
-    ("mirrored over 3, weights sharded", case) for case in (*objective_cases.CASES, *parity_cases.ONE_MICROBATCH_ONLY)
+OF_WHOLE_BATCH = (*objective_cases.CASES, *parity_cases.ONE_MICROBATCH_ONLY)
+NOT_IN_PARTS = ("L1, L2 and activity", "add_loss", "loss object in a layer", "BatchNormalization, synchronized")
+REFUSED = {
+    *(("tensor parallel over 3", case) for case in objective_cases.CASES),
+    *(("mirrored over 3, weights sharded", case) for case in OF_WHOLE_BATCH),
+    *(("2 replicas of tensor parallel over 2", case) for case in (*objective_cases.CASES, *NOT_IN_PARTS)),
 }
 Row = tuple[str, str, str]  # dtype, strategy, case
 

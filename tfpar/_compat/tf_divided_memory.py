@@ -257,19 +257,22 @@ def read(piece: Any) -> tf.Tensor:
 
 @contextlib.contextmanager
 def with_values(pieces: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
-    """Let divided variables have tensors as the values of their pieces inside this context.
+    """Let variables have tensors as their values, or as those of their pieces, inside this context.
 
     Args:
-        pieces: Lasting pieces, all those of a variable in their order, each with a tensor on the device of the shard.
+        pieces: Lasting pieces, all those of a variable in their order, each with a tensor on the device of the shard; a
+            variable that is not divided is its own piece.
     """
     values: dict[int, tuple[Any, list[tf.Tensor]]] = {}
     for piece, value in pieces:
-        variable, _ = piece._tfpar_piece
+        variable, _ = whole_of(piece)
         values.setdefault(id(variable), (variable, []))[1].append(value)
     before = [(variable, variable._value) for variable, _ in values.values()]
     try:
         for variable, tensors in values.values():
-            variable._value = DividedMemory(tensors, variable._value.axis, variable._value._unique_id)
+            memory, (first, *_) = variable._value, tensors
+            is_divided = isinstance(memory, DividedMemory)
+            variable._value = DividedMemory(tensors, memory.axis, memory._unique_id) if is_divided else first
         yield
     finally:
         for variable, memory in before:

@@ -83,7 +83,8 @@ class Preparation:
         if not objective.objectives_of(self._model):
             self._prepare_outputs(batch, training)
         self._once("prepare", lambda: self._strategy.prepare(self._model, batch))
-        present = str(tf.nest.map_structure(lambda tensor: tensor is not None, batch))  # optional inputs may be None
+        # Optional inputs may be None, and the rows of sparse ones are those of lookups.
+        present = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
         prepare_loss = functools.partial(self._strategy.prepare_loss, self._model, batch, training)
         self._once(f"{kind} loss", prepare_loss, present)
         return epoch_iterator, self._compiled.loop(kind, distributed)

@@ -46,7 +46,7 @@ def sum_gradients(
     """
     kinds, failure = found or indexed_slices.LookupKinds([])
     lookups = [
-        _lookups(gradient, kinds[index] if index < len(kinds) else [], failure)
+        lookups_of(gradient, kinds[index] if index < len(kinds) else [], failure)
         for index, gradient in enumerate(gradients)
     ]
     sent: list[Any] = []
@@ -72,10 +72,19 @@ def sum_gradients(
     ]
 
 
-def _lookups(
+def lookups_of(
     gradient: Any, kinds: Sequence[indexed_slices.Kind], failure: str
 ) -> list[tuple[indexed_slices.RowSlices, indexed_slices.Kind]]:
-    """Return the lookups of indexed slices with their kinds; none for another gradient."""
+    """Return the lookups of indexed slices with their kinds; none for another gradient.
+
+    Args:
+        gradient: A gradient of one weight.
+        kinds: The kinds of its lookups, from a trial.
+        failure: Why the trial failed; empty if it did not.
+
+    Raises:
+        ValueError: If it has lookups that the trial did not find.
+    """
     if not isinstance(gradient, tf.IndexedSlices):
         return []
     rows = indexed_slices.split_lookups(gradient)

@@ -81,6 +81,22 @@ def find_lookup_kinds(model: keras.Model, batch: Any, run: Run, first_alone: boo
     return [_find(gradients, weights, model.run_eagerly, batch, runs) for gradients, weights in _gradients_of(model)]
 
 
+@random_state.preserved_random_state()
+def find_kinds(gradients: Gradients, weights: Sequence[keras.Variable], eagerly: bool, batch: Any) -> LookupKinds:
+    """Return the kinds of the lookups in gradients that a function computes, as `find_lookup_kinds` does for a model.
+
+    Args:
+        gradients: Returns the gradient of each weight for a batch, on one device or its shards.
+        weights: The weights, for messages.
+        eagerly: Whether the model runs eagerly.
+        batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
+
+    Raises:
+        ValueError: If row numbers computed from a part of a batch can differ from those of the whole batch.
+    """
+    return _find(gradients, weights, eagerly, batch, [lambda function: function()])
+
+
 def _run_first(run: Run, function: Callable[[], None]) -> Any:
     """Run a function on the first replica, and nothing on the others."""
     return run(lambda: function() if local_replica_id() == 0 else None)

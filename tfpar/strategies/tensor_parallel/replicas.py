@@ -6,7 +6,7 @@
 
 The loss is computed from the outputs of all replicas, as one device computes it. Weights belong to the first replica,
 or with `shard="optimizer"` each divided weight to one of the replicas; the others copy them at the beginning of a step.
-TensorFlow adds their gradients.
+TensorFlow adds their gradients, but for those of tables (`table_copies`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_model, keras_probabilities, random_state, tf_divided_memory
+from tfpar._compat import keras_model, keras_probabilities, keras_variables, random_state, tf_divided_memory
 from tfpar.pipeline.graph.batch_dependence import ON_WHOLE_BATCH, find_batch_dependence
 from tfpar.pipeline.graph.ir import Graph
 from tfpar.pipeline.graph.known_layers import uses_batch_statistics
 from tfpar.reduction import gathered_classes
 from tfpar.reduction.vocabulary_losses import ClassPieces
 from tfpar.strategies.tensor_parallel.pieces import sent
+from tfpar.strategies.tensor_parallel.table_copies import TableCopies
 
 _SEED = "seed_generator_state"  # the name that Keras gives to the states of its generators
 
@@ -61,7 +62,9 @@ def check_examples_apart(graph: Graph, inputs: Sequence[Any], training: bool) ->
 
 
 @contextlib.contextmanager
-def discarding_changes(model: keras.Model, replica: int, homes: Sequence[str]) -> Iterator[None]:
+def discarding_changes(
+    model: keras.Model, replica: int, homes: Sequence[str], copies: TableCopies | None
+) -> Iterator[None]:
     """Run a replica after the first inside this context: its random draws differ, and changes of seeds are discarded.
 
     It has copies of the weights of grouped convolutions on its first device: Keras compiles these with XLA on a CPU,
@@ -71,6 +74,7 @@ def discarding_changes(model: keras.Model, replica: int, homes: Sequence[str]) -
         model: The model.
         replica: The number of the replica.
         homes: The first device of each replica.
+        copies: Copies tables in training.
 
     Raises:
         ValueError: If a layer adds a loss, or changes a state other than a seed.
@@ -78,10 +82,15 @@ def discarding_changes(model: keras.Model, replica: int, homes: Sequence[str]) -
     grouped = [layer for layer in keras_model.all_layers(model) if getattr(layer, "groups", 1) != 1]
     copied = [weight for layer in grouped for weight in layer.weights if not tf_divided_memory.is_divided(weight)]
     mapping = [(weight, sent(tf.convert_to_tensor(weight), homes[0], homes[replica])) for weight in copied]
-    with keras.StatelessScope(mapping, collect_losses=True) as scope, random_state.replica_seeds(lambda: replica):
-        before = list(map(scope.get_current_value, model.variables))
+    variables = keras_variables.state(model)
+    with (
+        copies.read_on(homes[0], homes[replica]) if copies else contextlib.nullcontext(),
+        keras.StatelessScope(mapping, collect_losses=True) as scope,
+        random_state.replica_seeds(lambda: replica),
+    ):
+        before = list(map(scope.get_current_value, variables))
         yield
-    states = [(one, old) for one, old in zip(model.variables, before, strict=True) if one.name != _SEED]
+    states = [(one, old) for one, old in zip(variables, before, strict=True) if one.name != _SEED]
     changed = [one.path for one, old in states if scope.get_current_value(one) is not old]
     if scope.losses or changed:
         what = f"a change of {changed[0]!r}" if changed else "a loss that a layer adds"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import keras
+import tensorflow as tf
+
+from tfpar._compat import keras_model
+from tfpar.per_model import PerModel
+from tfpar.strategies.lookup_trials import may_look_up
 from tfpar.strategies.optimizer_shards import check_shard
+from tfpar.strategies.tensor_parallel import updates
 from tfpar.strategies.tensor_parallel.strategy import TensorParallel, devices_of
+from tfpar.strategies.tensor_parallel.table_copies import TableCopies, Tables, find_tables
 
 
 class TensorParallelReplicas(TensorParallel):
@@ -34,11 +43,40 @@ class TensorParallelReplicas(TensorParallel):
         super().__init__(strategy.num_shards, strategy.layout)
         self._shard = shard
         self._take(devices_of(strategy.num_shards, num_replicas, devices))
+        self._tables: PerModel[Tables] = PerModel()
 
     @property
     def _owners(self) -> list[list[str]]:
         """The devices of the shards of each replica that owns weights: all with `shard`, else the first."""
         return self._replicas if self._shard else super()._owners
+
+    def prepare_loss(self, model: keras.Model, batch: Any, training: bool) -> None:
+        """Find the lookups whose rows replicas must add.
+
+        Raises:
+            ValueError: If replicas cannot add the rows of a lookup exactly.
+        """
+        super().prepare_loss(model, batch, training)
+        if training and self.num_replicas > 1:
+            self._tables.pop(model)
+            if may_look_up(model, batch):
+                self._tables[model] = find_tables(model, batch, functools.partial(self._gradients_of_one, model))
+
+    def _gradients_of_one(
+        self, model: keras.Model, batch: Any, copying: Callable[[tf.GradientTape], TableCopies] | None
+    ) -> list[Any]:
+        """Return the gradients of a batch on the first replica alone: of all pieces, or of the copies of tables."""
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        alone = self._divided[model]._replace(replicas=self._replicas[:1])
+        with tf.GradientTape() as tape, tf.device(self.devices[0]):
+            copies = copying(tape) if copying else None
+            outputs = alone.call(inputs, training=True, copies=copies)
+            loss = keras_model.compute_loss(model, inputs, targets, outputs, weights, training=True)
+        return list(tape.gradient(loss, copies.sources)) if copies else updates.gradients(tape, loss, model)
+
+    def _copies(self, model: keras.Model, tape: tf.GradientTape) -> TableCopies | None:
+        tables = self._tables.get(model)
+        return None if tables is None else TableCopies(tables, tape)
 
     def describe(self) -> str:
         """Return one line with the devices of each replica."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.tensor_parallel.layout import Layout, Way
 from tfpar.strategies.tensor_parallel.replicas import discarding_changes, joined
 from tfpar.strategies.tensor_parallel.shards import Placed, WholeValues
+from tfpar.strategies.tensor_parallel.table_copies import TableCopies
 from tfpar.strategies.tensor_parallel.wide_inputs import CutInputs, in_pieces
 
 
@@ -39,24 +41,28 @@ class DividedModel(NamedTuple):
         """The device of each shard of the first replica."""
         return self.replicas[0]
 
-    def call(self, inputs: Any, training: bool) -> Any:
+    def call(self, inputs: Any, training: bool, copies: TableCopies | None = None) -> Any:
         """Return the outputs of the model as whole tensors on the first device, `[batch, ...]` each.
 
         Args:
             inputs: The inputs of the model, `[batch, ...]` each, or as `wide_inputs` cuts them.
             training: Whether the model trains.
+            copies: Copies tables in training.
         """
         if isinstance(inputs, CutInputs):
             return self._outputs(in_pieces(inputs), self.devices, training)
         with tf.device(self.devices[0]):
             given = model_graph.standardize(self.model, inputs)
+        first = copies.read_on(self.devices[0], self.devices[0]) if copies else contextlib.nullcontext()
         if len(self.replicas) == 1:
-            return self._outputs(given, self.devices, training)
+            with first:
+                return self._outputs(given, self.devices, training)
         parts, _, _, num_examples = split_into_parts(given, data.num_rows(given), len(self.replicas), slice(None))
-        outputs = [self._outputs(_on(self.devices[0], parts[0]), self.devices, training)]
+        with first:
+            outputs = [self._outputs(_on(self.devices[0], parts[0]), self.devices, training)]
         homes = [devices[0] for devices in self.replicas]
         for number, devices in enumerate(self.replicas[1:], 1):
-            with discarding_changes(self.model, number, homes):
+            with discarding_changes(self.model, number, homes, copies):
                 outputs.append(self._outputs(_on(devices[0], parts[number]), devices, training))
         return joined(outputs, homes, num_examples)
 

@@ -36,6 +36,7 @@ from tfpar.strategies.tensor_parallel.replicas import check_examples_apart
 from tfpar.strategies.tensor_parallel.rules import check_rules
 from tfpar.strategies.tensor_parallel.runner import DividedModel
 from tfpar.strategies.tensor_parallel.table import preview_of, warn_of_nothing
+from tfpar.strategies.tensor_parallel.table_copies import TableCopies
 from tfpar.strategies.tensor_parallel.ways import layout_of
 from tfpar.strategies.tensor_parallel.wide_inputs import CutInputs, cut_inputs, cut_sizes, sent_inputs
 
@@ -234,10 +235,11 @@ class TensorParallel(SingleReplica):
         """Do one optimizer update on a batch; return the loss, a scalar."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
         with tf.GradientTape() as tape, gathered_classes.read_in_pieces():
-            loss, outputs = self._forward(model, batch, training=True)
+            copies = self._copies(model, tape)
+            loss, outputs = self._forward(model, batch, training=True, copies=copies)
             with tf.device(self.devices[0]):
                 scaled = model.optimizer.scale_loss(loss)
-        found = updates.gradients(tape, scaled, model)
+        found = updates.gradients(tape, scaled, model, copies)
         with follow_data():  # each gradient stays on the device of its piece
             reads = loss, gathered_classes.tensors_in_pieces(outputs)
             after = after_reads(found, reads, keras_model.recomputes(model))
@@ -263,11 +265,17 @@ class TensorParallel(SingleReplica):
         cut = self._cut(model, inputs)
         return self._divided[model].call(inputs if cut is None else sent_inputs(*cut), training=False)
 
-    def _forward(self, model: keras.Model, batch: Any, *, training: bool) -> tuple[tf.Tensor, Any]:
+    def _copies(self, model: keras.Model, tape: tf.GradientTape) -> TableCopies | None:
+        """Return what copies the tables in a step; None without replicas."""
+        return None
+
+    def _forward(
+        self, model: keras.Model, batch: Any, *, training: bool, copies: TableCopies | None = None
+    ) -> tuple[tf.Tensor, Any]:
         """Return the loss, a scalar, and the outputs, `[batch, ...]` each."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
         self._known[model].version.check_regularizers(model)
-        outputs = self._divided[model].call(inputs, training)
+        outputs = self._divided[model].call(inputs, training, copies)
         with tf.device(self.devices[0]), keras_divided_penalties.of_pieces():
             return keras_model.compute_loss(model, inputs, targets, outputs, weights, training), outputs
 

@@ -18,6 +18,7 @@ from tfpar._compat import (
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.reduction.weight_owners import largest_first, num_bytes
 from tfpar.strategies.tensor_parallel.layout import Division, Layout
+from tfpar.strategies.tensor_parallel.table_copies import TableCopies
 
 
 def place(model: keras.Model, divisions: Mapping[Hashable, Division], homes: Callable[[Any], Sequence[str]]) -> None:
@@ -87,18 +88,22 @@ def check_optimizer(model: keras.Model, strategy: str = "TensorParallel") -> Non
         )
 
 
-def gradients(tape: tf.GradientTape, loss: tf.Tensor, model: keras.Model) -> list[Any]:
+def gradients(
+    tape: tf.GradientTape, loss: tf.Tensor, model: keras.Model, copies: TableCopies | None = None
+) -> list[Any]:
     """Return the gradient of each piece of the trained weights, on its device.
 
     Args:
         tape: The tape of the forward pass.
         loss: The scaled loss.
         model: The model.
+        copies: The copies of tables that replicas have read; None without tables.
     """
     sources = [memory for weight in model.trainable_variables for memory in tf_divided_memory.memories_of(weight)]
     with follow_data():
-        found: list[Any] = tape.gradient(loss, sources)
-    return found
+        found: list[Any] = tape.gradient(loss, [*sources, *(copies.sources if copies else ())])
+    own = found[: len(sources)]
+    return copies.add(own, found[len(sources) :]) if copies else own
 
 
 def apply(model: keras.Model, found: Sequence[Any]) -> None:
