@@ -23,9 +23,6 @@ PIPELINES = ("pipeline", "gpipe", "hybrid")
 WAITS_OF_KERAS_AND_TENSORFLOW = {
     ("BitwiseAnd", "Less"): "keras.ops.argmax of `accuracy` tells -0.0 from 0.0; TensorFlow compares int32 on the host",
     ("SelectV2", "Size"): "keras.ops.take replaces negative rows; TensorFlow's gradient of a lookup takes their size",
-    ("GatherV2", "ConcatV2"): "tf.tensordot of Dense computes shapes in int32, of which some kernels are on the GPU",
-    ("Prod", "Pack"): "the same, and the reshaping of rows",
-    ("All", "Assert"): "sparse_softmax_cross_entropy_with_logits checks shapes that are not known",
     ("Identity", "LoopCond"): "the condition of Keras' loop over time steps",
     ("TensorListPopBack", "BroadcastGradientArgs"): "tf.while_loop saves shapes for its gradient in lists",
     ("TensorListPopBack", "TensorListReserve"): "the same",
@@ -60,12 +57,21 @@ def test_each_operation_of_a_layer_runs_on_the_gpu_of_its_replica_or_stage(strat
     case = placement_cases.case(strategy, model)
     of_layers = [(layer, one) for one in case.reading.operations for layer in case.stages if _is_of(layer, one.name)]
     assert {layer for layer, _ in of_layers} == set(case.stages)
-    wrong = [one for layer, one in of_layers if one.device != _home(strategy, case.stages[layer], one)]
+    wrong = [
+        one
+        for layer, one in of_layers
+        if one.device != _home(strategy, case.stages[layer], one) and not (one.device == "CPU:0" and _is_of_sizes(one))
+    ]
     assert not wrong, "\n".join(map(str, wrong))
 
 
 def _is_of(layer: str, name: str) -> bool:
     return re.search(rf"(^|/){layer}(_\d+)*/", name) is not None
+
+
+def _is_of_sizes(operation: Placed) -> bool:
+    """Whether an operation computes shapes of a product or of moments."""
+    return operation.kind in ("GatherV2", "Prod") and bool(re.search("/(Tensordot|moments)/", operation.name))
 
 
 def _home(strategy: str, stage: str, operation: Placed) -> str:

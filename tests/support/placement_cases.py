@@ -5,12 +5,14 @@ The logical CPU 0 stands for the host, the logical CPUs 1 and 2 for GPU 0 and GP
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
@@ -21,6 +23,7 @@ import tfpar
 from tests import ROOT
 from tfpar.loops.model_function import model_of
 from tfpar.loops.preparation import Preparation
+from tfpar.placement import host_sizes
 from tfpar.placement.reading import Reading, read_placement
 
 NUM_MICROBATCHES = 5  # enough for loops
@@ -103,6 +106,11 @@ def data(model: str) -> tf.data.Dataset:
     ).batch(5)
 
 
+def as_gpus() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which steps are traced as for GPUs."""
+    return mock.patch.object(host_sizes, "is_gpu", lambda device: device[-5:] in GPUS)
+
+
 @functools.cache
 def case(strategy: str, model: str) -> Case:
     """Trace and read the loop of train steps of a model under a strategy."""
@@ -113,12 +121,14 @@ def case(strategy: str, model: str) -> Case:
 
 def read(strategy: tfpar.Strategy, model: str) -> Case:
     """Trace and read the loop of train steps of a model under a strategy that was made for it."""
-    with tf.device("CPU:1"):  # what requests no device is on the first GPU, outside of the step as well
+    with as_gpus(), tf.device("CPU:1"):  # what requests no device is on the first GPU, outside of the step as well
         built = model_of(MODELS[model], strategy, 0)
         epoch_iterator, run_steps = Preparation(built, strategy).prepare_loop(data(model), None, "train")
     iterator, upcoming = epoch_iterator.iterator, epoch_iterator.upcoming
     loop = tf.function(lambda *arguments: run_steps.run(*arguments, tf.constant(2), False), autograph=False)
-    reading = read_placement(loop.get_concrete_function(iterator, upcoming), GPUS)
+    with as_gpus():
+        traced = loop.get_concrete_function(iterator, upcoming)
+    reading = read_placement(traced, GPUS)
     homes = {layer.name: layer.variables[0].value.device for layer in built.layers if layer.variables}
     return Case(reading, {name: GPUS.get(home[-5:], "CPU:0") for name, home in homes.items()})
 

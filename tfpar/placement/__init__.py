@@ -1,1 +1,1 @@
-"""Where TensorFlow would run the operations of a step if its devices were GPUs, read without one."""
+"""Where TensorFlow would run the operations of a step if its devices were GPUs; the sizes that the host computes."""

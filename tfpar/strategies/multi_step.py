@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar._compat import tf_custom_gradient, tf_sums
+from tfpar.placement import host_sizes
 from tfpar.strategies.batches_ahead import HOST, BatchesAhead, StepBatch
 
 SECONDS_PER_CALL = 0.1
@@ -167,9 +168,22 @@ def compile_loop(
     if run_eagerly:
         return CompiledLoop(loop, None)
     # As a separate function, the step ends with the last of its updates.
-    step = tf.function(alone(step), autograph=False, reduce_retracing=True, jit_compile=jit_compile or None)
+    step = tf.function(
+        alone(step if jit_compile else _with_sizes_on_host(step)),
+        autograph=False,
+        reduce_retracing=True,
+        jit_compile=jit_compile or None,
+    )
     run, first = (tf.function(alone(one), autograph=False, reduce_retracing=True) for one in (loop, fill))
     return CompiledLoop(run, first)
+
+
+def _with_sizes_on_host(step: Callable[[Any], tf.Tensor]) -> Callable[[Any], tf.Tensor]:
+    def run(batch: Any) -> tf.Tensor:
+        with host_sizes.sizes_on_host():
+            return step(batch)
+
+    return run
 
 
 def _here(upcoming: Any) -> Any:

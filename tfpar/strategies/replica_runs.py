@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfpar import data
 from tfpar._compat import keras_losses, keras_losses_in_call, keras_model, random_state
+from tfpar.placement import host_sizes
 from tfpar.reduction import indexed_slices
 from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
@@ -110,7 +111,9 @@ class ReplicaRuns:
                 sums[replica] = num_examples
                 with tf.device(HOST):
                     fractions[replica] = tf.cast(counted_here / num_examples, keras.config.floatx())
-            return on_replica(parts[replica], counted_here)
+            here = self._strategy.extended.worker_devices[replica]
+            with contextlib.nullcontext() if model.jit_compile else host_sizes.sizes_on_host(here):
+                return on_replica(parts[replica], counted_here)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._drawing())

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfpar._compat import tf_divided_memory
+from tfpar._compat import tf_distribute, tf_divided_memory
 from tfpar.pipeline.graph.ir import Value
+from tfpar.placement import host_sizes
 
 
 class DividedCalls(Protocol):
@@ -56,6 +57,24 @@ def shard_of_device(name: str, devices: Sequence[str]) -> int:
     return numbers.get(_short(name), 0) if name else 0
 
 
+def requested_device(name: str, devices: Sequence[str], jit_compile: bool = False) -> str:
+    """Return the device that an operation of a stage requests: none for the first shard, that of another one, the host.
+
+    Args:
+        name: Its device in the traced graph.
+        devices: The device of each shard of the stage.
+        jit_compile: Whether XLA compiles the stage, which then uses no host.
+
+    Example:
+        >>> requested_device("/device:CPU:0", ["/device:GPU:2"]), requested_device("/device:GPU:2", ["/device:GPU:2"])
+        ('/device:CPU:0', '')
+    """
+    if shard := shard_of_device(name, devices):
+        return devices[shard]
+    is_on_host = _short(name) == ("CPU", 0) and host_sizes.is_gpu(devices[0])
+    return tf_distribute.host_of(devices[0]) if is_on_host and not jit_compile else ""
+
+
 def _short(name: str) -> tuple[str | None, int | None]:
     spec = tf.DeviceSpec.from_string(name)
     return spec.device_type, spec.device_index
@@ -84,11 +103,12 @@ def on_devices(operations: Any, before: Sequence[str], after: Sequence[str]) -> 
     """Return a copy of a graph for the devices of other shards.
 
     Args:
-        operations: A `GraphDef`; operations of the first shard name no device.
+        operations: A `GraphDef`; operations of the first shard name no device, and others that of a shard or the host.
         before: The device of each shard.
         after: The device of each shard in the copy.
     """
-    names: Mapping[str, str] = dict(zip(before, after, strict=True))
+    hosts = (list(map(tf_distribute.host_of, devices)) for devices in (before, after))
+    names: Mapping[str, str] = dict(zip(*hosts, strict=True)) | dict(zip(before, after, strict=True))
     copy = type(operations)()
     copy.CopyFrom(operations)
     for node in copy.node:

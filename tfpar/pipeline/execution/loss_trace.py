@@ -19,6 +19,7 @@ from tfpar.pipeline.execution.model_loss import ModelLoss
 from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.trace_record import trace_with_record
+from tfpar.placement import host_sizes
 from tfpar.reduction.gradient_addition import dense_part, tensors_of
 
 
@@ -127,7 +128,8 @@ def trace_loss(loss: ModelLoss, outputs: Any, batch: Any, variables: LossVariabl
     flows: list[ValueSpec] = keras.tree.flatten(outputs)
 
     def body(*given: Any) -> Any:
-        return _body(loss, outputs, flows, variables, LossArguments(*given))
+        with host_sizes.sizes_on_host():
+            return _body(loss, outputs, flows, variables, LossArguments(*given))
 
     count, scalar = tf.TensorSpec([], tf.int64), tf.TensorSpec([], keras.config.floatx())
     specs = LossArguments(

@@ -26,6 +26,7 @@ from tfpar.pipeline.execution.trace_record import trace_with_record
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.partition.stages import Stage
+from tfpar.placement import host_sizes
 from tfpar.reduction.gradient_addition import dense_part, reached_from, tensors_of
 from tfpar.reduction.losses_in_call import Way, in_part
 
@@ -68,6 +69,12 @@ def trace_stage(
     device, needs_gradient = devices[0], [value not in unused_outputs for value in stage.outputs]
 
     def body(
+        values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
+    ) -> tuple[Any, tuple[Hashable, StageTrace]]:
+        with host_sizes.sizes_on_host():
+            return traced(values, variable_values, place, scale)
+
+    def traced(
         values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
     ) -> tuple[Any, tuple[Hashable, StageTrace]]:
         graph = tf.compat.v1.get_default_graph()

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat.tf_function import noinline_function
-from tfpar.pipeline.execution.divided_calls import on_devices, shard_of_device
+from tfpar.pipeline.execution.divided_calls import on_devices, requested_device
 
 _SIZES = ("Rank", "Shape", "ShapeN", "Size")
 _PENDING_SUMS = 2  # of a kernel and a bias: two threads may compute at the same time
@@ -290,8 +290,7 @@ def _subgraph(
             if node.name in turns:
                 copy.input.append(f"^{turns[node.name]}")
             copy.attr.pop("_class", None)  # it may name operations of another subgraph
-            shard = shard_of_device(node.device, devices)
-            copy.device = devices[shard] if shard else ""
+            copy.device = requested_device(node.device, devices, jit_compile)
     outside = {inner.ref(): outer for outer, inner in graph.captures}
     arguments = [tensor for tensor in inputs if tensor.ref() not in outside]
     captured = {tensor.name: outside[tensor.ref()] for tensor in inputs if tensor.ref() in outside}
