@@ -34,11 +34,18 @@ def test_a_small_shared_memory_matters_to_several_gpus_only(monkeypatch: pytest.
     assert (check.status, "--shm-size" in check.way_out) == ("WRONG", True)
 
 
-def test_the_driver_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "module",
+    [
+        "NVIDIA UNIX x86_64 Kernel Module  550.54.15",
+        "NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (dvs-builder@U22-I3)",
+    ],
+    ids=["closed", "open"],
+)
+def test_the_driver_is_read(tmp_path: Path, module: str) -> None:
     assert machine.driver({"PATH": ""}, tmp_path).status == "skipped"
     (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
-    (tmp_path / "proc/driver/nvidia/version").write_text(text)
+    (tmp_path / "proc/driver/nvidia/version").write_text(f"NVRM version: {module}  Tue Mar  5 22:23:56 UTC 2024\n")
     assert machine.driver({"PATH": ""}, tmp_path).figure == "NVIDIA 550.54.15"
 
 
