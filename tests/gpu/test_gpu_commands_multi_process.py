@@ -32,7 +32,7 @@ if strategy.is_chief:
 
 
 def run(*command: str, timeout_seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     return subprocess.run(
         [sys.executable, "-m", *command],
         env=environment,

@@ -12,6 +12,7 @@ import pytest
 
 import tfpar
 from tests.properties.test_parity import CASES, Result, computing_in, differences, table, train
+from tests.properties.test_parity import STRATEGIES as STRATEGIES_ON_CPUS
 from tests.support import pipeline_cases
 from tests.support.parity_cases import Case
 from tests.support.pipeline_cases import Row, deepened
@@ -24,6 +25,11 @@ STRATEGIES: dict[str, Callable[[Sequence[str]], tfpar.Strategy]] = {
     "single device": lambda gpus: tfpar.SingleDevice(gpus[1]),
     "mirrored over 2": lambda gpus: tfpar.Mirrored(gpus[:2]),
     "mirrored over 3, packed": lambda gpus: tfpar.Mirrored(gpus[:4], pack_bytes=256),
+    "mirrored over 3, sharded": lambda gpus: tfpar.Mirrored(gpus[:3], shard="optimizer"),
+    "mirrored over 3, weights sharded": lambda gpus: tfpar.Mirrored(gpus[:3], shard="weights"),
+    "mirrored over 1": lambda gpus: tfpar.Mirrored(gpus[1:2]),
+    "tensor parallel over 3": lambda gpus: tfpar.TensorParallel(len(gpus[:3]), devices=gpus[:3]),
+    "2 replicas of tensor parallel over 2": lambda gpus: tfpar.Hybrid(tfpar.TensorParallel(2), 2, gpus[:4]),
 }
 PIPELINED = ("Adam", "masked sequence", "outputs as dict", "embedding, sparse gradients")
 
@@ -32,7 +38,7 @@ def rows_of_pipelines() -> list[Row]:
     """Every schedule in two and in four stages, with one case after the other."""
     kinds = itertools.product(schedules.NAMES, (2, 4), (False, True))
     return [
-        Row(case, schedule, num_stages, 4, recompute, "float32" if recompute else "float64")
+        Row(case, schedule, num_stages, 4, recompute, "float32" if recompute or "masked" in case else "float64")
         for case, (schedule, num_stages, recompute) in zip(itertools.cycle(PIPELINED), kinds, strict=False)
     ]
 
@@ -53,8 +59,18 @@ def check(case: Case, strategy: tfpar.Strategy, expected: Result, dtype: str) ->
     assert not list(differences(found, expected, dtype))
 
 
-@pytest.mark.parametrize(("dtype", "strategy", "name"), table(whole=False))
+def rows() -> list[tuple[str, str, str]]:
+    """The rows of CPUs; the masked sequence in float32."""
+    return [
+        ("float32" if name == "masked sequence" else dtype, strategy, name)
+        for dtype, strategy, name in table(whole=False)
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "strategy", "name"), rows())
 def test_equals_one_device_after_20_steps(gpus: list[str], dtype: str, strategy: str, name: str) -> None:
+    if strategy.startswith("2 replicas of") and len(gpus) < 4:
+        pytest.skip(f"the replicas need 4 devices, and there are {len(gpus)}")
     with computing_in(dtype):
         check(CASES[name], STRATEGIES[strategy](gpus), reference(name, dtype), dtype)
 
@@ -69,6 +85,10 @@ def test_a_pipeline_equals_one_device_after_20_steps(gpus: list[str], row: Row) 
     )
     with computing_in(row.dtype):
         check(deepened(CASES[row.case]), strategy, reference(row.case, row.dtype, deep=True), row.dtype)
+
+
+def test_the_table_has_the_strategies_of_cpus() -> None:
+    assert {*STRATEGIES} == {*STRATEGIES_ON_CPUS}
 
 
 def test_the_cases_of_pipelines_are_in_the_table() -> None:
