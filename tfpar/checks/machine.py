@@ -89,7 +89,7 @@ def driver(environment: Mapping[str, str], root: Path = Path("/")) -> Check:
     """
     with contextlib.suppress(OSError):
         text = (root / "proc/driver/nvidia/version").read_text()
-        if found := re.search(r"Kernel Module\D*(?:for \w+\s+)?([0-9]+\.[0-9.]+)", text):
+        if found := re.search(r"Kernel Module.*?(\d+\.[\d.]+)", text):
             return Check("driver", "ok", f"NVIDIA {found[1]}", values={"driver": found[1]})
     if shutil.which("nvidia-smi", path=environment.get("PATH")):
         return Check("driver", "ok", "nvidia-smi is installed; /proc/driver/nvidia is not visible here")
