@@ -31,6 +31,8 @@ STRATEGIES: dict[str, Callable[[Sequence[str]], tfpar.Strategy]] = {
     "tensor parallel over 3": lambda gpus: tfpar.TensorParallel(len(gpus[:3]), devices=gpus[:3]),
     "2 replicas of tensor parallel over 2": lambda gpus: tfpar.Hybrid(tfpar.TensorParallel(2), 2, gpus[:4]),
 }
+# In float64, cuDNN leaves what was in the memory in masked time steps (TensorFlow 2.21), also in Keras' own fit.
+IN_FLOAT32 = "masked sequence"
 PIPELINED = ("Adam", "masked sequence", "outputs as dict", "embedding, sparse gradients")
 
 
@@ -38,7 +40,7 @@ def rows_of_pipelines() -> list[Row]:
     """Every schedule in two and in four stages, with one case after the other."""
     kinds = itertools.product(schedules.NAMES, (2, 4), (False, True))
     return [
-        Row(case, schedule, num_stages, 4, recompute, "float32" if recompute or "masked" in case else "float64")
+        Row(case, schedule, num_stages, 4, recompute, "float32" if recompute or case == IN_FLOAT32 else "float64")
         for case, (schedule, num_stages, recompute) in zip(itertools.cycle(PIPELINED), kinds, strict=False)
     ]
 
@@ -60,10 +62,9 @@ def check(case: Case, strategy: tfpar.Strategy, expected: Result, dtype: str) ->
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """The rows of CPUs; the masked sequence in float32."""
+    """The rows of CPUs; that of the masked sequence in float32."""
     return [
-        ("float32" if name == "masked sequence" else dtype, strategy, name)
-        for dtype, strategy, name in table(whole=False)
+        ("float32" if name == IN_FLOAT32 else dtype, strategy, name) for dtype, strategy, name in table(whole=False)
     ]
 
 
