@@ -55,6 +55,15 @@ def test_equals_one_device(strategy: str) -> None:
         small.assert_trains_as_one_device(sequences, data, STRATEGIES[strategy])
 
 
+@pytest.mark.parametrize("strategy", ["single device", "replicas", "weights", "layers", "stages"])
+def test_predictions_equal_those_of_keras(strategy: str) -> None:
+    keras.utils.set_random_seed(0)
+    expected = sequences().predict(data(), verbose=0)
+    with placement_cases.as_gpus():
+        found = tfpar.Trainer(sequences, STRATEGIES[strategy](), seed=0).predict(data(), verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("strategy", ["single device", "replicas", "stages"])
 def test_equals_one_device_with_xla(strategy: str) -> None:
     with placement_cases.as_gpus():

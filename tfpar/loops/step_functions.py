@@ -130,14 +130,15 @@ class StepFunctions:
         def compile_it() -> Callable[[Any], Any]:
             if self._model.run_eagerly:
                 return lambda batch: self._strategy.predict_step(self._model, batch)
+            in_xla = self._whole_step_in_xla
             predict_batch: Callable[[Any], Any] = tf.function(
-                multi_step.alone(lambda batch: self._strategy.predict_step(self._model, batch)),
+                multi_step.alone_on_devices(lambda batch: self._strategy.predict_step(self._model, batch), in_xla),
                 input_signature=[spec],
                 autograph=False,
-                jit_compile=self._whole_step_in_xla or None,
+                jit_compile=in_xla or None,
             )
             device = self._strategy.step_device
-            if not self._whole_step_in_xla or device is None:
+            if not in_xla or device is None:
                 return predict_batch
 
             def on_device(batch: Any) -> Any:

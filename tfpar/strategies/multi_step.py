@@ -169,21 +169,13 @@ def compile_loop(
         return CompiledLoop(loop, None)
     # As a separate function, the step ends with the last of its updates.
     step = tf.function(
-        alone(step if jit_compile else _with_sizes_on_host(step)),
+        alone_on_devices(step, jit_compile),
         autograph=False,
         reduce_retracing=True,
         jit_compile=jit_compile or None,
     )
     run, first = (tf.function(alone(one), autograph=False, reduce_retracing=True) for one in (loop, fill))
     return CompiledLoop(run, first)
-
-
-def _with_sizes_on_host(step: Callable[[Any], tf.Tensor]) -> Callable[[Any], tf.Tensor]:
-    def run(batch: Any) -> tf.Tensor:
-        with host_sizes.sizes_on_host():
-            return step(batch)
-
-    return run
 
 
 def _here(upcoming: Any) -> Any:
@@ -204,6 +196,21 @@ def alone(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
 
     return functools.partial(in_order)
+
+
+def alone_on_devices(step: Callable[[Any], Any], jit_compile: bool) -> Callable[[Any], Any]:
+    """Return what `alone` does of a step, with sizes on the host where XLA does not compile it.
+
+    Args:
+        step: Takes a batch.
+        jit_compile: Whether XLA compiles the step.
+    """
+
+    def run(batch: Any) -> Any:
+        with host_sizes.sizes_on_host():
+            return step(batch)
+
+    return alone(step if jit_compile else run)
 
 
 class StepsPerCall:

@@ -111,9 +111,7 @@ class ReplicaRuns:
                 sums[replica] = num_examples
                 with tf.device(HOST):
                     fractions[replica] = tf.cast(counted_here / num_examples, keras.config.floatx())
-            here = self._strategy.extended.worker_devices[replica]
-            with contextlib.nullcontext() if model.jit_compile else host_sizes.sizes_on_host(here):
-                return on_replica(parts[replica], counted_here)
+            return on_replica(parts[replica], counted_here)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._drawing())
@@ -126,7 +124,7 @@ class ReplicaRuns:
             if model.jit_compile and not self._compiles_call(model, training):
                 # XLA compiles groups of operations: it cannot compile the collectives between them.
                 stack.enter_context(tf.xla.experimental.jit_scope())
-            loss, *others = self._strategy.run(on_own_part, args=(parts,))
+            loss, *others = self._on_replicas(model, on_own_part, parts)
         return self._strategy.experimental_local_results(loss)[0], *others
 
     def train_locally(self, model: keras.Model, batch: Any, apply: Callable[..., None]) -> None:
@@ -149,7 +147,7 @@ class ReplicaRuns:
             return [_where(example_weight > 0, gradient) for gradient in gradients]
 
         with self._drawing(), keras_losses.local_losses():
-            gradients = self._strategy.run(on_replica, args=(parts,))
+            gradients = self._on_replicas(model, on_replica, parts)
             apply(model, model.optimizer, model.trainable_variables, gradients)
 
     def predict(self, model: keras.Model, batch: Any, then: Callable[[Any], Any]) -> list[Any]:
@@ -171,9 +169,19 @@ class ReplicaRuns:
         parts, num_counted, example_weight, num_examples = batch
         rows = RowsOfReplicas(num_counted, example_weight, self._num_replicas, num_examples)
         with self._drawing(), knowing(rows), self.gathering(False):
-            outputs = self._strategy.run(on_replica, args=(parts,))
+            outputs = self._on_replicas(model, on_replica, parts)
         copies = zip(*map(self._strategy.experimental_local_results, tf.nest.flatten(outputs)), strict=True)
         return [tf.nest.pack_sequence_as(outputs, copy) for copy in copies]
+
+    def _on_replicas(self, model: keras.Model, function: Callable[[Sequence[Any]], Any], parts: Sequence[Any]) -> Any:
+        """Run a function of the parts of a batch on every replica, with sizes on the host without XLA."""
+
+        def here(parts: Sequence[Any]) -> Any:
+            device = self._strategy.extended.worker_devices[local_replica_id()]
+            with contextlib.nullcontext() if model.jit_compile else host_sizes.sizes_on_host(device):
+                return function(parts)
+
+        return self._strategy.run(here, args=(parts,))
 
 
 def _of_replica(counts: tf.Tensor, replica: int) -> tf.Tensor:
