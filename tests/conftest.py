@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support import once, tracing
+from tests.support import crossed, extent, once, tracing
 from tests.support.leaks import leaves_nothing_behind  # noqa: F401  a fixture for all tests
 
 if TYPE_CHECKING:
@@ -27,13 +27,22 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--whole-tables", action="store_true", help="train every row of the parity tables")
+    parser.addoption("--whole-tables", action="store_true", help="run all rows and tests, of which CI takes a sample")
     parser.addoption("--gpu-stand-ins", action="store_true", help="run tests marked gpu on logical CPUs")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the programs of workers take as much as the tests."""
+    if config.getoption("whole_tables"):
+        os.environ[extent.VARIABLE] = "1"
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run first the files whose jobs take long and wait, so that none of them runs alone at the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take a sample, and run first the files whose jobs take long and wait, so that none runs alone at the end."""
+    if not extent.is_whole() and (left_out := crossed.left_out(items)):
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
     num_tests = collections.Counter(item.path for item in items)
     waits = {item.path for item in items if item.get_closest_marker("multi_process")}
     items.sort(key=lambda item: (item.path not in waits, -num_tests[item.path], item.path))

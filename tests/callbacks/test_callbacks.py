@@ -18,7 +18,7 @@ from tests.support import small
 from tfpar.callbacks import read_metrics
 from tfpar.loops.callback_list import wants_single_batches
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 class Pair:

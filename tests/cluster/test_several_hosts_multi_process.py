@@ -163,6 +163,7 @@ def test_every_script_gets_one_error_that_names_the_silent_host(cut: Cut, machin
         assert f"{named} no longer respond{'s' * (rank < 2)} (no heartbeat)." in sentence
 
 
+@pytest.mark.extended
 def test_all_workers_of_a_pipeline_end_when_a_link_goes_down(
     machines: list[hosts.Host], script: Path, tmp_path: Path
 ) -> None:
@@ -183,7 +184,11 @@ def test_all_workers_of_a_pipeline_end_when_a_link_goes_down(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["MultiWorker(form_seconds=3)", "Pipeline(2, 2, across_workers=True, form_seconds=3)"]
+    "strategy",
+    [
+        "MultiWorker(form_seconds=3)",
+        pytest.param("Pipeline(2, 2, across_workers=True, form_seconds=3)", marks=pytest.mark.extended),
+    ],
 )
 def test_a_host_that_cannot_be_reached_is_named_with_the_reason(
     machines: list[hosts.Host], strategy: str, tmp_path: Path

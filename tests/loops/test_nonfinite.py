@@ -14,7 +14,7 @@ import tfpar
 from tests.loops.test_hooks import STRATEGIES, Recorder, assert_same_events
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 def poisoned(batch: int = 2) -> tf.data.Dataset:

@@ -10,7 +10,7 @@ import tfpar
 from tests.support import placement_cases
 from tfpar.placement.reading import Placed, Transfer
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 NAMES = list(placement_cases.STRATEGIES)
 each_strategy = pytest.mark.parametrize(
     "strategy", [pytest.param(name, marks=[pytest.mark.slow_start] * ("multi_worker" in name)) for name in NAMES]

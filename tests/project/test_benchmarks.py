@@ -538,6 +538,7 @@ def test_two_workers_train_a_tiny_experiment() -> None:
     assert output["examples_per_second"] == pytest.approx(32 / output["training_seconds"])
 
 
+@pytest.mark.extended
 @pytest.mark.multi_process
 @pytest.mark.slow_start
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the two workers needs a core of its own")

@@ -18,6 +18,7 @@ from benchmarks.gpus.worker import figures, has_torch, measure
 from benchmarks.machine import describe_machine
 from tests import ROOT
 from tests.support import stand_ins
+from tests.support.extent import sampled
 
 TINY = GpuSetting("tiny", "tfpar", batch_size=4, devices=(), num_laps=1, steps_per_lap=2)
 
@@ -96,7 +97,7 @@ TRAINERS = {
 
 @pytest.mark.multi_process
 @pytest.mark.slow_start
-@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("trainer", sampled(TRAINERS, of_ci=("Keras", "pipeline")))
 def test_each_trainer_runs_on_cpus(trainer: str) -> None:
     output = measure(TRAINERS[trainer])
     assert output["examples_per_second"] == pytest.approx(4 / output["step_seconds"])

@@ -13,9 +13,9 @@ from tests import ROOT
 pytestmark = [pytest.mark.multi_process, pytest.mark.slow_start]
 # One test of each kind.
 SAMPLE = (
-    "(test_gpu_training and mirrored and (finite or (endless and 3)))"
-    " or (resumes and pipeline) or (test_gpu_parity and (masked or in_the_table or table_has)) or free_memory"
-    " or (test_gpu_divisions and (wide or float16 and (weights or stages)))"
+    "(test_gpu_training and mirrored and finite) or (resumes and pipeline)"
+    " or (test_gpu_parity and (in_the_table or table_has or (masked and mirrored))) or free_memory"
+    " or (test_gpu_divisions and float16 and stages)"
 )
 
 

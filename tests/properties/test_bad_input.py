@@ -16,7 +16,7 @@ from tests.support.command import Outcome, contents, settings
 from tfpar import config, strategies
 from tfpar.runs.epoch_table import EpochTable
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 REGRESSION = [
     *("--config", str(command.ROOT / "configs" / "regression_small.toml"), "--directory", "run"),

@@ -16,12 +16,7 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "first" in metafunc.fixturenames:
-        pairs = pairs_of(metafunc.config)
-        metafunc.parametrize(("first", "second"), pairs, ids=lambda layout: layout.replace(" ", "_"))
-
-
-def pairs_of(config: pytest.Config) -> list[tuple[str, str]]:
-    return matrix.pairs(every=config.getoption("whole_tables"))
+        metafunc.parametrize(("first", "second"), matrix.pairs(), ids=lambda layout: layout.replace(" ", "_"))
 
 
 class Runs:
@@ -45,14 +40,12 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Iterator[Runs]:
-    root, pairs = tmp_path_factory.mktemp("matrix"), pairs_of(request.config)
+def runs(logical_cpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    root = tmp_path_factory.mktemp("matrix")
     with contextlib.ExitStack() as stack:
         jobs = {}
         for layout in matrix.OVER_WORKERS:
-            arguments = [layout, str(root), *(first for first, second in pairs if second == layout)]
+            arguments = [layout, str(root), *(first for first, second in matrix.pairs() if second == layout)]
             job = workers.started("worker_program_checkpoints", tmp_path_factory.mktemp("job"), 2, *arguments)
             jobs[layout] = stack.enter_context(job)
         for layout, strategy in matrix.IN_ONE_PROCESS.items():

@@ -12,8 +12,8 @@ import pytest
 import tfpar
 from tests.properties.test_parity import computing_in, differences
 from tests.strategies.test_hybrid import wide
+from tests.support import extent, pipeline_cases, small, workers
 from tests.support import multi_worker_cases as cases
-from tests.support import pipeline_cases, small, workers
 from tests.support.pipeline_cases import Row
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -22,30 +22,25 @@ ROWS = pipeline_cases.on_replicas()
 IN_CI = (
     "last batch of 1",
     "sample weights, mean by weight",
-    "masked sequence",
     "outputs as list",
-    "L1, L2 and activity",
     "loss object in a layer",
-    "AUC, precision, recall",
-    "embedding, sparse gradients",
     "rows looked up in several ways",
 )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "row" in metafunc.fixturenames:
-        rows = rows_of(metafunc.config)
-        metafunc.parametrize("row", rows, ids=lambda row: str(row).replace(" ", "_"))
+        metafunc.parametrize("row", rows_of(), ids=lambda row: str(row).replace(" ", "_"))
 
 
-def rows_of(config: pytest.Config) -> list[Row]:
-    return [row for row in ROWS if config.getoption("whole_tables") or row.case in IN_CI]
+def rows_of() -> list[Row]:
+    return [row for row in ROWS if extent.is_whole() or row.case in IN_CI]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[workers.Workers]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
     folder, checkpoints = tmp_path_factory.mktemp("hybrid"), tmp_path_factory.mktemp("checkpoints")
-    names = [str(row) for row in rows_of(request.config)]
+    names = [str(row) for row in rows_of()]
     with workers.started("worker_program_hybrid", folder, 2, str(checkpoints), *names) as started:
         started.checkpoints = checkpoints  # type: ignore[attr-defined]
         yield started

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tfpar
-from tests.support import objective_cases, once, parity_cases
+from tests.support import extent, objective_cases, once, parity_cases
 from tests.support.parity_cases import Case
 from tfpar.parity import TOLERANCES, relative_difference
 
@@ -31,6 +31,7 @@ STRATEGIES = {
 }
 # A case has its turn under one of these, and under all of them in the whole table.
 IN_TURN = (
+    "single device",
     "mirrored over 1",
     "mirrored over 3, packed",
     "mirrored over 3, sharded",
@@ -65,7 +66,7 @@ def table(whole: bool) -> list[Row]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_equals_one_device_after_20_steps:
-        rows = table(metafunc.config.getoption("whole_tables"))
+        rows = table(extent.is_whole())
         metafunc.parametrize(("dtype", "strategy", "name"), rows, ids=lambda value: str(value).replace(" ", "_"))
 
 

@@ -13,28 +13,28 @@ import tfpar
 from tests.properties.test_parity import computing_in, differences
 from tests.strategies import test_stages_of_shards as models
 from tests.strategies.test_tensor_parallel import assert_equal, of_features, of_tokens, trained
-from tests.support import checkpoint_matrix, pipeline_cases, small, workers
+from tests.support import checkpoint_matrix, extent, pipeline_cases, shard_cases, small, workers
 from tests.support.pipeline_cases import Row
 from tests.support.workers import results_of
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 ROWS = pipeline_cases.on_replicas()
 # Where pieces of gradients differ from whole ones between workers: empty parts, rows from elsewhere, clipping by norm.
-IN_CI = ("last batch of 1", "global_clipnorm", "accumulation 4, ragged end, clipped", "rows looked up in several ways")
+IN_CI = ("last batch of 1", "accumulation 4, ragged end, clipped", "rows looked up in several ways")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "row" in metafunc.fixturenames:
-        metafunc.parametrize("row", rows_of(metafunc.config), ids=lambda row: str(row).replace(" ", "_"))
+        metafunc.parametrize("row", rows_of(), ids=lambda row: str(row).replace(" ", "_"))
 
 
-def rows_of(config: pytest.Config) -> list[Row]:
-    return [row for row in ROWS if config.getoption("whole_tables") or row.case in IN_CI]
+def rows_of() -> list[Row]:
+    return [row for row in ROWS if extent.is_whole() or row.case in IN_CI]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[workers.Workers]:
-    names = [str(row) for row in rows_of(request.config)]
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
+    names = [str(row) for row in rows_of()]
     with workers.started("worker_program_stage_shards", tmp_path_factory.mktemp("workers"), 2, *names) as started:
         yield started
 
@@ -78,18 +78,7 @@ def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row, shard:
         assert not list(differences((history, arrays), whole, row.dtype)), f"worker {rank}"
 
 
-@pytest.mark.parametrize(
-    "of",
-    [
-        "stages, clipped",
-        "replicas, clipped",
-        "stages, swapped averages",
-        "built by hand",
-        "one weight a stage",
-        "scaled loss",
-        "overwritten by averages, norm of all",
-    ],
-)
+@pytest.mark.parametrize("of", shard_cases.STAGES_OF_SHARDS)
 def test_state_over_the_workers_has_the_bits_of_whole_state_and_half_of_its_bytes(
     job: workers.Workers, of: str
 ) -> None:
@@ -97,6 +86,7 @@ def test_state_over_the_workers_has_the_bits_of_whole_state_and_half_of_its_byte
     assert of == "one weight a stage" or all(0.3 < part < 0.7 for part in parts)
 
 
+@pytest.mark.extended
 def test_state_over_three_workers_has_the_bits_of_whole_state(tmp_path: Path) -> None:
     of = "stages, swapped averages"
     with workers.started("worker_program_stage_shards", tmp_path, 3, of) as three:
@@ -124,13 +114,15 @@ def test_the_table_of_stages_has_shards_and_the_all_reduce_over_the_workers(job:
         assert "all-reduce over 2 workers" in text
 
 
-@pytest.mark.parametrize("shards", ["None None", "None optimizer", "optimizer None"])
-def test_a_run_begins_in_stages_and_ends_on_replicas(job: workers.Workers, shards: str) -> None:
-    folder = job.folder / f"alone {shards}"
+@pytest.mark.parametrize(("before", "after"), shard_cases.RESUMED)
+def test_a_run_begins_in_stages_and_ends_on_replicas(
+    job: workers.Workers, before: str | None, after: str | None
+) -> None:
+    folder = job.folder / f"alone {before} {after}"
     history, expected = checkpoint_matrix.end(tfpar.SingleDevice(), folder)
-    for rank, (found, state) in enumerate(results_of(job, f"resumed {shards}")):
+    for rank, (found, state) in enumerate(results_of(job, f"resumed {before} {after}")):
         small.assert_same_history(found, history)
-        whole = expected[: len(state)] if shards.endswith("optimizer") and rank else expected
+        whole = expected[: len(state)] if after == "optimizer" and rank else expected
         small.assert_same_state(state, whole, 1e-5)
 
 

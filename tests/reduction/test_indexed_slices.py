@@ -15,8 +15,9 @@ from keras import layers, ops, optimizers
 
 import tfpar
 from tests.support import parity_cases, small
+from tests.support.extent import sampled
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 class Rows(layers.Layer):
@@ -320,7 +321,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sampled(OPTIMIZERS, of_ci=("RMSprop, clipped globally", "accumulated")))
 def test_optimizers_see_the_rows_of_one_device(name: str) -> None:
     small.assert_trains_as_one_device(lambda: parity_cases.lookups(OPTIMIZERS[name]), tokens, epochs=1)
 

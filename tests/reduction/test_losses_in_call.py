@@ -13,8 +13,9 @@ from keras import layers, ops
 
 import tfpar
 from tests.support import parity_cases, small
+from tests.support.extent import sampled
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 MSE = keras.losses.MeanSquaredError
 
@@ -136,6 +137,7 @@ ENDPOINTS: dict[str, Callable[..., Any]] = {
 }
 # A metric cannot know that a scalar is the sum over a part.
 NOT_COUNTED = ("with a sum", "sum in training")
+OF_STAGES = [name for name in ENDPOINTS if name != "times another mean"]
 
 
 def endpoint(name: str) -> Callable[[], keras.Model]:
@@ -148,7 +150,7 @@ def endpoint(name: str) -> Callable[[], keras.Model]:
     return build
 
 
-@pytest.mark.parametrize("name", ENDPOINTS)
+@pytest.mark.parametrize("name", sampled(ENDPOINTS, of_ci=[*ENDPOINTS][1::2]))
 def test_a_loss_in_a_layer_equals_one_device(name: str) -> None:
     small.assert_trains_as_one_device(endpoint(name), pairs)
 
@@ -184,7 +186,7 @@ def of_a_pipeline() -> tf.data.Dataset:
     return pairs(7)
 
 
-@pytest.mark.parametrize("name", [name for name in ENDPOINTS if name != "times another mean"])
+@pytest.mark.parametrize("name", sampled(OF_STAGES, of_ci=OF_STAGES[::4]))
 def test_a_loss_in_a_layer_of_a_pipeline_equals_one_device(name: str) -> None:
     small.assert_trains_as_one_device(endpoint(name), of_a_pipeline, pipeline)
 

@@ -14,7 +14,7 @@ from keras import layers, ops
 import tfpar
 from tests.support import small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 FEATURES, TOKENS, LENGTH = 6, 9, 5
 random = np.random.default_rng(0)

@@ -13,10 +13,11 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import parity_cases, small
+from tests.support.extent import sampled
 from tfpar.reduction.gradients import all_reduce_gradients
 from tfpar.reduction.losses import global_mean, global_sum, reduce_loss
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight")
 
@@ -259,7 +260,7 @@ DIVISIBLE = {
 }
 
 
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize("name", sampled(DIVISIBLE, of_ci=[*DIVISIBLE][::2]))
 def test_losses_beside_keras_own_equal_one_device(name: str) -> None:
     keras.utils.set_random_seed(0)
     model = DIVISIBLE[name]()

@@ -17,7 +17,7 @@ import tfpar
 from tests.support import small
 from tfpar._compat import typical_draws
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 identity = layers.Identity
 FEATURES = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")

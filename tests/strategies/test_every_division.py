@@ -28,6 +28,7 @@ DIVISIONS: dict[str, Callable[[], tfpar.Strategy]] = {
 by_division = pytest.mark.parametrize("division", DIVISIONS)
 
 
+@pytest.mark.crossed
 @by_division
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_mixed_precision_trains_as_with_keras(division: str, policy: str) -> None:

@@ -16,7 +16,7 @@ from tfpar.reduction.gradients import all_reduce_gradients
 from tfpar.strategies.multi_worker import collectives, sufficient_factors
 from tfpar.strategies.multi_worker.collectives import Group
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 DEVICES = ["CPU:0", "CPU:1"]
 

@@ -12,7 +12,7 @@ import pytest
 import tfpar
 from tests.properties.test_parity import computing_in, differences, reference
 from tests.strategies.test_hybrid import wide
-from tests.support import checkpoint_matrix, pipeline_cases, small, workers
+from tests.support import checkpoint_matrix, extent, pipeline_cases, small, workers
 from tests.support import multi_worker_cases as cases
 from tests.support.pipeline_cases import Row
 from tests.support.worker_program_grid import SHARDED
@@ -24,23 +24,22 @@ IN_CI = (
     "last batch of 1",
     "masked sequence",
     "accumulation 4, ragged end, clipped",
-    "AUC, precision, recall",
     "embedding, sparse gradients",
 )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "row" in metafunc.fixturenames:
-        metafunc.parametrize("row", rows_of(metafunc.config), ids=lambda row: str(row).replace(" ", "_"))
+        metafunc.parametrize("row", rows_of(), ids=lambda row: str(row).replace(" ", "_"))
 
 
-def rows_of(config: pytest.Config) -> list[Row]:
-    return [row for row in ROWS if config.getoption("whole_tables") or row.case in IN_CI]
+def rows_of() -> list[Row]:
+    return [row for row in ROWS if extent.is_whole() or row.case in IN_CI]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[workers.Workers]:
-    names = [str(row) for row in rows_of(request.config)]
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
+    names = [str(row) for row in rows_of()]
     with workers.started("worker_program_grid", tmp_path_factory.mktemp("grid"), 2, *names) as started:
         yield started
 

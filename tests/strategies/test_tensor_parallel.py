@@ -169,12 +169,22 @@ def test_equals_one_device(build: Any, data: Any, expected: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("build", "data", "rules", "expected"),
     [
-        (convolutions, of_images, {"statistics/gamma": ("model",)}, "statistics/moving_mean"),
+        pytest.param(
+            convolutions,
+            of_images,
+            {"statistics/gamma": ("model",)},
+            "statistics/moving_mean",
+            marks=pytest.mark.extended,
+        ),
         (convolutions, of_images, {"channels/kernel": (None, None, "model", None)}, "channels/kernel"),
         (convolutions, of_images, {"each/kernel": (None, None, "model", None)}, "each/bias"),
         (attention, of_tokens, {"heads/query/kernel": (None, "model", None)}, "heads/attention_output/kernel"),
-        (sequence, of_tokens, {"table/embeddings": (None, "model")}, "table/embeddings"),
-        (sequence, of_tokens, {"heads/kernel": (None, "model", None)}, "heads/kernel"),
+        pytest.param(
+            sequence, of_tokens, {"table/embeddings": (None, "model")}, "table/embeddings", marks=pytest.mark.extended
+        ),
+        pytest.param(
+            sequence, of_tokens, {"heads/kernel": (None, "model", None)}, "heads/kernel", marks=pytest.mark.extended
+        ),
         (sequence, of_tokens, {"^joined/kernel": ("model", None, None)}, "joined/kernel"),
     ],
 )
@@ -567,9 +577,9 @@ def test_replicas_of_shards_equal_one_device() -> None:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1),
+        pytest.param(lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipnorm=0.1), marks=pytest.mark.extended),
         lambda: keras.optimizers.Adam(0.01, global_clipnorm=0.1, weight_decay=0.01, use_ema=True),
-        lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+        pytest.param(lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), marks=pytest.mark.extended),
     ],
 )
 def test_state_divided_over_replicas_of_shards_gives_the_same_bits(

@@ -14,7 +14,7 @@ import pytest
 
 import tfpar
 from tests.support import checkpoint_matrix, small, workers
-from tests.support.shard_cases import CASES_HERE, OVER_WORKERS, REFUSED, STAGED
+from tests.support.shard_cases import CASES_HERE, OVER_WORKERS, REFUSED, STAGED, TRAININGS
 from tests.support.workers import results_of
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -51,7 +51,7 @@ def test_lookups_and_objectives_keep_their_bits(job: workers.Workers, name: str)
     assert_same_bits([result[name] for result in results_of(job, "cases")])
 
 
-@pytest.mark.parametrize("function", ["one_replica_has_nothing", "two_devices", "swapped_averages", "moved"])
+@pytest.mark.parametrize("function", TRAININGS)
 def test_one_weight_two_devices_swapped_averages_and_a_trained_model_keep_the_bits(
     job: workers.Workers, function: str
 ) -> None:
@@ -77,6 +77,7 @@ def test_xla_keeps_the_bits(job: workers.Workers, number: int) -> None:
     assert_same_bits([result[number] for result in results_of(job, "compiled")])
 
 
+@pytest.mark.extended
 def test_three_workers_keep_the_bits(tmp_path: Path) -> None:
     with workers.started("worker_program_shards", tmp_path, 3, "cases") as three:
         results = results_of(three, "cases")

@@ -16,6 +16,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import multi_worker_cases as cases
 from tests.support import parity_cases
+from tests.support.extent import sampled
 
 EPOCHS, STEPS_PER_EPOCH, INTERRUPTED_AT = 2, 10, 13
 IN_ONE_PROCESS: dict[str, Callable[[], tfpar.Strategy]] = {
@@ -46,16 +47,13 @@ LAYOUTS = (*IN_ONE_PROCESS, *OVER_WORKERS)
 Ended = tuple[dict[str, list[float]], list[np.ndarray]]
 
 
-def pairs(every: bool) -> list[tuple[str, str]]:
+def pairs() -> tuple[tuple[str, str], ...]:
     """Return the layouts under which a run begins and ends.
 
-    Args:
-        every: Whether to return all pairs; else those with one device, those of a layout with itself, and from each
-            layout to another one, most of them from one process to two and back.
+    In CI a run begins under each layout and one ends under each, most of them from one process to two and back.
     """
-    opposite = dict(zip(LAYOUTS, (*LAYOUTS[len(LAYOUTS) // 2 :], *LAYOUTS), strict=False))
-    found = itertools.product(LAYOUTS, LAYOUTS)
-    return [pair for pair in found if every or LAYOUTS[0] in pair or pair[1] in (pair[0], opposite[pair[0]])]
+    opposite = (*LAYOUTS[len(LAYOUTS) // 2 :], *LAYOUTS[: len(LAYOUTS) // 2])
+    return sampled(itertools.product(LAYOUTS, LAYOUTS), of_ci=zip(LAYOUTS, opposite, strict=True))
 
 
 def build() -> keras.Model:

@@ -19,23 +19,25 @@ from tests.reduction.test_scalar_losses import contrast, mean, mean_accuracy, to
 from tests.strategies.test_batch_dependence_replicas import BATCH_DEPENDENT, Gathers, with_layer
 from tests.support import category_cases, objective_cases, parity_cases, small, workers
 from tests.support import multi_worker_cases as cases
+from tests.support.extent import sampled
 from tfpar import config
 
-TRAINED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+ALL_TRAINED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "centred": (BATCH_DEPENDENT["centred"], small.data),
     "own call": (BATCH_DEPENDENT["own"], small.data),
-    "gathers by itself": (with_layer(lambda x: Gathers()(x)), cases.SHARDED["by example, uneven"]),
+    "gathers by itself": (with_layer(lambda x: Gathers()(x)), cases.ALL_SHARDED["by example, uneven"]),
     "loss in a layer": (with_endpoint(weighted(), loss=None), pairs),
     "rows": (parity_cases.lookups, lambda: parity_cases._tokens(11)),
     "rows of bfloat16": (embedding("bfloat16"), tokens),
     "rows of float16 scaled": (embedding("mixed_float16"), tokens),
     "scalar loss and metric": (with_loss(mean, metrics=[mean_accuracy]), small.data),
-    "scalar loss, sharded": (with_loss(mean), cases.SHARDED["by example, uneven"]),
-    "scalar sum, chief without data": (with_loss(total), cases.SHARDED["by file, worker 0 has nothing"]),
+    "scalar loss, sharded": (with_loss(mean), cases.ALL_SHARDED["by example, uneven"]),
+    "scalar sum, chief without data": (with_loss(total), cases.ALL_SHARDED["by file, worker 0 has nothing"]),
     "scalar loss that gathers": (with_loss(contrast), small.data),
     "scalars of two outputs": (two_outputs, parity_cases.two_outputs_data(as_dict=True)),
     "contrastive": (objective_cases.contrastive, objective_cases.views),
 }
+TRAINED = {name: ALL_TRAINED[name] for name in sampled(ALL_TRAINED, of_ci=[*ALL_TRAINED][::2])}
 
 
 def train(strategy: tfpar.Strategy, build: Callable[[], Any], dataset: Callable[[], Any]) -> tuple[Any, Any]:

@@ -15,7 +15,15 @@ import tensorflow as tf
 import tfpar
 from tests.support import checkpoint_matrix as matrix
 from tests.support import objective_cases, parity_cases, shard_cases, small, workers
-from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, OVER_WORKERS, STAGED, classifier
+from tests.support.shard_cases import (
+    ALL_TRAININGS,
+    CASES_HERE,
+    OPTIMIZERS,
+    OVER_WORKERS,
+    STAGED,
+    TRAININGS,
+    classifier,
+)
 from tfpar._compat import keras_divided_state, tf_replica_memory
 from tfpar.reduction import objective
 from tfpar.strategies.multi_worker.collectives import Group
@@ -227,7 +235,8 @@ def refusal(build: Any, *callbacks: Any, seed: int = 0) -> str:
 def main() -> None:
     strategy(None)  # before TensorFlow starts
     functions = Functions()
-    names = sys.argv[3:] or [name for name in vars(Functions) if not name.startswith("_")]
+    every = [name for name in vars(Functions) if not name.startswith("_")]
+    names = sys.argv[3:] or [name for name in every if name not in ALL_TRAININGS or name in TRAININGS]
     workers.run_all({name: getattr(functions, name) for name in names})
 
 

@@ -14,7 +14,7 @@ from tests.properties.test_parity import Result, computing_in, train_in_shards
 from tests.strategies import test_stages_of_shards as models
 from tests.strategies.test_tensor_parallel import FEATURES, divided, of_features, of_tokens, perceptron, state, trained
 from tests.support import checkpoint_matrix as matrix
-from tests.support import pipeline_cases, small, workers
+from tests.support import pipeline_cases, shard_cases, small, workers
 from tests.support.parity_cases import CASES
 from tfpar import config, strategies
 from tfpar._compat import keras_divided_state
@@ -23,7 +23,6 @@ from tfpar.reduction.weight_owners import num_bytes
 FOLDER, RANK = workers.place()
 Shard = Literal["optimizer"] | None
 SHARDS: tuple[Shard, ...] = (None, "optimizer")
-RESUMED: tuple[tuple[Shard, Shard], ...] = ((None, None), (None, "optimizer"), ("optimizer", None))
 
 
 def grid(num_microbatches: int = 2, schedule: str = "1f1b", shard: Shard = None, **settings: Any) -> tfpar.Hybrid:
@@ -151,9 +150,9 @@ def main() -> None:
             **{
                 f"{name} {shard}": functools.partial(train_row, rows[name], shard) for name in names for shard in SHARDS
             },
-            **bits_of(OF_WHOLE_STATE),
+            **bits_of(shard_cases.STAGES_OF_SHARDS),
             "preview": previewed,
-            **{f"resumed {one} {other}": functools.partial(resumed, one, other) for one, other in RESUMED},
+            **{f"resumed {one} {other}": functools.partial(resumed, one, other) for one, other in shard_cases.RESUMED},
             "rules": functools.partial(in_float64, models.pairs, of_features, with_rules),
             "other rules": with_other_rules,
         }

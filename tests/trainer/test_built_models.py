@@ -15,7 +15,7 @@ from tests.properties.test_parity import computing_in
 from tests.support import parity_cases, small
 from tfpar import drop_in
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 TWO = ["CPU:0", "CPU:1"]
 STRATEGIES: dict[str, Callable[[], Any]] = {

@@ -14,7 +14,7 @@ import tfpar
 from tests.loops import test_hooks as hooks
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 STRATEGIES = {**hooks.STRATEGIES, "hybrid": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 1, balance=[1, 1]), 2)}
 
 

@@ -14,8 +14,9 @@ from keras import layers
 import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support import parity_cases, small
+from tests.support.extent import sampled
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 TOLERANCE = 1e-9
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
@@ -28,7 +29,7 @@ DIVIDED: dict[str, Callable[[], tfpar.Strategy]] = {
     "tensor_parallel": lambda: tfpar.TensorParallel(2),
     "stages_of_shards": lambda: tfpar.Pipeline(2, 2, num_shards=2, balance="parameters"),
 }
-by_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+by_strategy = pytest.mark.parametrize("strategy", sampled(STRATEGIES, of_ci=("mirrored", "pipeline")))
 Answer = tuple[list[Any], list[Any]]
 Train = Callable[[Any, keras.Model], list[Any]]
 

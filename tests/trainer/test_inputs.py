@@ -21,7 +21,7 @@ from tests.support import input_cases as cases
 from tests.support import small
 from tests.support.input_cases import BATCH_SIZE, CASES, FEATURES, LABELS, NUM_BATCHES, NUM_EXAMPLES, Rows
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 STRATEGIES = {**small.STRATEGIES, "pipeline": lambda: tfpar.Pipeline(2, 2, devices=["CPU:0", "CPU:1"])}
 STRATEGIES_AND_SHARDS = {**STRATEGIES, "tensor_parallel": lambda: tfpar.TensorParallel(2)}

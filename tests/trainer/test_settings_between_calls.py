@@ -20,7 +20,7 @@ from tests.trainer.test_fine_tuning import (
     fit,
 )
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 CALLS: dict[str, Callable[[Any], Any]] = {
     "fit": lambda verbs: fit(verbs)["loss"],

@@ -18,7 +18,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 NUM_EXAMPLES = 37
 by_strategy = pytest.mark.parametrize("strategy", small.STRATEGIES)

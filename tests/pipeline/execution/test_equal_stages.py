@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.properties.test_parity import computing_in
+from tests.support.extent import sampled
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone, graph_key
 
@@ -324,7 +325,10 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [("weights", name) for name in ALIKE] + [(layout, "lookups") for layout in LAYOUTS if layout != "weights"],
+    sampled(
+        [("weights", name) for name in ALIKE] + [(layout, "lookups") for layout in LAYOUTS if layout != "weights"],
+        of_ci=[*(("weights", name) for name in ALIKE), ("virtual stages", "lookups"), ("replicas", "lookups")],
+    ),
 )
 def test_equal_stages_train_as_on_one_device(layout: str, name: str) -> None:
     """Each has its own weights, states, masks and losses."""

@@ -12,6 +12,7 @@ from keras import layers, ops
 
 from tests.support import architectures
 from tests.support.architectures import equal_balance, run_stages
+from tests.support.extent import sampled
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, Value, trace
 from tfpar.pipeline.partition.stages import Stage, bytes_per_example, cut_values, owner_of, split_graph, users_of
@@ -231,6 +232,8 @@ def test_architectures_give_the_unsplit_output_in_2_4_and_8_stages(name: str) ->
     architectures.check(name)
 
 
-@pytest.mark.parametrize(("name", "num_stages"), architectures.RUN_IN_THE_SUITE.items())
+@pytest.mark.parametrize(
+    ("name", "num_stages"), sampled(architectures.RUN_IN_THE_SUITE.items(), of_ci=[("MobileNet", 2)])
+)
 def test_architectures_train_and_predict(name: str, num_stages: int) -> None:
     architectures.run(name, num_stages)

@@ -1,0 +1,67 @@
+"""What CI runs of tests that cross parameters: a few combinations, in which each value of each parameter comes once.
+
+mirrored-Adam    mirrored-SGD    mirrored-Lion          mirrored-Adam
+pipeline-Adam    pipeline-SGD    pipeline-Lion    ──►                   pipeline-SGD
+layers-Adam      layers-SGD      layers-Lion                                            layers-Lion
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+Row = TypeVar("Row")
+
+
+def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests that `--whole-tables` adds: those marked extended, most combinations of those marked crossed."""
+    functions: dict[object, list[pytest.Function]] = collections.defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("crossed") and hasattr(item, "callspec"):
+            functions[item.parent, item.originalname].append(item)
+    extended = {item for item in items if item.get_closest_marker("extended")}
+    crossed = [{*rows}.difference(sample(rows, [*map(_values, rows)])) for rows in functions.values()]
+    return extended.union(*crossed)
+
+
+def sample(rows: Sequence[Row], values: Sequence[Mapping[str, Hashable]]) -> list[Row]:
+    """Return few rows that have every value, in their order.
+
+    Args:
+        rows: All combinations.
+        values: The value of each parameter of each row.
+    """
+    sets = [{*of_one.items()} for of_one in values]
+    missing = {pair for pairs in sets for pair in pairs}
+    counts: collections.Counter[tuple[str, Hashable]] = collections.Counter()
+    taken: set[int] = set()
+    while missing:
+        # Of the rows with the most new values, one whose other values came least.
+        news = [(len(pairs & missing), -sum(counts[pair] for pair in pairs)) for pairs in sets]
+        best = news.index(max(news))
+        taken.add(best)
+        counts.update(sets[best])
+        missing -= sets[best]
+    return [row for number, row in enumerate(rows) if number in taken]
+
+
+def _values(item: pytest.Function) -> dict[str, Hashable]:
+    """Return the values of a test's parameters; those of one `parametrize` are one."""
+    parameters: dict[str, Any] = item.callspec.params  # type: ignore[attr-defined]  # pytest 9.2 does not declare it
+    found: dict[str, Hashable] = {name: _key(value) for name, value in parameters.items()}
+    for marker in item.iter_markers("parametrize"):
+        names = marker.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        found[" ".join(names)] = tuple(found.pop(name) for name in names)
+    return found
+
+
+def _key(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return (type(value), value)
