@@ -50,6 +50,27 @@ def _register_in_graph(registration: Any, function: Callable[..., Any]) -> Calla
     return function
 
 
+def num_results(name: str) -> int:
+    """Return how many of the inputs of an operation are the results of a function with a gradient of its own.
+
+    The others are its arguments, then its variables. 0 for a gradient that `tf.custom_gradient` did not register.
+
+    Args:
+        name: The name of its registration, the attribute `_gradient_op_type` of an operation.
+    """
+    try:
+        function: Any = ops.gradient_registry.lookup(name)
+    except LookupError:
+        return 0
+    while isinstance(function, types.FunctionType):
+        seen = dict(zip(function.__code__.co_freevars, _cells(function), strict=True))
+        if "flat_result_len" in seen:
+            return int(seen["flat_result_len"])
+        held = seen.get("held")
+        function = held() if held is not None else seen.get("tape_grad_fn")
+    return 0
+
+
 def gradient_key(name: str, of_tensor: Callable[[tf.Tensor], Hashable]) -> Hashable:
     """Return a key of a gradient function: functions with the same key compute the same.
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfpar._compat import keras_losses_in_call, keras_model, keras_probabilities, random_state, tf_divided_memory
 from tfpar.pipeline.execution.divided_calls import DividedCalls, on_shards
 from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone, graph_key, tensor_keys
+from tfpar.pipeline.execution.hidden_reads import hidden_reads
 from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_trace import BackwardTrace, StageTrace, StageVariables
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec, spec_of_output
@@ -64,7 +65,8 @@ def trace_stage(
         The trace of the stage, or that of an earlier one with the same forward pass.
 
     Raises:
-        ValueError: If a layer assigns a trained weight, or computes from a loss what micro-batches would change.
+        ValueError: If a layer assigns a trained weight, hides one from its gradient, or computes from a loss what
+            micro-batches would change.
     """
     device, needs_gradient = devices[0], [value not in unused_outputs for value in stage.outputs]
 
@@ -77,19 +79,20 @@ def trace_stage(
     def traced(
         values: list[Any], variable_values: list[tf.Tensor], place: Place, scale: tf.Tensor
     ) -> tuple[Any, tuple[Hashable, StageTrace]]:
-        graph = tf.compat.v1.get_default_graph()
+        graph, given = tf.compat.v1.get_default_graph(), variable_values[: variables.num_trained]
         variable_values = on_shards([*variables.parameters, *variables.states], variable_values, devices)
         tensors = _received(stage, inputs, values, device)
         forward = _forward_pass(stage, tensors, variables, variable_values, place, divided, device, training, ways)
         with tf.device(device):
             sent = _sent(stage, tensors, forward)
+            pairs = zip(inputs, values, strict=False)  # masks come after the values
+            sources = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
             if training:
                 _check_losses_in_call(stage, forward.whole_losses, sent.outputs, sent.losses, values)
+                _check_reads(graph, variables, given, sources)
             key = _key(graph, inputs, variables, forward, sent, needs_gradient) if divided is None else None
             if key in traces:
                 return tensors_of(sent.outputs), (key, traces[key])
-            pairs = zip(inputs, values, strict=False)  # masks come after the values
-            sources = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
             trained = variable_values[: variables.num_trained]
             parameters = [*trained, *[None] * (len(variables.parameters) - len(trained))]
             with contextlib.nullcontext() if divided is None else follow_data():
@@ -213,6 +216,21 @@ def _check_parameters(parameters: Sequence[Any], changed: Sequence[tf.Tensor | N
                 f"{variable.path!r} in its call (as SpectralNormalization does). Leave that layer out, or train on "
                 "SingleDevice()."
             )
+
+
+def _check_reads(
+    graph: Any, variables: StageVariables, trained: Sequence[tf.Tensor], sources: Sequence[tf.Tensor | None]
+) -> None:
+    """Refuse a function with a gradient of its own that reads what is trained without taking it as an argument."""
+    inputs = [source for source in sources if source is not None]
+    for place in hidden_reads(graph, [*trained, *inputs]):
+        name = repr(variables.parameters[place].path) if place < len(trained) else "the output of an earlier layer"
+        raise ValueError(
+            "A stage gives layers the values of their weights, and a function with a gradient of its own must take "
+            f"all that is trained as arguments, received one that reads {name}. Make it an argument; in place of "
+            "tf.recompute_grad and keras.remat, a pipeline has recompute=True. Or train on SingleDevice() or "
+            "Mirrored()."
+        )
 
 
 def _check_losses_in_call(
