@@ -113,7 +113,9 @@ def test_a_rule_divides_a_small_layer_or_is_refused_with_the_reason() -> None:
     offers = [dense("big", ("x",), 1000, 1000), dense("head", ("big",), 1000, 1)]
     weights = weights_of(*offers)
     assert names(plan(offers, weights, 2, {"head/kernel": 0})) == [None, "rows"]
-    with pytest.raises(ValueError, match=r"'head/kernel' at axis 1, .*: 1 columns are too few for 2 shards\. Change"):
+    with pytest.raises(
+        ValueError, match=r"'head/kernel' at axis 1, .*: 2 shards need as many columns, received 1\. Change"
+    ):
         plan(offers, weights, 2, {"head/kernel": 1})
     with pytest.raises(ValueError, match=r"'head/kernel' at axis 2, .*: 'head' can be divided at axis 0 or 1\."):
         plan(offers, weights, 2, {"head/kernel": 2})
@@ -121,7 +123,7 @@ def test_a_rule_divides_a_small_layer_or_is_refused_with_the_reason() -> None:
 
 def test_a_size_below_the_number_of_shards_is_a_reason() -> None:
     offers = [dense("narrow", ("x",), 100, 2)]
-    assert plan(offers, weights_of(*offers), 3).whole == {"narrow": "2 columns are too few for 3 shards"}
+    assert plan(offers, weights_of(*offers), 3).whole == {"narrow": "3 shards need as many columns, received 2"}
 
 
 def test_a_weight_that_another_layer_reads_whole_stays_whole() -> None:

@@ -302,7 +302,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "more devices than there are": (
         lambda: tfpar.Mirrored(5),
         ValueError,
-        r"a number from 1 to 4, received 5\. There are: .*'CPU:3'\]\. tfpar\.use_logical_cpus\(5\) makes as many",
+        r"a number from 1 to 4, received 5\. There are: .*'CPU:3'\]\. Without GPUs, tfpar\.use_logical_cpus\(5\)",
     ),
     "a number of devices that is no whole one": (
         lambda: tfpar.Mirrored(2.0),  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from tfpar.cluster.devices import (
     check_one_kind,
     configured_devices,
+    more_devices,
     native_messages_to,
     resolve_devices,
     short_name,
@@ -16,6 +17,7 @@ __all__ = [
     "check_one_kind",
     "configured_devices",
     "free_bytes",
+    "more_devices",
     "native_messages_to",
     "resolve_devices",
     "short_name",

@@ -104,7 +104,30 @@ def _hint(name: str, existing: Sequence[str]) -> str:
         return "Name each device once."
     if name.startswith("GPU") and existing_gpus:
         return "Name one that exists, or leave the argument out."
-    return f"{'' if existing_gpus else 'Without GPUs, '}tfpar.use_logical_cpus(n) makes n CPU devices."
+    if existing_gpus:
+        return "tfpar.use_logical_cpus(n) makes n CPU devices."
+    return more_devices("n", existing).strip()
+
+
+def more_devices(number: int | str, existing: Sequence[str]) -> str:
+    """Return the end of a message that names the way to more devices; an empty text where there are GPUs.
+
+    Args:
+        number: The number of devices that are needed, such as 4 or "n".
+        existing: The names of those that exist.
+
+    Example:
+        >>> more_devices(4, ["CPU:0"])
+        ' Without GPUs, tfpar.use_logical_cpus(4) makes 4 devices; a configuration sets strategy.num_logical_cpus.'
+        >>> more_devices(4, ["GPU:0", "GPU:1"])
+        ''
+    """
+    if any(name.startswith("GPU") for name in existing):
+        return ""
+    return (
+        f" Without GPUs, tfpar.use_logical_cpus({number}) makes {number} devices; a configuration sets "
+        "strategy.num_logical_cpus."
+    )
 
 
 def short_name(device: str) -> str:

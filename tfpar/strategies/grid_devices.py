@@ -39,7 +39,7 @@ def on_this_machine(
     if len(existing) < number or (devices is not None and len(existing) != number):
         raise ValueError(
             f"Hybrid needs {_each_device(num_replicas, per_replica)}, received {len(existing)}: {existing}. "
-            f"Grids that fit are {_grids(len(existing))}; without GPUs, tfpar.use_logical_cpus(n) makes n devices."
+            f"Grids that fit are {_grids(len(existing))}.{cluster.more_devices(number, existing)}"
         )
     cluster.check_one_kind("Hybrid", existing[:number])
     return existing[:number]

@@ -138,7 +138,7 @@ def _resolved(devices: Sequence[str] | int | None) -> list[str]:
         devices, number = None, int(cast("int", devices))
     found = cluster.resolve_devices(cast("Sequence[str] | None", devices))
     if number is not None and found and not 1 <= number <= len(found):
-        others = "" if found[0].startswith("GPU") else f" tfpar.use_logical_cpus({max(1, number)}) makes as many."
+        others = cluster.more_devices(max(1, number), found)
         raise ValueError(
             f"devices must be names, or a number from 1 to {len(found)}, received {number}. There are: {found}.{others}"
         )

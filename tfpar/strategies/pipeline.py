@@ -206,9 +206,8 @@ def _devices(schedule: schedules.Schedule, existing: list[str], num_shards: int)
     number = schedule.num_devices * num_shards
     if len(existing) < number:
         shards = f" of {num_shards} shards" * (num_shards > 1)
-        others = "" if existing[0].startswith("GPU") else ", or tfpar.use_logical_cpus(n)"
         raise ValueError(
             f"{schedule.num_stages} stages{shards} under {schedule.name!r} need {number} devices, and there are "
-            f"{len(existing)}: {existing}. Use fewer stages{others}."
+            f"{len(existing)}: {existing}. Use fewer stages.{cluster.more_devices(number, existing)}"
         )
     return existing[:number]

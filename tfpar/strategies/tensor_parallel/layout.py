@@ -252,7 +252,7 @@ class _Search:
         if not way.cuts:
             return ""
         if min(sizes) < 1:
-            return f"{sum(sizes)} {way.name} are too few for {self._num_shards} shards"
+            return f"{self._num_shards} shards need as many {way.name}, received {sum(sizes)}"
         if self._wanted is not None and (reason := self._against_rules(way, offer, self._wanted)):
             return reason
         for key, cut in way.cuts.items():

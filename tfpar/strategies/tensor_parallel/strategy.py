@@ -305,9 +305,8 @@ def devices_of(num_shards: int, num_replicas: int, devices: Sequence[str] | None
             f"{len(found)} devices: {found}. Name {number} devices."
         )
     if len(found) < number:
-        others = "" if found[0].startswith("GPU") else ", or tfpar.use_logical_cpus(n)"
         raise ValueError(
             f"num_shards={num_shards}{replicas} needs {number} devices, and there are {len(found)}: {found}. Use fewer "
-            f"shards{others}."
+            f"shards.{cluster.more_devices(number, found)}"
         )
     return found[:number]
