@@ -26,6 +26,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Iterator[worker
         yield started
 
 
+@pytest.mark.extended
 def test_memory_of_the_first_process_does_not_grow_with_the_model(job: workers.Workers, root: Path) -> None:
     (growth,) = job.results("growth", num_workers=1)
     assert growth.keys() == {"building", "training", "restoring"}, growth

@@ -262,12 +262,14 @@ def restarted(machines: list[hosts.Host], tmp_path_factory: pytest.TempPathFacto
     return Restarted([Ended(*pair) for pair in zip(codes, texts, strict=True)], folder / "run", alone / "run")
 
 
+@pytest.mark.extended
 def test_launchers_on_all_hosts_restart_their_workers_and_resume_from_the_checkpoint(restarted: Restarted) -> None:
     for one in restarted.ended:
         assert one.code == 0, one.text
     faults.assert_same_run(restarted.folder, restarted.alone)
 
 
+@pytest.mark.extended
 def test_each_launcher_says_which_workers_it_starts(restarted: Restarted, machines: list[hosts.Host]) -> None:
     for rank, one in enumerate(restarted.ended):
         line = f"This host starts worker {rank} of 2, from {machines[rank].address}:20200."

@@ -98,6 +98,7 @@ def test_no_examples_are_refused(make: Callable[[], Any]) -> None:
         given_data.read(data.as_dataset(make()))
 
 
+@pytest.mark.extended
 def test_a_generator_that_ends_is_planned(logical_cpus: list[str]) -> None:
     plan = tfpar.plan(
         small.build_model, (batch for batch in list(small.data())), devices=logical_cpus[:2], measured_layouts=1

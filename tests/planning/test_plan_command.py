@@ -150,6 +150,7 @@ def test_one_device_gives_one_row_and_what_a_second_would_bring(logical_cpus: li
     assert plan.take is None or any(note.startswith("A second device would bring") for note in plan.notes)
 
 
+@pytest.mark.extended
 def test_a_model_that_cannot_be_cut_is_planned_without_pipelines(logical_cpus: list[str]) -> None:
     class Own(keras.Model):
         def __init__(self) -> None:

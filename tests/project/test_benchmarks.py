@@ -530,6 +530,7 @@ def echo(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
+@pytest.mark.extended
 @pytest.mark.multi_process
 @pytest.mark.slow_start
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each of the two workers needs a core of its own")

@@ -14,11 +14,13 @@ import pytest
 
 from tests import ROOT
 from tests.support.command import InProcess
+from tests.support.extent import sampled
 
 EXAMPLES = ROOT / "examples"
 MAX_LINES = 80
 ROUNDING = 1e-5  # of float32
-IN_ONE_PROCESS = ("mirrored", "pipeline", "keras_hub_fine_tune", "single_device")  # the last asks for no devices
+ALL_IN_ONE_PROCESS = ("mirrored", "pipeline", "keras_hub_fine_tune", "single_device")  # the last asks for no devices
+IN_ONE_PROCESS = sampled(ALL_IN_ONE_PROCESS, of_ci=("mirrored", "pipeline", "single_device"))
 # Each starts as if it were alone: the devices of the process are the two that it asks for.
 RUNS_ALL = """
 import importlib.util, runpy, sys
@@ -83,6 +85,7 @@ def test_a_pipeline_prints_its_stages_and_the_loss_of_one_device(printed: dict[s
     assert difference <= ROUNDING
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_a_model_of_keras_hub_is_fine_tuned_in_two_phases(printed: dict[str, str]) -> None:
     pytest.importorskip("keras_hub")
@@ -119,6 +122,7 @@ def test_the_trainer_of_ones_own_reports_the_worst_digit(
     assert (tmp_path / "runs/perceptron/model.keras").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_the_notebook_shows_the_stages_as_text_and_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat")

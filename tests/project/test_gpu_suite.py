@@ -36,6 +36,7 @@ def test_without_a_gpu_every_test_is_skipped() -> None:
     assert int(words[0]) > 100
 
 
+@pytest.mark.extended
 def test_a_sample_passes_on_logical_cpus() -> None:
     words = gpu_tests("--gpu-stand-ins", "-k", SAMPLE).split()
     assert words[1] == "passed,"

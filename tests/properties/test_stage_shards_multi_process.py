@@ -20,7 +20,7 @@ from tests.support.workers import results_of
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 ROWS = pipeline_cases.on_replicas()
 # Where pieces of gradients differ from whole ones between workers: empty parts, rows from elsewhere, clipping by norm.
-IN_CI = ("last batch of 1", "accumulation 4, ragged end, clipped", "rows looked up in several ways")
+IN_CI = ("last batch of 1", "rows looked up in several ways")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -12,7 +12,7 @@ from keras import layers
 
 import tfpar
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 DEVICES = ["CPU:0", "CPU:1"]
 STRATEGIES: dict[str, Callable[[], Any]] = {

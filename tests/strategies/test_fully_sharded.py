@@ -15,7 +15,7 @@ import tfpar
 from tests.support import objective_cases, parity_cases, small
 from tfpar.reduction.weight_owners import num_bytes
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 NUM_LAYERS = 6

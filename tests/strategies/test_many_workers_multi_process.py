@@ -24,6 +24,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
         yield job
 
 
+@pytest.mark.extended
 def test_eleven_workers_train_as_one_device_and_with_divided_state_to_the_same_bits(job: workers.Workers) -> None:
     trainer = tfpar.Trainer(classifier(keras.optimizers.Adam), tfpar.SingleDevice("CPU:0"), seed=0)
     history = trainer.fit(worker_program_many.data(), epochs=2, verbose=0).history

@@ -52,7 +52,7 @@ STAGES_OF_SHARDS = sampled(
         "scaled loss",
         "overwritten by averages, norm of all",
     ),
-    of_ci=("replicas, clipped", "one weight a stage", "overwritten by averages, norm of all"),
+    of_ci=("replicas, clipped", "overwritten by averages, norm of all"),
 )
 RESUMED = sampled(((None, None), (None, "optimizer"), ("optimizer", None)), of_ci=((None, "optimizer"),))
 # Of the parity table: rows of lookups, losses of layers, several optimizers.

@@ -9,6 +9,7 @@ import numpy as np
 
 import tfpar
 from tests.support import parity_cases, workers
+from tests.support.extent import sampled
 from tests.support.shard_cases import classifier
 
 
@@ -35,4 +36,5 @@ def predictions_of_stages() -> Any:
 
 if __name__ == "__main__":
     tfpar.use_logical_cpus(2)
-    workers.run_all({"divided_state": divided_state, "predictions_of_stages": predictions_of_stages})
+    functions = {"divided_state": divided_state, "predictions_of_stages": predictions_of_stages}
+    workers.run_all({name: functions[name] for name in sampled(functions, of_ci=["predictions_of_stages"])})
