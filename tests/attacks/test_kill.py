@@ -8,4 +8,4 @@ pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing
 
 
 def test_a_job_whose_processes_are_killed_at_random_ends_as_an_undisturbed_one() -> None:
-    assert not kill.attack(kills=1, epochs=3, seed=1)
+    assert not kill.attack(kills=2, epochs=4, seed=1)

@@ -12,6 +12,7 @@ from keras import layers
 
 import tfpar
 from tests.support import placement_cases, small
+from tests.support.extent import sampled
 from tfpar.pipeline.execution.divided_calls import on_devices, requested_device
 from tfpar.placement import host_sizes
 
@@ -49,7 +50,7 @@ def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(arrays).batch(8)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", sampled(STRATEGIES, of_ci=("replicas", "weights", "layers", "stages")))
 def test_equals_one_device(strategy: str) -> None:
     with placement_cases.as_gpus():
         small.assert_trains_as_one_device(sequences, data, STRATEGIES[strategy])
@@ -64,7 +65,7 @@ def test_predictions_equal_those_of_keras(strategy: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["single device", "replicas", "stages"])
+@pytest.mark.parametrize("strategy", sampled(("single device", "replicas", "stages"), of_ci=["stages"]))
 def test_equals_one_device_with_xla(strategy: str) -> None:
     with placement_cases.as_gpus():
         small.assert_trains_as_one_device(lambda: sequences(jit_compile=True), data, STRATEGIES[strategy])

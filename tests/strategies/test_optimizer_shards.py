@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import checkpoint_matrix, objective_cases, parity_cases, small
+from tests.support.extent import sampled
 from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, classifier
 from tfpar._compat import keras_optimizer, tf_replica_memory
 
@@ -43,7 +44,7 @@ def assert_same_bits(build: Any, data: Any, num_replicas: int = 3, **fit: Any) -
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sampled(OPTIMIZERS, of_ci=[*OPTIMIZERS][::2]))
 def test_weights_state_and_logs_are_those_of_unsharded_replicas_bit_for_bit(name: str) -> None:
     assert_same_bits(classifier(OPTIMIZERS[name]), small.data())  # the last batch has fewer examples than replicas
 

@@ -15,7 +15,7 @@ from tests.properties import test_parity
 from tests.properties.test_parity import computing_in
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 EXAMPLES, LENGTH, ROWS = 23, 4, 20
 
