@@ -4,7 +4,7 @@ import pytest
 
 from tests.attacks import kill
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
+pytestmark = [pytest.mark.extended, pytest.mark.multi_process, pytest.mark.usefixtures("leaves_nothing_behind")]
 
 
 def test_a_job_whose_processes_are_killed_at_random_ends_as_an_undisturbed_one() -> None:

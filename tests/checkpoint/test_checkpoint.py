@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 EPOCHS = 3
 # Steps of the run: its first, one amid an epoch, the last of an epoch, one in the second epoch, the last of all.

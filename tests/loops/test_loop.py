@@ -12,7 +12,7 @@ from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.strategies.batches_ahead import HOST, StepBatch
 from tfpar.strategies.multi_step import SECONDS_PER_CALL, CallResult, CompiledLoop, StepsPerCall, compile_loop
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 # --- how many steps a call --------------------------------------------------------------------------------------------

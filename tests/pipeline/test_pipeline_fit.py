@@ -18,7 +18,7 @@ from tests.support.parity_cases import inputs, labels
 from tests.support.pipeline_models import NUM_EXAMPLES, TOLERANCE, crossentropy, deep, labelled
 from tests.support.small import assert_same_history, assert_same_state, state
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 def test_mixed_float16_scales_the_loss_and_skips_a_step_that_overflows() -> None:

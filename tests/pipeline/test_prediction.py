@@ -16,7 +16,7 @@ from tests.support.parity_cases import classifier, inputs, labels
 from tests.support.pipeline_models import deep
 from tests.support.small import shuffled
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 @pytest.mark.parametrize("steps_per_epoch", [None, 3])

@@ -13,7 +13,7 @@ import tfpar
 from tests.support.parity_cases import NUM_CLASSES, NUM_FEATURES
 from tests.support.pipeline_models import NUM_EXAMPLES, Build, crossentropy, labelled, sequential
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 class Centred(layers.Layer):

@@ -20,7 +20,7 @@ from tests.support.input_cases import BATCH_SIZE, FEATURES, LABELS, Rows
 from tfpar import data
 from tfpar.planning import given_data, step_timing
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 INPUTS, TARGETS = np.ones((10, 4), "float32"), np.ones((10, 1), "float32")
 
 

@@ -17,7 +17,7 @@ from tests.support import checkpoint_matrix, extent, pipeline_cases, shard_cases
 from tests.support.pipeline_cases import Row
 from tests.support.workers import results_of
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
+pytestmark = [pytest.mark.extended, pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 ROWS = pipeline_cases.on_replicas()
 # Where pieces of gradients differ from whole ones between workers: empty parts, rows from elsewhere, clipping by norm.
 IN_CI = ("last batch of 1", "rows looked up in several ways")

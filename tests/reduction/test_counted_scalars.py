@@ -13,7 +13,7 @@ from keras import metrics, ops
 import tfpar
 from tests.support import small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 INPUTS = np.random.default_rng(0).normal(size=(37, 8)).astype("float32")
 TARGETS = INPUTS.sum(1, keepdims=True)

@@ -12,7 +12,7 @@ from tfpar._compat import keras_model
 from tfpar.reduction import gathered_classes, vocabulary_losses
 from tfpar.reduction.vocabulary_losses import ClassPieces
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 SIZES = [3, 1, 5]
 DEVICES = ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"]

@@ -12,7 +12,7 @@ from keras import layers, ops
 import tfpar
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 def cross_entropies(targets: Any, outputs: Any) -> Any:

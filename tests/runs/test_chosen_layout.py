@@ -148,6 +148,7 @@ def test_a_run_that_fits_nowhere_is_refused_with_what_it_lacks(call: command.InP
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.multi_process
 def test_without_a_plan_the_layout_is_measured_in_another_process(call: command.InProcess, tmp_path: Path) -> None:
     trained = train(call, "run", AUTO)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfpar.strategies.multi_worker import consensus
 from tfpar.strategies.multi_worker.consensus import Consensus
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 class Hosts:

@@ -14,7 +14,7 @@ from tfpar import cluster
 from tfpar.strategies import mirrored
 from tfpar.strategies.mirrored import chosen_all_reduce
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 @pytest.fixture(autouse=True)

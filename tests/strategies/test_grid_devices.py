@@ -13,7 +13,7 @@ from tests.strategies.test_hybrid import wide
 from tfpar import config, strategies
 from tfpar.strategies import grid_devices, remote_devices
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 def lent(*sizes: int, kind: str = "CPU") -> list[list[str]]:

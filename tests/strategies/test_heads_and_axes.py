@@ -13,7 +13,7 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tfpar._compat import tf_divided_memory
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 HEADS, POSITIONS, FEATURES = 4, 6, 8
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {

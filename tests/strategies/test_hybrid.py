@@ -16,7 +16,7 @@ import tfpar
 from tests.support import parity_cases, small
 from tests.support.pipeline_models import batched, inputs, tied_weights, tokens
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 def hybrid(num_replicas: int = 2, num_stages: int = 2, num_microbatches: int = 2, **settings: Any) -> tfpar.Hybrid:

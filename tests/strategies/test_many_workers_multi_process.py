@@ -35,6 +35,7 @@ def test_eleven_workers_train_as_one_device_and_with_divided_state_to_the_same_b
         small.assert_same_state(of_shards[1], weights)
 
 
+@pytest.mark.extended
 def test_stages_of_eleven_workers_predict_in_the_order_of_the_examples(job: workers.Workers) -> None:
     trainer = tfpar.Trainer(classifier(keras.optimizers.Adam), tfpar.SingleDevice("CPU:0"), seed=0)
     expected = trainer.predict(worker_program_many.data())

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import tfpar
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 def data() -> tf.data.Dataset:

@@ -19,7 +19,7 @@ from tests.support.multi_worker_cases import Trained, assert_same, keras_fit
 from tfpar.cluster import tf_config
 from tfpar.launcher.worker_group import free_addresses
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 @pytest.fixture(autouse=True)

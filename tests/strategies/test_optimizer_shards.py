@@ -16,7 +16,7 @@ from tests.support.extent import sampled
 from tests.support.shard_cases import CASES_HERE, OPTIMIZERS, classifier
 from tfpar._compat import keras_optimizer, tf_replica_memory
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 DEVICES = ["CPU:0", "CPU:1", "CPU:2"]
 

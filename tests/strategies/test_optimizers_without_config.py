@@ -13,7 +13,7 @@ import tfpar
 from tests.support.pipeline_models import crossentropy, deep, labelled
 from tests.support.small import assert_same_state, state
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 DEVICES = ["CPU:0", "CPU:1"]
 STRATEGIES: dict[str, Callable[[], Any]] = {

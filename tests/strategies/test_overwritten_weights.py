@@ -12,7 +12,7 @@ import pytest
 import tfpar
 from tests.support import parity_cases
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 CPUS = ["CPU:0", "CPU:1"]
 IN_PARTS: dict[str, Callable[[], tfpar.Strategy]] = {

@@ -17,7 +17,7 @@ from tests.properties.test_parity import computing_in
 from tests.strategies.test_tensor_parallel import assert_equal, divided, fitted, of_features, of_tokens, state, trained
 from tfpar._compat import tf_divided_memory
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 FEATURES, CLASSES, TOKENS = 12, 3, 11
 DEVICES = ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]

@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 TWO = ["CPU:0", "CPU:1"]
 

@@ -16,7 +16,7 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tfpar._compat import tf_divided_memory
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 Data = tuple[np.ndarray, np.ndarray]
 FEATURES, CLASSES, TOKENS = 12, 3, 11

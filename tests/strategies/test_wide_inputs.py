@@ -14,7 +14,7 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tfpar.strategies.tensor_parallel.pieces import columns_of
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 FEATURES, OTHERS = 67, 3
 DENSE = np.where(np.random.default_rng(0).uniform(size=(13, FEATURES)) < 0.1, 1.5, 0)

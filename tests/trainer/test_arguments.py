@@ -10,7 +10,7 @@ import pytest
 
 import tfpar
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 INPUTS, TARGETS = np.ones((16, 4), "float32"), np.ones((16, 1), "float32")
 VALIDATION: dict[str, Any] = {"validation_data": (INPUTS, TARGETS)}

@@ -16,7 +16,7 @@ from tests.support import small
 STRATEGIES = {**small.STRATEGIES, **small.SPLITTING_STRATEGIES}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import tfpar
 from tests.support import small
 from tests.support.objective_cases import GAN, gan, pairs_with_noise, vae
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 class Line(keras.Model):

@@ -16,7 +16,7 @@ from tests.loops.test_hooks import STRATEGIES
 from tests.support import parity_cases, small
 from tfpar.strategies.preview import Preview
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 DESCRIPTIONS = {
     "single_device": "SingleDevice on CPU:0",

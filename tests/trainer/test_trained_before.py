@@ -13,7 +13,7 @@ import tfpar
 from tests.properties.test_parity import computing_in
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "single device": lambda: tfpar.SingleDevice(),

@@ -11,7 +11,7 @@ import pytest
 import tfpar
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "mirrored": lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]),

@@ -16,7 +16,7 @@ from tfpar.trainers.image_classification import ImageClassification
 from tfpar.trainers.regression import Regression
 from tfpar.trainers.tabular import Tabular, build_model
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 @pytest.fixture(scope="module")

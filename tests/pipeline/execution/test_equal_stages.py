@@ -17,7 +17,7 @@ from tests.support.extent import sampled
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone, graph_key
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 WIDTH = 8
 NUM_BLOCKS = 6

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfpar
 from tfpar._compat import keras_optimizer
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 def model_with_states() -> keras.Model:

@@ -10,7 +10,7 @@ import pytest
 import tfpar
 from tests.properties.test_parity import computing_in
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 LARGE = keras.initializers.RandomNormal(stddev=30.0)  # logits whose probabilities Keras would clip
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 NUM_LAYERS = 6
 

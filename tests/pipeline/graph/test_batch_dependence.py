@@ -15,7 +15,7 @@ from keras import layers, ops
 from tfpar.pipeline.graph.batch_dependence import BatchDependence, check_batch_independence, find_batch_dependence
 from tfpar.pipeline.graph.tracing import trace
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 class Custom(layers.Layer):

@@ -14,7 +14,7 @@ import tfpar
 from tests.strategies.test_batch_dependence_replicas import with_layer
 from tests.support import parity_cases, small
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 TWO = ["CPU:0", "CPU:1"]
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {

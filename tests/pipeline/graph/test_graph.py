@@ -16,7 +16,7 @@ from keras import layers, ops
 from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, trace
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 def spec(*shape: int | None, dtype: str = "float32") -> keras.KerasTensor:

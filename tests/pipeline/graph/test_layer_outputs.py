@@ -12,7 +12,7 @@ import tfpar
 from tests.support import small
 from tfpar.pipeline.graph.tracing import trace
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "stages": lambda: tfpar.Pipeline(2, 2, balance="parameters"),

@@ -13,7 +13,7 @@ from keras import layers
 
 from tfpar.pipeline.partition.layer_settings import settings_of
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 # Keras cannot serialize it.

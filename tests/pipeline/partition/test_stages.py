@@ -17,7 +17,7 @@ from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.graph.tracing import Graph, Value, trace
 from tfpar.pipeline.partition.stages import Stage, bytes_per_example, cut_values, owner_of, split_graph, users_of
 
-pytestmark = pytest.mark.usefixtures("logical_cpus")
+pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
 
 def numbers(*shape: int, seed: int = 0) -> np.ndarray:
