@@ -19,6 +19,7 @@ import tensorflow as tf
 import tfpar
 from tests.support import input_cases as cases
 from tests.support import small
+from tests.support.extent import sampled
 from tests.support.input_cases import BATCH_SIZE, CASES, FEATURES, LABELS, NUM_BATCHES, NUM_EXAMPLES, Rows
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
@@ -89,14 +90,14 @@ def expected(name: str) -> tuple[dict[str, Any], list[np.ndarray], Any]:
     return history, model.get_weights(), getattr(arguments["x"], "calls", None)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name"),
-    [
-        *(("single_device", name) for name in CASES if CASES[name].keras_takes),
-        *(("mirrored", name) for name in ON_REPLICAS),
-        *(("pipeline", name) for name in IN_PIPELINES),
-    ],
-)
+FITS = [
+    *(("single_device", name) for name in CASES if CASES[name].keras_takes),
+    *(("mirrored", name) for name in ON_REPLICAS),
+    *(("pipeline", name) for name in IN_PIPELINES),
+]
+
+
+@pytest.mark.parametrize(("strategy", "name"), sampled(FITS, of_ci=FITS[::2]))
 def test_fit_takes_it_as_keras_does(strategy: str, name: str) -> None:
     if name in cases.NEED_TORCH and not cases.HAS_TORCH:
         pytest.skip("torch is not installed")
