@@ -12,8 +12,9 @@ import pytest
 import tfpar
 from tests.properties.test_parity import computing_in, differences
 from tests.strategies.test_hybrid import wide
-from tests.support import extent, pipeline_cases, small, workers
 from tests.support import multi_worker_cases as cases
+from tests.support import pipeline_cases, small, workers
+from tests.support.extent import sampled
 from tests.support.pipeline_cases import Row
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
@@ -26,21 +27,13 @@ IN_CI = (
     "loss object in a layer",
     "rows looked up in several ways",
 )
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "row" in metafunc.fixturenames:
-        metafunc.parametrize("row", rows_of(), ids=lambda row: str(row).replace(" ", "_"))
-
-
-def rows_of() -> list[Row]:
-    return [row for row in ROWS if extent.is_whole() or row.case in IN_CI]
+TRAINED = sampled(ROWS, of_ci=[row for row in ROWS if row.case in IN_CI])
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
     folder, checkpoints = tmp_path_factory.mktemp("hybrid"), tmp_path_factory.mktemp("checkpoints")
-    names = [str(row) for row in rows_of()]
+    names = [str(row) for row in TRAINED]
     with workers.started("worker_program_hybrid", folder, 2, str(checkpoints), *names) as started:
         started.checkpoints = checkpoints  # type: ignore[attr-defined]
         yield started
@@ -56,6 +49,7 @@ def test_the_rows_of_ci_are_rows_of_the_table() -> None:
     assert {*IN_CI} <= {row.case for row in ROWS}
 
 
+@pytest.mark.parametrize("row", TRAINED, ids=lambda row: str(row).replace(" ", "_"))
 def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row) -> None:
     with computing_in(row.dtype):
         expected = pipeline_cases.expected(row.case, row.dtype)

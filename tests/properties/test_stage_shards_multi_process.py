@@ -13,7 +13,8 @@ import tfpar
 from tests.properties.test_parity import computing_in, differences
 from tests.strategies import test_stages_of_shards as models
 from tests.strategies.test_tensor_parallel import assert_equal, of_features, of_tokens, trained
-from tests.support import checkpoint_matrix, extent, pipeline_cases, shard_cases, small, workers
+from tests.support import checkpoint_matrix, pipeline_cases, shard_cases, small, workers
+from tests.support.extent import sampled
 from tests.support.pipeline_cases import Row
 from tests.support.workers import results_of
 
@@ -21,20 +22,12 @@ pytestmark = [pytest.mark.extended, pytest.mark.multi_process, pytest.mark.usefi
 ROWS = pipeline_cases.on_replicas()
 # Where pieces of gradients differ from whole ones between workers: empty parts, rows from elsewhere, clipping by norm.
 IN_CI = ("last batch of 1", "rows looked up in several ways")
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "row" in metafunc.fixturenames:
-        metafunc.parametrize("row", rows_of(), ids=lambda row: str(row).replace(" ", "_"))
-
-
-def rows_of() -> list[Row]:
-    return [row for row in ROWS if extent.is_whole() or row.case in IN_CI]
+TRAINED = sampled(ROWS, of_ci=[row for row in ROWS if row.case in IN_CI])
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
-    names = [str(row) for row in rows_of()]
+    names = [str(row) for row in TRAINED]
     with workers.started("worker_program_stage_shards", tmp_path_factory.mktemp("workers"), 2, *names) as started:
         yield started
 
@@ -69,6 +62,7 @@ def test_the_rows_of_ci_are_rows_of_the_table() -> None:
     assert {*IN_CI} <= {row.case for row in ROWS}
 
 
+@pytest.mark.parametrize("row", TRAINED, ids=lambda row: str(row).replace(" ", "_"))
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row, shard: str | None) -> None:
     with computing_in(row.dtype):

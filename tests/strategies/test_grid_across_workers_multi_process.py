@@ -12,8 +12,9 @@ import pytest
 import tfpar
 from tests.properties.test_parity import computing_in, differences, reference
 from tests.strategies.test_hybrid import wide
-from tests.support import checkpoint_matrix, extent, pipeline_cases, small, workers
+from tests.support import checkpoint_matrix, pipeline_cases, small, workers
 from tests.support import multi_worker_cases as cases
+from tests.support.extent import sampled
 from tests.support.pipeline_cases import Row
 from tests.support.worker_program_grid import SHARDED
 
@@ -26,20 +27,12 @@ IN_CI = (
     "accumulation 4, ragged end, clipped",
     "embedding, sparse gradients",
 )
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "row" in metafunc.fixturenames:
-        metafunc.parametrize("row", rows_of(), ids=lambda row: str(row).replace(" ", "_"))
-
-
-def rows_of() -> list[Row]:
-    return [row for row in ROWS if extent.is_whole() or row.case in IN_CI]
+TRAINED = sampled(ROWS, of_ci=[row for row in ROWS if row.case in IN_CI])
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[workers.Workers]:
-    names = [str(row) for row in rows_of()]
+    names = [str(row) for row in TRAINED]
     with workers.started("worker_program_grid", tmp_path_factory.mktemp("grid"), 2, *names) as started:
         yield started
 
@@ -55,6 +48,7 @@ def test_the_grid_names_the_devices_of_each_worker(job: workers.Workers) -> None
     assert result_of(job, "description") == f"Hybrid of 2 replicas of 2 stages on {devices}, 2 micro-batches, 1f1b"
 
 
+@pytest.mark.parametrize("row", TRAINED, ids=lambda row: str(row).replace(" ", "_"))
 def test_equals_one_device_after_20_steps(job: workers.Workers, row: Row) -> None:
     with computing_in(row.dtype):
         expected = pipeline_cases.expected(row.case, row.dtype)
