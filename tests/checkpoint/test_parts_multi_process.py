@@ -36,6 +36,7 @@ def test_memory_of_the_first_process_does_not_grow_with_the_model(job: workers.W
     assert sizes[".npz"] < 50_000
 
 
+@pytest.mark.extended
 def test_a_folder_that_another_worker_does_not_see_is_refused_before_the_first_step(job: workers.Workers) -> None:
     ((message, *steps),) = job.results("not shared", num_workers=1)
     assert steps == [0, 2]

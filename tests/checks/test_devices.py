@@ -50,6 +50,7 @@ def test_a_device_that_hangs_or_crashes_is_named(fault: None, figure: str, monke
     assert figure in wrong(found)["CPU:1"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fault", ["flip_copy CPU:1"], indirect=True)
 def test_a_copy_that_flips_a_bit_is_named(fault: None) -> None:
     found = {check.name: check for check in together.measure(NAMES, NO_GPUS)}
@@ -57,6 +58,7 @@ def test_a_copy_that_flips_a_bit_is_named(fault: None) -> None:
     assert "1 of 1,048,576 words arrive with other bits" in found["copy CPU:0 to CPU:1"].figure
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fault", ["sleep CPU:2"], indirect=True)
 def test_a_device_that_sleeps_is_named(fault: None) -> None:
     found = [check for check in together.measure([*NAMES, "CPU:2"], NO_GPUS) if check.name.startswith("speed")]

@@ -29,6 +29,7 @@ def checked(given: ModelSource, names: list[str]) -> dict[str, Check]:
     return {check.name: check for check in models.check(given, names, NO_GPUS, at_once=2)}
 
 
+@pytest.mark.extended
 @with_children
 @pytest.mark.usefixtures("leaves_nothing_behind")
 def test_a_model_runs_on_every_device_and_under_its_strategy() -> None:
@@ -60,6 +61,7 @@ def test_the_devices_of_this_machine_stand_for_those_of_other_workers() -> None:
     assert (check.status, check.figure) == ("skipped", "its 4 devices are those of several machines")
 
 
+@pytest.mark.extended
 @with_children
 def test_the_line_of_an_operation_on_the_host_is_found_in_a_pipeline() -> None:
     settings = ("strategy.kind=pipeline", "strategy.num_stages=2", "strategy.num_microbatches=2")
@@ -104,6 +106,7 @@ def test_a_model_function_that_fails_is_reported_as_the_users(given: ModelSource
             assert "the line that the doctor names" in file.read().splitlines()[line - 1]
 
 
+@pytest.mark.extended
 @with_children
 def test_data_of_a_model_function_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_strategy_tasks", lambda *_: SKIPPED)

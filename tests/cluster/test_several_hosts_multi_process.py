@@ -139,6 +139,7 @@ def cut(machines: list[hosts.Host], script: Path, tmp_path_factory: pytest.TempP
         return Cut(ended, time.monotonic() - began)
 
 
+@pytest.mark.extended
 def test_three_hosts_train_as_one_device(cut: Cut, script: Path, tmp_path: Path) -> None:
     alone = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, env=hosts.environment(), capture_output=True, text=True, check=True

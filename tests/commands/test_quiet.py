@@ -183,6 +183,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
     return run(program, tmp_path_factory.mktemp("trained"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_a_script_that_trains_under_every_strategy_writes_nothing(trained: subprocess.CompletedProcess[str]) -> None:
     assert trained.stderr == ""
@@ -217,6 +218,7 @@ def test_garbage_of_objects_from_before_an_import_is_collected_unless_they_are_f
     assert run(EARLIER, tmp_path).stdout == "few: False\nmany: True\n"
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_a_notebook_shows_no_reports_of_tf_distribute(tmp_path: Path) -> None:
     # Python that is interactive, as in a notebook, shows what TensorFlow logs at INFO.

@@ -37,6 +37,7 @@ def shell(arguments: Sequence[str], redirection: str, folder: Path) -> subproces
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("redirection", ["<&- >&-", "2>&-", "2> /dev/full", ">&- 2>&-"])
 def test_a_closed_stream_or_a_full_standard_error_changes_nothing(name: str, redirection: str, tmp_path: Path) -> None:

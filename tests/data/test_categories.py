@@ -64,6 +64,7 @@ def test_a_column_of_words_equals_string_lookup(source: str, tmp_path: Path) -> 
     assert loaded.input_shape == (1 + 4 + 6,)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("source", ["csv", "parquet"])
 @pytest.mark.parametrize("shard_by", ["file", "example"])
 def test_workers_with_shards_of_rows_with_words_read_the_rows_of_one_worker(

@@ -142,6 +142,7 @@ print(load(config.Data(directory=sys.argv[1]), global_batch_size=64, seed=0).num
 """
 
 
+@pytest.mark.extended
 @pytest.mark.multi_process
 def test_two_processes_prepare_at_once_and_quietly(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PREPARE, str(tmp_path)]

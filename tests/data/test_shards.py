@@ -93,6 +93,7 @@ def test_uneven_ends_neither_drop_nor_repeat(sizes: list[int], steps: list[int])
     assert uneven(sizes).cardinality() == len(steps)
 
 
+@pytest.mark.extended
 def test_fewer_examples_than_shards_and_many_structures() -> None:
     def decode(number: tf.Tensor) -> Any:
         ragged = tf.RaggedTensor.from_row_lengths(tf.range(number + 2), [number, 2])

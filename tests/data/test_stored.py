@@ -67,6 +67,7 @@ def test_a_fresh_pipeline_after_seek_equals_the_uninterrupted_one(source: str, t
         assert_same(epoch(fresh), epochs[at_epoch + 1], f"the epoch after {at_epoch}")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("source", "shard_by"),
     [(source, shard_by) for source in SOURCES for shard_by in ("file", "example") if (source, shard_by) != NO_FILES],

@@ -107,6 +107,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Together:
     return Together(*ends, folder)
 
 
+@pytest.mark.extended
 def test_a_worker_may_start_late(together: Together, alone: Path) -> None:
     assert together.chief.code == 0, together.chief
     assert together.late.code == 0, together.late
@@ -159,6 +160,7 @@ def chiefs_errors(outcome: Outcome) -> list[str]:
     return [line for line in outcome.err.splitlines() if line.startswith("[0] error: ")]
 
 
+@pytest.mark.extended
 def test_a_full_disk_at_the_chief_stops_the_job_with_one_sentence(tmp_path: Path) -> None:
     folder = faults.prepare(tmp_path)
     (folder / "full_disk").touch()

@@ -49,6 +49,7 @@ print(json.dumps([found, strategy.all_reduce_sum([rank + 1.0])[0]]))
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_tensorflows_server_is_bound_to_the_loopback(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, LISTENING, variables={"PYTHONWARNINGS": "ignore"})

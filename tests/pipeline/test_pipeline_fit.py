@@ -125,6 +125,7 @@ class AddsReconstructionLoss(layers.Layer):
         return output
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("structure", ["tensor", "dict"])
 @pytest.mark.parametrize("strategy", BY_STAGES)
 def test_elements_may_be_the_inputs_alone(strategy: str, structure: str) -> None:

@@ -50,6 +50,7 @@ def data() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(arrays).batch(8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", sampled(STRATEGIES, of_ci=("replicas", "weights", "layers", "stages")))
 def test_equals_one_device(strategy: str) -> None:
     with placement_cases.as_gpus():
@@ -65,6 +66,7 @@ def test_predictions_equal_those_of_keras(strategy: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", sampled(("single device", "replicas", "stages"), of_ci=["stages"]))
 def test_equals_one_device_with_xla(strategy: str) -> None:
     with placement_cases.as_gpus():

@@ -45,6 +45,7 @@ WAITS_OF_TFPAR["gpipe"] = WAITS_OF_TFPAR["pipeline"]
 WAITS_OF_TFPAR["hybrid"] = {("AddN", "Identity"): LOSS, ("SelectV2", "Identity"): LOOKUP}
 
 
+@pytest.mark.few(3)
 @each_model
 @each_strategy
 def test_no_operation_of_the_host_lies_between_two_of_a_gpu(strategy: str, model: str) -> None:
@@ -92,6 +93,7 @@ def _kinds(wait: Transfer) -> tuple[str, str]:
     return wait.source_kind, wait.consumer_kind
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_every_wait_that_is_named_is_still_there() -> None:
     found = {

@@ -124,6 +124,7 @@ def arguments_of(name: str) -> tuple[Any, ...]:
     return tuple(arguments[key] for key in ("x", "y", "sample_weight") if key in arguments)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["sparse, own layer", "ragged, own layer", "None in a generator"])
 def test_a_plan_takes_what_fit_takes(name: str) -> None:
     plan = tfpar.plan(cases.CASES[name].model, arguments_of(name), batch_size=BATCH_SIZE, devices=["CPU:0"])
@@ -155,6 +156,7 @@ def test_the_first_batch_of_all_data_is_read_with_the_shapes_of_all_batches(make
     assert read.wait_seconds > 0
 
 
+@pytest.mark.extended
 def test_all_trainers_share_one_pass_over_the_first_batches_in_which_no_hook_is_called() -> None:
     rows = Rows()
     plan = tfpar.plan(small.build_model, rows, devices=["CPU:0", "CPU:1"], measured_layouts=0)

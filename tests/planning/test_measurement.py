@@ -113,6 +113,7 @@ def test_the_loss_of_pieces_is_measured_where_a_loss_reads_them(
     assert not machine.slowdown_of_stages
 
 
+@pytest.mark.extended
 def test_layers_before_the_first_weights_are_no_stage_of_a_split_pass(logical_cpus: list[str]) -> None:
     def flat() -> keras.Model:
         hidden = [keras.layers.Dense(64, activation="relu") for _ in range(2)]
@@ -157,6 +158,7 @@ def test_the_random_state_of_the_process_does_not_change(logical_cpus: list[str]
     assert found[1:] == expected[1:]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "layout",
     [

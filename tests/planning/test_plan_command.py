@@ -125,6 +125,7 @@ def plan(logical_cpus: list[str]) -> Plan:
     return tfpar.plan(small.build_model, small.data(), devices=["CPU:0", "CPU:1"])
 
 
+@pytest.mark.extended
 def test_the_function_ranks_layouts_of_the_devices_and_shows_a_table(plan: Plan) -> None:
     layouts = [str(row.layout) for row in plan.rows]
     assert {"SingleDevice", "Mirrored(2)", 'Mirrored(2, shard="optimizer")'} <= set(layouts)
@@ -144,6 +145,7 @@ def test_the_plan_leaves_random_states_as_they_were(plan: Plan, logical_cpus: li
     assert float(tf.random.uniform([])) == drawn
 
 
+@pytest.mark.extended
 def test_one_device_gives_one_row_and_what_a_second_would_bring(logical_cpus: list[str]) -> None:
     plan = tfpar.plan(small.build_model, small.data(), devices=["CPU:0"])
     assert [str(row.layout) for row in plan.rows] == ["SingleDevice"]

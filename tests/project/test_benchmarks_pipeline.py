@@ -174,6 +174,7 @@ def test_a_quantity_is_measured_with_its_figures(setting: Setting) -> None:
     assert all(value > 0 for figure, value in output.items() if figure != "peak_bytes")
 
 
+@pytest.mark.extended
 @pytest.mark.multi_process
 @pytest.mark.parametrize(
     "name",

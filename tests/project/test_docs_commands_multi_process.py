@@ -18,7 +18,7 @@ from tests.support.extent import sampled
 
 COMMANDS = [command for command in run_commands() if command != DEFAULT]
 # Those of CI, by their parts.
-PARTS = ("--audit", "--trace", "pipeline_workers", "script.py", "--print")
+PARTS = ("--audit", "--trace", "script.py", "--print")
 OF_CI = [command for command in COMMANDS if any(part in command for part in PARTS)]
 # A user's model function and dataset, which commands name as train.py:build_model and train.py:dataset.
 USERS_MODEL = "from tests.support.docstrings import _dataset as dataset, build_model\n"

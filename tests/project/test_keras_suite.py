@@ -32,6 +32,7 @@ def test_after_it(): pass
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 @pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
 def test_a_sample_passes_or_is_listed_and_refusals_are_detected(strategy: str, tmp_path: Path) -> None:
@@ -48,6 +49,7 @@ def test_a_sample_passes_or_is_listed_and_refusals_are_detected(strategy: str, t
         assert result["calls"], f"{test} trains nothing"
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_a_test_that_hangs_costs_itself_only(tmp_path: Path) -> None:
     (tmp_path / "hangs_test.py").write_text(HANGS)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.support import extent
-from tests.support.crossed import sample
+from tests.support.crossed import sample, spread
 
 pytest_plugins = ["pytester"]
 TESTS = """
@@ -21,6 +21,10 @@ def test_crossed(strategy, case, size): pass
 @pytest.mark.parametrize("strategy", ["mirrored", "pipeline"])
 @pytest.mark.parametrize("case", ["Adam", "SGD"])
 def test_not_crossed(strategy, case): pass
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("number", range(5))
+def test_few(number): pass
 
 @pytest.mark.extended
 def test_extended(): pass
@@ -45,6 +49,11 @@ def test_rows_that_are_all_different_are_all_taken() -> None:
     assert sample([], []) == []
 
 
+def test_few_rows_are_spread_over_their_table() -> None:
+    assert spread(range(9), 3) == [0, 4, 8]
+    assert spread(range(2), 3) == [0, 1]
+
+
 def test_ci_takes_a_sample_of_crossed_tests_and_no_extended_one(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
     pytester.makeconftest(
@@ -60,6 +69,8 @@ def test_ci_takes_a_sample_of_crossed_tests_and_no_extended_one(pytester: pytest
         "test_crossed[SGD-size1-pipeline]",
         "test_crossed[Lion-size2-mirrored]",
         *(f"test_not_crossed[{case}-{strategy}]" for case in ("Adam", "SGD") for strategy in ("mirrored", "pipeline")),
+        "test_few[0]",
+        "test_few[4]",
     ]
 
 

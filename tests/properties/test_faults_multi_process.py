@@ -20,7 +20,7 @@ pytestmark = pytest.mark.multi_process
 # In this order; the very first kill comes from outside, before the worker has even started TensorFlow.
 ALL_STRUCK = ["1-begin-KILL-0", "2-step-KILL-1", "3-checkpoint-KILL-0", "4-step-STOP-0", "5-checkpoint-KILL-1"]
 ALL_STRUCK += ["6-step-STOP-1", "7-step-KILL-0"]
-STRUCK = [*sampled(ALL_STRUCK, of_ci=("2-step-KILL-1", "3-checkpoint-KILL-0", "4-step-STOP-0"))]
+STRUCK = [*sampled(ALL_STRUCK, of_ci=("3-checkpoint-KILL-0", "4-step-STOP-0"))]
 RESTART_SECONDS = 40.0  # measured: 6 on two idle cores, nearly all to start TensorFlow
 
 
@@ -137,6 +137,7 @@ def newest_step(folder: Path) -> int:
     return max(int(path.stem.removeprefix("step-")) for path in folder.glob("run/checkpoints/step-*.npz"))
 
 
+@pytest.mark.extended
 def test_after_a_preemption_all_workers_save_at_the_same_step(preempted: Preempted) -> None:
     assert preempted.two.code == 130, preempted.two
     assert f"[0] Stopped after step {preempted.saved[0]}; a checkpoint is written." in preempted.two.out

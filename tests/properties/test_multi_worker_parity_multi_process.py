@@ -40,7 +40,7 @@ Row = tuple[int, str, str]  # workers, dtype, case
 
 
 def table(whole: bool) -> list[Row]:
-    """Every third case, and those where workers count; two and three workers, types and sharded state take turns.
+    """Every sixth case, and those where workers count; two and three workers, types and sharded state take turns.
 
     How a batch divides by two and by three is a matter of one process too: test_parity.py trains every case so.
     """
@@ -48,7 +48,7 @@ def table(whole: bool) -> list[Row]:
     if whole:
         return every
     turns = itertools.cycle(itertools.product(["float64", SHARDED, "float64", "float32"], JOBS))
-    taken = [case for number, case in enumerate(CASES) if case in WHERE_WORKERS_COUNT or number % 3 == 0]
+    taken = [case for number, case in enumerate(CASES) if case in WHERE_WORKERS_COUNT or number % 6 == 0]
     return sorted((num_workers, dtype, case) for case, (dtype, num_workers) in zip(taken, turns, strict=False))
 
 

@@ -77,6 +77,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_are_those_of_one_device(way: str) -> None:
     small.assert_trains_as_one_device(with_rows(WAYS[way]), tokens, epochs=1)
@@ -326,6 +327,7 @@ def test_optimizers_see_the_rows_of_one_device(name: str) -> None:
     small.assert_trains_as_one_device(lambda: parity_cases.lookups(OPTIMIZERS[name]), tokens, epochs=1)
 
 
+@pytest.mark.extended
 def test_rows_count_once_where_replicas_have_the_same_examples() -> None:
     three = ["CPU:0", "CPU:1", "CPU:2"]
     small.assert_trains_as_one_device(parity_cases.lookups, few_tokens, lambda: tfpar.Mirrored(three), epochs=1)

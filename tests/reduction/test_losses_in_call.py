@@ -150,6 +150,7 @@ def endpoint(name: str) -> Callable[[], keras.Model]:
     return build
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", sampled(ENDPOINTS, of_ci=[*ENDPOINTS][1::2]))
 def test_a_loss_in_a_layer_equals_one_device(name: str) -> None:
     small.assert_trains_as_one_device(endpoint(name), pairs)
@@ -233,6 +234,7 @@ def test_losses_in_the_call_of_a_model_that_is_cut_equal_one_device() -> None:
     small.assert_trains_as_one_device(adds_in_call, of_a_pipeline, pipeline)
 
 
+@pytest.mark.extended
 def test_a_first_batch_without_anything_to_mask_tells_nothing_about_the_next() -> None:
     """In the first batch every example counts, so that the loss of a micro-batch looks like a mean over it."""
 
@@ -244,6 +246,7 @@ def test_a_first_batch_without_anything_to_mask_tells_nothing_about_the_next() -
     small.assert_trains_as_one_device(endpoint("only some values"), batches, pipeline)
 
 
+@pytest.mark.extended
 def test_micro_batches_need_only_the_weights_of_the_whole_batch_if_these_are_not_trained() -> None:
     for name, way in [
         ("mean", "alone"),

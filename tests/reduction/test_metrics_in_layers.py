@@ -77,6 +77,7 @@ COUNTED: dict[str, Callable[[], keras.Model]] = {
 }
 
 
+@pytest.mark.few(2)
 @by_strategy
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_scalar_counts_as_on_one_device(name: str, strategy: Callable[[], tfpar.Strategy]) -> None:

@@ -234,6 +234,7 @@ DIVISIBLE: dict[str, Callable[[], keras.Model]] = {
 }
 
 
+@pytest.mark.few(3)
 @BOTH
 @pytest.mark.parametrize("name", DIVISIBLE)
 def test_losses_of_each_example_train_as_on_one_device(name: str, strategy: Any) -> None:

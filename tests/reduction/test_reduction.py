@@ -260,6 +260,7 @@ DIVISIBLE = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", sampled(DIVISIBLE, of_ci=[*DIVISIBLE][::2]))
 def test_losses_beside_keras_own_equal_one_device(name: str) -> None:
     keras.utils.set_random_seed(0)
@@ -324,6 +325,7 @@ INDIVISIBLE = {
 }  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", INDIVISIBLE)
 def test_losses_that_replicas_cannot_reduce_are_refused_before_the_first_step_and_only_over_replicas(name: str) -> None:
     build, message = INDIVISIBLE[name]
@@ -419,6 +421,7 @@ def test_every_loss_and_every_metric_of_keras_equals_one_device() -> None:
 OPTIMIZERS = ("Adafactor", "Ftrl", "Lamb", "Lion", "Muon", "Nadam", "ScheduleFreeAdamW")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_keras_equals_one_device(name: str) -> None:
     """Those whose update is unlike the ones of the parity table."""

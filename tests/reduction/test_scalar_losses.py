@@ -81,6 +81,7 @@ EXACT: dict[str, tuple[Callable[[], keras.Model], Callable[[], Any], Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_a_scalar_equals_one_device(name: str) -> None:
     build, dataset, strategy = EXACT[name]

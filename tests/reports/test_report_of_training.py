@@ -69,6 +69,7 @@ def test_an_interrupted_run_is_reported_and_so_is_its_resumption(call: command.I
     assert "training.epochs = 3 instead of 2" in words(tmp_path / "run")
 
 
+@pytest.mark.extended
 @pytest.mark.slow_start
 def test_a_stopped_and_a_killed_run_are_recorded(tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -103,6 +103,7 @@ def test_batch_dependent_layers_are_refused_before_the_first_step(model: str, na
         trainer.predict(parity_cases.inputs(9), verbose=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", BATCH_DEPENDENT)
 def test_batch_dependent_layers_are_gathered_and_equal_one_device(name: str) -> None:
     small.assert_trains_as_one_device(BATCH_DEPENDENT[name], small.data, gathering)

@@ -119,6 +119,7 @@ CASES: dict[str, tuple[Callable[..., keras.Model], Callable[[], tf.data.Dataset]
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", sampled(CASES, of_ci=[*CASES][::3]))
 def test_replicas_compiled_by_xla_train_as_one_device(name: str) -> None:
     build, dataset = CASES[name]
@@ -134,6 +135,7 @@ def test_replicas_compiled_by_xla_train_as_one_device(name: str) -> None:
     small.assert_same_state(*([one.predict(inputs, verbose=0)] for one in (trainer, model)), tolerance=1e-5)
 
 
+@pytest.mark.extended
 def test_states_are_those_of_the_replicas_without_xla() -> None:
     """Each replica normalizes its own examples."""
     build = classifier(lambda: [keras.layers.BatchNormalization()])

@@ -48,6 +48,7 @@ def shards(arrays: tuple[Any, ...]) -> Sharded:
     return Sharded(lambda _: tf.data.Dataset.from_tensor_slices(arrays), num_shards=1, global_batch_size=7)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("loss", "mask", "weighted", "num_outputs", "data"),
     [

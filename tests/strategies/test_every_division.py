@@ -54,6 +54,7 @@ class Explodes(keras.layers.Layer):
         return pass_on(features)
 
 
+@pytest.mark.few(3)
 @by_division
 def test_a_step_whose_scaled_gradients_are_not_finite_is_skipped_and_the_scale_halved(division: str) -> None:
     def build() -> keras.Model:
@@ -96,6 +97,7 @@ def frozen() -> keras.Model:
     return model
 
 
+@pytest.mark.few(3)
 @by_division
 def test_a_model_without_trained_weights_is_named_and_measured_as_with_keras(division: str) -> None:
     with pytest.warns(UserWarning, match="does not have any trainable weights") as noted:

@@ -62,6 +62,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_state_and_logs_are_those_of_one_device(name: str) -> None:
     assert_as_one_device(classifier(OPTIMIZERS[name]), small.data())  # the last batch is smaller than the replicas
@@ -135,6 +136,7 @@ def test_mixed_precision_saves_no_cast_weights_for_the_backward_pass() -> None:
         assert not saved & {tuple(weight.shape) for weight in program.parameters}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["embedding, sparse gradients", "rows looked up in several ways", "add_loss"])
 def test_lookups_and_added_losses_equal_one_device(name: str) -> None:
     case = parity_cases.CASES[name]
@@ -153,6 +155,7 @@ def test_a_saved_model_continues_in_plain_keras(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.extended
 def test_a_model_moves_to_shards_and_back() -> None:
     model, expected = classifier()(), classifier()()
     expected.set_weights(model.get_weights())

@@ -82,6 +82,7 @@ LAYERS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_mask_of_heads_is_cut_as_the_heads(kind: str, strategy: str) -> None:
@@ -95,6 +96,7 @@ def test_attention_with_a_constant_mask_of_heads_stays_whole() -> None:
     assert not any(map(tf_divided_memory.is_divided, model.layers[-2].weights))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("equation", "shape", "axes"),
     [

@@ -71,6 +71,7 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sum_after_attention_has_no_mask(strategy: str) -> None:
     assert_parity(attention, STRATEGIES[strategy]())

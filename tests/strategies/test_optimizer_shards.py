@@ -44,6 +44,7 @@ def assert_same_bits(build: Any, data: Any, num_replicas: int = 3, **fit: Any) -
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", sampled(OPTIMIZERS, of_ci=[*OPTIMIZERS][::2]))
 def test_weights_state_and_logs_are_those_of_unsharded_replicas_bit_for_bit(name: str) -> None:
     assert_same_bits(classifier(OPTIMIZERS[name]), small.data())  # the last batch has fewer examples than replicas
@@ -52,6 +53,7 @@ def test_weights_state_and_logs_are_those_of_unsharded_replicas_bit_for_bit(name
 CASES = parity_cases.CASES | objective_cases.CASES
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES_HERE)
 def test_lookups_added_losses_and_objectives_keep_their_bits(name: str) -> None:
     assert_same_bits(CASES[name].build, CASES[name].data(), 2, **CASES[name].fit)
@@ -95,6 +97,7 @@ def test_each_device_holds_about_the_same_bytes_of_slots_and_the_preview_shows_t
     assert "optimizer state sharded" in str(preview)
 
 
+@pytest.mark.extended
 def test_slots_of_a_model_that_was_trained_elsewhere_move_to_their_owners() -> None:
     model = classifier(keras.optimizers.Adam)()
     expected = classifier(keras.optimizers.Adam)()
@@ -137,6 +140,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("first", "then"), [("sharded", "one device"), ("one device", "sharded"), ("sharded", "pipeline of 2")]
 )

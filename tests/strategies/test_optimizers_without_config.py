@@ -61,6 +61,7 @@ def build(optimizer: str) -> keras.Model:
     return model
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_without_a_configuration_trains(strategy: str, optimizer: str) -> None:

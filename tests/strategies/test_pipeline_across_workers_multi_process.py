@@ -72,6 +72,7 @@ def test_weights_that_the_model_function_sets_are_on_the_worker_of_their_stage(j
     assert [re.search(r"/task:(\d)/", home)[1] for home in homes] == ["0"] * 4 + ["1"] * 4  # type: ignore[index]
 
 
+@pytest.mark.extended
 def test_a_signal_to_the_other_worker_stops_the_first(job: workers.Workers) -> None:
     wait_for_training(job.folder)
     os.kill(job.pid(1), signal.SIGTERM)
@@ -119,6 +120,7 @@ def test_a_lost_worker_is_named_and_all_end(
     assert re.match(named, raised.message)
 
 
+@pytest.mark.extended
 def test_a_worker_ends_when_the_first_one_hangs(tmp_path_factory: pytest.TempPathFactory) -> None:
     with training(tmp_path_factory) as job:
         os.kill(job.pid(0), signal.SIGSTOP)
@@ -131,6 +133,7 @@ def test_a_worker_ends_when_the_first_one_hangs(tmp_path_factory: pytest.TempPat
     assert re.search(r"The chief, \S+, is lost \(no heartbeat\)", (job.folder / "1.out").read_text())
 
 
+@pytest.mark.extended
 def test_a_worker_whose_server_cannot_be_reached_is_named() -> None:
     addresses = free_addresses(2)
     script = "import tfpar; tfpar.Pipeline(2, 2, across_workers=True, form_seconds=5)"

@@ -41,6 +41,7 @@ def spoil_scores(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ignore_class, summed", "tied", "soft cap, not tied"])
 def test_equals_one_device_and_scores_of_all_rows_are_never_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES[name], name, tfpar.SingleDevice())
@@ -49,6 +50,7 @@ def test_equals_one_device_and_scores_of_all_rows_are_never_read(name: str, monk
     assert spoilt
 
 
+@pytest.mark.extended
 def test_scores_of_examples_without_positions_are_never_read_either(monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(0)
     features, labels, weights = random.normal(size=(13, 6)), random.integers(0, 11, 13), random.uniform(size=13)
@@ -113,6 +115,7 @@ def test_gradients_of_weights_in_half_precision_lose_no_addends() -> None:
     np.testing.assert_array_equal(gradient()[1], [[4096, 4096, 4096]])
 
 
+@pytest.mark.extended
 def test_metrics_of_scores_that_are_not_finite_are_those_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_scores(monkeypatch)
     random = np.random.default_rng(0)

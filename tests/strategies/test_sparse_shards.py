@@ -22,6 +22,7 @@ def weights_under(strategy: Strategy, name: str) -> list[np.ndarray]:
     return weights
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "rules"), [("sparse", None), ("scipy, split", None), ("ragged", None), ("ragged", COLUMNS)]
 )

@@ -78,6 +78,7 @@ def shared() -> keras.Model:
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("build", "data", "strategy", "expected"),
     [
@@ -152,6 +153,7 @@ def test_each_shard_computes_its_part_and_no_weight_is_gathered(monkeypatch: pyt
     assert products == {"CPU:0": 12, "CPU:2": 12, "CPU:3": 10, "CPU:1": 10}, "the inputs of the model need no gradient"
 
 
+@pytest.mark.extended
 def test_checkpoints_and_files_have_whole_weights(tmp_path: Path) -> None:
     data = of_features(16)
     strategies = [tfpar.Pipeline(2, 2, balance=[2, 3], num_shards=2), tfpar.TensorParallel(3), tfpar.SingleDevice()]
@@ -168,6 +170,7 @@ def test_checkpoints_and_files_have_whole_weights(tmp_path: Path) -> None:
     assert_equal(*found[1:])
 
 
+@pytest.mark.extended
 def test_a_model_moves_between_strategies() -> None:
     strategies = [tfpar.Pipeline(2, 1, num_shards=2), tfpar.TensorParallel(2), tfpar.Pipeline(2, 2, num_shards=2)]
     strategies += [tfpar.Pipeline(2, 1, devices=["CPU:0", "CPU:1"]), tfpar.Pipeline(1, 2, num_shards=3)]
@@ -189,6 +192,7 @@ def test_a_model_moves_between_strategies() -> None:
     assert_equal(results(strategies), results([tfpar.SingleDevice()] * len(strategies)))
 
 
+@pytest.mark.extended
 def test_frozen_layers_and_lora_after_another_compilation() -> None:
     def build() -> keras.Model:
         layers = [keras.layers.Dense(size, "tanh", name=f"wide_{size}") for size in (16, 8, 12, 6)]

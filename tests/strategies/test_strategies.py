@@ -117,6 +117,7 @@ def test_logical_cpus_below_one_are_refused() -> None:
 # --- several models ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extended
 def test_several_models_of_other_shapes_train_one_after_another_and_again() -> None:
     """TensorFlow's default all-reduce on CPUs ends the process's collectives here."""
     cases = [

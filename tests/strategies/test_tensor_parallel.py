@@ -136,6 +136,7 @@ def divided(model: keras.Model) -> dict[str, tuple[int, ...]]:
     }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("build", "data", "expected"),
     [
@@ -360,6 +361,7 @@ def of_channels() -> Data:
     return random.normal(size=(21, 3, 12)), random.integers(0, CLASSES, 21)
 
 
+@pytest.mark.extended
 def test_channels_first_and_many_filters_equal_one_device() -> None:
     with computing_in("float32"):  # of which TensorFlow has kernels for channels first on CPUs
         _, *wanted = trained(of_channels_first, of_channels(), tfpar.SingleDevice())
@@ -383,6 +385,7 @@ def test_saves_a_plain_file_and_loads_weights(tmp_path: Path) -> None:
     assert_equal(other.model(of_features()[0], training=False), outputs)
 
 
+@pytest.mark.extended
 def test_a_model_moves_between_strategies() -> None:
     strategies = [tfpar.SingleDevice(), tfpar.TensorParallel(2), tfpar.Mirrored(["CPU:0", "CPU:1"])]
     strategies += [tfpar.TensorParallel(3), tfpar.Pipeline(2, 1, devices=["CPU:0", "CPU:1"]), tfpar.SingleDevice()]
@@ -404,6 +407,7 @@ def test_a_model_moves_between_strategies() -> None:
     assert_equal(results(strategies), results([tfpar.SingleDevice()] * len(strategies)))
 
 
+@pytest.mark.extended
 def test_callbacks_change_divided_weights() -> None:
     def build() -> keras.Model:
         return perceptron(lambda: keras.optimizers.SGD(0.5, momentum=0.9, use_ema=True, ema_momentum=0.5))
@@ -416,6 +420,7 @@ def test_callbacks_change_divided_weights() -> None:
     assert_equal(run(tfpar.TensorParallel(2)), run(tfpar.SingleDevice()))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -435,6 +440,7 @@ def test_optimizers_update_pieces_as_whole_weights(optimizer: Callable[[], Any])
     assert_equal(*both, tolerance=1e-9)
 
 
+@pytest.mark.extended
 def test_weights_without_decay_frozen_layers_and_another_compilation() -> None:
     def run(strategy: tfpar.Strategy) -> list[np.ndarray]:
         trainer = tfpar.Trainer(perceptron, strategy, seed=0)
@@ -574,6 +580,7 @@ def test_replicas_of_shards_equal_one_device() -> None:
     assert preview.rows[2].state_bytes < preview.rows[0].state_bytes, "the optimizer's state is on the first replica"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -100,6 +100,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "strategy"), [*((name, "shards") for name in CASES), ("softmax", "replicas of shards")]
 )

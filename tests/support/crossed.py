@@ -1,4 +1,4 @@
-"""What CI runs of tests that cross parameters: a few combinations, in which each value of each parameter comes once.
+"""What CI runs of tests with many rows: a few of a table, and combinations with each value of each parameter once.
 
 mirrored-Adam    mirrored-SGD    mirrored-Lion          mirrored-Adam
 pipeline-Adam    pipeline-SGD    pipeline-Lion    ──►                   pipeline-SGD
@@ -8,7 +8,7 @@ layers-Adam      layers-SGD      layers-Lion                                    
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -17,14 +17,38 @@ Row = TypeVar("Row")
 
 
 def left_out(items: Sequence[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that `--whole-tables` adds: those marked extended, most combinations of those marked crossed."""
+    """Return the tests that `--whole-tables` adds: those marked extended, most rows of those marked crossed or few."""
+    extended = {item for item in items if item.get_closest_marker("extended")}
+    crossed = [{*rows}.difference(sample(rows, [*map(_values, rows)])) for rows in _tables(items, "crossed")]
+    few = [{*rows}.difference(spread(rows, _number_of(rows[0]))) for rows in _tables(items, "few")]
+    return extended.union(*crossed, *few)
+
+
+def spread(rows: Sequence[Row], number: int) -> list[Row]:
+    """Return some rows at equal distances: the first, the last, and others between them.
+
+    Args:
+        rows: All rows.
+        number: How many to return, at least two.
+    """
+    if number >= len(rows):
+        return list(rows)
+    return [rows[round(place * (len(rows) - 1) / (number - 1))] for place in range(number)]
+
+
+def _tables(items: Sequence[pytest.Item], marker: str) -> Iterable[list[pytest.Function]]:
+    """Return the rows of each test function that has a marker."""
     functions: dict[object, list[pytest.Function]] = collections.defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("crossed") and hasattr(item, "callspec"):
+        if isinstance(item, pytest.Function) and item.get_closest_marker(marker) and hasattr(item, "callspec"):
             functions[item.parent, item.originalname].append(item)
-    extended = {item for item in items if item.get_closest_marker("extended")}
-    crossed = [{*rows}.difference(sample(rows, [*map(_values, rows)])) for rows in functions.values()]
-    return extended.union(*crossed)
+    return functions.values()
+
+
+def _number_of(item: pytest.Function) -> int:
+    marker = item.get_closest_marker("few")
+    assert marker is not None
+    return int(marker.args[0])
 
 
 def sample(rows: Sequence[Row], values: Sequence[Mapping[str, Hashable]]) -> list[Row]:

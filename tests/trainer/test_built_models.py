@@ -138,6 +138,7 @@ def test_a_subclass_that_is_not_built_and_its_own_optimizers_move() -> None:
 # --- tfpar.evaluate, tfpar.predict ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @by_strategy
 def test_evaluate_and_predict_of_a_model_and_of_one_derived_from_it(strategy: str) -> None:
     reference = trained_model()

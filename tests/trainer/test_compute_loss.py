@@ -72,6 +72,7 @@ def trainer_of(kind: type[OwnLoss], strategy: str) -> tfpar.Trainer:
     return tfpar.Trainer(lambda: build(kind), STRATEGIES[strategy](), seed=0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_it_gets_training_true_in_training_and_false_in_evaluation(strategy: str) -> None:
     trainer = trainer_of(OwnLoss, strategy)

@@ -33,6 +33,7 @@ SCOPES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCOPES)
 def test_fit_equals_keras_fit_called_twice_and_does_not_compile_again(name: str) -> None:
     with SCOPES[name]():
@@ -125,6 +126,7 @@ def test_something_that_is_no_model_is_refused() -> None:
         tfpar.fit(None, small.data(), verbose=0)
 
 
+@pytest.mark.extended
 def test_models_of_other_shapes_train_under_tensorflows_default_all_reduce() -> None:
     """In a separate process: a failure ends all collective operations of the process."""
     script = """

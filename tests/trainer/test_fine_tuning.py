@@ -118,6 +118,7 @@ def frozen_layers() -> keras.Model:
     return model
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("exists", [False, True], ids=["model_function", "existing_model"])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, *DIVIDED])
 def test_layers_that_were_frozen_are_trained_after_they_are_released(strategy: str, exists: bool) -> None:
@@ -285,6 +286,7 @@ ALL_STRATEGIES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("build", [by_function, by_class], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)

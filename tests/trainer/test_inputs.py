@@ -97,6 +97,7 @@ FITS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("strategy", "name"), sampled(FITS, of_ci=FITS[::2]))
 def test_fit_takes_it_as_keras_does(strategy: str, name: str) -> None:
     if name in cases.NEED_TORCH and not cases.HAS_TORCH:

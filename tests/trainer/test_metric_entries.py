@@ -128,6 +128,7 @@ def of_keras(kind: type[Counting], **settings: Any) -> tuple[Any, ...]:
     return results_of(build(kind, **settings)())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", EXACT, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_entries_that_follow_from_metrics_are_those_of_keras(strategy: str, kind: type[Counting]) -> None:

@@ -75,12 +75,14 @@ def assert_equal(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -
             np.testing.assert_allclose(one[name], values, **EXACT, err_msg=f"{name}, epoch {epoch}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_methods_in_callbacks_equal_one_device(strategy: str) -> None:
     trainer = tfpar.Trainer(small.build_model, STRATEGIES[strategy](), seed=0)
     assert_equal(trained(trainer), of_keras())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "tensor parallel"])
 def test_fit_of_the_model_equals_one_device(strategy: str) -> None:
     """Also the loss that is logged, for batches that replicas do not share evenly."""
@@ -123,6 +125,7 @@ MOVING: dict[str, Callable[[], tfpar.Strategy]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", MOVING)
 def test_methods_called_before_the_weights_move_see_the_trained_weights(strategy: str) -> None:
     """Keras keeps its traced functions, with the memory that the weights had."""

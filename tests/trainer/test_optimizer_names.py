@@ -104,6 +104,7 @@ def assert_equal(found: keras.Model, expected: keras.Model) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("built_before", [False, True])
 @pytest.mark.parametrize("strategy", [*WHOLE, *SHARDS])
 def test_weights_are_excluded_from_weight_decay_by_the_name_of_their_layer(strategy: str, built_before: bool) -> None:
@@ -111,6 +112,7 @@ def test_weights_are_excluded_from_weight_decay_by_the_name_of_their_layer(strat
     assert_equal(found, fitted(without_decay_by_name, None))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("built_before", [False, True])
 @pytest.mark.parametrize("strategy", WHOLE)
 def test_an_own_update_step_takes_the_variables_that_keras_passes(strategy: str, built_before: bool) -> None:

@@ -61,6 +61,7 @@ def test_regularizers_added_after_a_call_need_compile_before_another_kind_of_cal
     CALLS[first](trainer)  # as it was traced
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", DIVIDING)
 def test_settings_changed_after_all_kinds_of_calls_have_no_effect(strategy: str) -> None:
     keras.utils.set_random_seed(0)
@@ -157,6 +158,7 @@ def annealed() -> keras.Model:
     return model
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strategy", ["mirrored", *DIVIDING])
 def test_callbacks_change_settings_as_in_keras(strategy: str) -> None:
     def train(verbs: Any) -> list[float]:

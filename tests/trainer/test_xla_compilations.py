@@ -96,6 +96,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int
     return dict(zip(CASES, zip(found[::2], found[1::2], strict=True), strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("case", "training", "inference"),
     [

@@ -170,6 +170,7 @@ def test_an_optimizers_settings_reach_it_and_defaults_stay() -> None:
 # Training
 
 
+@pytest.mark.extended
 def test_a_keras_network_trains_on_records(tmp_path: Path) -> None:
     run = config.load(
         None,

@@ -119,6 +119,7 @@ def test_the_metric_is_the_loss_in_bits() -> None:
     assert results["bits_per_byte"] == pytest.approx(8, rel=0.05), "at first all 256 bytes are about equally likely"
 
 
+@pytest.mark.extended
 def test_two_replicas_train_the_weights_of_one_device(sources: str) -> None:
     overrides = [*TINY, sources, "model.num_blocks=1", "training.precision=float64", "training.global_batch_size=33"]
     run = config.load(CONFIG, overrides)

@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "overrides", "metric", "limit"),
     [
@@ -59,6 +60,7 @@ def test_the_configurations_train_the_samples(
     assert "Right: all workers together read the examples of one worker alone" in audited.out
 
 
+@pytest.mark.extended
 def test_a_run_on_csv_files_resumes_in_the_middle_of_an_epoch(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -88,6 +90,7 @@ def test_a_run_on_csv_files_resumes_in_the_middle_of_an_epoch(
     command.assert_same_weights(tmp_path / "stopped", tmp_path / "whole")
 
 
+@pytest.mark.extended
 def test_two_replicas_train_the_weights_of_one_device_on_parquet_files(folder: Path) -> None:
     directory = f"data.directory={folder / 'samples' / 'diabetes'}"
     run = config.load(ROOT / "configs" / "parquet.toml", [directory, "training.precision=float64"])

@@ -215,6 +215,7 @@ UNLIKE: dict[str, Callable[[], list[Any]]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", UNLIKE)
 def test_blocks_that_differ_outside_of_their_operations_train_as_on_one_device(name: str) -> None:
     def build() -> keras.Model:
@@ -323,6 +324,7 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("layout", "name"),
     sampled(

@@ -44,6 +44,7 @@ def num_operations(schedule: str, num_microbatches: int, step: str) -> int:
     return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("schedule", "step"),
     [("1f1b", "train"), ("1f1b", "evaluate"), ("gpipe", "train"), ("zero_bubble", "train"), ("interleaved", "train")],
@@ -53,6 +54,7 @@ def test_a_micro_batch_adds_to_the_graph_only_its_rows_of_the_embedding(schedule
     assert many - few <= (3 * (32 - 8) if step == "train" else 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero_bubble", "interleaved"])
 def test_an_action_after_a_loop_waits_for_its_own_device_alone(schedule: str) -> None:
     # A control dependency on one result of a loop is one on all of them: the actions after the loop waited for the last

@@ -62,6 +62,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("build", [classifier, two_outputs])
 def test_the_loss_of_large_logits_is_that_of_one_device(build: Any, strategy: str) -> None:
@@ -73,6 +74,7 @@ def test_the_loss_of_large_logits_is_that_of_one_device(build: Any, strategy: st
     )
 
 
+@pytest.mark.extended
 def test_the_loss_of_large_logits_is_that_of_one_device_where_xla_compiles_the_model() -> None:
     targets = np.random.default_rng(1).integers(0, 5, 16)
     strategies = tfpar.Mirrored(["CPU:0", "CPU:1"]), tfpar.SingleDevice()

@@ -107,6 +107,7 @@ CASES: dict[str, tuple[Callable[..., keras.Model], Callable[[], tf.data.Dataset]
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_padded_micro_batches_train_as_one_device(name: str) -> None:
     build, dataset, settings = CASES[name]
@@ -122,6 +123,7 @@ def test_padded_micro_batches_train_as_one_device(name: str) -> None:
     small.assert_same_state(*([one.predict(inputs, verbose=0)] for one in (trainer, model)), tolerance=1e-5)
 
 
+@pytest.mark.extended
 def test_states_are_those_of_the_micro_batches_without_padding() -> None:
     """Moving averages differ from those of one device, as each micro-batch is normalized by itself."""
     build = classifier(lambda: [CountsRows(), keras.layers.BatchNormalization()])
@@ -133,6 +135,7 @@ def test_states_are_those_of_the_micro_batches_without_padding() -> None:
     small.assert_same_state(*states, 1e-5)
 
 
+@pytest.mark.extended
 def test_a_random_layer_is_repeatable() -> None:
     build, states = classifier(lambda: [keras.layers.Dropout(0.5)]), []
     for _ in range(2):

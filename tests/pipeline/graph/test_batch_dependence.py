@@ -137,6 +137,7 @@ def sometimes_swapped(layer: Custom, inputs: Any, training: Any) -> Any:
     return ops.take(inputs, ops.argsort(keras.random.uniform((ops.shape(inputs)[0],), seed=layer.seeds)), axis=0)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("make", "shape"),
     [

@@ -130,6 +130,7 @@ def test_a_custom_call_with_dependence_in_inference_trains_as_one_device() -> No
         trainer.predict(INPUTS, 8, verbose=0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("build", [in_training, in_inference, own_call], ids=["training", "inference", "own call"])
 def test_dependence_in_one_mode_is_gathered_and_equals_one_device(build: Callable[[], keras.Model]) -> None:
     trainer = tfpar.Trainer(build, tfpar.Mirrored(TWO, batch_dependent_layers="gather"), seed=0)
