@@ -65,6 +65,9 @@ CASES: dict[str, Callable[[], keras.Model]] = {
 }
 
 
+OF_ONE_TABLE = ("tied", "soft cap, not tied")  # what several stages read stays whole
+
+
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
     with computing_in("float64"):
@@ -97,12 +100,20 @@ def assert_equal(found: Any, expected: Any) -> None:
 STRATEGIES = {
     "shards": lambda: tfpar.TensorParallel(3),
     "replicas of shards": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), num_replicas=2),
+    "stages of shards": lambda: tfpar.Pipeline(2, 3, num_shards=2),
+    "replicas of a stage of shards": lambda: tfpar.Hybrid(tfpar.Pipeline(1, 2, num_shards=2), num_replicas=2),
 }
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("name", "strategy"), [*((name, "shards") for name in CASES), ("softmax", "replicas of shards")]
+    ("name", "strategy"),
+    [
+        *((name, "shards") for name in CASES),
+        ("softmax", "replicas of shards"),
+        *((name, "stages of shards") for name in CASES if name not in OF_ONE_TABLE),
+        *((name, "replicas of a stage of shards") for name in CASES),
+    ],
 )
 def test_equals_one_device_and_never_gathers(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(CASES[name], name, tfpar.SingleDevice())
@@ -142,3 +153,78 @@ def test_many_classes_stay_in_pieces_after_a_pair() -> None:
 
     trainer = tfpar.Trainer(build, tfpar.TensorParallel(2), seed=0)
     assert trainer.model.get_layer("classes").kernel.value.axis == 1
+
+
+@pytest.mark.parametrize("step", ["train_step", "evaluate_step"])
+def test_scores_of_stages_stay_on_the_devices_of_their_pieces(step: str) -> None:
+    def build() -> keras.Model:
+        layers = [keras.layers.Dense(7, "gelu"), keras.layers.Dense(6, "tanh"), keras.layers.Dense(41, name="classes")]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile("adam", sparse(from_logits=True), metrics=[accuracy(), crossentropy(from_logits=True)])
+        return model
+
+    strategy = tfpar.Pipeline(2, 2, balance=[1, 2], num_shards=2)
+    trainer = tfpar.Trainer(build, strategy, seed=0)
+    inputs, labels = np.random.default_rng(0).normal(size=(8, 6)), np.arange(8)
+    trainer.fit(inputs, labels, verbose=0)
+    trainer.evaluate(inputs, labels, verbose=0)
+    specs = tf.TensorSpec([None, 6], "float64"), tf.TensorSpec([None], "int64")
+    traced = tf.function(lambda *batch: getattr(strategy, step)(trainer.model, batch), autograph=False)
+    devices: dict[int, set[str]] = {21: set(), 20: set()}
+    for operation in traced.get_concrete_function(*specs).graph.get_operations():
+        for tensor in (*operation.inputs, *operation.outputs):
+            if tensor.shape.rank == 2 and operation.type != "ReadVariableOp":
+                assert tensor.shape[-1] != 41, "no device has all scores"
+                if tensor.shape[-1] in devices:
+                    devices[tensor.shape[-1]].add(operation.device[-5:])
+    assert devices == {21: {"CPU:2"}, 20: {"CPU:3"}}
+
+
+class Largest(keras.metrics.Metric):
+    """The largest score, which does not add up over micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", name="value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        scores = keras.ops.max(keras.ops.cast(y_pred, self.value.dtype))
+        self.value.assign(keras.ops.maximum(self.value, scores))
+
+    def result(self) -> Any:
+        return self.value + 0
+
+
+class Calls(keras.metrics.Metric):
+    """The number of updates, in a variable that is none of Keras."""
+
+    def __init__(self) -> None:
+        super().__init__(name="calls")
+        self.number = tf.Variable(0.0)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.number.assign_add(1.0)
+
+    def result(self) -> Any:
+        return self.number + 0.0
+
+    def reset_state(self) -> None:
+        self.number.assign(0.0)
+
+
+@pytest.mark.parametrize(("metric", "updates"), [(Largest, None), (Calls, 2 + 2 + 1)])
+def test_states_of_any_metric_follow_micro_batches_without_those_of_no_example(metric: Any, updates: Any) -> None:
+    def build() -> keras.Model:
+        return language_model(sparse(from_logits=True), [accuracy(), metric()])
+
+    def logs(strategy: tfpar.Strategy) -> dict[str, float]:
+        trainer = tfpar.Trainer(build, strategy, seed=0)
+        data = batches("sparse").unbatch().take(11).batch(5)
+        history = trainer.fit(data, verbose=0).history
+        return {name: one for name, [one] in history.items()} | trainer.evaluate(data, verbose=0, return_dict=True)
+
+    found, expected = logs(tfpar.Pipeline(2, 2, num_shards=2)), logs(tfpar.SingleDevice())
+    if updates is not None:
+        assert found.pop("calls") == updates
+        expected.pop("calls")
+    assert found == pytest.approx(expected, rel=1e-9)

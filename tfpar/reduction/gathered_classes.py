@@ -11,7 +11,7 @@ are gathered only where a loss or a metric reads the tensor in another way.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,6 +33,22 @@ def note_pieces(tensor: tf.Tensor, pieces: ClassPieces) -> tf.Tensor:
     if tf.is_symbolic_tensor(tensor):
         setattr(tensor.op, _ATTRIBUTE, pieces._replace(overwriting={}))
     return tensor
+
+
+def joined(pieces: Sequence[tf.Tensor], devices: Sequence[str]) -> tf.Tensor:
+    """Return pieces along the last axis as one tensor on the first device, and note them.
+
+    Args:
+        pieces: Tensors `[..., size]`.
+        devices: The device of each.
+    """
+    placed = []
+    for piece, device in zip(pieces, devices, strict=True):
+        with tf.device(device):  # an argument of a function has none
+            placed.append(tf.identity(piece))
+    with tf.device(devices[0]):
+        whole = tf.concat(placed, -1)
+    return note_pieces(whole, ClassPieces(placed, devices))
 
 
 def pieces_of(tensor: Any) -> ClassPieces | None:

@@ -22,6 +22,11 @@ def dense_part(tensor: Any) -> Any:
     return tensor.flat_values if isinstance(tensor, tf.RaggedTensor) else tensor
 
 
+def dense_parts(structure: Any) -> list[Any]:
+    """Return the differentiable part of each tensor of a structure, such as a tensor in pieces."""
+    return [dense_part(one) for one in tf.nest.flatten(structure)]
+
+
 def spec_of(tensor: Any) -> tf.TypeSpec:
     """Return the spec of a tensor with any number of rows.
 

@@ -42,7 +42,7 @@ def test_the_loss_and_the_metrics_take_the_inputs_of_models_that_do(kind: type[k
     trainer.fit(dataset, verbose=0)
     compiler = strategy._steps[trainer.model].compiler
     (compiled,) = compiler.compile_replicas(next(iter(dataset)), training=True)
-    for function in (compiled.loss.function, compiled.metrics.function):
+    for function in (compiled.loss.function.concrete, compiled.metrics.function.concrete):
         takes = any(tuple(tensor.shape[1:]) == FEATURES for tensor in function.inputs if tensor.dtype == tf.float32)
         assert takes == (kind is not keras.Model)
 

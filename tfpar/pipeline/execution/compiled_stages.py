@@ -180,7 +180,12 @@ class StagesOfModel:
             model_variables=model.variables,
             divided=self._divided,
             groups=self._groups,
+            in_pieces=self._scores() if self._divided else frozenset(),
         )
+
+    def _scores(self) -> frozenset[Value]:
+        """Return the outputs of the model that no stage takes: the last stage sends them to the loss."""
+        return frozenset(self.staged.stages[-1].outputs).intersection(keras.tree.flatten(self.staged.graph.outputs))
 
     def _input_specs(self, inputs: Any) -> dict[Value, ValueSpec]:
         """Return the specs of the model's inputs."""

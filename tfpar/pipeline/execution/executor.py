@@ -26,12 +26,12 @@ from tfpar.pipeline.execution.loss_program import LossPart
 from tfpar.pipeline.execution.microbatches import Microbatch, Microbatches, host_of
 from tfpar.pipeline.execution.row_gradients import RowSums
 from tfpar.pipeline.execution.stage_functions import BackwardResults
-from tfpar.pipeline.execution.stage_values import MaskedTensor, Place
+from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, places_of, sum_on
 from tfpar.pipeline.execution.step_state import StepVariables
 from tfpar.pipeline.graph.tracing import Value
 from tfpar.pipeline.schedule import Action
 from tfpar.pipeline.schedule.segments import Segment, needs_queues
-from tfpar.reduction.gradient_addition import plus, sum_of, tensors_of
+from tfpar.reduction.gradient_addition import plus, tensors_of
 
 
 class Loss(Protocol):
@@ -75,9 +75,10 @@ class Execution:
         timed: bool = False,
     ) -> None:
         self._programs, self.microbatches = programs, microbatches
-        self._timed, self._added_factors, self._loss = timed, factors, loss
-        self._first_microbatch = first_microbatch
+        self._timed, self._added_factors, self._loss, self._first_microbatch = timed, factors, loss, first_microbatch
         self.devices = [program.device for program in programs.stages]
+        self._groups = {program.device: program.devices for program in programs.stages}
+        self._loss_places: list[str] = []
         sizes = [len(program.ways) for program in programs.stages]
         sums = tf.zeros([sum(sizes), 2], tf.float64) if sums_in_call is None else sums_in_call
         # Each device has its own, or a loop would send them in every iteration.
@@ -130,7 +131,7 @@ class Execution:
                 self._at(action, device, arrived, functools.partial(self._forward, stage, number, values))
             elif action.kind == "B":
                 upstream = self._upstream(stage, number)
-                arrived = [gradient for gradient in upstream if gradient is not None]
+                arrived = tensors_of(upstream)
                 self._at(action, device, arrived, functools.partial(self._backward, stage, number, upstream))
             else:
                 self._at(action, device, [], functools.partial(self._weights, stage, number))
@@ -155,7 +156,7 @@ class Execution:
 
     def outputs(self) -> list[list[Any]]:
         """Return the model's flat outputs for each micro-batch of a prediction, on the last stage's device."""
-        specs = [self._programs.specs[value].spec for value in self._programs.outputs]
+        specs = [self._programs.specs[value].whole for value in self._programs.outputs]
         return self.live.dequeue_all(Key("outputs", "model"), self.devices[-1], specs)
 
     def sums(self) -> list[list[Any]]:
@@ -199,9 +200,7 @@ class Execution:
         uses = {}
         for index, program in enumerate(self._programs.stages):
             uses.update({(value, program.device): index for value in program.stage.inputs})
-        last = len(self.devices) - 1
-        uses.update({(value, self.devices[-1]): last for value in self._programs.outputs})
-        return uses
+        return uses | {(value, self.devices[-1]): len(self.devices) - 1 for value in self._programs.outputs}
 
     def value(self, value: Value, number: int, device: str) -> MaskedTensor:
         """Return a value of a micro-batch on a device; it was sent there once, as soon as it was computed."""
@@ -215,15 +214,14 @@ class Execution:
         """Return the summed gradient of each output of a stage; those of the last stage come from the loss."""
         outputs, device = self._programs.stages[stage].stage.outputs, self.devices[stage]
         if stage == len(self.devices) - 1:
-            of_loss = self.live.take_saved(_loss_gradients(number), device, [])
+            of_loss = self.live.take_saved(_loss_gradients(number), self._loss_places, [])
             pairs = list(zip(self._programs.outputs, of_loss, strict=False))
             found = [[gradient for output, gradient in pairs if output is value] for value in outputs]
         else:
             sources = range(len(self.devices) - 1, -1, -1)
             keys = [[Key("gradient", (value, source), number) for source in sources] for value in outputs]
             found = [[self.live.take(key) for key in of_value] for of_value in keys]
-        with tf.device(device):
-            return [sum_of(gradients) for gradients in found]
+        return [sum_on(self._groups[device], gradients) for gradients in found]
 
     def _send(self, gradients: Sequence[Any], values: Sequence[Value], source: int, number: int) -> None:
         """Send gradients of values to the devices that computed the values."""
@@ -280,11 +278,12 @@ class Execution:
         ends: list[tf.Tensor] = []
         if self._loss is not None:
             part = self._loss(self, number, outputs)
-            if any(gradient is not None for gradient in part.gradients):
-                self.live.save(_loss_gradients(number), list(part.gradients), device)
-            ends = [part.value]
+            if gradients := tensors_of(part.gradients):
+                self._loss_places = places_of(self._groups[device], part.gradients)
+                self.live.save(_loss_gradients(number), list(part.gradients), self._loss_places)
+            ends = [part.value, *gradients][: self._programs.stages[-1].num_ends]
         else:
-            rows = [self._counted_rows(number, one.tensor) for one in outputs]
+            rows = [self._counted_rows(number, one.whole(*self._groups[device])) for one in outputs]
             self.live.enqueue(Key("outputs", "model"), rows, device)
         self.variables.end_forward(number)
         return ends
@@ -307,7 +306,7 @@ class Execution:
         for value, tensor, mask in zip(values, tensors, masks, strict=True):
             for device in dict.fromkeys(self.devices):
                 if (value, device) in self._last_uses:
-                    sent = MaskedTensor(tensor, mask).on(device)
+                    sent = MaskedTensor(tensor, mask).on(*self._groups[device])
                     self.live[Key("value", (value, device), number)] = sent.tensor, sent.mask
 
     def _factors(self, stage: int, microbatch: Microbatch) -> list[tf.Tensor]:

@@ -134,7 +134,7 @@ def _row_numbers(programs: Programs, loss: LossProgram, flat: Flat, microbatch: 
         values.update(zip(program.stage.outputs, outputs, strict=True))
         rows = _rows(program, parameters, done, microbatch) if any(program.kinds) else [None for _ in program.kinds]
         found.append(_numbers(rows))
-    outputs = [values[value].on(loss.device) for value in programs.outputs]
+    outputs = [values[value].on(*loss.devices) for value in programs.outputs]
     of_loss = (
         _gradients_of_loss(loss, microbatch, outputs, variables) if any(loss.kinds) else [None for _ in loss.kinds]
     )
@@ -157,7 +157,7 @@ def _gradients_of_loss(
 
 def _rows(program: StageProgram, parameters: Bundle, done: ForwardResults, microbatch: Microbatch) -> list[Any]:
     upstream = [
-        tf.ones_like(dense_part(output)) if spec.needs_gradient else None
+        tf.nest.map_structure(lambda one: tf.ones_like(dense_part(one)), output) if spec.needs_gradient else None
         for output, spec in zip(done.outputs, program.output_specs, strict=True)
     ]
     results = program.backward(parameters, done.saved, upstream, None, microbatch.rows)

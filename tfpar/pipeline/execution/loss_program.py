@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import random_state, tf_divided_memory, tf_function
+from tfpar._compat import random_state, tf_divided_memory
 from tfpar.pipeline.execution.divided_calls import refuse_divided
 from tfpar.pipeline.execution.loss_trace import LossArguments, LossResults, LossTrace, LossVariables, trace_loss
 from tfpar.pipeline.execution.microbatches import Microbatch
 from tfpar.pipeline.execution.model_loss import ModelLoss, taken_after_stages
+from tfpar.pipeline.execution.output_functions import OutputFunction
 from tfpar.pipeline.execution.row_gradients import Kinds, known_kinds
 from tfpar.pipeline.execution.stage_values import MaskedTensor
 
@@ -24,7 +25,7 @@ class LossPart(NamedTuple):
     Args:
         value: Scalar.
         of_outputs: The same for single outputs, where Keras logs them.
-        gradients: Those of the outputs, `[examples, ...]` each; None for none.
+        gradients: Those of the outputs, `[examples, ...]` each, in pieces as the outputs are; None for none.
         states: The new values of the metrics that `compute_loss` itself updates.
         layer_states: The new values of the states that it changes.
         weights: The gradients of the weights that it reads: a tensor, the rows of each lookup, or None for none.
@@ -32,7 +33,7 @@ class LossPart(NamedTuple):
 
     value: tf.Tensor
     of_outputs: list[tf.Tensor]
-    gradients: list[tf.Tensor | None]
+    gradients: list[Any]
     states: list[tf.Tensor]
     layer_states: list[tf.Tensor]
     weights: list[Any]
@@ -50,18 +51,23 @@ class LossProgram:
         variables: The variables whose values are arguments.
         trace: The record of the trace.
         kinds: The kind of each lookup of each parameter; None for one that the graph does not determine.
-        function: The concrete function of `LossArguments` to `LossResults`.
+        function: The compiled function of `LossArguments` to `LossResults`.
     """
 
     loss: ModelLoss
     variables: LossVariables
     trace: LossTrace
     kinds: Kinds
-    function: Any
+    function: OutputFunction
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """The device that runs it; then those of the pieces of outputs that are not on it."""
+        return self.loss.devices
 
     @property
     def device(self) -> str:
-        """The device that runs it."""
+        """The device that runs it, of several the first."""
         return self.loss.device
 
     @property
@@ -132,7 +138,7 @@ class LossProgram:
             divisors=divisors,
             scale=scale,
         )
-        results = LossResults(*tf_function.unordered_call(self.function, *arguments))
+        results = LossResults(*self.function(*arguments))
         found = iter(results.gradients)
         gradients = [next(found) if has_gradient else None for has_gradient in self.has_output_gradients]
         return LossPart(
@@ -163,7 +169,7 @@ def compile_loss(loss: ModelLoss, outputs: Any, batch: Any, metric_states: Seque
         variables = LossVariables(tuple(metric_states), tuple(layer_states), tuple(parameters))
         function, trace = trace_loss(loss, outputs, batch, variables)
     kinds = known_kinds(function.graph, trace.weight_gradients, trace.varying)
-    return LossProgram(loss, variables, trace, kinds, function)
+    return LossProgram(loss, variables, trace, kinds, OutputFunction(function, outputs, loss.devices))
 
 
 def _captured_weights(model: keras.Model, function: Any) -> list[keras.Variable]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -19,8 +20,10 @@ from tfpar.pipeline.execution.model_loss import ModelLoss
 from tfpar.pipeline.execution.row_gradients import by_lookup
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.trace_record import trace_with_record
+from tfpar.pipeline.partition.placement import follow_data
 from tfpar.placement import host_sizes
-from tfpar.reduction.gradient_addition import dense_part, tensors_of
+from tfpar.reduction import gathered_classes
+from tfpar.reduction.gradient_addition import dense_parts, tensors_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,7 @@ class LossArguments(NamedTuple):
 
     Args:
         batch: The examples, `(inputs, targets, sample_weight)` as `taken_after_stages` returns them.
-        outputs: The flat outputs of the model.
+        outputs: The flat outputs of the model, some as a tuple of pieces.
         masks: The Keras mask of each output; None for none.
         metric_states: The values of the metrics' variables.
         layer_states: The values of the layers' states.
@@ -76,7 +79,7 @@ class LossResults(NamedTuple):
     Args:
         value: The part of the micro-batch of the global loss, a scalar.
         of_outputs: The same for single outputs, where Keras logs them.
-        gradients: Those of the outputs that have one, `[examples, ...]` each.
+        gradients: Those of the outputs that have one, `[examples, ...]` each, in pieces as the outputs are.
         metric_states: The new values of the metrics' variables.
         layer_states: The new values of the layers' states.
         weight_gradients: Those of the parameters: a tensor, the rows of each lookup, or None for none.
@@ -84,7 +87,7 @@ class LossResults(NamedTuple):
 
     value: tf.Tensor
     of_outputs: list[tf.Tensor]
-    gradients: list[tf.Tensor]
+    gradients: list[Any]
     metric_states: list[tf.Tensor]
     layer_states: list[tf.Tensor]
     weight_gradients: list[Any]
@@ -159,7 +162,7 @@ def _body(
     example_weight = tf.cast(given.num_counted > 0, keras.config.floatx())
     received = zip(flows, given.outputs, given.masks, strict=True)
     with tf.device(loss.device):
-        tensors = [flow.received(one, mask) for flow, one, mask in received]
+        tensors = [flow.received(one, mask, loss.devices) for flow, one, mask in received]
     divisors: list[tf.Tensor] = []
 
     def known(weight: tf.Tensor) -> tf.Tensor:
@@ -177,19 +180,26 @@ def _body(
         keras_losses_in_call.scalars_weighted(lambda _: given.num_counted / given.num_examples),
         tf_function.own_traces(),
         loss.reduced(given.size, example_weight, given.num_examples, known),
+        gathered_classes.read_in_pieces(),
     ):
         value = loss.value(given.batch, keras.tree.pack_sequence_as(outputs, tensors))
         totals, metric_states, layer_states = (
             [scope.get_current_value(variable) for variable in some]
             for some in (trackers, variables.metric_states, variables.layer_states)
         )
-        sources = [dense_part(one) for one, flow in zip(given.outputs, flows, strict=True) if flow.needs_gradient]
+        sources = [
+            dense_parts(one) if flow.needs_gradient else [] for one, flow in zip(given.outputs, flows, strict=True)
+        ]
+        flat = [part for parts in sources for part in parts]
         found: list[Any] = []
         if loss.training:
-            found = tf.gradients(value, [*sources, *given.parameters], tf.cast(given.scale, value.dtype))
-    of_outputs, of_weights = found[: len(sources)], list(map(by_lookup, found[len(sources) :]))
-    remaining = iter(of_outputs)
-    has_gradient = tuple(loss.training and flow.needs_gradient and next(remaining) is not None for flow in flows)
+            with follow_data() if any(flow.is_in_pieces for flow in flows) else contextlib.nullcontext():
+                found = tf.gradients(value, [*flat, *given.parameters], tf.cast(given.scale, value.dtype))
+    in_order, of_weights = iter(found[: len(flat)]), list(map(by_lookup, found[len(flat) :]))
+    of_outputs = [
+        _gradient(parts, flow, in_order) if loss.training else None for parts, flow in zip(sources, flows, strict=True)
+    ]
+    has_gradient = tuple(gradient is not None for gradient in of_outputs)
     trace = LossTrace(
         len(divisors),
         has_gradient,
@@ -203,8 +213,20 @@ def _body(
     logged = [tf.math.divide_no_nan(*pair) for pair in zip(totals[::2], totals[1::2], strict=True)]
     if loss.decomposition.is_own(loss.training):  # then it is the mean of the micro-batch
         logged = [one * tf.cast(given.num_counted / given.num_examples, one.dtype) for one in logged]
-    dense = [tf.convert_to_tensor(gradient) for gradient in of_outputs if gradient is not None]
+    dense = [gradient for gradient in of_outputs if gradient is not None]
     return LossResults(value, logged, dense, metric_states, layer_states, of_weights), trace
+
+
+def _gradient(parts: Sequence[tf.Tensor], flow: ValueSpec, found: Iterator[Any]) -> Any:
+    """Return the next gradient, that of all pieces as a tuple; None for none."""
+    gradients = [next(found) for _ in parts]
+    if all(gradient is None for gradient in gradients):
+        return None
+    dense = []
+    for part, gradient in zip(parts, gradients, strict=True):
+        with tf.device(part.device):
+            dense.append(tf.zeros_like(part) if gradient is None else tf.convert_to_tensor(gradient))
+    return tuple(dense) if flow.is_in_pieces else dense[0]
 
 
 def _unlisted_states(

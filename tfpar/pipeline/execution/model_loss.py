@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -37,13 +37,18 @@ class ModelLoss:
         model: A compiled model.
         decomposition: How its losses decompose over parts of a batch.
         training: Whether the model is trained.
-        device: The device that computes it.
+        devices: The device that computes it; then those of the pieces of outputs that are not on it.
     """
 
     model: keras.Model
     decomposition: LossDecomposition
     training: bool
-    device: str
+    devices: Sequence[str]
+
+    @property
+    def device(self) -> str:
+        """The device that computes it, of several the first."""
+        return self.devices[0]
 
     def value(self, batch: Any, outputs: Any) -> tf.Tensor:
         """Return the loss, a scalar; zero where the model has only losses that layers add.

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import tf_function
 from tfpar.pipeline.execution.compiled_stages import Programs
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.live_tensors import Key, LiveTensors
@@ -116,13 +115,16 @@ class BatchLoss:
         return [live[key] for key in live.of_role("loss of an output")]
 
     def new_states(self, live: LiveTensors) -> list[tuple[Any, tf.Tensor]]:
-        """Return the variables of metrics that `compute_loss` itself updates, with their values after the batch."""
-        return self._program.updated_metrics(live[_METRIC_STATES])
+        """Return the variables of metrics that change, with their values after the batch; not those that are added."""
+        own = self._program.updated_metrics(live[_METRIC_STATES])
+        if self._metrics is None or self._metrics.is_added:
+            return own
+        changed = {id(variable) for variable, _ in own}  # of these the metrics return the values before the step
+        return [*own, *(pair for pair in self._updated_metrics(live) if id(pair[0]) not in changed)]
 
     def metrics_to_add(self, live: LiveTensors) -> list[tuple[Any, tf.Tensor]]:
         """Return the variables of metrics, with the sums to add to those of the first replica."""
-        variables = self._metrics.variables if self._metrics else ()
-        return list(zip(variables, live[_METRICS] if variables else (), strict=True))
+        return [] if self._metrics is None or not self._metrics.is_added else self._updated_metrics(live)
 
     def sums(self, live: LiveTensors) -> list[Any]:
         """Return the gradients of the weights that the loss itself reads, summed over micro-batches.
@@ -158,7 +160,11 @@ class BatchLoss:
             before = live.get(_METRICS) or metrics.initial()
             batch = taken_after_stages(self._program.loss.model, one.batch)
             given = before, one.num_counted, one.part, batch, tensors, masks
-            live[_METRICS] = list(tf_function.unordered_call(metrics.function, *given))
+            live[_METRICS] = list(metrics.function(*given))
+
+    def _updated_metrics(self, live: LiveTensors) -> list[tuple[Any, tf.Tensor]]:
+        variables = self._metrics.variables if self._metrics else ()
+        return list(zip(variables, live[_METRICS] if variables else (), strict=True))
 
     def _updated(self, live: LiveTensors) -> list[tf.Tensor]:
         """Return zeros that are computed after all updates of metrics."""

@@ -69,7 +69,7 @@ def compile_stage(
 
     def trace(variables: StageVariables) -> StageTrace:
         return trace_stage(
-            stage, input_specs, variables, devices, divided, training=options.training,
+            stage, input_specs, variables, devices, divided, in_pieces=options.in_pieces, training=options.training,
             accumulates=options.accumulates, unused_outputs=unused_outputs, ways=ways, traces=equal.traces,
         )  # fmt: skip
 

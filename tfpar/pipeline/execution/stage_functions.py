@@ -147,7 +147,9 @@ class StageFunctions:
     def _argument(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
         if tensor is None or tensor.dtype == tf.variant:
             return tensor
-        return tf_onednn.sole_output(tf.identity(tensor), self._device)
+        device = self._devices[shard_of(tensor, self._devices)]  # that of the gradient of a piece
+        with tf.device(device):
+            return tf_onednn.sole_output(tf.identity(tensor), device)
 
     @functools.cached_property
     def forward(self) -> Any:

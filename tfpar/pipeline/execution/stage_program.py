@@ -24,6 +24,7 @@ from tfpar.pipeline.execution.stage_functions import (
 from tfpar.pipeline.execution.stage_trace import StageTrace, StageVariables
 from tfpar.pipeline.execution.stage_values import MaskedTensor, Place, ValueSpec
 from tfpar.pipeline.execution.subgraphs import Subgraph
+from tfpar.pipeline.graph.ir import Value
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.reduction.gradient_addition import tensors_of
 from tfpar.reduction.losses_in_call import Way
@@ -44,6 +45,7 @@ class StageOptions(NamedTuple):
         model_variables: All variables of the model. A layer may read a variable of another layer.
         divided: The divided layer calls of each stage, by its index; empty for stages on one device each.
         groups: The devices of the shards of a stage, by the first of them.
+        in_pieces: Outputs of the model that stages of several devices may send in pieces.
     """
 
     training: bool
@@ -57,6 +59,7 @@ class StageOptions(NamedTuple):
     model_variables: Sequence[keras.Variable] = ()
     divided: Mapping[int, DividedCalls] = MappingProxyType({})
     groups: Mapping[str, Sequence[str]] = MappingProxyType({})
+    in_pieces: frozenset[Value] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,7 +217,7 @@ class StageProgram:
         self,
         parameters: Bundle,
         saved: Bundle,
-        output_gradients: Sequence[tf.Tensor | None],
+        output_gradients: Sequence[Any],
         totals: Bundle | None,
         rows: Rows,
     ) -> BackwardResults:

@@ -32,7 +32,8 @@ class BackwardTrace(NamedTuple):
     """The tensors of a traced backward pass.
 
     Args:
-        output_gradients: A placeholder for the gradient of each output of the stage; None for one without a gradient.
+        output_gradients: A placeholder for the gradient of each output of the stage, or of each piece; None for an
+            output without a gradient.
         input_gradients: The gradient of each input of the stage; None for none.
         weight_gradients: The gradient of each parameter: a tensor, the rows of each lookup, or None for none.
         totals: A placeholder for the sum of earlier gradients of each parameter; None where it has no dense gradient,
@@ -40,7 +41,7 @@ class BackwardTrace(NamedTuple):
         sums: Each weight gradient, added to its total if it has one.
     """
 
-    output_gradients: tuple[tf.Tensor | None, ...]
+    output_gradients: tuple[Any, ...]
     input_gradients: tuple[Any, ...]
     weight_gradients: tuple[Any, ...]
     totals: tuple[tf.Tensor | None, ...]
@@ -62,7 +63,7 @@ class StageTrace:
         variables: The values of its parameters, then of its states.
         place: The micro-batch in its global batch.
         scale: The gradient of one unit of each added loss, `[losses]`.
-        outputs: The outputs of the stage, as they are sent.
+        outputs: The outputs of the stage as they are sent, some as a tuple of pieces on the devices of the shards.
         activations: The activation of each output that is sent as logits; an empty text for others.
         masks: The Keras mask of each output; None for none.
         new_states: The new value of each state; None for an unchanged one.

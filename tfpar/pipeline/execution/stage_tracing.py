@@ -10,7 +10,7 @@ such as the next of many equal blocks, has its trace, and nothing of it is diffe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -28,7 +28,8 @@ from tfpar.pipeline.graph import tracing as model_graph
 from tfpar.pipeline.partition.placement import follow_data
 from tfpar.pipeline.partition.stages import Stage
 from tfpar.placement import host_sizes
-from tfpar.reduction.gradient_addition import dense_part, reached_from, tensors_of
+from tfpar.reduction import gathered_classes
+from tfpar.reduction.gradient_addition import dense_part, dense_parts, reached_from, tensors_of
 from tfpar.reduction.losses_in_call import Way, in_part
 
 Traces = MutableMapping[Hashable, StageTrace]
@@ -41,6 +42,7 @@ def trace_stage(
     devices: Sequence[str],
     divided: DividedCalls | None = None,
     *,
+    in_pieces: Container[model_graph.Value] = (),
     training: bool,
     accumulates: bool = True,
     unused_outputs: frozenset[model_graph.Value] = frozenset(),
@@ -55,6 +57,7 @@ def trace_stage(
         variables: The variables whose values are arguments of the graph.
         devices: The device of each shard of the stage; one for a stage that is not divided.
         divided: Its divided layer calls; None for a stage on one device.
+        in_pieces: Outputs that it may send in pieces: those that the loss alone takes.
         training: Whether the model is trained.
         accumulates: Whether gradients are added to those of earlier micro-batches.
         unused_outputs: Outputs that no loss depends on.
@@ -84,7 +87,7 @@ def trace_stage(
         tensors = _received(stage, inputs, values, device)
         forward = _forward_pass(stage, tensors, variables, variable_values, place, divided, device, training, ways)
         with tf.device(device):
-            sent = _sent(stage, tensors, forward)
+            sent = _sent(stage, tensors, forward, in_pieces)
             pairs = zip(inputs, values, strict=False)  # masks come after the values
             sources = [dense_part(tensor) if spec.needs_gradient else None for spec, tensor in pairs]
             if training:
@@ -134,14 +137,25 @@ class _Sent(NamedTuple):
     losses: tuple[tf.Tensor, ...]
 
 
-def _sent(stage: Stage, tensors: Mapping[model_graph.Value, Any], forward: _Forward) -> _Sent:
+def _sent(
+    stage: Stage, tensors: Mapping[model_graph.Value, Any], forward: _Forward, in_pieces: Container[model_graph.Value]
+) -> _Sent:
     """Return what a stage sends after its layer calls."""
     sent = [keras_probabilities.sent_as(tensors[value]) for value in stage.outputs]
-    outputs, activations = (tuple(one[place] for one in sent) for place in range(2))
+    whole, activations = (tuple(one[place] for one in sent) for place in range(2))
+    outputs = tuple(
+        _pieces(one) if value in in_pieces else one for value, one in zip(stage.outputs, whole, strict=True)
+    )
     masks = tuple(keras_model.mask_of(tensors[value]) for value in stage.outputs)
     unmasked = tuple(keras_model.mask_of(tensors[value]) is None for value in stage.inputs)
     # A layer may add one value for each example; Keras sums them.
     return _Sent(outputs, activations, masks, unmasked, tuple(tf.reduce_sum(loss) for loss in forward.losses))
+
+
+def _pieces(tensor: Any) -> Any:
+    """Return the pieces of scores that have them, each on its device; any other tensor as it is."""
+    pieces = gathered_classes.pieces_of(tensor)
+    return tensor if pieces is None else tuple(pieces.tensors)
 
 
 def _key(
@@ -244,7 +258,7 @@ def _check_losses_in_call(
     if not whole:
         return
     later = reached_from(whole)
-    if any(dense_part(output).op in later for output in outputs):
+    if any(part.op in later for part in dense_parts(outputs)):
         raise ValueError(
             "In a pipeline, a loss computed in call() must be used in the same stage if it has trained weights or is "
             f"transformed by more than a constant factor, but stage {stage.index} sends it to a later stage. Change "
@@ -269,14 +283,11 @@ def _differentiate(
     given = [source for source in sources if source is not None]
     trained = [parameter for parameter in parameters if parameter is not None]
     reached = reached_from([*given, *trained]) if training else set()
-    parts = list(map(dense_part, outputs))
     upstream = tuple(
-        tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
-        if needed and tensor.dtype.is_floating and tensor.op in reached
-        else None
-        for tensor, needed in zip(parts, needs_gradient, strict=True)
+        _upstream(output, reached) if needed else None for output, needed in zip(outputs, needs_gradient, strict=True)
     )
-    ends = [(tensor, gradient) for tensor, gradient in zip(parts, upstream, strict=True) if gradient is not None]
+    sent = [output for output, gradient in zip(outputs, upstream, strict=True) if gradient is not None]
+    ends = list(zip(dense_parts(sent), tensors_of(upstream), strict=True))
     ends += [(loss, tf.cast(scale[i], loss.dtype)) for i, loss in enumerate(losses) if loss.op in reached]
     found: Sequence[Any] = [None] * (len(given) + len(trained))
     if ends:
@@ -297,3 +308,15 @@ def _differentiate(
         totals.append(total)
         sums.append(added)
     return BackwardTrace(upstream, input_gradients, weight_gradients, tuple(totals), tuple(sums))
+
+
+def _upstream(output: Any, reached: Container[tf.Operation]) -> Any:
+    """Return a placeholder for the gradient of an output, of each of its pieces, or None for no gradient."""
+    if isinstance(output, tuple):
+        found = tuple(_upstream(piece, reached) for piece in output)
+        return None if None in found else found
+    tensor = dense_part(output)
+    if not tensor.dtype.is_floating or tensor.op not in reached:
+        return None
+    with tf.device(tensor.device):
+        return tf.compat.v1.placeholder(tensor.dtype, tensor.shape)

@@ -1,13 +1,23 @@
-"""The values that stages receive and send: their specs, their tensors for one micro-batch, and a forward pass."""
+"""The values that stages receive and send: their specs, and their tensors for one micro-batch.
+
+A stage of several devices that ends with the scores of classes sends these in pieces to the loss, one on each device:
+
+    device 0   [examples, classes 0 to 4] ─┐
+                                           ├─► loss and metrics, which read the pieces
+    device 1   [examples, classes 5 to 9] ─┘
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfpar._compat import keras_model, keras_probabilities
+from tfpar.reduction import gathered_classes
+from tfpar.reduction.gradient_addition import sum_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,35 +25,104 @@ class ValueSpec:
     """The spec of a value that a stage receives or sends.
 
     Args:
-        spec: Its shape `[None, ...]` and type.
+        spec: Its shape `[None, ...]` and type; a tuple of those of its pieces along the last axis.
         mask: Those of its Keras mask; None for none.
         needs_gradient: Whether the backward pass computes its gradient.
         per_example: Whether it is known to have one row for each example.
         activation: The activation of probabilities that are sent as logits; an empty text for others.
     """
 
-    spec: tf.TensorSpec
+    spec: Any
     mask: tf.TensorSpec | None = None
     needs_gradient: bool = False
     per_example: bool = False
     activation: str = ""
 
-    def received(self, tensor: Any, mask: tf.Tensor | None) -> Any:
-        """Return the value from its tensor and its mask as they are sent."""
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether it is sent in pieces."""
+        return isinstance(self.spec, tuple)
+
+    @property
+    def whole(self) -> tf.TypeSpec:
+        """The spec of the tensor that its pieces are joined to; that of the tensor."""
+        if not self.is_in_pieces:
+            return self.spec
+        sizes = [one.shape[-1] for one in self.spec]
+        return tf.TensorSpec([*self.spec[0].shape[:-1], sum(sizes)], self.spec[0].dtype)
+
+    def received(self, tensor: Any, mask: tf.Tensor | None, devices: Sequence[str] = ()) -> Any:
+        """Return the value as layers and losses take it.
+
+        Args:
+            tensor: The tensor that is sent, or its pieces.
+            mask: Its Keras mask; None for none.
+            devices: The device of each piece.
+        """
+        if isinstance(tensor, tuple):
+            tensor = gathered_classes.joined(tensor, devices)
         return keras_model.with_mask(keras_probabilities.received_as(tensor, self.activation), mask)
 
 
 @dataclasses.dataclass
 class MaskedTensor:
-    """A value of one micro-batch: a tensor and its Keras mask."""
+    """A value of one micro-batch: a tensor, or a tuple of its pieces, and its Keras mask."""
 
-    tensor: tf.Tensor
+    tensor: Any
     mask: tf.Tensor | None = None
 
-    def on(self, device: str) -> MaskedTensor:
-        """Return a copy on a device; TensorFlow sends it as soon as it is computed."""
-        with tf.device(device):
-            return MaskedTensor(tf.identity(self.tensor), None if self.mask is None else tf.identity(self.mask))
+    def on(self, *devices: str) -> MaskedTensor:
+        """Return a copy on a device; TensorFlow sends it as soon as it is computed.
+
+        Args:
+            *devices: The device; for a value in pieces that of each piece, of which the first has the mask.
+        """
+        return MaskedTensor(copies_on(devices, self.tensor), copies_on(devices, self.mask))
+
+    def whole(self, *devices: str) -> Any:
+        """Return the tensor, its pieces as one on the first device; `on` has the argument."""
+        return gathered_classes.joined(self.tensor, devices) if isinstance(self.tensor, tuple) else self.tensor
+
+
+def copies_on(devices: Sequence[str], tensor: Any) -> Any:
+    """Return a copy of a tensor on the first of some devices, or of each of its pieces on the device of the piece.
+
+    Args:
+        devices: The device of each piece.
+        tensor: A tensor, a tuple of pieces, or None.
+    """
+    if isinstance(tensor, tuple):
+        return tuple(copies_on([device], piece) for device, piece in zip(devices, tensor, strict=True))
+    with tf.device(devices[0]):
+        return None if tensor is None else tf.identity(tensor)
+
+
+def sum_on(devices: Sequence[str], gradients: Sequence[Any]) -> Any:
+    """Return the sum of gradients of a value on its device, or of each of its pieces on the device of the piece.
+
+    Args:
+        devices: The device; for a value in pieces that of each piece.
+        gradients: Gradients, a tuple of pieces or None each.
+    """
+    given = [one for one in gradients if one is not None]
+    if not any(isinstance(one, tuple) for one in given):
+        with tf.device(devices[0]):
+            return sum_of(given)
+    of_pieces = zip(devices, zip(*given, strict=True), strict=True)
+    return tuple(copies_on([device], sum_on([device], pieces)) for device, pieces in of_pieces)
+
+
+def places_of(devices: Sequence[str], values: Sequence[Any]) -> list[str]:
+    """Return the device of each tensor of values on the first of some devices, or in pieces on all.
+
+    Args:
+        devices: The devices.
+        values: A tensor, a tuple of pieces, or None each.
+    """
+    found: list[str] = []
+    for value in values:
+        found += devices if isinstance(value, tuple) else devices[: value is not None]
+    return found
 
 
 class Place(NamedTuple):
@@ -67,7 +146,9 @@ class Place(NamedTuple):
 
 
 def spec_of_output(tensor: Any) -> Any:
-    """Return the spec of an output of a stage, or of a mask; None of None."""
+    """Return the spec of an output of a stage, of its pieces, or of a mask; None of None."""
+    if isinstance(tensor, tuple):
+        return tuple(map(spec_of_output, tensor))
     if isinstance(tensor, tf.RaggedTensor | tf.SparseTensor):
         return tf.type_spec_from_value(tensor)
     return None if tensor is None else tf.TensorSpec(tensor.shape, tensor.dtype)

@@ -157,8 +157,8 @@ class StepCompiler:
     def _compile(self, batch: Any, specs: Any, *, training: bool) -> list[StepPrograms]:
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(specs)
         specs = taken_after_stages(self.staged.model, specs)
-        programs, device = self.stages(inputs, training=training), self.staged.devices[-1]
-        loss = self._compile_loss(programs, specs, device, training=training)
+        programs = self.stages(inputs, training=training)
+        loss = self._compile_loss(programs, specs, training=training)
         if training:
             live = [value for value, has in zip(programs.outputs, loss.has_output_gradients, strict=True) if has]
             programs = self._stages.without_dead_ends(programs, live)
@@ -169,28 +169,29 @@ class StepCompiler:
         if training and self._agree is not None:
             programs, loss = with_kinds(programs, loss, self._agree(kinds_of(programs, loss)))
         check_own_loss(self.staged.model, programs)
-        metrics = self._compile_metrics(programs, specs, device, in_place=self._agree is None)
+        metrics = self._compile_metrics(programs, specs, in_place=self._agree is None)
         compiled = [StepPrograms(programs, loss, metrics)]
         for devices in self.other_devices:
-            other, last = programs.on(devices), devices[-1]
-            same = self._compile_loss(other, specs, last, training=training)
-            metrics = self._compile_metrics(other, specs, last, in_place=False)
+            other = programs.on(devices)
+            same = self._compile_loss(other, specs, training=training)
+            metrics = self._compile_metrics(other, specs, in_place=False)
             compiled.append(StepPrograms(other, dataclasses.replace(same, kinds=loss.kinds), metrics))
         return compiled
 
-    def _compile_metrics(self, programs: Programs, specs: Any, device: str, *, in_place: bool) -> MetricsUpdate | None:
+    def _compile_metrics(self, programs: Programs, specs: Any, *, in_place: bool) -> MetricsUpdate | None:
         if not keras_metrics.counts_metrics(self.staged.model):
             return None
         outputs = [programs.specs[value] for value in programs.outputs]
-        return compile_metrics_update(self.staged, outputs, specs, device, in_place=in_place)
+        return compile_metrics_update(self.staged, outputs, specs, programs.stages[-1].devices, in_place=in_place)
 
-    def _compile_loss(self, programs: Programs, specs: Any, device: str, *, training: bool) -> LossProgram:
+    def _compile_loss(self, programs: Programs, specs: Any, *, training: bool) -> LossProgram:
         model = self.staged.model
         outputs = keras.tree.map_structure(lambda value: programs.specs[value], self.staged.graph.outputs)
         in_stages = {id(state) for program in programs.stages for state in program.states}
         own = [state for metric in keras_metrics.own_metrics(model) for state in metric.variables]
         metric_states = [state for state in own if id(state) not in in_stages]
-        return compile_loss(ModelLoss(model, self.decomposition, training, device), outputs, specs, metric_states)
+        devices = programs.stages[-1].devices
+        return compile_loss(ModelLoss(model, self.decomposition, training, devices), outputs, specs, metric_states)
 
 
 def check_own_loss(model: keras.Model, programs: Programs) -> None:

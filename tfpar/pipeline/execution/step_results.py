@@ -10,10 +10,11 @@ import keras
 import tensorflow as tf
 
 from tfpar._compat import keras_losses_in_call, keras_metrics, tf_function
+from tfpar.pipeline.execution.output_functions import OutputFunction
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.staged_model import StagedModel
 from tfpar.pipeline.partition.placement import follow_data
-from tfpar.reduction import metric_logs
+from tfpar.reduction import gathered_classes, metric_logs
 
 
 def assign_states(new_states: Sequence[tuple[keras.Variable, tf.Tensor]], after: Sequence[tf.Tensor]) -> None:
@@ -65,36 +66,72 @@ class MetricsUpdate(NamedTuple):
     """The compiled update of the metrics with the outputs of one micro-batch.
 
     Args:
-        function: A concrete function of `carried`, the number of examples without padding, the part of the global
-            batch, the micro-batch, the outputs and their masks. It returns `carried` after the update.
+        function: A function of `carried`, the number of examples without padding, the part of the global batch, the
+            micro-batch, the outputs and their masks. It returns `carried` after the update.
         variables: The variables whose values are carried; empty where the function assigns them. It then carries a
             zero, which makes a call depend on the one before.
+        is_added: Whether the values begin at zero, to be added to the variables; else they replace those of these.
     """
 
-    function: Any
+    function: OutputFunction
     variables: tuple[keras.Variable, ...]
+    is_added: bool
 
     def initial(self) -> list[tf.Tensor]:
-        """Return what the first call takes as `carried`: zeros."""
+        """Return what the first call takes as `carried`."""
+        if self.variables and not self.is_added:
+            return [variable.value.read_value() for variable in self.variables]
         return [tf.zeros(spec.shape, spec.dtype) for spec in _carried(self.variables)]
 
 
 def compile_metrics_update(
-    staged: StagedModel, outputs: Sequence[ValueSpec], batch: Any, device: str, *, in_place: bool
+    staged: StagedModel, outputs: Sequence[ValueSpec], batch: Any, devices: Sequence[str], *, in_place: bool
 ) -> MetricsUpdate:
     """Compile the update of the metrics with the outputs of one micro-batch.
+
+    Outputs in pieces are read by operations on several devices, which no conditional can contain: there the states of a
+    micro-batch without examples are computed, and not taken.
 
     Args:
         staged: A compiled model in stages.
         outputs: The specs of its flat outputs.
         batch: The spec of what `taken_after_stages` returns of a batch of any size.
-        device: The device of the outputs.
-        in_place: Whether it assigns the variables of the metrics; else it computes sums from zero.
+        devices: The device of the outputs; then those of pieces.
+        in_place: Whether it may assign the variables of the metrics; else it computes sums from zero.
 
     Raises:
         ValueError: If the sums cannot be computed apart from the variables.
     """
-    variables = () if in_place else _summed_states(staged.model)
+    if not in_place:
+        variables = _summed_states(staged.model)
+        function = _traced_update(staged, outputs, batch, devices, variables, assigns=False)
+        if _assigns(function):
+            raise ValueError(
+                "Replicas of a pipeline compute the states of metrics apart from their variables, and a metric of "
+                f"{staged.model.name!r} assigns one that is no keras.Variable. Use add_variable, or train with "
+                "Pipeline."
+            )
+        return MetricsUpdate(OutputFunction(function, outputs, devices), variables, is_added=True)
+    variables = _states_of_metrics(staged.model)
+    if variables and any(one.is_in_pieces for one in outputs):
+        function = _traced_update(staged, outputs, batch, devices, variables, assigns=False)
+        if not _assigns(function):  # else a metric has variables that are no Keras variables, and reads whole outputs
+            return MetricsUpdate(OutputFunction(function, outputs, devices), variables, is_added=False)
+    function = _traced_update(staged, outputs, batch, devices, (), assigns=True)
+    return MetricsUpdate(OutputFunction(function, (), devices), (), is_added=False)
+
+
+def _traced_update(
+    staged: StagedModel,
+    outputs: Sequence[ValueSpec],
+    batch: Any,
+    devices: Sequence[str],
+    variables: Sequence[keras.Variable],
+    *,
+    assigns: bool,
+) -> Any:
+    """Return the concrete function of an update, which assigns the variables of metrics or carries their values."""
+    device, has_pieces = devices[0], any(one.is_in_pieces for one in outputs)
 
     def update(
         carried: list[tf.Tensor],
@@ -107,8 +144,12 @@ def compile_metrics_update(
         def count() -> list[tf.Tensor]:
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
             received = zip(outputs, tensors, masks, strict=True)
-            packed = staged.packed_outputs([spec.received(tensor, mask) for spec, tensor, mask in received])
-            with _states(variables, carried) as values, keras_losses_in_call.scalars_weighted(lambda _: part):
+            packed = staged.packed_outputs([spec.received(tensor, mask, devices) for spec, tensor, mask in received])
+            with (
+                _states(variables, carried) as values,
+                keras_losses_in_call.scalars_weighted(lambda _: part),
+                gathered_classes.read_in_pieces(),
+            ):
                 metric_logs.update_metrics(staged.model, inputs, targets, packed, weights, whole=False)
             return values or list(map(tf.identity, carried))
 
@@ -119,7 +160,9 @@ def compile_metrics_update(
         with tf.device("CPU:0"):  # else the host, which launches one of the branches, waits for the device
             counts_here = num_counted > 0
         with tf.device(device):
-            if not in_place:
+            if has_pieces and not assigns:
+                return [tf.where(counts_here, new, old) for new, old in zip(count(), carried, strict=True)]
+            if not assigns:
                 return list(tf.cond(counts_here, count, lambda: list(map(tf.identity, carried))))
             tf.cond(counts_here, assign, lambda: tf.constant(False))
         return carried
@@ -127,13 +170,7 @@ def compile_metrics_update(
     counts = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)]
     specs = [_carried(variables), *counts, batch, [one.spec for one in outputs], [one.mask for one in outputs]]
     # Inlined, its conditional would become part of the loop around the steps.
-    function = tf_function.noinline_function(update, *specs)
-    if not in_place and _assigns(function):
-        raise ValueError(
-            "Replicas of a pipeline compute the states of metrics apart from their variables, and a metric of "
-            f"{staged.model.name!r} assigns one that is no keras.Variable. Use add_variable, or train with Pipeline."
-        )
-    return MetricsUpdate(function, variables)
+    return tf_function.noinline_function(update, *specs)
 
 
 def _assigns(function: Any) -> bool:
@@ -148,15 +185,20 @@ def _carried(variables: Sequence[keras.Variable]) -> list[tf.TensorSpec]:
 
 def _summed_states(model: keras.Model) -> tuple[keras.Variable, ...]:
     """Return the variables of the metrics, which add up over replicas; those of the loss are updated once a step."""
+    variables = _states_of_metrics(model)
+    for variable in variables:
+        if variable.aggregation != "sum":
+            raise ValueError(
+                f"Replicas of a pipeline add the states of metrics, and {variable.path!r} has aggregation="
+                f"{variable.aggregation!r}. Create it with aggregation='sum', or train with Pipeline."
+            )
+    return variables
+
+
+def _states_of_metrics(model: keras.Model) -> tuple[keras.Variable, ...]:
+    """Return the variables of all metrics that each micro-batch updates; those of the loss are updated once a step."""
     once = [keras_metrics.loss_tracker(model), *keras_metrics.trackers_of_losses(model)]
     metrics = [metric for metric in metric_logs.all_metrics(model) if not any(metric is one for one in once)]
-    for metric in metrics:
-        for variable in metric.variables:
-            if variable.aggregation != "sum":
-                raise ValueError(
-                    f"Replicas of a pipeline add the states of metrics, and {variable.path!r} has aggregation="
-                    f"{variable.aggregation!r}. Create it with aggregation='sum', or train with Pipeline."
-                )
     return tuple({id(one): one for metric in metrics for one in metric.variables}.values())
 
 

@@ -1,0 +1,75 @@
+"""Compiled functions of a model's outputs, whose pieces may be on the devices of several shards.
+
+    device 0   piece ─► cross-entropy ─┐
+                                       ├─► loss
+    device 1   piece ─► cross-entropy ─┘
+
+A call of a function would have all arguments and results on one device. So the operations of a function of pieces
+become part of the graph that runs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfpar._compat import tf_function
+from tfpar.pipeline.execution.divided_calls import requested_device, shard_of
+from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
+
+
+class OutputFunction:
+    """A compiled function of a model's outputs.
+
+    Args:
+        concrete: A concrete function of outputs, among other things.
+        outputs: A structure with the `ValueSpec` of each output.
+        devices: The device that runs it; then those of the pieces of outputs that are not on it.
+    """
+
+    def __init__(self, concrete: Any, outputs: Any, devices: Sequence[str]) -> None:
+        self.concrete, self._devices = concrete, devices
+        self._has_pieces = any(spec.is_in_pieces for spec in tf.nest.flatten(outputs))
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it without an order among stateful operations; control dependencies give the order.
+
+        Args:
+            *arguments: As it was traced with; None for those that are no tensors.
+        """
+        if tf.executing_eagerly() or not self._has_pieces:
+            return tf_function.unordered_call(self.concrete, *arguments)
+        given = [self._argument(tensor) for tensor in _flat(arguments) if tensor is not None]
+        known = {inner.ref(): tensor for inner, tensor in zip(self._inputs, given, strict=True)}
+        self._subgraph(known)
+        results = self.concrete.structured_outputs
+        found = [None if one is None else known[one.ref()] for one in _flat(results)]
+        return tf.nest.pack_sequence_as(results, found, expand_composites=True)
+
+    def _argument(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a tensor that waits for the control dependencies in force, which imported operations cannot."""
+        with tf.device(self._devices[shard_of(tensor, self._devices)]):
+            return tf.identity(tensor)
+
+    @functools.cached_property
+    def _inputs(self) -> list[tf.Tensor]:
+        captured = {inner.ref() for _, inner in self.concrete.graph.captures}
+        return [tensor for tensor in self.concrete.inputs if tensor.ref() not in captured]
+
+    @functools.cached_property
+    def _subgraph(self) -> Subgraph:
+        results = [one for one in _flat(self.concrete.structured_outputs) if one is not None]
+        (found,) = extract_subgraphs(self.concrete.graph, self._inputs, [results], self._devices)
+        # TensorFlow returns each result through an Identity without a device.
+        returned = {one.op.name: one.op.inputs[0].device for one in results if one.op.type == "Identity"}
+        for node in found.operations.node:
+            if node.name in returned and not node.device:
+                node.device = requested_device(returned[node.name], self._devices)
+        return found
+
+
+def _flat(structure: Any) -> list[Any]:
+    return list(tf.nest.flatten(structure, expand_composites=True))
