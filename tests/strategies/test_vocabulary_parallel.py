@@ -101,11 +101,12 @@ STRATEGIES = {
     "shards": lambda: tfpar.TensorParallel(3),
     "replicas of shards": lambda: tfpar.Hybrid(tfpar.TensorParallel(2), num_replicas=2),
     "stages of shards": lambda: tfpar.Pipeline(2, 3, num_shards=2),
+    "loop over stages of shards": lambda: tfpar.Pipeline(2, 8, "zero_bubble", num_shards=2),
     "replicas of a stage of shards": lambda: tfpar.Hybrid(tfpar.Pipeline(1, 2, num_shards=2), num_replicas=2),
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -113,6 +114,7 @@ STRATEGIES = {
         ("softmax", "replicas of shards"),
         *((name, "stages of shards") for name in CASES if name not in OF_ONE_TABLE),
         *((name, "replicas of a stage of shards") for name in CASES),
+        ("softmax", "loop over stages of shards"),
     ],
 )
 def test_equals_one_device_and_never_gathers(name: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
