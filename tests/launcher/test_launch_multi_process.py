@@ -157,6 +157,26 @@ if rank == 0:
     assert not is_alive(int((tmp_path / "ready-1").read_text()))
 
 
+def test_a_worker_that_ends_early_without_an_error_is_named(tmp_path: Path) -> None:
+    script = """
+if rank == 0:
+    sign("done", str(os.getpid()))
+    sys.exit(0)
+wait("done-0")
+while Path(f"/proc/{int(Path('done-0').read_text())}").exists():
+    time.sleep(0.01)
+sys.exit("UnavailableError")
+"""
+    code, _, err = run(tmp_path, script)
+    assert code == 1
+    said = last_words(err).splitlines()
+    assert said[0] == (
+        "The job failed: worker 1 failed with exit code 1 after worker 0 had ended with exit code 0. "
+        "It was the first to fail."
+    )
+    assert said[1] == "A worker that ends early, as by sys.exit(0) in a callback, lets the others wait in vain."
+
+
 def test_restarts_until_it_works_with_new_ports(tmp_path: Path) -> None:
     script = """
 def num_starts():

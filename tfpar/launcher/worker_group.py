@@ -72,6 +72,7 @@ class WorkerGroup:
         self._grace_seconds, self._gpus, self._hosts = grace_seconds, gpus, hosts
         self._workers: list[Worker] = []
         self._stopped: list[int] = []  # ranks of workers in state T at the first failure
+        self._ended: list[int] = []  # ranks of workers that had ended before it, with exit code 0
         self._is_stopping = False
         self._has_killed = False
         self._kill_at_seconds: float | None = None  # of time.monotonic
@@ -109,7 +110,9 @@ class WorkerGroup:
             return f"a worker was asked to stop, and all workers stopped with a checkpoint (exit code {INTERRUPTED})"
         stopped = " and ".join(f"worker {rank}" for rank in self._stopped)
         while_stopped = f" while {stopped} was suspended (state T, as after SIGSTOP)" if stopped else ""
-        return f"worker {self.failed.rank} {_ending(self.failed.code)}{while_stopped}"
+        ended = " and ".join(f"worker {rank}" for rank in self._ended)
+        after_end = f" after {ended} had ended with exit code 0" if ended else ""
+        return f"worker {self.failed.rank} {_ending(self.failed.code)}{while_stopped}{after_end}"
 
     def summary(self) -> list[str]:
         """Return the report: the worker that failed first, and the end of its output."""
@@ -120,6 +123,8 @@ class WorkerGroup:
         lines = [f"The job failed: {self.cause()}. It was the first to fail."]
         if self._stopped:
             lines.append("Look first at the suspended worker: the others fail because they wait for it.")
+        if self._ended:
+            lines.append("A worker that ends early, as by sys.exit(0) in a callback, lets the others wait in vain.")
         last = "The last line" if len(tail) == 1 else f"The last {len(tail)} lines"
         lines.append(f"{last} of worker {rank}:" if tail else f"Worker {rank} has no output.")
         return lines + [f"  {line.decode(errors='replace')}" for line in tail]
@@ -199,6 +204,7 @@ class WorkerGroup:
         """Record the first failure and stop the other workers."""
         self.failed = failed
         self._stopped = [worker.rank for worker in self._running() if worker.is_stopped]
+        self._ended = [worker.rank for worker in self._workers if not worker.is_running and worker.code == 0]
         if failed.code == INTERRUPTED:
             # The others save the same checkpoint and exit; another signal would interrupt the saving.
             self._stop([], self._grace_seconds)
