@@ -359,6 +359,15 @@ def test_data_that_workers_read_in_parts_are_refused_before_the_first_step(job: 
             assert "worker 1 has shard(2, 1) where that of the chief has shard(2, 0)" in message
 
 
+def test_other_data_to_predict_on_a_worker_are_refused(job: workers.Workers) -> None:
+    results = results_of(job, "other_data_to_predict")
+    for messages, outputs in results:
+        of_arrays, of_generator = messages
+        assert "the data ('1 steps with batches of 8 examples' instead of '2 steps with batches of 8" in of_arrays
+        assert "the first batch (" in of_generator
+        np.testing.assert_array_equal(outputs, results[0][1])
+
+
 def test_files_in_another_order_on_a_worker_are_refused(job: workers.Workers) -> None:
     for messages in results_of(job, "other_order_of_files"):
         assert len(messages) == 2, "fit and predict"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -403,6 +404,18 @@ class Functions:
             except ValueError as error:
                 messages.append(str(error))
         return messages
+
+    def other_data_to_predict(self) -> Any:
+        """Each worker predicts for other arrays, and for other batches of a generator; then all for the same."""
+        trainer, inputs = self._small.initial(), np.zeros([16, *small.build_model().input_shape[1:]], "float32")
+        own = inputs[: 16 - 8 * RANK]
+        messages = []
+        for given in (own, ((inputs[:8] + RANK,) for _ in range(2))):
+            try:
+                trainer.predict(given, batch_size=8 if given is own else None, verbose=0)
+            except ValueError as error:
+                messages.append(str(error))
+        return messages, trainer.predict(inputs, batch_size=8, verbose=0)
 
     def other_augmentation(self) -> Any:
         """Inputs with noise that differs between workers, as of random operations in parallel, train."""

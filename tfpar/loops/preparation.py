@@ -71,9 +71,7 @@ class Preparation:
         training = kind == "train"
         self._check_gradients(training)
         batch = self._build(epoch_iterator, distributed, kind)
-        epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
-        equal_workers.check_dataset(self._strategy, dataset)
-        equal_workers.check_data(self._strategy, dataset, epoch_iterator)
+        self._check_data(dataset, distributed, epoch_iterator)
         self._check_gradients(training)  # the batch may have created weights
         if training and self._strategy.is_chief:
             self._warn_of_nothing_trained()
@@ -122,9 +120,15 @@ class Preparation:
         epoch_iterator = self._epoch_iterator(distributed, steps, source=source, first=first)
         self._check_gradients(training=False)
         batch = self._build(epoch_iterator, distributed, "predict")
-        equal_workers.check_dataset(self._strategy, dataset)
+        self._check_data(dataset, distributed, epoch_iterator)
         self._prepare_outputs(batch, training=False)
         return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)
+
+    def _check_data(self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator) -> None:
+        """Count the examples of the first batch, and refuse workers whose data differ."""
+        epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
+        equal_workers.check_dataset(self._strategy, dataset)
+        equal_workers.check_data(self._strategy, dataset, epoch_iterator)
 
     def _epoch_iterator(self, distributed: Distributed, steps: int | None, **settings: Any) -> EpochIterator:
         def has_more(upcoming: tf.experimental.Optional) -> tf.Tensor:
