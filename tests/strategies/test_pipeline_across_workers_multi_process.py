@@ -72,7 +72,6 @@ def test_weights_that_the_model_function_sets_are_on_the_worker_of_their_stage(j
     assert [re.search(r"/task:(\d)/", home)[1] for home in homes] == ["0"] * 4 + ["1"] * 4  # type: ignore[index]
 
 
-@pytest.mark.extended
 def test_a_signal_to_the_other_worker_stops_the_first(job: workers.Workers) -> None:
     wait_for_training(job.folder)
     os.kill(job.pid(1), signal.SIGTERM)

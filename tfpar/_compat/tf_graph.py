@@ -1,4 +1,4 @@
-"""Order, devices and costs of operations of a graph that exist already.
+"""Order, devices, effects and costs of operations of a graph that exist already.
 
 Written for TensorFlow 2.21. `tf.control_dependencies` orders operations only when they are created, and a
 `tf.GradientTape` creates those of a backward pass all at once. `auto_control_deps` of TensorFlow uses the same method.
@@ -12,7 +12,19 @@ from unittest import mock
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.util import deprecation
+
+# Operations that TensorFlow counts as stateful: they read a variable, check a value, or contain others.
+_READS_AND_CALLS = {
+    "ReadVariableOp",
+    "ResourceGather",
+    "VarHandleOp",
+    "Assert",
+    "If",
+    "While",
+    "StatefulPartitionedCall",
+}
 
 
 def run_before(first: tf.Operation, then: Sequence[tf.Operation]) -> None:
@@ -49,6 +61,21 @@ def computed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for tensor in found:
         tensor.op._set_attr("_grappler_do_not_remove", attr_value_pb2.AttrValue(b=True))
     return found
+
+
+def effects(graph: Any) -> set[str]:
+    """Return the kinds of operations of a graph, and of its functions, that do more than compute from what they read.
+
+    Such are those that assign a variable, draw from a generator of TensorFlow, print, or run Python.
+
+    Args:
+        graph: The graph of a concrete function.
+    """
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(node for one in definition.library.function for node in one.node_def)]
+    names = {one.signature.name for one in definition.library.function}
+    kinds = {node.op for node in nodes} - names - _READS_AND_CALLS
+    return {kind for kind in kinds if (known := op_def_registry.get(kind)) is None or known.is_stateful}
 
 
 def num_float_operations(graph: Any) -> float:

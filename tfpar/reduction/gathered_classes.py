@@ -67,6 +67,20 @@ def pieces_of(tensor: Any) -> ClassPieces | None:
     return None if before is None else _OF_EACH_PIECE[op.type](before, tensor)
 
 
+def are_probabilities(tensor: Any) -> bool:
+    """Return whether a tensor is that of a softmax, which has pieces of its own where its logits have them.
+
+    Args:
+        tensor: Any tensor.
+    """
+    if not isinstance(tensor, tf.Tensor) or not tf.is_symbolic_tensor(tensor):
+        return False
+    op = tensor.op
+    while op.type in _OF_EACH_PIECE and op.type != "Softmax":
+        op = op.inputs[0].op
+    return bool(op.type == "Softmax")
+
+
 def tensors_in_pieces(outputs: Any) -> Any:
     """Return the pieces of outputs that have them, and the other outputs, for control dependencies.
 

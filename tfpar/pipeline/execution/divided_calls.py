@@ -3,8 +3,9 @@
     stage 0   device 0 ─┐            stage 1   device 2 ─┐
               device 1 ─┴─ sum ─► activation ─► device 3 ─┴─ sum
 
-The first device of a stage receives and sends whole values, and has all states. A piece of a divided weight is a
-parameter of the stage, on the device of its shard, with its gradient and the tensors that its operations save.
+The first device of a stage receives and sends whole values, but for scores of classes, which the last stage sends to
+the loss in pieces. It has all states. A piece of a divided weight is a parameter of the stage, on the device of its
+shard, with its gradient and the tensors that its operations save.
 """
 
 from __future__ import annotations

@@ -47,6 +47,9 @@ class OutputFunction:
         self._subgraph(known)
         results = self.concrete.structured_outputs
         found = [None if one is None else known[one.ref()] for one in _flat(results)]
+        for one, result in zip(_flat(results), found, strict=True):
+            if result is not None:
+                result.set_shape(one.shape)
         return tf.nest.pack_sequence_as(results, found, expand_composites=True)
 
     def _argument(self, tensor: tf.Tensor) -> tf.Tensor:

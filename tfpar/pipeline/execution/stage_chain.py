@@ -100,7 +100,7 @@ class BatchLoss:
         return part
 
     def value(self, live: LiveTensors) -> tf.Tensor:
-        """Return the loss of the batch without added losses, a scalar; it is computed after all updates of metrics.
+        """Return the loss of the batch without added losses, a scalar; it is computed after metrics are assigned.
 
         TensorFlow prunes the updates unless a result depends on theirs, which is zero.
         """
@@ -119,12 +119,11 @@ class BatchLoss:
         own = self._program.updated_metrics(live[_METRIC_STATES])
         if self._metrics is None or self._metrics.is_added:
             return own
-        changed = {id(variable) for variable, _ in own}  # of these the metrics return the values before the step
-        return [*own, *(pair for pair in self._updated_metrics(live) if id(pair[0]) not in changed)]
+        return [*own, *self._metrics.updated(live[_METRICS])]
 
     def metrics_to_add(self, live: LiveTensors) -> list[tuple[Any, tf.Tensor]]:
         """Return the variables of metrics, with the sums to add to those of the first replica."""
-        return [] if self._metrics is None or not self._metrics.is_added else self._updated_metrics(live)
+        return [] if self._metrics is None or not self._metrics.is_added else self._metrics.updated(live[_METRICS])
 
     def sums(self, live: LiveTensors) -> list[Any]:
         """Return the gradients of the weights that the loss itself reads, summed over micro-batches.
@@ -161,10 +160,6 @@ class BatchLoss:
             batch = taken_after_stages(self._program.loss.model, one.batch)
             given = before, one.num_counted, one.part, batch, tensors, masks
             live[_METRICS] = list(metrics.function(*given))
-
-    def _updated_metrics(self, live: LiveTensors) -> list[tuple[Any, tf.Tensor]]:
-        variables = self._metrics.variables if self._metrics else ()
-        return list(zip(variables, live[_METRICS] if variables else (), strict=True))
 
     def _updated(self, live: LiveTensors) -> list[tf.Tensor]:
         """Return zeros that are computed after all updates of metrics."""

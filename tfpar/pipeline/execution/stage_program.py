@@ -101,7 +101,7 @@ class StageProgram:
 
     @property
     def device(self) -> str:
-        """The device that runs it, of several the first: it receives the inputs and sends the outputs."""
+        """The device that runs it, of several the first: it receives the inputs and sends what is whole."""
         return self.devices[0]
 
     @property

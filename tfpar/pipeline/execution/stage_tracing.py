@@ -153,8 +153,8 @@ def _sent(
 
 
 def _pieces(tensor: Any) -> Any:
-    """Return the pieces of scores that have them, each on its device; any other tensor as it is."""
-    pieces = gathered_classes.pieces_of(tensor)
+    """Return the pieces of scores that have them, each on its device; any other tensor, and probabilities, as it is."""
+    pieces = None if gathered_classes.are_probabilities(tensor) else gathered_classes.pieces_of(tensor)
     return tensor if pieces is None else tuple(pieces.tensors)
 
 
@@ -312,11 +312,11 @@ def _differentiate(
 
 def _upstream(output: Any, reached: Container[tf.Operation]) -> Any:
     """Return a placeholder for the gradient of an output, of each of its pieces, or None for no gradient."""
-    if isinstance(output, tuple):
-        found = tuple(_upstream(piece, reached) for piece in output)
-        return None if None in found else found
-    tensor = dense_part(output)
-    if not tensor.dtype.is_floating or tensor.op not in reached:
+    parts = dense_parts(output)
+    if not any(part.dtype.is_floating and part.op in reached for part in parts):
         return None
-    with tf.device(tensor.device):
-        return tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
+    found = []
+    for part in parts:
+        with tf.device(part.device):
+            found.append(tf.compat.v1.placeholder(part.dtype, part.shape))
+    return tuple(found) if isinstance(output, tuple) else found[0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call, keras_metrics, tf_function
+from tfpar._compat import keras_losses_in_call, keras_metrics, tf_function, tf_graph
 from tfpar.pipeline.execution.output_functions import OutputFunction
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.staged_model import StagedModel
@@ -34,7 +34,7 @@ def add_to_metrics(sums: Sequence[tuple[keras.Variable, tf.Tensor]], after: Sequ
 
     Args:
         sums: Each variable with a sum.
-        after: Tensors whose computation comes first, the updates of the variables included.
+        after: Tensors whose computation comes first. Assignments of the variables come before this call.
     """
     with tf.control_dependencies([tf.group(*after)]), follow_data():
         for variable, value in sums:
@@ -70,11 +70,13 @@ class MetricsUpdate(NamedTuple):
             micro-batch, the outputs and their masks. It returns `carried` after the update.
         variables: The variables whose values are carried; empty where the function assigns them. It then carries a
             zero, which makes a call depend on the one before.
+        changed: The `id` of each variable that the function gives another value.
         is_added: Whether the values begin at zero, to be added to the variables; else they replace those of these.
     """
 
     function: OutputFunction
     variables: tuple[keras.Variable, ...]
+    changed: frozenset[int]
     is_added: bool
 
     def initial(self) -> list[tf.Tensor]:
@@ -83,100 +85,131 @@ class MetricsUpdate(NamedTuple):
             return [variable.value.read_value() for variable in self.variables]
         return [tf.zeros(spec.shape, spec.dtype) for spec in _carried(self.variables)]
 
+    def updated(self, values: Sequence[tf.Tensor]) -> list[tuple[keras.Variable, tf.Tensor]]:
+        """Return the variables that change, with what is carried of them; nothing where the function assigns them."""
+        pairs = zip(self.variables, values, strict=True) if self.variables else ()
+        return [pair for pair in pairs if id(pair[0]) in self.changed]
+
 
 def compile_metrics_update(
     staged: StagedModel, outputs: Sequence[ValueSpec], batch: Any, devices: Sequence[str], *, in_place: bool
 ) -> MetricsUpdate:
     """Compile the update of the metrics with the outputs of one micro-batch.
 
-    Outputs in pieces are read by operations on several devices, which no conditional can contain: there the states of a
-    micro-batch without examples are computed, and not taken.
-
     Args:
         staged: A compiled model in stages.
         outputs: The specs of its flat outputs.
         batch: The spec of what `taken_after_stages` returns of a batch of any size.
         devices: The device of the outputs; then those of pieces.
-        in_place: Whether it may assign the variables of the metrics; else it computes sums from zero.
+        in_place: Whether it updates the variables of the metrics; else it computes sums from zero.
 
     Raises:
         ValueError: If the sums cannot be computed apart from the variables.
     """
+    update = _Update(staged, outputs, batch, devices)
     if not in_place:
-        variables = _summed_states(staged.model)
-        function = _traced_update(staged, outputs, batch, devices, variables, assigns=False)
-        if _assigns(function):
+        return update.of_sums()
+    found = update.of_pieces() if any(one.is_in_pieces for one in outputs) else None
+    return update.of_variables() if found is None else found
+
+
+class _Update(NamedTuple):
+    """What an update of metrics is traced from; the fields are the arguments of `compile_metrics_update`."""
+
+    staged: StagedModel
+    outputs: Sequence[ValueSpec]
+    batch: Any
+    devices: Sequence[str]
+
+    def of_sums(self) -> MetricsUpdate:
+        """Return an update that adds to sums.
+
+        Raises:
+            ValueError: If a state is no sum, or is none of a metric.
+        """
+        model = self.staged.model
+        variables = _summed_states(model)
+        function, assigned = self._traced(variables, assigns=False)
+        others = [one.path for one in assigned if not any(one is known for known in variables)]
+        if others or any(kind.startswith(("Assign", "ResourceScatter")) for kind in tf_graph.effects(function.graph)):
+            what = (
+                f"changes {others[0]!r}, which is none of a metric" if others else "assigns one that is none of Keras"
+            )
             raise ValueError(
                 "Replicas of a pipeline compute the states of metrics apart from their variables, and a metric of "
-                f"{staged.model.name!r} assigns one that is no keras.Variable. Use add_variable, or train with "
-                "Pipeline."
+                f"{model.name!r} {what}. Use add_variable, or train with Pipeline."
             )
-        return MetricsUpdate(OutputFunction(function, outputs, devices), variables, is_added=True)
-    variables = _states_of_metrics(staged.model)
-    if variables and any(one.is_in_pieces for one in outputs):
-        function = _traced_update(staged, outputs, batch, devices, variables, assigns=False)
-        if not _assigns(function):  # else a metric has variables that are no Keras variables, and reads whole outputs
-            return MetricsUpdate(OutputFunction(function, outputs, devices), variables, is_added=False)
-    function = _traced_update(staged, outputs, batch, devices, (), assigns=True)
-    return MetricsUpdate(OutputFunction(function, (), devices), (), is_added=False)
+        return self._update(function, variables, assigned, is_added=True)
 
+    def of_pieces(self) -> MetricsUpdate | None:
+        """Return an update that reads outputs in pieces; None if it would do more than change variables of metrics.
 
-def _traced_update(
-    staged: StagedModel,
-    outputs: Sequence[ValueSpec],
-    batch: Any,
-    devices: Sequence[str],
-    variables: Sequence[keras.Variable],
-    *,
-    assigns: bool,
-) -> Any:
-    """Return the concrete function of an update, which assigns the variables of metrics or carries their values."""
-    device, has_pieces = devices[0], any(one.is_in_pieces for one in outputs)
+        No conditional can contain operations on several devices: the states of a micro-batch without examples are
+        computed, and not taken.
+        """
+        variables = _states_of_metrics(self.staged.model)
+        with contextlib.suppress(Exception):  # such as of a metric that uses the tf.Variable of a keras.Variable
+            function, assigned = self._traced(variables, assigns=False)
+            is_known = all(any(one is known for known in variables) for one in assigned)
+            if variables and is_known and not tf_graph.effects(function.graph):
+                return self._update(function, variables, assigned, is_added=False)
+        return None
 
-    def update(
-        carried: list[tf.Tensor],
-        num_counted: tf.Tensor,
-        part: tf.Tensor,
-        batch: Any,
-        tensors: list[tf.Tensor],
-        masks: list[Any],
-    ) -> list[tf.Tensor]:
-        def count() -> list[tf.Tensor]:
-            inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-            received = zip(outputs, tensors, masks, strict=True)
-            packed = staged.packed_outputs([spec.received(tensor, mask, devices) for spec, tensor, mask in received])
-            with (
-                _states(variables, carried) as values,
-                keras_losses_in_call.scalars_weighted(lambda _: part),
-                gathered_classes.read_in_pieces(),
-            ):
-                metric_logs.update_metrics(staged.model, inputs, targets, packed, weights, whole=False)
-            return values or list(map(tf.identity, carried))
+    def of_variables(self) -> MetricsUpdate:
+        """Return an update that assigns the variables, from whole outputs."""
+        function, _ = self._traced((), assigns=True)
+        return MetricsUpdate(OutputFunction(function, (), self.devices), (), frozenset(), is_added=False)
 
-        def assign() -> tf.Tensor:
-            count()
-            return tf.constant(True)
+    def _update(
+        self, function: Any, variables: tuple[keras.Variable, ...], assigned: Iterable[Any], *, is_added: bool
+    ) -> MetricsUpdate:
+        called = OutputFunction(function, self.outputs, self.devices)
+        return MetricsUpdate(called, variables, frozenset(map(id, assigned)), is_added)
 
-        with tf.device("CPU:0"):  # else the host, which launches one of the branches, waits for the device
-            counts_here = num_counted > 0
-        with tf.device(device):
-            if has_pieces and not assigns:
-                return [tf.where(counts_here, new, old) for new, old in zip(count(), carried, strict=True)]
-            if not assigns:
-                return list(tf.cond(counts_here, count, lambda: list(map(tf.identity, carried))))
-            tf.cond(counts_here, assign, lambda: tf.constant(False))
-        return carried
+    def _traced(self, variables: Sequence[keras.Variable], *, assigns: bool) -> tuple[Any, list[Any]]:
+        """Return a concrete function, and the variables that a trace apart from them would have assigned."""
+        staged, outputs, devices = self.staged, self.outputs, self.devices
+        has_pieces, assigned = any(one.is_in_pieces for one in outputs), dict[int, Any]()
 
-    counts = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)]
-    specs = [_carried(variables), *counts, batch, [one.spec for one in outputs], [one.mask for one in outputs]]
-    # Inlined, its conditional would become part of the loop around the steps.
-    return tf_function.noinline_function(update, *specs)
+        def update(
+            carried: list[tf.Tensor],
+            num_counted: tf.Tensor,
+            part: tf.Tensor,
+            batch: Any,
+            tensors: list[Any],
+            masks: list[Any],
+        ) -> list[tf.Tensor]:
+            def count() -> list[tf.Tensor]:
+                inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
+                received = zip(outputs, tensors, masks, strict=True)
+                packed = staged.packed_outputs([one.received(given, mask, devices) for one, given, mask in received])
+                with (
+                    _states(variables, carried, assigned) as values,
+                    keras_losses_in_call.scalars_weighted(lambda _: part),
+                    gathered_classes.read_in_pieces(),
+                ):
+                    metric_logs.update_metrics(staged.model, inputs, targets, packed, weights, whole=False)
+                return values or list(map(tf.identity, carried))
 
+            def assign() -> tf.Tensor:
+                count()
+                return tf.constant(True)
 
-def _assigns(function: Any) -> bool:
-    graph = function.graph.as_graph_def()
-    nodes = [*graph.node, *(node for one in graph.library.function for node in one.node_def)]
-    return any(node.op.startswith("Assign") for node in nodes)
+            with tf.device("CPU:0"):  # else the host, which launches one of the branches, waits for the device
+                counts_here = num_counted > 0
+            with tf.device(devices[0]):
+                if has_pieces and not assigns:
+                    return [tf.where(counts_here, new, old) for new, old in zip(count(), carried, strict=True)]
+                if not assigns:
+                    return list(tf.cond(counts_here, count, lambda: list(map(tf.identity, carried))))
+                tf.cond(counts_here, assign, lambda: tf.constant(False))
+            return carried
+
+        counts = [tf.TensorSpec([], tf.int64), tf.TensorSpec([], tf.float64)]
+        of_outputs = [one.spec for one in outputs], [one.mask for one in outputs]
+        # Inlined, its conditional would become part of the loop around the steps.
+        function = tf_function.noinline_function(update, _carried(variables), *counts, self.batch, *of_outputs)
+        return function, list(assigned.values())
 
 
 def _carried(variables: Sequence[keras.Variable]) -> list[tf.TensorSpec]:
@@ -202,13 +235,33 @@ def _states_of_metrics(model: keras.Model) -> tuple[keras.Variable, ...]:
     return tuple({id(one): one for metric in metrics for one in metric.variables}.values())
 
 
+class _NotingScope(keras.StatelessScope):
+    """A stateless scope that notes the variables that are assigned.
+
+    Args:
+        mapping: Variables, each with its value.
+        assigned: Where variables are noted, by their `id`.
+    """
+
+    def __init__(self, mapping: Sequence[tuple[keras.Variable, tf.Tensor]], assigned: dict[int, Any]) -> None:
+        super().__init__(mapping)
+        self._assigned = assigned
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Note the variable of an update."""
+        super().add_update(update)
+        self._assigned[id(update[0])] = update[0]
+
+
 @contextlib.contextmanager
-def _states(variables: Sequence[keras.Variable], values: Sequence[tf.Tensor]) -> Iterator[list[tf.Tensor]]:
+def _states(
+    variables: Sequence[keras.Variable], values: Sequence[tf.Tensor], assigned: dict[int, Any]
+) -> Iterator[list[tf.Tensor]]:
     """Replace the values of variables in this context; yield a list that has those after it, once it has ended."""
     after: list[tf.Tensor] = []
     if not variables:
         yield after
         return
-    with keras.StatelessScope(list(zip(variables, values, strict=True))) as scope, tf_function.own_traces():
+    with _NotingScope(list(zip(variables, values, strict=True)), assigned) as scope, tf_function.own_traces():
         yield after
     after += [scope.get_current_value(variable) for variable in variables]

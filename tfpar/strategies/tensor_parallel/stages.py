@@ -3,8 +3,8 @@
     replica 0   stage 0: devices 0 1 ─► stage 1: devices 2 3
     replica 1   stage 0: devices 4 5 ─► stage 1: devices 6 7
 
-A stage receives and sends whole values on its first device, so that each has a layout of its own. A weight that several
-stages read stays whole.
+A stage receives and sends whole values on its first device, so that each has a layout of its own. Scores of classes go
+to the loss in pieces. A weight that several stages read stays whole.
 """
 
 from __future__ import annotations
