@@ -132,9 +132,9 @@ class _Update(NamedTuple):
         function, assigned = self._traced(variables, assigns=False)
         others = [one.path for one in assigned if not any(one is known for known in variables)]
         if others or any(kind.startswith(("Assign", "ResourceScatter")) for kind in tf_graph.effects(function.graph)):
-            what = (
-                f"changes {others[0]!r}, which is none of a metric" if others else "assigns one that is none of Keras"
-            )
+            what = "assigns one that is no keras.Variable"
+            if others:
+                what = f"changes {others[0]!r}, which is none of a metric"
             raise ValueError(
                 "Replicas of a pipeline compute the states of metrics apart from their variables, and a metric of "
                 f"{model.name!r} {what}. Use add_variable, or train with Pipeline."
