@@ -89,6 +89,9 @@ class Scattered(OfTensorFlow):
         self.own.scatter_add(tf.IndexedSlices(number[None], [1]))
 
 
+METRICS = (Counted, Largest, InPython, BehindKeras, OfTensorFlow, Scattered)
+
+
 class Seen(keras.layers.Layer):
     """Holds a metric of its own."""
 
@@ -101,20 +104,20 @@ class Seen(keras.layers.Layer):
         return inputs
 
 
-class CountsSteps(keras.Model):
-    """Its `compute_metrics` changes a weight that belongs to no metric."""
+class NotesLabels(keras.Model):
+    """Its `compute_metrics` notes the largest label in a weight that belongs to no metric."""
 
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        steps = self.get_layer("steps").steps
-        steps.assign(keras.ops.maximum(steps, keras.ops.max(keras.ops.cast(y, steps.dtype))))
+        noted = self.get_layer("notes").noted
+        noted.assign(keras.ops.maximum(noted, keras.ops.max(keras.ops.cast(y, noted.dtype))))
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
-class Steps(keras.layers.Layer):
+class Notes(keras.layers.Layer):
     """Has a weight that others change."""
 
     def build(self, shape: Any) -> None:
-        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False, name="steps")
+        self.noted = self.add_weight(shape=(), initializer="zeros", trainable=False, name="noted")
 
     def call(self, inputs: Any) -> Any:
         return inputs
@@ -143,11 +146,9 @@ def logs_and_state(build: Any, strategy: tfpar.Strategy) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     "build",
     [
-        *(lambda metric=metric: model_with(None, keras.Model, [metric()]) for metric in (Counted, Largest, InPython)),
-        *(lambda metric=metric: model_with(None, keras.Model, [metric()]) for metric in (BehindKeras, OfTensorFlow)),
-        lambda: model_with(None, keras.Model, [Scattered()]),
+        *(lambda metric=metric: model_with(None, keras.Model, [metric()]) for metric in METRICS),
         lambda: model_with(Seen(), keras.Model, []),
-        lambda: model_with(Steps(name="steps"), CountsSteps, []),
+        lambda: model_with(Notes(name="notes"), NotesLabels, []),
     ],
     ids=["counted", "largest", "python", "behind", "tensorflow", "scattered", "in a layer", "compute_metrics"],
 )
@@ -159,8 +160,8 @@ def test_a_metric_counts_as_on_one_device(build: Any) -> None:
 
 def test_replicas_refuse_a_metric_that_changes_another_state() -> None:
     def build() -> keras.Model:
-        return model_with(Steps(name="steps"), CountsSteps, [])
+        return model_with(Notes(name="notes"), NotesLabels, [])
 
     strategy = tfpar.Hybrid(tfpar.Pipeline(1, NUM_MICROBATCHES, num_shards=2), num_replicas=2)
-    with pytest.raises(ValueError, match=r"changes 'steps/steps', which is none of a metric\. Use add_variable"):
+    with pytest.raises(ValueError, match=r"changes 'notes/noted', which is none of a metric\. Use add_variable"):
         logs_and_state(build, strategy)

@@ -8,7 +8,7 @@ stays valid when its memory is replaced.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -45,6 +45,27 @@ class PenalizedScope(keras.StatelessScope):
         """Return the value assigned inside the scope, or else the memory of a weight that has a regularizer."""
         value = super().get_current_value(variable)
         return variable._value if value is None and variable.regularizer is not None else value
+
+
+class AssignmentScope(keras.StatelessScope):
+    """A stateless scope that notes which variables are assigned.
+
+    Args:
+        mapping: Variables, each with its value.
+
+    Attributes:
+        assigned: Each variable by its `id`, with the name scope of its first assignment: that of a layer or a loss.
+    """
+
+    def __init__(self, mapping: Sequence[tuple[Any, Any]] = ()) -> None:
+        super().__init__(mapping)
+        self.assigned: dict[int, tuple[Any, str]] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Note the variable of an update."""
+        super().add_update(update)
+        scope = tf.compat.v1.get_default_graph().get_name_scope()
+        self.assigned.setdefault(id(update[0]), (update[0], scope))
 
 
 def optimizer_of(model: keras.Model) -> Any:

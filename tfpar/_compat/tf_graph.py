@@ -63,6 +63,15 @@ def computed(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return found
 
 
+def assigns(kind: str) -> bool:
+    """Return whether operations of a kind assign a variable.
+
+    Args:
+        kind: Such as "AssignAddVariableOp".
+    """
+    return kind.startswith(("Assign", "ResourceScatter", "ResourceStridedSlice"))
+
+
 def effects(graph: Any) -> set[str]:
     """Return the kinds of operations of a graph, and of its functions, that do more than compute from what they read.
 

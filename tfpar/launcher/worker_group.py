@@ -108,9 +108,8 @@ class WorkerGroup:
         assert self.failed is not None
         if self.failed.code == INTERRUPTED:  # all save and end together: which worker got the signal is unknown
             return f"a worker was asked to stop, and all workers stopped with a checkpoint (exit code {INTERRUPTED})"
-        stopped = " and ".join(f"worker {rank}" for rank in self._stopped)
+        stopped, ended = (" and ".join(f"worker {rank}" for rank in ranks) for ranks in (self._stopped, self._ended))
         while_stopped = f" while {stopped} was suspended (state T, as after SIGSTOP)" if stopped else ""
-        ended = " and ".join(f"worker {rank}" for rank in self._ended)
         after_end = f" after {ended} had ended with exit code 0" if ended else ""
         return f"worker {self.failed.rank} {_ending(self.failed.code)}{while_stopped}{after_end}"
 

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses, keras_model, keras_variables, random_state, tf_function
+from tfpar._compat import keras_losses, keras_model, keras_variables, random_state, tf_function, tf_graph
 from tfpar.reduction import objective
 
-_ASSIGNS = re.compile("(Assign(Add|Sub)?|Resource(Scatter|StridedSlice).*)(VariableOp)?$")
 _STATE_OF_GENERATOR = "seed_generator_state"
 
 
@@ -81,7 +79,8 @@ def _owner(model: keras.Model, scope: str) -> str:
 
 def _changed(model: keras.Model, batch: Any, training: bool) -> dict[str, str]:
     """Return the untracked variables that one step of a model changes, each with a name scope."""
-    scope = _NotingScope([*keras_variables.state(model), *random_state.states_of_no_layer()])
+    known = {id(one) for one in (*keras_variables.state(model), *random_state.states_of_no_layer())}
+    scope = keras_variables.AssignmentScope()
 
     def step(batch: Any) -> Any:
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -92,28 +91,11 @@ def _changed(model: keras.Model, batch: Any, training: bool) -> dict[str, str]:
             return keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
 
     graph = tf.function(step, autograph=False).get_concrete_function(batch).graph
-    return {**scope.changed, **_assigned(graph)}
-
-
-class _NotingScope(keras.StatelessScope):
-    """A stateless scope that notes the assignments of other variables than some known ones.
-
-    Args:
-        known: The variables that may be assigned.
-    """
-
-    def __init__(self, known: Iterable[Any]) -> None:
-        super().__init__()
-        self._known = {id(variable) for variable in known}
-        self.changed: dict[str, str] = {}
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        """Note the variable of an update, with the name scope, in which Keras calls layers and losses."""
-        super().add_update(update)
-        variable = update[0]
-        if id(variable) not in self._known:
-            scope = tf.compat.v1.get_default_graph().get_name_scope()
-            self.changed.setdefault(variable.path, scope)
+    changed: dict[str, str] = {}
+    for variable, name in scope.assigned.values():
+        if id(variable) not in known:
+            changed.setdefault(variable.path, name)
+    return {**changed, **_assigned(graph)}
 
 
 def _assigned(graph: Any) -> dict[str, str]:
@@ -121,8 +103,8 @@ def _assigned(graph: Any) -> dict[str, str]:
     names = {id(variable.handle): variable.name for variable in graph.variables}
     captured = {id(inner): names.get(id(outer)) for outer, inner in graph.captures}
     found = {
-        captured.get(id(op.inputs[0])) or op.name: op.name for op in graph.get_operations() if _ASSIGNS.match(op.type)
+        captured.get(id(op.inputs[0])) or op.name: op.name for op in graph.get_operations() if tf_graph.assigns(op.type)
     }
     functions = graph.as_graph_def().library.function
-    nodes = [(function, node) for function in functions for node in function.node_def if _ASSIGNS.match(node.op)]
+    nodes = [(function, node) for function in functions for node in function.node_def if tf_graph.assigns(node.op)]
     return {**found, **{node.name: function.signature.name for function, node in nodes}}

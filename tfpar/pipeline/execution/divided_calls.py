@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfpar._compat import tf_distribute, tf_divided_memory
+from tfpar._compat import tf_distribute, tf_divided_memory, tf_onednn
 from tfpar.pipeline.graph.ir import Value
 from tfpar.placement import host_sizes
 
@@ -56,6 +56,22 @@ def shard_of_device(name: str, devices: Sequence[str]) -> int:
     """
     numbers = {_short(device): shard for shard, device in enumerate(devices)}
     return numbers.get(_short(name), 0) if name else 0
+
+
+def argument(tensor: tf.Tensor | None, devices: Sequence[str]) -> tf.Tensor | None:
+    """Return a copy of an argument on its shard, which waits for the control dependencies in force.
+
+    TensorFlow 2.21 cannot apply them to imported operations.
+
+    Args:
+        tensor: A tensor; one of type variant, and None, is returned as it is.
+        devices: The device of each shard.
+    """
+    if tensor is None or tensor.dtype == tf.variant:
+        return tensor
+    device = devices[shard_of(tensor, devices)]
+    with tf.device(device):
+        return tf_onednn.sole_output(tf.identity(tensor), device)
 
 
 def requested_device(name: str, devices: Sequence[str], jit_compile: bool = False) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfpar._compat import tf_function
-from tfpar.pipeline.execution.divided_calls import requested_device, shard_of
+from tfpar.pipeline.execution.divided_calls import argument, requested_device
 from tfpar.pipeline.execution.subgraphs import Subgraph, extract_subgraphs
 
 
@@ -42,7 +42,7 @@ class OutputFunction:
         """
         if tf.executing_eagerly() or not self._has_pieces:
             return tf_function.unordered_call(self.concrete, *arguments)
-        given = [self._argument(tensor) for tensor in _flat(arguments) if tensor is not None]
+        given = [argument(tensor, self._devices) for tensor in _flat(arguments) if tensor is not None]
         known = {inner.ref(): tensor for inner, tensor in zip(self._inputs, given, strict=True)}
         self._subgraph(known)
         results = self.concrete.structured_outputs
@@ -51,11 +51,6 @@ class OutputFunction:
             if result is not None:
                 result.set_shape(one.shape)
         return tf.nest.pack_sequence_as(results, found, expand_composites=True)
-
-    def _argument(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor that waits for the control dependencies in force, which imported operations cannot."""
-        with tf.device(self._devices[shard_of(tensor, self._devices)]):
-            return tf.identity(tensor)
 
     @functools.cached_property
     def _inputs(self) -> list[tf.Tensor]:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import tf_function, tf_onednn
+from tfpar._compat import tf_function
 from tfpar.pipeline.execution.bundles import Bundle, bundled, devices_of_parts, specs_of, unbundle
-from tfpar.pipeline.execution.divided_calls import shard_of
+from tfpar.pipeline.execution.divided_calls import argument, shard_of
 from tfpar.pipeline.execution.row_padding import Rows, add_zero_rows, repeat_last_row
 from tfpar.pipeline.execution.stage_trace import StageTrace
 from tfpar.pipeline.execution.stage_values import Place, ValueSpec
@@ -130,7 +130,7 @@ class StageFunctions:
         """Add the operations of a pass to the graph that is being traced.
 
         A call of a function would have all arguments and results on one device. The control dependencies in force apply
-        to the inputs of the pass: TensorFlow 2.21 cannot apply them to imported operations.
+        to the arguments of the pass.
 
         Args:
             name: The name of the pass, such as "forward".
@@ -141,15 +141,8 @@ class StageFunctions:
             "backward": self._run_backward,
             "weights": self._run_weights,
         }
-        given = tf.nest.map_structure(self._argument, arguments, expand_composites=True)
+        given = tf.nest.map_structure(lambda one: argument(one, self._devices), arguments, expand_composites=True)
         return passes[name](*given)
-
-    def _argument(self, tensor: tf.Tensor | None) -> tf.Tensor | None:
-        if tensor is None or tensor.dtype == tf.variant:
-            return tensor
-        device = self._devices[shard_of(tensor, self._devices)]  # that of the gradient of a piece
-        with tf.device(device):
-            return tf_onednn.sole_output(tf.identity(tensor), device)
 
     @functools.cached_property
     def forward(self) -> Any:

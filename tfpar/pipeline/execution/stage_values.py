@@ -59,9 +59,8 @@ class ValueSpec:
             mask: Its Keras mask; None for none.
             devices: The device of each piece.
         """
-        if isinstance(tensor, tuple):
-            tensor = gathered_classes.joined(tensor, devices)
-        return keras_model.with_mask(keras_probabilities.received_as(tensor, self.activation), mask)
+        whole = MaskedTensor(tensor).whole(*devices)
+        return keras_model.with_mask(keras_probabilities.received_as(whole, self.activation), mask)
 
 
 @dataclasses.dataclass

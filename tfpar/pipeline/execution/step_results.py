@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call, keras_metrics, tf_function, tf_graph
+from tfpar._compat import keras_losses_in_call, keras_metrics, keras_variables, tf_function, tf_graph
 from tfpar.pipeline.execution.output_functions import OutputFunction
 from tfpar.pipeline.execution.stage_values import ValueSpec
 from tfpar.pipeline.execution.staged_model import StagedModel
@@ -131,7 +131,7 @@ class _Update(NamedTuple):
         variables = _summed_states(model)
         function, assigned = self._traced(variables, assigns=False)
         others = [one.path for one in assigned if not any(one is known for known in variables)]
-        if others or any(kind.startswith(("Assign", "ResourceScatter")) for kind in tf_graph.effects(function.graph)):
+        if others or any(map(tf_graph.assigns, tf_graph.effects(function.graph))):
             what = "assigns one that is no keras.Variable"
             if others:
                 what = f"changes {others[0]!r}, which is none of a metric"
@@ -169,7 +169,7 @@ class _Update(NamedTuple):
     def _traced(self, variables: Sequence[keras.Variable], *, assigns: bool) -> tuple[Any, list[Any]]:
         """Return a concrete function, and the variables that a trace apart from them would have assigned."""
         staged, outputs, devices = self.staged, self.outputs, self.devices
-        has_pieces, assigned = any(one.is_in_pieces for one in outputs), dict[int, Any]()
+        has_pieces, assigned = any(one.is_in_pieces for one in outputs), list[Any]()
 
         def update(
             carried: list[tf.Tensor],
@@ -209,7 +209,7 @@ class _Update(NamedTuple):
         of_outputs = [one.spec for one in outputs], [one.mask for one in outputs]
         # Inlined, its conditional would become part of the loop around the steps.
         function = tf_function.noinline_function(update, _carried(variables), *counts, self.batch, *of_outputs)
-        return function, list(assigned.values())
+        return function, assigned
 
 
 def _carried(variables: Sequence[keras.Variable]) -> list[tf.TensorSpec]:
@@ -235,33 +235,23 @@ def _states_of_metrics(model: keras.Model) -> tuple[keras.Variable, ...]:
     return tuple({id(one): one for metric in metrics for one in metric.variables}.values())
 
 
-class _NotingScope(keras.StatelessScope):
-    """A stateless scope that notes the variables that are assigned.
-
-    Args:
-        mapping: Variables, each with its value.
-        assigned: Where variables are noted, by their `id`.
-    """
-
-    def __init__(self, mapping: Sequence[tuple[keras.Variable, tf.Tensor]], assigned: dict[int, Any]) -> None:
-        super().__init__(mapping)
-        self._assigned = assigned
-
-    def add_update(self, update: tuple[Any, Any]) -> None:
-        """Note the variable of an update."""
-        super().add_update(update)
-        self._assigned[id(update[0])] = update[0]
-
-
 @contextlib.contextmanager
 def _states(
-    variables: Sequence[keras.Variable], values: Sequence[tf.Tensor], assigned: dict[int, Any]
+    variables: Sequence[keras.Variable], values: Sequence[tf.Tensor], assigned: list[Any]
 ) -> Iterator[list[tf.Tensor]]:
-    """Replace the values of variables in this context; yield a list that has those after it, once it has ended."""
+    """Replace the values of variables in this context; yield a list that has those after it, once it has ended.
+
+    Args:
+        variables: Variables; none to assign them in place.
+        values: Their values.
+        assigned: A list, to which the variables that are assigned are added.
+    """
     after: list[tf.Tensor] = []
     if not variables:
         yield after
         return
-    with _NotingScope(list(zip(variables, values, strict=True)), assigned) as scope, tf_function.own_traces():
+    scope = keras_variables.AssignmentScope(list(zip(variables, values, strict=True)))
+    with scope, tf_function.own_traces():
         yield after
+    assigned += [variable for variable, _ in scope.assigned.values()]
     after += [scope.get_current_value(variable) for variable in variables]
