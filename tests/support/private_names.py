@@ -501,6 +501,15 @@ ROWS = [
     _tensorflow("the registry of gradients", "_registry", "framework/registry", "the same"),
     _tensorflow("tensorflow.python.framework.func_graph", "FuncGraph", "framework/func_graph", "the same"),
     _tensorflow("a graph", "outer_graph", "framework/func_graph", "the same"),
+    _tensorflow(
+        "a graph",
+        "_create_op_internal _colocation_stack _device_function_stack _current_control_dependencies",
+        "framework/ops",
+        "the scalars of an update are computed once",
+    ),
+    _tensorflow(
+        "tensorflow.python.ops.handle_data_util", "get_resource_handle_data", "ops/handle_data_util", "the same"
+    ),
     _tensorflow("a graph", "experimental_acd_manager", "framework/ops", "the clock runs unordered"),
     _tensorflow(
         "tensorflow.python.framework.auto_control_deps.AutomaticControlDependencies",

@@ -19,6 +19,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from tfpar._compat import keras_variables, keras_weight_keys
 from tfpar._compat.keras_optimizer_copy import unbuilt_copy
 from tfpar._compat.keras_weight_placement import place
+from tfpar._compat.tf_shared_scalars import SharedScalars
 
 
 @contextlib.contextmanager
@@ -29,6 +30,7 @@ def one_device_optimizer() -> Iterator[None]:
     conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
     `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right. It reads the
     learning rate once for each weight, and would send each value to the process of the weight; here it reads it once.
+    The weights of a device share the scalars of the update.
 
     As in Keras' code for TensorFlow, `update_step` and `_use_weight_decay` take the `tf.Variable` of a weight, whose
     name is the whole path, `sequential/dense/bias:0`.
@@ -37,14 +39,20 @@ def one_device_optimizer() -> Iterator[None]:
     def update_all(optimizer: BaseOptimizer, gradients: Any, variables: Any, learning_rate: Any) -> None:
         is_variable = isinstance(learning_rate, keras.Variable)
         rate = tf.convert_to_tensor(learning_rate.value) if is_variable else learning_rate
-        BaseOptimizer._backend_update_step(optimizer, gradients, list(map(_memory, variables)), rate)
+        scalars = SharedScalars()
+        for gradient, variable in zip(gradients, map(_memory, variables), strict=True):
+            with scalars.shared(variable.device):
+                optimizer.update_step(gradient, variable, rate)
 
     def decay_all(optimizer: BaseOptimizer, variables: Sequence[Any]) -> None:
         if optimizer.weight_decay is None:
             return
+        scalars = SharedScalars()
         for variable in variables:
             memory = _memory(variable)
-            if not keras_weight_keys.is_excluded(optimizer, variable) and optimizer._use_weight_decay(memory):
+            if keras_weight_keys.is_excluded(optimizer, variable) or not optimizer._use_weight_decay(memory):
+                continue
+            with scalars.shared(memory.device):
                 rate, decay = (tf.cast(one, memory.dtype) for one in (optimizer.learning_rate, optimizer.weight_decay))
                 memory.assign_sub(memory * decay * rate)
 

@@ -1,0 +1,118 @@
+"""Scalars that a graph computes once, however often Python computes them.
+
+Written for TensorFlow 2.21, which creates an operation for each call. Adam of Keras has 42 for each weight, of which 19
+compute scalars that all weights share: constants, the step, the powers of beta, the rate. Of a transformer they are a
+quarter of all operations that Python creates and the graph optimizer visits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops.handle_data_util import get_resource_handle_data
+
+
+class SharedScalars:
+    """The scalars of a graph that operations of some contexts share.
+
+    Shared are operations without state whose inputs are all scalars, scalar constants, and reads of a scalar variable
+    that no operation in these contexts has changed since. The results are those of operations of their own, bit for
+    bit.
+
+    Example:
+        >>> @tf.function
+        ... def powers(x):
+        ...     scalars = SharedScalars()
+        ...     with scalars.shared():
+        ...         first = x * 3.0
+        ...     with scalars.shared():
+        ...         return first is x * 3.0
+        >>> bool(powers(tf.constant(2.0)))
+        True
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[tf.Operation, list[Any]]] = {}
+        self._writes: dict[int, int] = {}  # by the handle of a variable, which the operations in `_held` keep alive
+        self._held: list[Any] = []
+
+    @contextlib.contextmanager
+    def shared(self, place: str = "") -> Iterator[None]:
+        """Share scalars with the other contexts of the same graph and place.
+
+        Args:
+            place: The device of their readers, where operations request none: TensorFlow places a constant with its
+                one reader.
+        """
+        if tf.executing_eagerly():
+            yield
+            return
+        graph = tf.compat.v1.get_default_graph()
+        create = graph._create_op_internal
+
+        def create_or_share(
+            op_type: str, inputs: Any, dtypes: Any = None, input_types: Any = None, name: Any = None, attrs: Any = None,
+            *others: Any, **named: Any,
+        ) -> Any:  # fmt: skip
+            key = self._key(graph, place, op_type, inputs, attrs)
+            if key is not None and key in self._found:
+                return self._found[key][0]
+            op = create(op_type, inputs, dtypes, input_types, name, attrs, *others, **named)
+            if key is not None:
+                self._found[key] = (op, list(inputs))
+            elif op_type != "ReadVariableOp":
+                self._note_writes(inputs)
+            return op
+
+        with mock.patch.object(graph, "_create_op_internal", create_or_share):
+            yield
+
+    def _key(self, graph: Any, place: str, op_type: str, inputs: Any, attrs: Any) -> Any:
+        """Return what an operation on scalars is known by; None for another operation."""
+        if op_type == "Const":
+            if attrs["value"].tensor.tensor_shape.dim or attrs["value"].tensor.tensor_shape.unknown_rank:
+                return None
+        elif op_type == "ReadVariableOp":
+            if not _is_scalar_variable(inputs[0]):
+                return None
+        elif not inputs or not all(map(_is_scalar, inputs)) or op_def_registry.get(op_type).is_stateful:
+            return None
+        devices = _devices(graph)
+        if devices is None:
+            return None
+        given = tuple(sorted((name, value.SerializeToString()) for name, value in (attrs or {}).items()))
+        read = tuple((id(one), self._writes.get(id(one), 0)) for one in inputs)
+        after = frozenset(map(id, graph._current_control_dependencies()))
+        return id(graph), place, devices, after, op_type, read, given
+
+    def _note_writes(self, inputs: Any) -> None:
+        """Note that an operation may have changed the variables whose handles it takes."""
+        for one in inputs:
+            if one.dtype == tf.resource:
+                self._writes[id(one)] = self._writes.get(id(one), 0) + 1
+                self._held.append(one)
+
+
+def _is_scalar(tensor: Any) -> bool:
+    return tensor.dtype not in (tf.resource, tf.variant) and tensor.shape.rank == 0
+
+
+def _is_scalar_variable(handle: Any) -> bool:
+    known = get_resource_handle_data(handle)
+    if len(known.shape_and_type) != 1:
+        return False
+    shape = known.shape_and_type[0].shape
+    return not shape.dim and not shape.unknown_rank
+
+
+def _devices(graph: Any) -> tuple[Any, ...] | None:
+    """Return the devices that new operations request, names or functions; None where they are colocated."""
+    if any(one is not None for one in graph._colocation_stack.peek_objs()):
+        return None
+    specs = graph._device_function_stack.peek_objs()
+    return tuple(one.display_name if one.fast_string_merge else one.function for one in specs)
