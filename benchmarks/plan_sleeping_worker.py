@@ -17,7 +17,7 @@ import tfpar
 from benchmarks.pipelines.sleeping_worker import sleeping_model, use_sleeping_cpus
 from benchmarks.plan_worker import compared
 from tfpar.planning.layouts import Layout
-from tfpar.planning.measurement import measure
+from tfpar.planning.measurement import measure, with_split_factor
 
 _DEVICES = [f"CPU:{number}" for number in range(8)]
 _WIDTH = 8
@@ -47,7 +47,7 @@ def run(seconds_per_row: Sequence[float], batch: int) -> Output:
         return tfpar.Trainer(lambda: sleeping_model(_WIDTH, seconds_per_row), strategy), data
 
     costs, machine = measure(make, _DEVICES)
-    return compared(costs, machine, LAYOUTS, make, data, _DEVICES)
+    return compared(with_split_factor(make, _DEVICES, costs), machine, LAYOUTS, make, data, _DEVICES)
 
 
 if __name__ == "__main__":

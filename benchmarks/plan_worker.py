@@ -19,7 +19,7 @@ import tfpar
 from tfpar.planning.close_layouts import with_measured
 from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout
-from tfpar.planning.measurement import measure, measure_layout, strategy_of
+from tfpar.planning.measurement import measure, measure_layout, strategy_of, with_split_factor
 from tfpar.planning.planner import USUALLY_MEASURED
 from tfpar.planning.ranking import best_of_each_grid, rank
 from tfpar.planning.rows import PredictedStep
@@ -46,6 +46,7 @@ def run(model: str, batch: int) -> Output:
         return tfpar.Trainer(BUILD_MODEL[model], strategy), data
 
     costs, machine = measure(make, _DEVICES)
+    costs = with_split_factor(make, _DEVICES, costs)
     layouts = [Layout(), *(Layout(2, shard=shard) for shard in (None, "optimizer", "weights")), Layout(num_shards=2)]
     layouts += [Layout(1, 2, number, "zero_bubble") for number in (2, 8)]
     layouts += [Layout(1, 2, number, recompute=recompute) for number in (2, 8) for recompute in (False, True)]

@@ -15,7 +15,7 @@ import tfpar
 from tfpar.planning import stage_measurement, step_timing
 from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, candidates
-from tfpar.planning.measurement import measure, measure_layout, sizes_of
+from tfpar.planning.measurement import measure, measure_layout, sizes_of, with_split_factor
 from tfpar.planning.step_prediction import predict
 from tfpar.strategies import Strategy
 
@@ -62,7 +62,7 @@ def test_every_size_and_every_block_is_measured(costs: tuple[ModelCosts, Machine
     assert model.staged is not None
     assert [block.weight_bytes for block in model.blocks] == [8448, 16640, 16640, 2080]
     assert all(block.is_divided for block in model.blocks[:2])
-    assert model.split_factor >= 1
+    assert model.split_factor is None
     assert set(machine.slowdown) == set(machine.slowdown_of_stages) == {1, 2}
     assert set(machine.reduce) == {2}
     assert machine.action_seconds > 0
@@ -109,7 +109,6 @@ def test_the_loss_of_pieces_is_measured_where_a_loss_reads_them(
     )
     assert (model.loss_of_pieces_seconds is not None) == is_of_pieces
     assert machine.num_devices == 8
-    assert model.split_factor == 1
     assert not machine.slowdown_of_stages
 
 
@@ -122,15 +121,28 @@ def test_layers_before_the_first_weights_are_no_stage_of_a_split_pass(logical_cp
         return model
 
     cuts: list[list[int]] = []
-    original = stage_measurement.Pipeline
+    original = stage_measurement.PipelineWithoutUpdate
 
     def pipeline(*args: Any, balance: list[int], **kwargs: Any) -> Any:
         cuts.append(balance)
         return original(*args, balance=balance, **kwargs)
 
-    with mock.patch.object(stage_measurement, "Pipeline", pipeline):
-        measure(lambda strategy: (tfpar.Trainer(flat, strategy), data()), DEVICES)
-    assert cuts == [[4], [4], [2, 2], [2, 2]]
+    def make(strategy: Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
+        return tfpar.Trainer(flat, strategy), data()
+
+    with mock.patch.object(stage_measurement, "PipelineWithoutUpdate", pipeline):
+        model = with_split_factor(make, DEVICES, measure(make, DEVICES)[0])
+    assert cuts == [[4], [2, 2], [2, 2]]
+    assert model.split_factor is not None
+    assert model.split_factor >= 1
+
+
+def test_no_split_pass_is_measured_with_one_device(logical_cpus: list[str]) -> None:
+    def make(strategy: Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
+        return tfpar.Trainer(build, strategy), data()
+
+    model, _ = measure(make, DEVICES[:1])
+    assert with_split_factor(make, DEVICES[:1], model).split_factor == 1
 
 
 def test_a_model_that_mixes_examples_has_no_blocks_and_names_the_layer(logical_cpus: list[str]) -> None:

@@ -12,10 +12,12 @@ import tensorflow as tf
 
 import tfpar
 from tests.support import objective_cases
-from tfpar.planning import update_measurement
+from tfpar.planning import steps_without_update, update_measurement
 from tfpar.planning.costs import Curve
 from tfpar.planning.given_data import Prepared, ReadOnce, prepared
+from tfpar.planning.steps_without_update import DeviceWithoutUpdate, PipelineWithoutUpdate
 from tfpar.planning.update_measurement import measure_update
+from tfpar.strategies import Strategy
 
 DEVICE = "CPU:0"
 
@@ -64,12 +66,17 @@ def test_a_long_update_is_what_a_step_takes_longer_than_one_without_it(
     assert without is not loop
 
 
+@pytest.mark.parametrize(
+    "make_strategy",
+    [lambda: DeviceWithoutUpdate(DEVICE), lambda: PipelineWithoutUpdate(1, 4, devices=[DEVICE])],
+    ids=["device", "pipeline"],
+)
 def test_a_step_without_update_computes_the_gradients_and_keeps_the_weights(
-    make_trainer: ReadOnce, logical_cpus: list[str]
+    make_trainer: ReadOnce, make_strategy: Callable[[], Strategy], logical_cpus: list[str]
 ) -> None:
-    one = prepared(make_trainer, update_measurement._WithoutUpdate(DEVICE))
+    one = prepared(make_trainer, make_strategy())
     before = one.trainer.model.get_weights()
-    with mock.patch.object(update_measurement.tf_graph, "computed", side_effect=lambda parts: parts) as computed:
+    with mock.patch.object(steps_without_update.tf_graph, "computed", side_effect=lambda parts: parts) as computed:
         one.loop.run(3)
     (parts,) = computed.call_args.args
     assert len(parts) == len(one.trainer.model.trainable_variables)

@@ -10,7 +10,7 @@ from tfpar.planning.costs import MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, Refusal, candidates
 from tfpar.planning.memory import device_bytes, largest_batch
 from tfpar.planning.plan import Plan
-from tfpar.planning.ranking import MOST_SPREAD, UNTESTED, best_of_each_grid, rank
+from tfpar.planning.ranking import MOST_SPREAD, UNTESTED, best_of_each_grid, rank, split
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.step_prediction import predict
 
@@ -53,6 +53,21 @@ def compare(
     return rank(rows, refusals, model, machine, more, history, devices or ())
 
 
+def may_split(model: ModelCosts, machine: MachineCosts) -> bool:
+    """Return whether a pipeline with split backward passes would be the fastest layout if they cost nothing.
+
+    Otherwise their price, which takes two more pipelines to measure, decides nothing.
+
+    Args:
+        model: The costs of the model.
+        machine: The costs of the devices and links.
+    """
+    steps, _ = _predictions(dataclasses.replace(model, split_factor=1.0), machine)
+    fitting, _ = split(steps, machine)
+    fastest = min(fitting or steps, key=lambda step: step.seconds)
+    return fastest.layout.schedule == "zero_bubble"
+
+
 def _predictions(
     model: ModelCosts, machine: MachineCosts, known: Sequence[PredictedStep] = ()
 ) -> tuple[list[PredictedStep], list[Refusal]]:
@@ -72,7 +87,9 @@ def _layouts(model: ModelCosts, machine: MachineCosts) -> Iterator[Layout | Refu
     divides_layers = any(block.is_divided for block in model.blocks)
     powers = {1 << power for power in range(machine.num_hosts.bit_length()) if 1 << power < machine.num_hosts}
     for hosts in sorted(powers | {machine.num_hosts}):
-        yield from candidates(machine.num_devices, hosts, model.batch, len(model.blocks), divides_layers, model.mixing)
+        for one in candidates(machine.num_devices, hosts, model.batch, len(model.blocks), divides_layers, model.mixing):
+            if isinstance(one, Refusal) or one.schedule != "zero_bubble" or model.split_factor is not None:
+                yield one
 
 
 def _predicted(layout: Layout, model: ModelCosts, machine: MachineCosts) -> PredictedStep:

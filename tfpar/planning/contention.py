@@ -7,10 +7,25 @@ import threading
 import time
 from collections.abc import Sequence
 
+import tensorflow as tf
+
 from tfpar.planning.step_timing import TimedLoop
 
 _ROUNDS = 5
 _SECONDS_OF_ROUND = 0.25
+
+
+def are_alike(devices: Sequence[str]) -> bool:
+    """Return whether devices have the same cores and memory, as logical CPUs do: two threads on one are as on two.
+
+    Args:
+        devices: Names of devices.
+
+    Example:
+        >>> are_alike(["CPU:0", "CPU:1"]), are_alike(["GPU:0", "GPU:1"])
+        (True, False)
+    """
+    return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
 
 
 def measure_slowdown(loops: Sequence[TimedLoop]) -> dict[int, float]:

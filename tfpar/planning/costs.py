@@ -137,7 +137,8 @@ class ModelCosts:
         replica_seconds: Seconds of a step on one device of `tf.distribute` beyond those without it.
         staged: Seconds of forward and backward pass of a micro-batch in a pipeline of one stage, with the sum of the
             gradients; None where the model cannot be cut.
-        split_factor: Seconds of a micro-batch on a stage with a split backward pass, relative to a whole one.
+        split_factor: Seconds of a micro-batch on a stage with a split backward pass, relative to a whole one; None
+            where it is not measured, so that no layout with such a pass is considered.
         loss_seconds: Seconds of the loss of an example and of its gradient.
         loss_of_pieces_seconds: The same for outputs in pieces, as tensor parallelism leaves them, on one device; None
             where it gathers them.
@@ -167,7 +168,7 @@ class ModelCosts:
     update_seconds: float
     replica_seconds: float = 0.0
     staged: Curve | None = None
-    split_factor: float = 1.0
+    split_factor: float | None = 1.0
     loss_seconds: float = 0.0
     loss_of_pieces_seconds: float | None = None
     data_seconds: float = 0.0

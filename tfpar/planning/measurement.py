@@ -14,14 +14,14 @@ from tfpar import config, data
 from tfpar._compat import random_state
 from tfpar.cluster import cores
 from tfpar.planning.block_measurement import SHARDS_OF_TRIAL, measure_blocks, trace_model, with_bytes
-from tfpar.planning.contention import measure_slowdown
+from tfpar.planning.contention import are_alike, measure_slowdown
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
 from tfpar.planning.given_data import MakeTrainer, ReadOnce, prepared
 from tfpar.planning.layouts import Layout
 from tfpar.planning.link_measurement import measure_addition, measure_copy, measure_exchange, measure_reduction
 from tfpar.planning.memory_measurement import model_bytes, runtime_bytes
 from tfpar.planning.pipeline_probe import action_seconds
-from tfpar.planning.stage_measurement import measure_stages
+from tfpar.planning.stage_measurement import measure_split_factor, measure_stages
 from tfpar.planning.step_timing import TimedLoop, measure_loss, measure_loss_of_pieces, measure_steps
 from tfpar.planning.update_measurement import measure_update
 from tfpar.reduction.weight_owners import num_bytes
@@ -30,6 +30,8 @@ from tfpar.trainer import Trainer
 
 _MOST_SIZES = 7
 _MOST_DEVICES_AT_ONCE = 4
+_LONG_SECONDS = 0.03  # of a step, of which what a replica adds is no hundredth part
+_MOST_OF_UPDATE = 0.1  # of a step: the updates of two threads wait for each other where they change one model
 
 
 def measure(
@@ -37,7 +39,7 @@ def measure(
 ) -> tuple[ModelCosts, MachineCosts]:
     """Measure a model and its data on one device, and what several devices do at once.
 
-    Each device gets a model of its own, which is trained for the measurement and dropped.
+    Each GPU gets a model of its own, which is trained for the measurement and dropped.
 
     Args:
         make_trainer: Returns a trainer under a strategy and its training data, as for `Trainer.fit`.
@@ -45,7 +47,7 @@ def measure(
         num_planned: Devices to plan for; None for those that are there.
 
     Returns:
-        The costs of the model and of the machine.
+        The costs of the model, with no price of split backward passes yet, and of the machine.
 
     Raises:
         ValueError: If the data has no examples, or one device cannot train the model.
@@ -65,8 +67,8 @@ def measure(
             replica_seconds=_replica_seconds(make_trainer, devices, costs),
         )
         stages = measure_stages(make_trainer, devices, costs)
-        costs = dataclasses.replace(costs, staged=stages.seconds, split_factor=stages.split_factor)
-        machine = _measure_machine(make_trainer, loop, batch, devices, num_planned)
+        costs = dataclasses.replace(costs, staged=stages.seconds, split_factor=None)
+        machine = _measure_machine(make_trainer, loop, batch, devices, num_planned, costs)
     num_cores = cores.num_allowed_cores() if machine.device == "CPU" else 0
     machine = dataclasses.replace(
         machine,
@@ -76,6 +78,21 @@ def measure(
         slowdown_of_stages=stages.slowdown_like(machine.slowdown),
     )
     return dataclasses.replace(costs, seconds=time.perf_counter() - began_seconds), machine
+
+
+def with_split_factor(make_trainer: MakeTrainer, devices: Sequence[str], costs: ModelCosts) -> ModelCosts:
+    """Return the costs of a model with the price of split backward passes.
+
+    Args:
+        make_trainer: As for `measure`.
+        devices: The devices of this machine.
+        costs: The costs of the model.
+    """
+    began_seconds = time.perf_counter()
+    with random_state.preserved_random_state():
+        factor = measure_split_factor(ReadOnce(make_trainer), devices, costs)
+    seconds = costs.seconds + time.perf_counter() - began_seconds
+    return dataclasses.replace(costs, split_factor=factor, seconds=seconds)
 
 
 def measure_layout(make_trainer: MakeTrainer, layout: Layout, devices: Sequence[str]) -> float:
@@ -169,10 +186,10 @@ def _measure_model(
 
 def _replica_seconds(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float:
     """Return the seconds of a step on one replica beyond those of the same step on one device."""
-    if len(devices) == 1:
+    num_examples = -(-costs.batch // len(devices))
+    if len(devices) == 1 or costs.compute.at(num_examples) > _LONG_SECONDS:
         return 0.0
     loop = prepared(make_trainer, Mirrored([devices[0]])).loop
-    num_examples = -(-costs.batch // len(devices))
     steps, _ = measure_steps(loop, [num_examples])
     return max(0.0, steps.seconds[0] - costs.compute.at(num_examples) - costs.update_seconds)
 
@@ -183,14 +200,18 @@ def _bytes_of(batch: Any) -> int:
 
 
 def _measure_machine(
-    make_trainer: ReadOnce, loop: TimedLoop, batch: Any, devices: Sequence[str], num_planned: int
+    make_trainer: ReadOnce, loop: TimedLoop, batch: Any, devices: Sequence[str], num_planned: int, costs: ModelCosts
 ) -> MachineCosts:
     kind = tf.DeviceSpec.from_string(devices[0]).device_type
     if len(devices) == 1:
         return MachineCosts(kind, num_planned, 1, add=measure_addition(devices[0]))
     used = list(devices[:_MOST_DEVICES_AT_ONCE])
     share = -(-int(data.num_rows(batch)) // min(len(devices), num_planned))
-    loops = [loop, *(prepared(make_trainer, SingleDevice(device)).loop for device in used[1:])]
+    update_seconds = costs.update_seconds
+    if are_alike(used) and update_seconds < _MOST_OF_UPDATE * (costs.compute.at(share) + update_seconds):
+        loops = [loop, *(loop.twin() for _ in used[1:])]
+    else:
+        loops = [loop, *(prepared(make_trainer, SingleDevice(device)).loop for device in used[1:])]
     for one in loops:
         one.resize(share)
     numbers = sorted({2, len(devices)})

@@ -17,11 +17,11 @@ import tensorflow as tf
 
 from tfpar import cluster, data
 from tfpar.loops import memory_errors
-from tfpar.planning.comparison import compare
+from tfpar.planning.comparison import compare, may_split
 from tfpar.planning.given_data import MakeTrainer, ReadOnce
 from tfpar.planning.history import history, machine_name
 from tfpar.planning.layouts import Refusal
-from tfpar.planning.measurement import measure, measure_layout
+from tfpar.planning.measurement import measure, measure_layout, with_split_factor
 from tfpar.planning.plan import Plan
 from tfpar.planning.rows import PredictedStep
 from tfpar.planning.stated import MOST_MEASURED, Stated, check_count
@@ -133,10 +133,14 @@ def planned(
         model, machine = measure(trainers, there, stated.num_devices)
     if machine.memory_bytes is None:
         machine = dataclasses.replace(machine, memory_bytes=free_bytes)
+    machine = stated.applied(machine)
+    if may_split(model, machine):
+        with progress("planning: measuring split backward passes ..."), _one_sentence(explain):
+            model = with_split_factor(trainers, there, model)
     most = USUALLY_MEASURED if measured_layouts is None else measured_layouts
     return compare(
         model,
-        stated.applied(machine),
+        machine,
         history(RUNS, machine_name(machine.device)),
         devices,
         functools.partial(_measured, trainers, there, model.data_seconds, until_seconds),

@@ -1,18 +1,17 @@
-"""The measured micro-batches of pipelines: alone, with a split backward pass, and on two devices at once."""
+"""The measured micro-batches of pipelines: alone, on two devices at once, and with a split backward pass."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar.planning.contention import measure_slowdown
+from tfpar.planning.contention import are_alike, measure_slowdown
 from tfpar.planning.costs import Curve, ModelCosts
 from tfpar.planning.given_data import ReadOnce, prepared
 from tfpar.planning.step_timing import TimedLoop, alternate_seconds, measure_steps
-from tfpar.strategies import Pipeline
+from tfpar.planning.steps_without_update import PipelineWithoutUpdate
 
 _MICROBATCHES = 4
 _SIZES = 4
@@ -24,13 +23,10 @@ class Stages(NamedTuple):
 
     Args:
         seconds: Of a micro-batch in a pipeline of one stage, by its number of examples; None where none can be.
-        split_factor: Seconds of a micro-batch on a stage with a split backward pass, relative to a whole one; 1 where
-            two devices or the cut are missing.
         slowdown: Seconds of such a micro-batch with two devices at once, relative to one.
     """
 
     seconds: Curve | None = None
-    split_factor: float = 1.0
     slowdown: float | None = None
 
     def slowdown_like(self, measured: Mapping[int, float]) -> dict[int, float]:
@@ -65,20 +61,17 @@ def measure_stages(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelC
     sizes = sorted({max(1, costs.batch // (_MICROBATCHES << power)) for power in range(_SIZES)})
     loop = _loop(make_trainer, devices[:1], [len(costs.blocks)])
     steps, _ = measure_steps(loop, [_MICROBATCHES * size for size in sizes])
-    each = [max(0.0, one - costs.update_seconds) / _MICROBATCHES for one in steps.seconds]
+    each = [one / _MICROBATCHES for one in steps.seconds]
     found = Stages(Curve(tuple(sizes[: len(each)]), tuple(each)))
     if len(devices) == 1:
         return found
     size = steps.sizes[-1] // _MICROBATCHES
-    return found._replace(
-        slowdown=_slowdown(make_trainer, loop, devices[1], costs, size),
-        split_factor=_split_factor(make_trainer, devices, dataclasses.replace(costs, staged=found.seconds), size),
-    )
+    return found._replace(slowdown=_slowdown(make_trainer, loop, devices[1], costs, size))
 
 
 def _slowdown(make_trainer: ReadOnce, loop: TimedLoop, other: str, costs: ModelCosts, size: int) -> float | None:
     try:
-        loops = [loop, _loop(make_trainer, [other], [len(costs.blocks)])]
+        loops = [loop, loop.twin() if are_alike([other]) else _loop(make_trainer, [other], [len(costs.blocks)])]
         for one in loops:
             one.resize(_MICROBATCHES * size)
         return measure_slowdown(loops)[_DEVICES_AT_ONCE]
@@ -86,15 +79,24 @@ def _slowdown(make_trainer: ReadOnce, loop: TimedLoop, other: str, costs: ModelC
         return None
 
 
-def _split_factor(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts, size: int) -> float:
-    """Return the seconds of a micro-batch of a stage with a split backward pass, relative to those with a whole one.
+def measure_split_factor(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float:
+    """Measure a micro-batch of a stage with a split backward pass, beside one with a whole pass.
 
     A pass is split where a stage has weights, and needs the gradients of its inputs: from the second layer with weights
     on. The first stage here has the layers up to the first with weights, and the second one all others.
+
+    Args:
+        make_trainer: The trainers of the plan.
+        devices: The devices of this machine.
+        costs: The costs of the model, with its blocks and those of micro-batches.
+
+    Returns:
+        The seconds with a split pass relative to those with a whole one; 1 where two devices or the cut are missing.
     """
     trained = [number for number, block in enumerate(costs.blocks) if block.trainable_bytes]
-    if len(trained) < _DEVICES_AT_ONCE:
+    if costs.staged is None or min(len(devices), len(trained)) < _DEVICES_AT_ONCE:
         return 1.0
+    size = costs.staged.sizes[-1]
     layers = [trained[0] + 1, len(costs.blocks) - trained[0] - 1]
     try:
         loops = [_loop(make_trainer, devices[:2], layers, schedule) for schedule in ("1f1b", "zero_bubble")]
@@ -149,5 +151,6 @@ def split_factor(costs: ModelCosts, first: int, more_seconds: float, num_microba
 
 def _loop(make_trainer: ReadOnce, devices: Sequence[str], layers: Sequence[int], schedule: Any = "1f1b") -> TimedLoop:
     """Return the steps of a pipeline whose stages have some layers each."""
-    pipeline = Pipeline(len(devices), _MICROBATCHES, schedule=schedule, balance=list(layers), devices=list(devices))
+    number = len(devices)
+    pipeline = PipelineWithoutUpdate(number, _MICROBATCHES, schedule, balance=list(layers), devices=list(devices))
     return prepared(make_trainer, pipeline).loop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import time
@@ -59,6 +60,13 @@ class TimedLoop:
         self._size.assign(num_examples)
         self._iterator = iter(self._dataset)
         self._upcoming = self._iterator.get_next_as_optional()
+
+    def twin(self) -> TimedLoop:
+        """Return a loop of the same compiled steps, model and size, which another thread can run at the same time."""
+        twin = copy.copy(self)
+        twin._iterator = iter(self._dataset)
+        twin._upcoming = twin._iterator.get_next_as_optional()
+        return twin
 
     def run(self, num_steps: int) -> None:
         """Run steps, and wait for their end."""

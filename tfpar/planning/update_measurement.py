@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_optimizer, tf_graph
+from tfpar._compat import keras_optimizer
 from tfpar.pipeline.partition.layer_profile import wait_for_gpus
 from tfpar.planning.costs import Curve
 from tfpar.planning.given_data import ReadOnce, prepared
 from tfpar.planning.step_timing import TimedLoop, alternate_seconds, repeated_seconds
+from tfpar.planning.steps_without_update import DeviceWithoutUpdate
 from tfpar.reduction import objective
-from tfpar.strategies import SingleDevice
 
 # Of a step, where neither the update by itself nor its part of the step can be measured.
 _USUAL_PART = 0.7
@@ -41,23 +40,13 @@ def measure_update(make_trainer: ReadOnce, model: keras.Model, loop: TimedLoop, 
     if objective.objectives_of(model):
         return _USUAL_PART * step_seconds
     try:
-        without = prepared(make_trainer, _WithoutUpdate(device)).loop
+        without = prepared(make_trainer, DeviceWithoutUpdate(device)).loop
         for one in (loop, without):
             one.resize(size)
         with_seconds, without_seconds = alternate_seconds([loop, without])
     except tf.errors.ResourceExhaustedError:
         return _USUAL_PART * step_seconds
     return min(max(0.0, with_seconds - without_seconds), step_seconds)
-
-
-class _WithoutUpdate(SingleDevice):
-    """Steps that compute the gradients and leave the weights as they are."""
-
-    def _apply(self, model: keras.Model, gradients: list[Any]) -> None:
-        """Wait for the gradients, and count the step."""
-        parts = tf.nest.flatten([one for one in gradients if one is not None], expand_composites=True)
-        with tf.control_dependencies(tf_graph.computed(parts)):
-            model.optimizer.iterations.assign_add(1)
 
 
 def _apart_seconds(model: keras.Model, device: str) -> float:
