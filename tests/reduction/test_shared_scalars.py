@@ -75,7 +75,15 @@ class Deciding(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate * before / self.count)
 
 
-@pytest.mark.parametrize("make_optimizer", [Counting, Deciding, lambda: keras.optimizers.AdamW(0.01)])
+class Slowing(keras.optimizers.SGD):
+    """Each weight has half the learning rate of the one before, as a variable that each update changes."""
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient, variable, learning_rate)
+        self._learning_rate.assign(self._learning_rate * 0.5)
+
+
+@pytest.mark.parametrize("make_optimizer", [Counting, Deciding, Slowing, lambda: keras.optimizers.AdamW(0.01)])
 @pytest.mark.parametrize(
     "make_strategy",
     [lambda: tfpar.SingleDevice("CPU:1"), lambda: tfpar.Pipeline(2, 2, balance="parameters")],

@@ -29,20 +29,18 @@ def one_device_optimizer() -> Iterator[None]:
     Keras 3.15's TensorFlow optimizer reduces and updates across replicas itself, after clipping and inside
     conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
     `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right. It reads the
-    learning rate once for each weight, and would send each value to the process of the weight; here it reads it once.
-    The weights of a device share the scalars of the update.
+    learning rate once for each weight, and would send each value to the process of the weight; here the weights of a
+    device share the scalars of the update, of which the rate is one unless an update changes it.
 
     As in Keras' code for TensorFlow, `update_step` and `_use_weight_decay` take the `tf.Variable` of a weight, whose
     name is the whole path, `sequential/dense/bias:0`.
     """
 
     def update_all(optimizer: BaseOptimizer, gradients: Any, variables: Any, learning_rate: Any) -> None:
-        is_variable = isinstance(learning_rate, keras.Variable)
-        rate = tf.convert_to_tensor(learning_rate.value) if is_variable else learning_rate
         scalars = SharedScalars()
         for gradient, variable in zip(gradients, map(_memory, variables), strict=True):
             with scalars.shared(variable.device):
-                optimizer.update_step(gradient, variable, rate)
+                optimizer.update_step(gradient, variable, learning_rate)
 
     def decay_all(optimizer: BaseOptimizer, variables: Sequence[Any]) -> None:
         if optimizer.weight_decay is None:
@@ -122,6 +120,17 @@ def num_applied(optimizer: keras.Optimizer | None) -> int:
         return 0
     iterations = getattr(keras_variables.innermost(optimizer), "_iterations", None)
     return 0 if iterations is None else int(iterations.numpy())
+
+
+def count_application(optimizer: keras.Optimizer) -> None:
+    """Count an application to gradients that takes place elsewhere, or not at all.
+
+    With gradient accumulation Keras 3.15's `iterations` is computed, and no variable.
+
+    Args:
+        optimizer: A built optimizer.
+    """
+    versions.private(keras_variables.innermost(optimizer), "_iterations").assign_add(1)
 
 
 def updates_of(optimizer: keras.Optimizer | None, num_applied: int) -> int:

@@ -93,7 +93,11 @@ class SharedScalars:
     def _note_writes(self, inputs: Any) -> None:
         """Note that an operation may have changed the variables whose handles it takes."""
         for one in inputs:
-            if one.dtype == tf.resource:
+            if one.dtype != tf.resource:
+                continue
+            if isinstance(one, tf.__internal__.EagerTensor):  # a graph knows a variable by a tensor of its own
+                self._found.clear()
+            else:
                 self._writes[id(one)] = self._writes.get(id(one), 0) + 1
                 self._held.append(one)
 
@@ -103,6 +107,8 @@ def _is_scalar(tensor: Any) -> bool:
 
 
 def _is_scalar_variable(handle: Any) -> bool:
+    if isinstance(handle, tf.__internal__.EagerTensor):
+        return False
     known = get_resource_handle_data(handle)
     if len(known.shape_and_type) != 1:
         return False
