@@ -22,10 +22,10 @@ from tfpar.strategies import Strategy
 DEVICE = "CPU:0"
 
 
-def build() -> keras.Model:
+def build(accumulation: int | None = None) -> keras.Model:
     """Return a model whose update takes longer than the passes of a few examples."""
     model = keras.Sequential([keras.Input((64,)), *(keras.layers.Dense(64) for _ in range(12))])
-    model.compile(keras.optimizers.Adam(1e-3), "mse")
+    model.compile(keras.optimizers.Adam(1e-3, gradient_accumulation_steps=accumulation), "mse")
     return model
 
 
@@ -66,15 +66,17 @@ def test_a_long_update_is_what_a_step_takes_longer_than_one_without_it(
     assert without is not loop
 
 
+@pytest.mark.parametrize("accumulation", [None, 2])
 @pytest.mark.parametrize(
     "make_strategy",
     [lambda: DeviceWithoutUpdate(DEVICE), lambda: PipelineWithoutUpdate(1, 4, devices=[DEVICE])],
     ids=["device", "pipeline"],
 )
 def test_a_step_without_update_computes_the_gradients_and_keeps_the_weights(
-    make_trainer: ReadOnce, make_strategy: Callable[[], Strategy], logical_cpus: list[str]
+    make_strategy: Callable[[], Strategy], accumulation: int | None, logical_cpus: list[str]
 ) -> None:
-    one = prepared(make_trainer, make_strategy())
+    dataset = tf.data.Dataset.from_tensors((tf.zeros([8, 64]), tf.zeros([8, 64]))).repeat()
+    one = prepared(trainers(lambda: build(accumulation), dataset), make_strategy())
     before = one.trainer.model.get_weights()
     with mock.patch.object(steps_without_update.tf_graph, "computed", side_effect=lambda parts: parts) as computed:
         one.loop.run(3)

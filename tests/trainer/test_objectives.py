@@ -62,6 +62,17 @@ def every_variable(trainer: tfpar.Trainer) -> list[np.ndarray]:
     return [*trainer.model.get_weights(), *(one.numpy() for optimizer in optimizers for one in optimizer.variables)]
 
 
+@pytest.mark.parametrize("strategy", ["single_device", "mirrored"])
+def test_the_optimizer_of_compile_counts_steps_without_weights_and_may_accumulate_gradients(strategy: str) -> None:
+    def build() -> keras.Model:
+        model = Line(optimizer=keras.optimizers.SGD(0.1))
+        model.compile(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+        return model
+
+    trainer = fit(build, strategy, epochs=2)
+    assert int(trainer.model.optimizer.iterations) == 3  # six steps
+
+
 @pytest.mark.parametrize("strategy", small.STRATEGIES)
 def test_an_interrupted_training_resumes_with_all_optimizers(strategy: str, tmp_path: Path) -> None:
     class Interrupt(keras.callbacks.Callback):

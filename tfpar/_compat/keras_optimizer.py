@@ -16,7 +16,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfpar._compat import keras_variables, keras_weight_keys
+from tfpar._compat import keras_variables, keras_weight_keys, versions
 from tfpar._compat.keras_optimizer_copy import unbuilt_copy
 from tfpar._compat.keras_weight_placement import place
 from tfpar._compat.tf_shared_scalars import SharedScalars

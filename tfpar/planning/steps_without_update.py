@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfpar._compat import tf_graph
+from tfpar._compat import keras_optimizer, tf_graph
 from tfpar.strategies import Pipeline, SingleDevice
 
 
@@ -37,4 +37,4 @@ def _count_step(model: keras.Model, gradients: Sequence[Any]) -> None:
     """Wait for the gradients, and count the step."""
     parts = tf.nest.flatten([one for one in gradients if one is not None], expand_composites=True)
     with tf.control_dependencies(tf_graph.computed(parts)):
-        model.optimizer.iterations.assign_add(1)
+        keras_optimizer.count_application(model.optimizer)

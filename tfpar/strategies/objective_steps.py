@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_losses
+from tfpar._compat import keras_losses, keras_optimizer
 from tfpar.reduction import objective
 from tfpar.reduction.losses import BatchWeights
 
@@ -54,7 +54,7 @@ def train(
         apply(model, objective.optimizer_of(model, one), objective.trained_by(model, one), gradients)
         losses.append(loss)
     if objective.counts_steps(model):
-        model.optimizer.iterations.assign_add(1)
+        keras_optimizer.count_application(model.optimizer)
     return _count(model, losses, batch, run, training=True)
 
 

@@ -119,7 +119,7 @@ def _train_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
             objective.optimizer_of(model, one).apply(gradients, objective.trained_by(model, one))
         losses.append(loss)
     if objective.counts_steps(model):
-        model.optimizer.iterations.assign_add(1)
+        keras_optimizer.count_application(model.optimizer)
     return objective.count(model, losses, data.num_rows(batch))
 
 
