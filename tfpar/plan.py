@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -123,14 +122,20 @@ def main(argv: list[str]) -> int:
         found = dataclasses.replace(found, command=plan_files.command_of(found, _CONFIG.value, _SET.value))
         print(found.to_json() if _JSON.value else f"{found}\n", end="")
         if _WRITE.value is not None:
-            plan_files.write(run, found, Path(_WRITE.value))
-            if not _JSON.value:
-                path = received.path(_WRITE.value)
-                print(f"Written:   {path}\n           python -m tfpar.train --config {shlex.quote(_WRITE.value)}")
+            _write(run, found, _WRITE.value)
         return NO_LAYOUT if found.take is None else 0
     except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2
+
+
+def _write(run: config.Run, found: Plan, path: str) -> None:
+    if found.take is None:
+        print(f"{received.path(path)} is not written: it would have the first row, and none is taken.", file=sys.stderr)
+        return
+    command = plan_files.write(run, found, Path(path))
+    if not _JSON.value:
+        print(f"Written:   {received.path(path)}\n           {command}")
 
 
 def _check_flags() -> None:

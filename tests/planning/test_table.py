@@ -50,6 +50,14 @@ def test_the_text_fits_80_columns(plan: Plan) -> None:
     assert not any(line.endswith(" ") for line in lines)
 
 
+def test_the_head_says_whether_the_rows_give_the_same_result() -> None:
+    steps = [step(ONE, 1.0), step(TWO, 0.6)]
+    assert "64 examples; each row gives the same result\n" in str(planned(steps))
+    alone = dataclasses.replace(MODEL, batch=1, normalizing=("normal",))
+    assert "batch      1 example; each row gives the same result\n" in str(rank(steps[:1], [], alone, GPUS))
+    assert "1 example; normalization makes the rows differ, see below\n" in str(rank(steps, [], alone, GPUS))
+
+
 def test_a_row_has_its_figures_and_what_it_waits_for() -> None:
     waits = {"all-reduce": 0.019, "bubble": 0.0}
     plan = planned([PredictedStep(SHARDED, 0.212, waits, 14_100_000_000), step(ONE, 0.764, 51, 48)], with_memory(40))

@@ -12,7 +12,7 @@ import pytest
 from tests.planning.test_ranking import ONE, TWO, planned, step
 from tfpar import config
 from tfpar.planning.layouts import Layout
-from tfpar.runs.plan_files import command_of, with_strategy
+from tfpar.runs.plan_files import command_of, with_strategy, write
 
 LAYOUTS = [ONE, TWO, dataclasses.replace(TWO, shard="optimizer"), Layout(1, 2, 4), Layout(num_shards=2)]
 SECTIONS = [
@@ -38,3 +38,12 @@ def test_the_command_gives_the_layout_of_the_plan(
     overrides = [after for word, after in itertools.pairwise(words) if word == "--set"]
     assert words[:5] == ["python", "-m", "tfpar.train", "--config", str(file)]
     assert config.load(file, overrides) == with_strategy(config.load(file, override), plan.take.settings)
+
+
+def test_the_command_of_a_written_file_starts_the_workers_that_its_layout_has(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    one = write(config.Run(), planned([step(ONE, 1.0)]), path)
+    assert shlex.split(one) == ["python", "-m", "tfpar.train", "--config", str(path)]
+    two = write(config.Run(), planned([step(Layout(2, num_hosts=2), 1.0)]), path)
+    assert shlex.split(two)[:3] == ["python", "-m", "tfpar.launch"]
+    assert two in path.read_text()

@@ -70,7 +70,10 @@ def _model(plan: Plan) -> str:
 
 
 def _batch(plan: Plan) -> str:
-    return f"{plan.model.batch:,} examples; each row gives the same result"
+    number = f"{plan.model.batch:,} example{'s' * (plan.model.batch != 1)}"
+    if plan.model.normalizing and any(row.layout.num_devices > 1 for row in plan.rows):
+        return f"{number}; normalization makes the rows differ, see below"
+    return f"{number}; each row gives the same result"
 
 
 def _measured(plan: Plan) -> str:

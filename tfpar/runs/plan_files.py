@@ -63,13 +63,16 @@ def _is_plan(path: Path) -> bool:
         return file.read(len(HEADER)) == HEADER.encode()
 
 
-def write(run: config.Run, plan: Plan, path: Path) -> None:
+def write(run: config.Run, plan: Plan, path: Path) -> str:
     """Write the configuration of a run under the layout that its plan takes, loadable by the train command.
 
     Args:
         run: The run.
         plan: Its plan.
         path: The TOML file, for which `check_writable` was called.
+
+    Returns:
+        The command that trains it.
 
     Raises:
         ValueError: If the plan takes no layout.
@@ -79,12 +82,14 @@ def write(run: config.Run, plan: Plan, path: Path) -> None:
         raise ValueError(f"--write writes the layout of the first row, and no layout is taken: {path} is not written.")
     step, size = duration(plan.take.step_seconds), memory(plan.take.memory_bytes)
     measured = plan.take.measured_seconds
+    command = f"{_program(plan)} --config {shlex.quote(str(path))}"
     header = (
         f"{HEADER}{plan.take.layout}, {step} a step and {size} on a device predicted"
         f"{'' if measured is None else f', {duration(measured)} measured'}.\n"
-        f"# Command: {_program(plan)} --config {shlex.quote(str(path))}\n\n"
+        f"# Command: {command}\n\n"
     )
     atomic_file.write(path, header + config.dump(with_strategy(run, plan.take.settings)))
+    return command
 
 
 def command_of(plan: Plan, name: str | None, overrides: Sequence[str]) -> str:
