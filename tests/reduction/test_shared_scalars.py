@@ -149,3 +149,15 @@ def test_tensors_that_are_no_scalars_are_not_shared() -> None:
         return found
 
     assert kinds(step, tf.ones([2]))["Mul"] == 2
+
+
+def test_the_gradient_by_a_scalar_counts_only_its_own_uses() -> None:
+    @tf.function(autograph=False)
+    def step(rate: tf.Tensor) -> tf.Tensor:
+        with SharedScalars().shared(), tf.GradientTape() as tape:
+            watched = rate * 1.0
+            tape.watch(watched)
+            product = watched * (rate * 1.0)
+        return tape.gradient(product, watched)
+
+    assert float(step(tf.constant(3.0))) == 3

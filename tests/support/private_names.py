@@ -503,10 +503,12 @@ ROWS = [
     _tensorflow("a graph", "outer_graph", "framework/func_graph", "the same"),
     _tensorflow(
         "a graph",
-        "_create_op_internal _colocation_stack _device_function_stack _current_control_dependencies",
+        "_create_op_internal _colocation_stack _device_function_stack _current_control_dependencies "
+        "_gradient_override_map",
         "framework/ops",
         "the scalars of an update are computed once",
     ),
+    _tensorflow("tensorflow.python.eager.record", "could_possibly_record", "eager/record", "the same"),
     _tensorflow(
         "tensorflow.python.ops.handle_data_util", "get_resource_handle_data", "ops/handle_data_util", "the same"
     ),

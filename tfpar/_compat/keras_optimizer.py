@@ -29,8 +29,8 @@ def one_device_optimizer() -> Iterator[None]:
     Keras 3.15's TensorFlow optimizer reduces and updates across replicas itself, after clipping and inside
     conditionals (`merge_call called while defining a new graph`). tfpar reduces the gradients before and calls
     `apply` once on each replica, where the base class's code, which knows nothing of replicas, is right. It reads the
-    learning rate once for each weight, and would send each value to the process of the weight; here the weights of a
-    device share the scalars of the update, of which the rate is one unless an update changes it.
+    learning rate once per weight, and sends each value to the weight's process. Here the weights of a device share one
+    read until an update changes the rate, and the other scalars of the update.
 
     As in Keras' code for TensorFlow, `update_step` and `_use_weight_decay` take the `tf.Variable` of a weight, whose
     name is the whole path, `sequential/dense/bias:0`.

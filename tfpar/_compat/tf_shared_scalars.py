@@ -1,8 +1,8 @@
 """Scalars that a graph computes once, however often Python computes them.
 
 Written for TensorFlow 2.21, which creates an operation for each call. Adam of Keras has 42 for each weight, of which 19
-compute scalars that all weights share: constants, the step, the powers of beta, the rate. Of a transformer they are a
-quarter of all operations that Python creates and the graph optimizer visits.
+compute scalars that all weights share: constants, the step, the powers of beta, the rate. They make up a quarter of the
+operations of a transformer's training step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import tensorflow as tf
+from tensorflow.python.eager import record
 from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops.handle_data_util import get_resource_handle_data
 
@@ -20,9 +21,9 @@ from tensorflow.python.ops.handle_data_util import get_resource_handle_data
 class SharedScalars:
     """The scalars of a graph that operations of some contexts share.
 
-    Shared are operations without state whose inputs are all scalars, scalar constants, and reads of a scalar variable
-    that no operation in these contexts has changed since. The results are those of operations of their own, bit for
-    bit.
+    Shares stateless operations whose inputs are all scalars, scalar constants, and reads of a scalar variable that no
+    operation in these contexts has changed since. The values are those of operations of their own, bit for bit. Shares
+    nothing while a `tf.GradientTape` records, which would add up the gradients of all uses.
 
     Example:
         >>> @tf.function
@@ -46,8 +47,7 @@ class SharedScalars:
         """Share scalars with the other contexts of the same graph and place.
 
         Args:
-            place: The device of their readers, where operations request none: TensorFlow places a constant with its
-                one reader.
+            place: The device that the scalars serve. TensorFlow places a constant on the device of its only reader.
         """
         if tf.executing_eagerly():
             yield
@@ -74,13 +74,15 @@ class SharedScalars:
 
     def _key(self, graph: Any, place: str, op_type: str, inputs: Any, attrs: Any) -> Any:
         """Return what an operation on scalars is known by; None for another operation."""
+        if record.could_possibly_record():
+            return None
         if op_type == "Const":
             if attrs["value"].tensor.tensor_shape.dim or attrs["value"].tensor.tensor_shape.unknown_rank:
                 return None
         elif op_type == "ReadVariableOp":
             if not _is_scalar_variable(inputs[0]):
                 return None
-        elif not inputs or not all(map(_is_scalar, inputs)) or op_def_registry.get(op_type).is_stateful:
+        elif not inputs or not all(map(_is_scalar, inputs)) or not _is_stateless(op_type):
             return None
         devices = _devices(graph)
         if devices is None:
@@ -88,7 +90,8 @@ class SharedScalars:
         given = tuple(sorted((name, value.SerializeToString()) for name, value in (attrs or {}).items()))
         read = tuple((id(one), self._writes.get(id(one), 0)) for one in inputs)
         after = frozenset(map(id, graph._current_control_dependencies()))
-        return id(graph), place, devices, after, op_type, read, given
+        overridden = tuple(graph._gradient_override_map.items())
+        return id(graph), place, devices, after, op_type, read, given, overridden
 
     def _note_writes(self, inputs: Any) -> None:
         """Note that an operation may have changed the variables whose handles it takes."""
@@ -100,6 +103,11 @@ class SharedScalars:
             else:
                 self._writes[id(one)] = self._writes.get(id(one), 0) + 1
                 self._held.append(one)
+
+
+def _is_stateless(op_type: str) -> bool:
+    known = op_def_registry.get(op_type)  # None for a function of TensorFlow 1
+    return known is not None and not known.is_stateful
 
 
 def _is_scalar(tensor: Any) -> bool:
