@@ -131,7 +131,8 @@ def main(argv: list[str]) -> int:
 
 def _write(run: config.Run, found: Plan, path: str) -> None:
     if found.take is None:
-        print(f"{received.path(path)} is not written: it would have the first row, and none is taken.", file=sys.stderr)
+        earlier = ", and holds an earlier plan" if Path(path).exists() else ""
+        print(f"No layout is taken, so {received.path(path)} is not written{earlier}.", file=sys.stderr)
         return
     command = plan_files.write(run, found, Path(path))
     if not _JSON.value:

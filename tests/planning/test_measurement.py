@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,7 +14,8 @@ import tensorflow as tf
 
 import tfpar
 from tfpar.planning import stage_measurement, step_timing
-from tfpar.planning.costs import MachineCosts, ModelCosts
+from tfpar.planning.contention import may_share_model
+from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
 from tfpar.planning.layouts import Layout, candidates
 from tfpar.planning.measurement import measure, measure_layout, sizes_of, with_split_factor
 from tfpar.planning.step_prediction import predict
@@ -69,7 +71,7 @@ def test_every_size_and_every_block_is_measured(costs: tuple[ModelCosts, Machine
 
 
 def test_every_layout_has_a_predicted_step(costs: tuple[ModelCosts, MachineCosts]) -> None:
-    model, machine = costs
+    model, machine = dataclasses.replace(costs[0], split_factor=1.0), costs[1]
     layouts = [one for one in candidates(2, 1, 16, len(model.blocks), divides_layers=True) if isinstance(one, Layout)]
     assert all(0 < predict(layout, model, machine).seconds < 10 for layout in layouts)
 
@@ -137,6 +139,17 @@ def test_layers_before_the_first_weights_are_no_stage_of_a_split_pass(logical_cp
     assert model.split_factor >= 1
 
 
+@pytest.mark.parametrize("error", [ValueError("no cut"), tf.errors.ResourceExhaustedError(None, None, "")])
+def test_a_split_pass_that_cannot_be_measured_has_no_price(
+    costs: tuple[ModelCosts, MachineCosts], error: Exception
+) -> None:
+    def make(strategy: Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
+        return tfpar.Trainer(build, strategy), data()
+
+    with mock.patch.object(stage_measurement, "prepared", side_effect=error):
+        assert with_split_factor(make, DEVICES, costs[0]).split_factor is None
+
+
 def test_no_split_pass_is_measured_with_one_device(logical_cpus: list[str]) -> None:
     def make(strategy: Strategy) -> tuple[tfpar.Trainer, tf.data.Dataset]:
         return tfpar.Trainer(build, strategy), data()
@@ -193,3 +206,21 @@ def test_a_layout_is_measured_with_a_model_of_its_own(layout: Layout, logical_cp
     assert 0 < measure_layout(make, layout, logical_cpus) < 10
     assert made == [layout.num_devices]
     assert tf.random.get_global_generator().state.numpy().tolist() == before
+
+
+@pytest.mark.parametrize(
+    ("devices", "changes", "num_examples", "expected"),
+    [
+        (["CPU:0", "CPU:1"], {}, 64, True),
+        (["GPU:0", "GPU:1"], {}, 64, False),
+        (["CPU:0", "CPU:1"], {"weight_bytes": 10**9}, 64, False),
+        (["CPU:0", "CPU:1"], {"update_seconds": 0.5}, 64, False),
+        (["CPU:0", "CPU:1"], {"update_seconds": 0.5}, None, True),
+    ],
+    ids=["logical CPUs", "GPUs", "weights beyond caches", "a long update", "steps without update"],
+)
+def test_threads_with_one_model_stand_for_devices_where_they_take_as_long(
+    devices: list[str], changes: dict[str, Any], num_examples: int | None, expected: bool
+) -> None:
+    model = ModelCosts("mlp", 100, 400, 400, 800, (400,), 64, Curve((64,), (0.8,)), 0.01)
+    assert may_share_model(devices, dataclasses.replace(model, **changes), num_examples) == expected

@@ -56,7 +56,7 @@ def compare(
 def may_split(model: ModelCosts, machine: MachineCosts) -> bool:
     """Return whether a pipeline with split backward passes would be the fastest layout if they cost nothing.
 
-    Otherwise their price, which takes two more pipelines to measure, decides nothing.
+    Otherwise the price cannot change the choice, and measuring it would take two more pipelines.
 
     Args:
         model: The costs of the model.

@@ -9,14 +9,19 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfpar.planning.costs import ModelCosts
 from tfpar.planning.step_timing import TimedLoop
 
+_MOST_SHARED_BYTES = 16 << 20
+_MOST_OF_UPDATE = 0.1
 _ROUNDS = 5
 _SECONDS_OF_ROUND = 0.25
 
 
 def are_alike(devices: Sequence[str]) -> bool:
-    """Return whether devices have the same cores and memory, as logical CPUs do: two threads on one are as on two.
+    """Return whether devices have the same cores and memory, as logical CPUs do.
+
+    Two threads on one such device take as long as one thread on each of two.
 
     Args:
         devices: Names of devices.
@@ -26,6 +31,25 @@ def are_alike(devices: Sequence[str]) -> bool:
         (True, False)
     """
     return all(tf.DeviceSpec.from_string(device).device_type == "CPU" for device in devices)
+
+
+def may_share_model(devices: Sequence[str], costs: ModelCosts, num_examples: int | None = None) -> bool:
+    """Return whether steps on several devices can be measured with one model, as long as they take with one on each.
+
+    Threads with one model share in the caches of the processor what devices read twice, which counts for large weights;
+    and where both change the weights, they wait for each other.
+
+    Args:
+        devices: Names of devices.
+        costs: The costs of the model.
+        num_examples: The examples of a step; None for steps without update.
+    """
+    if not are_alike(devices) or costs.weight_bytes > _MOST_SHARED_BYTES:
+        return False
+    if num_examples is None:
+        return True
+    step_seconds = costs.compute.at(num_examples) + costs.update_seconds
+    return costs.update_seconds < _MOST_OF_UPDATE * step_seconds
 
 
 def measure_slowdown(loops: Sequence[TimedLoop]) -> dict[int, float]:

@@ -14,7 +14,7 @@ from tfpar import config, data
 from tfpar._compat import random_state
 from tfpar.cluster import cores
 from tfpar.planning.block_measurement import SHARDS_OF_TRIAL, measure_blocks, trace_model, with_bytes
-from tfpar.planning.contention import are_alike, measure_slowdown
+from tfpar.planning.contention import are_alike, may_share_model, measure_slowdown
 from tfpar.planning.costs import Curve, MachineCosts, ModelCosts
 from tfpar.planning.given_data import MakeTrainer, ReadOnce, prepared
 from tfpar.planning.layouts import Layout
@@ -30,8 +30,7 @@ from tfpar.trainer import Trainer
 
 _MOST_SIZES = 7
 _MOST_DEVICES_AT_ONCE = 4
-_LONG_SECONDS = 0.03  # of a step: half a millisecond, which a replica adds on a CPU, is a sixtieth of it
-_MOST_OF_UPDATE = 0.1  # of a step: the updates of two threads wait for each other where they change one model
+_LONG_SECONDS = 0.03  # of a step; above it, the half millisecond that a replica adds on a CPU is less than a sixtieth
 
 
 def measure(
@@ -39,7 +38,7 @@ def measure(
 ) -> tuple[ModelCosts, MachineCosts]:
     """Measure a model and its data on one device, and what several devices do at once.
 
-    Each GPU gets a model of its own, which is trained for the measurement and dropped.
+    Each device gets a model of its own, which is trained for the measurement and dropped; logical CPUs may share one.
 
     Args:
         make_trainer: Returns a trainer under a strategy and its training data, as for `Trainer.fit`.
@@ -187,7 +186,7 @@ def _measure_model(
 def _replica_seconds(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float:
     """Return the seconds of a step on one replica beyond those of the same step on one device."""
     num_examples = -(-costs.batch // len(devices))
-    if len(devices) == 1 or costs.compute.at(num_examples) > _LONG_SECONDS:
+    if len(devices) == 1 or (are_alike(devices) and costs.compute.at(num_examples) > _LONG_SECONDS):
         return 0.0
     loop = prepared(make_trainer, Mirrored([devices[0]])).loop
     steps, _ = measure_steps(loop, [num_examples])
@@ -207,8 +206,7 @@ def _measure_machine(
         return MachineCosts(kind, num_planned, 1, add=measure_addition(devices[0]))
     used = list(devices[:_MOST_DEVICES_AT_ONCE])
     share = -(-int(data.num_rows(batch)) // min(len(devices), num_planned))
-    update_seconds = costs.update_seconds
-    if are_alike(used) and update_seconds < _MOST_OF_UPDATE * (costs.compute.at(share) + update_seconds):
+    if may_share_model(used, costs, share):
         loops = [loop, *(loop.twin() for _ in used[1:])]
     else:
         loops = [loop, *(prepared(make_trainer, SingleDevice(device)).loop for device in used[1:])]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfpar.planning.contention import are_alike, measure_slowdown
+from tfpar.planning.contention import may_share_model, measure_slowdown
 from tfpar.planning.costs import Curve, ModelCosts
 from tfpar.planning.given_data import ReadOnce, prepared
 from tfpar.planning.step_timing import TimedLoop, alternate_seconds, measure_steps
@@ -71,7 +71,8 @@ def measure_stages(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelC
 
 def _slowdown(make_trainer: ReadOnce, loop: TimedLoop, other: str, costs: ModelCosts, size: int) -> float | None:
     try:
-        loops = [loop, loop.twin() if are_alike([other]) else _loop(make_trainer, [other], [len(costs.blocks)])]
+        is_shared = may_share_model([other], costs)
+        loops = [loop, loop.twin() if is_shared else _loop(make_trainer, [other], [len(costs.blocks)])]
         for one in loops:
             one.resize(_MICROBATCHES * size)
         return measure_slowdown(loops)[_DEVICES_AT_ONCE]
@@ -79,7 +80,7 @@ def _slowdown(make_trainer: ReadOnce, loop: TimedLoop, other: str, costs: ModelC
         return None
 
 
-def measure_split_factor(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float:
+def measure_split_factor(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float | None:
     """Measure a micro-batch of a stage with a split backward pass, beside one with a whole pass.
 
     A pass is split where a stage has weights, and needs the gradients of its inputs: from the second layer with weights
@@ -91,7 +92,8 @@ def measure_split_factor(make_trainer: ReadOnce, devices: Sequence[str], costs: 
         costs: The costs of the model, with its blocks and those of micro-batches.
 
     Returns:
-        The seconds with a split pass relative to those with a whole one; 1 where two devices or the cut are missing.
+        The seconds with a split pass relative to those with a whole one: 1 where there is one device, or nothing to
+        split, and None where the model cannot be cut, or the memory does not suffice.
     """
     trained = [number for number, block in enumerate(costs.blocks) if block.trainable_bytes]
     if costs.staged is None or min(len(devices), len(trained)) < _DEVICES_AT_ONCE:
@@ -100,14 +102,11 @@ def measure_split_factor(make_trainer: ReadOnce, devices: Sequence[str], costs: 
     layers = [trained[0] + 1, len(costs.blocks) - trained[0] - 1]
     try:
         loops = [_loop(make_trainer, devices[:2], layers, schedule) for schedule in ("1f1b", "zero_bubble")]
-    except ValueError:  # a model that cannot be cut there
-        return 1.0
-    try:
         for one in loops:
             one.resize(_MICROBATCHES * size)
         of_whole, of_split = alternate_seconds(loops)
-    except tf.errors.ResourceExhaustedError:
-        return 1.0
+    except (ValueError, tf.errors.ResourceExhaustedError):  # a model that cannot be cut there, or too large a one
+        return None
     return split_factor(costs, layers[0], of_split - of_whole, _MICROBATCHES, size)
 
 

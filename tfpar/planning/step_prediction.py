@@ -274,7 +274,8 @@ class _Stage:
         step = self._step
         if not (step.splits_backward and self._needs_input_gradients and self._trained):
             return 0.0
-        return ((step.model.split_factor or 1.0) - 1) * (self._sum_of("forward") + self._sum_of("backward"))
+        assert step.model.split_factor is not None, "no layout with an unknown price is a candidate"
+        return (step.model.split_factor - 1) * (self._sum_of("forward") + self._sum_of("backward"))
 
     @property
     def _action_seconds(self) -> float:
