@@ -136,7 +136,9 @@ def _write(run: config.Run, found: Plan, path: str) -> None:
         return
     command = plan_files.write(run, found, Path(path))
     if not _JSON.value:
-        print(f"Written:   {received.path(path)}\n           {command}")
+        from tfpar.planning.table import command_lines
+
+        print(f"Written:   {received.path(path)}", *command_lines("", command), sep="\n")
 
 
 def _check_flags() -> None:

@@ -123,7 +123,7 @@ def _foot(plan: Plan) -> Iterator[str]:
         yield from _wrapped(f"A device has {memory(plan.machine.memory_bytes)} of memory.", "", "")
     if plan.command:
         # Not wrapped at options, so that it can be copied; a shell reads it over several lines.
-        yield from _command(f"Take {plan.rows[0].rank}:", plan.command)
+        yield from command_lines(f"Take {plan.rows[0].rank}:", plan.command)
     for sentence in _sentences(plan):
         yield from _wrapped(sentence, "", "")
 
@@ -147,8 +147,17 @@ def _largest(plan: Plan, most: int = 4) -> str:
     return ", ".join(found[:most])
 
 
-def _command(label: str, command: str) -> Iterator[str]:
-    """Yield a command over several lines, as a shell reads it: broken before flags and within long words."""
+def command_lines(label: str, command: str) -> Iterator[str]:
+    """Yield a command over several lines, as a shell reads it: broken before flags and within long words.
+
+    Args:
+        label: The first word of the first line.
+        command: The command.
+
+    Example:
+        >>> list(command_lines("Take 1:", "python -m tfpar.train --config run.toml"))
+        ['Take 1:    python -m tfpar.train --config run.toml']
+    """
     begin = f"{label:<{_LABEL}}"
     lines = [begin]
     for words in _flags(command):
