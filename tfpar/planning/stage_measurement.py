@@ -81,7 +81,7 @@ def _slowdown(make_trainer: ReadOnce, loop: TimedLoop, other: str, costs: ModelC
 
 
 def measure_split_factor(make_trainer: ReadOnce, devices: Sequence[str], costs: ModelCosts) -> float | None:
-    """Measure a micro-batch of a stage with a split backward pass, beside one with a whole pass.
+    """Measure how much longer a micro-batch of a stage takes if its backward pass is split.
 
     A pass is split where a stage has weights, and needs the gradients of its inputs: from the second layer with weights
     on. The first stage here has the layers up to the first with weights, and the second one all others.

@@ -58,15 +58,17 @@ class TimedLoop:
     def resize(self, num_examples: int) -> None:
         """Use batches of another size, at most that of the given batch."""
         self._size.assign(num_examples)
-        self._iterator = iter(self._dataset)
-        self._upcoming = self._iterator.get_next_as_optional()
+        self._begin_data()
 
     def twin(self) -> TimedLoop:
         """Return a loop of the same compiled steps, model and size, which another thread can run at the same time."""
         twin = copy.copy(self)
-        twin._iterator = iter(self._dataset)
-        twin._upcoming = twin._iterator.get_next_as_optional()
+        twin._begin_data()
         return twin
+
+    def _begin_data(self) -> None:
+        self._iterator = iter(self._dataset)
+        self._upcoming = self._iterator.get_next_as_optional()
 
     def run(self, num_steps: int) -> None:
         """Run steps, and wait for their end."""
