@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import network
-from tfpar.launcher.worker_group import free_addresses
+from tfpar.launcher.reserved_ports import ReservedPorts
 
 ROOT = Path(__file__).parent.parent
 
@@ -102,7 +102,7 @@ def ask_workers(module: str, setting: Any, num_workers: int, rate: str | None = 
     """
     with contextlib.ExitStack() as stack:
         prefixes: list[list[str]] = []
-        addresses = free_addresses(num_workers) if num_workers > 1 else []
+        addresses = stack.enter_context(ReservedPorts(num_workers if num_workers > 1 else 0)).addresses
         if rate is not None and num_workers > 1:
             hosts = stack.enter_context(network.connected(num_workers, rate))
             prefixes = [host.command for host in hosts]

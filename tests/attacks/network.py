@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+from tests.support.ports import free_addresses
 from tfpar.cluster import job_secret, rendezvous
 from tfpar.cluster.rendezvous import messages
 from tfpar.cluster.tf_config import Job, split_address
-from tfpar.launcher.worker_group import free_addresses
 
 NUM_WORKERS = 3
 MISSING_SECONDS = 5.0  # form_seconds of a job that is not complete

@@ -17,10 +17,10 @@ import pytest
 
 from tests import ROOT
 from tests.support.leaks import leaves_nothing_behind  # noqa: F401  (a fixture, known by its name)
+from tests.support.ports import free_addresses
 from tfpar.cluster import job_secret, rendezvous, tf_config
 from tfpar.cluster.rendezvous import chief, messages, worker
 from tfpar.cluster.tf_config import Job
-from tfpar.launcher.worker_group import free_addresses
 
 SECRET = job_secret.new().encode()
 REFUSED = " {} connection(s) without this job's TFPAR_JOB_SECRET were refused, the last from 127.0.0.1."

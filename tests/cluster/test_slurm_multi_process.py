@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_addresses
 from tfpar.cluster import slurm, tf_config
 from tfpar.cluster.tf_config import split_address
 from tfpar.launcher import manifests
-from tfpar.launcher.worker_group import free_addresses
 
 pytestmark = [
     pytest.mark.multi_process,

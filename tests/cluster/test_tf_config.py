@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.ports import free_addresses
 from tfpar.cluster import reachability, slurm, tf_config
 from tfpar.cluster.tf_config import Job
 
@@ -27,9 +28,8 @@ def listener() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """Return a port on which nothing listens."""
+    return int(free_addresses(1)[0].rpartition(":")[2])
 
 
 # TF_CONFIG

@@ -1,7 +1,6 @@
 """The parts of the launcher that need no process: lines, cores, addresses, the command's flags, requests to stop."""
 
 import os
-import re
 import signal
 import sys
 import time
@@ -18,7 +17,6 @@ from tfpar.launcher.log_output import Sink
 from tfpar.launcher.reaper import Reaper, kill_when_input_ends
 from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker import cores_of, environment_of
-from tfpar.launcher.worker_group import free_addresses
 
 
 @pytest.mark.parametrize(
@@ -72,12 +70,6 @@ def test_the_environment_of_a_worker_keeps_the_users_variables() -> None:
     assert environment["TF_NUM_INTRAOP_THREADS"] == "3"
     assert environment["TF_NUM_INTEROP_THREADS"] == environment["OMP_NUM_THREADS"] == "4"
     assert '"index": 1' in environment["TF_CONFIG"]
-
-
-def test_free_addresses_differ_and_are_on_the_loopback() -> None:
-    addresses = free_addresses(20)
-    assert len(set(addresses)) == 20
-    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", address) for address in addresses)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (130, 130), (-9, 137), (-15, 143)])

@@ -16,8 +16,8 @@ from tests.properties.test_parity import computing_in
 from tests.support import multi_worker_cases as cases
 from tests.support import small
 from tests.support.multi_worker_cases import Trained, assert_same, keras_fit
+from tests.support.ports import free_addresses
 from tfpar.cluster import tf_config
-from tfpar.launcher.worker_group import free_addresses
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 

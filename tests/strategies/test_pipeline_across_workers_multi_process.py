@@ -20,10 +20,10 @@ import tfpar
 from tests.properties.test_parity import computing_in, differences
 from tests.strategies.test_hybrid import wide
 from tests.support import pipeline_cases, small, workers
+from tests.support.ports import free_addresses
 from tests.support.worker_program_across import SILENCE_SECONDS
 from tfpar.cluster import rendezvous, tf_config
 from tfpar.cluster.tf_config import Job
-from tfpar.launcher.worker_group import free_addresses
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.usefixtures("logical_cpus")]
 ROWS = (

@@ -20,8 +20,8 @@ from typing import IO
 import pytest
 
 from tests.support.command import ROOT, Outcome, assert_same_weights, metrics, settings
+from tests.support.ports import free_addresses
 from tfpar.cluster import tf_config
-from tfpar.launcher.worker_group import free_addresses
 
 TIMEOUT_SECONDS = 90.0
 SILENCE_SECONDS = 3

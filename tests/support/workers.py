@@ -27,8 +27,8 @@ import pytest
 
 from tests import ROOT
 from tests.support import tracing
+from tests.support.ports import free_addresses
 from tfpar.cluster import tf_config
-from tfpar.launcher.worker_group import free_addresses
 
 START_SECONDS = 120.0  # to the first result: TensorFlow's start on a machine with other work
 FUNCTION_SECONDS = 120.0

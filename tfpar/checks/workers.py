@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from tfpar.checks import worker_service
 from tfpar.checks.check import Check
 from tfpar.cluster import job_secret, tf_config
-from tfpar.launcher.worker_group import free_addresses
+from tfpar.launcher.reserved_ports import ReservedPorts
 
 PROGRAM = "tfpar.checks.worker_program"  # tests replace it by one with faults
 START_SECONDS = 30.0
@@ -30,15 +30,15 @@ def check_local(num_workers: int) -> Iterator[Check]:
     Args:
         num_workers: Number of workers, at least 2.
     """
-    addresses = free_addresses(num_workers)
     secret = os.environ.get(job_secret.VARIABLE) or job_secret.new()
-    started = [_start(addresses, rank, secret) for rank in range(1, num_workers)]
-    try:
-        yield from check(tf_config.Job(tuple(addresses), 0, "chief"), secret.encode())
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    with ReservedPorts(num_workers) as ports:
+        started = [_start(ports.addresses, rank, secret) for rank in range(1, num_workers)]
+        try:
+            yield from check(tf_config.Job(tuple(ports.addresses), 0, "chief"), secret.encode())
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
 
 
 def _start(addresses: Sequence[str], rank: int, secret: str) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
     job                starts and restarts, and the report at the end
     worker_group       the workers of one start
     worker             one process: its environment, its cores, its two streams
+    reserved_ports     ports that no other program gets before the workers listen
     hosts              the workers of one host in a job over several hosts
     gpu_division       the GPUs of each worker
     line_splitter      a stream of bytes, split into lines

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
 
@@ -16,34 +15,12 @@ from tfpar.launcher.gpu_division import GpuDivision
 from tfpar.launcher.hosts import HostPlan
 from tfpar.launcher.log_output import Outputs
 from tfpar.launcher.reaper import Reaper
+from tfpar.launcher.reserved_ports import ReservedPorts
 from tfpar.launcher.stop_signals import StopSignals
 from tfpar.launcher.worker import OutputStream, Worker, cores_of, environment_of
 
 # A worker that lost its peer cannot write a checkpoint: it only prints its error.
 SECONDS_AFTER_FAILURE = 5.0
-
-
-def free_addresses(num_workers: int) -> list[str]:
-    """Return addresses on this machine with free ports.
-
-    All ports are held at the same time, so that they differ, and released right before the workers bind them. If
-    another program binds one first, the job fails, and a restart uses new ports.
-
-    Args:
-        num_workers: Number of addresses.
-
-    Returns:
-        `127.0.0.1:port` of each.
-
-    Example:
-        >>> len(set(free_addresses(2)))
-        2
-    """
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_workers)]
-    addresses = [f"127.0.0.1:{one.getsockname()[1]}" for one in held]
-    for one in held:
-        one.close()
-    return addresses
 
 
 class WorkerGroup:
@@ -88,20 +65,21 @@ class WorkerGroup:
         Raises:
             OSError: If a worker or another reaper cannot be started.
         """
-        try:
-            self._start(reaper, outputs)
-            while self._running():
-                ready = self._wait(reaper, outputs, signals)
-                self._forward_output(ready, outputs)
-                self._reap([worker for worker in self._running() if worker.end in ready], signals)
-                self._stop_if_requested(outputs, signals)
-        finally:
-            for worker in self._running():
-                worker.kill()
-                worker.reap()
-            for worker in self._workers:
-                for stream in worker.streams:
-                    outputs.take(worker, stream, stream.read_rest())
+        with ReservedPorts(self._num_workers if self._hosts is None else 0) as ports:
+            try:
+                self._start(ports, reaper, outputs)
+                while self._running():
+                    ready = self._wait(reaper, outputs, signals)
+                    self._forward_output(ready, outputs)
+                    self._reap([worker for worker in self._running() if worker.end in ready], signals)
+                    self._stop_if_requested(outputs, signals)
+            finally:
+                for worker in self._running():
+                    worker.kill()
+                    worker.reap()
+                for worker in self._workers:
+                    for stream in worker.streams:
+                        outputs.take(worker, stream, stream.read_rest())
 
     def cause(self) -> str:
         """Return the first failure as a clause."""
@@ -135,11 +113,11 @@ class WorkerGroup:
             return "All workers exited normally."
         return " ".join(f"Worker {worker.rank} {_ending(worker.code)}." for worker in lost)
 
-    def _start(self, reaper: Reaper, outputs: Outputs) -> None:
+    def _start(self, ports: ReservedPorts, reaper: Reaper, outputs: Outputs) -> None:
         available = sorted(os.sched_getaffinity(0))
         addresses: Sequence[str]
         if self._hosts is None:
-            addresses, secret, first_rank = free_addresses(self._num_workers), job_secret.new(), 0
+            addresses, secret, first_rank = ports.addresses, job_secret.new(), 0
         else:  # a new secret would differ from that of the other hosts
             addresses, secret, first_rank = self._hosts.addresses, "", self._hosts.first_rank
         for local in range(self._num_workers):
