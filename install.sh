@@ -1,11 +1,11 @@
 #!/bin/sh
 # Make .venv next to this file and install tfpar into it: `sh install.sh`, `sh install.sh test` with what tests need,
-# or `sh install.sh cuda` with what NVIDIA GPUs need. Nothing outside .venv is changed, except that a Debian or Ubuntu
+# `sh install.sh docs` with what builds the documentation, or `sh install.sh cuda` with what NVIDIA GPUs need. Nothing outside .venv is changed, except that a Debian or Ubuntu
 # without its venv package gets it when root asks.
 set -eu
 extra=${1:-}
-case $extra in "" | test | cuda | test,cuda | cuda,test) ;; *)
-    echo "install.sh takes nothing, test, cuda or test,cuda, received '$extra'." >&2
+case $extra in "" | docs | test | cuda | test,cuda | cuda,test) ;; *)
+    echo "install.sh takes nothing, docs, test, cuda or test,cuda, received '$extra'." >&2
     exit 1
     ;;
 esac

@@ -1,4 +1,7 @@
-"""What MkDocs writes into pages while it builds: settings and flags from the code, and files of the repository."""
+"""What MkDocs writes into pages while it builds: settings and flags from the code, and files of the repository.
+
+`python docs/hooks.py` writes the settings and flags into `settings.md` itself, which is also read without MkDocs.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from tfpar import config, launch, report, train
+from tfpar.commands import command_line
 
 ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "settings.md"
 CALLABLE = [importlib.import_module(f"tfpar.{name}").COMMAND for name in ("plan", "doctor")]  # functions, too
 COMMANDS = {one.name: one for one in (train.COMMAND, launch.COMMAND, report.COMMAND, *CALLABLE)}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the comments that name what belongs in their place."""
-    markdown = markdown.replace("<!-- every setting -->", settings(config.schema()))
+    markdown = with_tables(markdown)
     markdown = markdown.replace("<!-- every example -->", examples())
-    markdown = re.sub(r"<!-- flags of (\S+) -->", lambda found: command_flags(found[1]), markdown)
     return re.sub(r"<!-- file (\S+) -->", lambda found: file_of_repository(found[1]), markdown)
+
+
+def with_tables(markdown: str) -> str:
+    """Return a page with new tables of settings and flags, each between its comment and `<!-- end -->`."""
+
+    def table_of(found: re.Match[str]) -> str:
+        tables = settings(config.schema()) if found[1] == "every setting" else command_flags(found[1].split()[-1])
+        return f"<!-- {found[1]} -->\n\n{tables}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- (every setting|flags of \S+) -->.*?<!-- end -->", table_of, markdown, flags=re.DOTALL)
 
 
 def examples() -> str:
@@ -43,12 +57,8 @@ def file_of_repository(name: str) -> str:
 def command_flags(name: str) -> str:
     """Return a table of the flags of a command."""
     command = COMMANDS[name]
-    rows = ["| Flag | Default | Meaning |", "|---|---|---|"]
-    for flag, value in command.flags.items():
-        default = command.values[flag].default
-        shown = "" if default in (None, False, []) else f"`{default}`"
-        rows.append(f"| `--{flag}{' ' * bool(value)}{value}` | {shown} | {command.values[flag].help} |")
-    return "\n".join(rows)
+    rows = [f"| `{flag}` | {meaning} |" for flag, meaning in command_line.meanings(command)]
+    return "\n".join(["| Flag | Meaning |", "|---|---|", *rows])
 
 
 def settings(schema: dict[str, Any]) -> str:
@@ -135,3 +145,7 @@ def values(field: dict[str, Any]) -> str:
 def toml(value: Any) -> str:
     """Return a value as TOML writes it."""
     return '"none"' if value is None else json.dumps(value)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -41,12 +41,16 @@ _NUM_WORKERS = flags.DEFINE(
     Integer(),
     "num_workers",
     1,
-    "Also start workers on this machine, and examine the network between them.",
+    "Also start so many workers on this machine, and examine the network between them; by default none.",
     flag_values=_VALUES,
 )
 _JSON = flags.DEFINE_bool("json", False, "Print the results as JSON.", flag_values=_VALUES)
 _LOGICAL_CPUS = flags.DEFINE(
-    Integer(), "logical_cpus", 2, "Without GPUs: number of devices into which the CPU is split.", flag_values=_VALUES
+    Integer(),
+    "logical_cpus",
+    2,
+    "Without GPUs: number of devices into which the CPU is split; by default 2.",
+    flag_values=_VALUES,
 )
 MOST_LOGICAL_CPUS, MOST_WORKERS = 64, 64
 SECONDS_TO_SERVE = 120.0
@@ -55,7 +59,7 @@ COMMAND = command_line.Command(
     usage=["[FLAG ...]"],
     flags={
         "config": "CONFIG",
-        "set": "SECTION.KEY=VALUE",
+        "set": "SECTION.SETTING=VALUE",
         "model": "FUNCTION",
         "data": "FUNCTION",
         "num_workers": "N",
@@ -133,7 +137,7 @@ def _source() -> ModelSource | None:
     if _MODEL.value is not None and _CONFIG.value is not None:
         raise ValueError("--model and --config each name a model. Leave one of them out.")
     if _DATA.value is not None and _MODEL.value is None:
-        raise ValueError("--data belongs to --model, and it is not set. Set it, or use the data of --config.")
+        raise ValueError("--data needs --model, which is not set. Add --model, or use the data of --config.")
     if _MODEL.value is not None:
         return ModelSource(None, tuple(_SET.value), _MODEL.value, _DATA.value or "")
     if _CONFIG.value is not None:

@@ -25,8 +25,12 @@ from tfpar.messages import received
 from tfpar.messages.received import quoted
 from tfpar.messages.suggestions import closest
 
-_NUM_WORKERS = flags.DEFINE(Integer(), "num_workers", None, "Number of workers; worker 0 is the chief.")
-_MAX_RESTARTS = flags.DEFINE(Integer(), "max_restarts", 0, "Number of restarts after failures other than usage errors.")
+_NUM_WORKERS = flags.DEFINE(
+    Integer(), "num_workers", None, "Number of workers, of all hosts together; worker 0 is the chief."
+)
+_MAX_RESTARTS = flags.DEFINE(
+    Integer(), "max_restarts", 0, "Restarts after failures other than usage errors; by default none."
+)
 _CORES_PER_WORKER = flags.DEFINE(
     Integer(), "cores_per_worker", None, "Cores and threads of a worker; by default the cores of this machine, divided."
 )
@@ -36,11 +40,14 @@ _GPUS_PER_WORKER = flags.DEFINE(
     None,
     "GPUs of a worker; by default the GPUs of this machine, or of CUDA_VISIBLE_DEVICES, divided. 0: train on CPUs.",
 )
-_GRACE_SECONDS = flags.DEFINE(Number(), "grace_seconds", 30.0, "Seconds between the request to stop and SIGKILL.")
+_GRACE_SECONDS = flags.DEFINE(
+    Number(), "grace_seconds", 30.0, "Seconds from the request to stop to SIGKILL; by default 30."
+)
 _HOSTS = flags.DEFINE_string(
     "hosts",
     None,
-    "The hosts of the job, with commas; run the same command on each of them. By default all workers are on this one.",
+    "The hosts of the job, with commas; run the same command, with the same TFPAR_JOB_SECRET, on each of them. By "
+    "default all workers are on this one.",
 )
 _HOST = flags.DEFINE(Integer(), "host", None, "Number of this host in --hosts, from 0; by default found by address.")
 _PORT = flags.DEFINE(
@@ -50,7 +57,7 @@ _NETWORK = flags.DEFINE_string(
     "network",
     "open",
     "open: the workers use this machine's network, and TensorFlow's ports accept this machine's connections only; "
-    "private: they get an isolated network with the loopback only.",
+    "private: they get an isolated network with the loopback only. By default open.",
 )
 _PRINT = flags.DEFINE_string("print", None, "Start nothing; print a batch script (slurm) or a manifest (tfjob).")
 
@@ -157,7 +164,7 @@ def worker_words(given: Sequence[str]) -> list[str]:
 
 def _num_workers() -> int:
     if _NUM_WORKERS.value is None:
-        raise ValueError("--num_workers must say how many workers start, and it is not set. Try --num_workers 2.")
+        raise ValueError("--num_workers is not set. Say how many workers to start, such as --num_workers 2.")
     check_within("num_workers", _NUM_WORKERS.value, 1, math.inf)
     return int(_NUM_WORKERS.value)
 
@@ -165,7 +172,7 @@ def _num_workers() -> int:
 def _host_plan() -> hosts.HostPlan | None:
     if _HOSTS.value is None:
         if _HOST.value is not None or _PORT.value is not None:
-            raise ValueError("--host and --port are for jobs over several hosts, and --hosts is not set. Set it.")
+            raise ValueError("--host and --port need --hosts, which is not set. Add --hosts, or leave them out.")
         return None
     if _PRINT.value is not None or _NETWORK.value == "private":
         raise ValueError("--hosts starts workers that other hosts reach: leave out --print and --network private.")

@@ -33,24 +33,26 @@ if TYPE_CHECKING:
 
 _VALUES: flags.FlagValues = flags.FlagValues()  # type: ignore[no-untyped-call]  # other commands have flags of the same names
 _CONFIG = flags.DEFINE_string(
-    "config", None, "Name of a configuration, or a TOML file; by default, the default run.", flag_values=_VALUES
+    "config", None, "Name of a configuration, or a TOML file; by default the settings of digits.", flag_values=_VALUES
 )
 _SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.", flag_values=_VALUES)
 _DEVICES = flags.DEFINE(
-    Integer(), "devices", None, "Devices of each host to plan for; by default, those that are there.",
+    Integer(), "devices", None, "Devices of each planned host; by default those of this machine.",
     flag_values=_VALUES,
 )  # fmt: skip
-_HOSTS = flags.DEFINE(Integer(), "hosts", 1, "Hosts to plan for, each with these devices.", flag_values=_VALUES)
+_HOSTS = flags.DEFINE(
+    Integer(), "hosts", 1, "Planned hosts, each with these devices; by default 1.", flag_values=_VALUES
+)
 _MEMORY = flags.DEFINE(
-    Size(), "memory", None, "Memory of a device to plan for, such as 24GiB; by default, that of those that are there.",
+    Size(), "memory", None, "Memory of each planned device, such as 24GiB; by default that of this machine's.",
     flag_values=_VALUES,
 )  # fmt: skip
 _SPEED = flags.DEFINE(
-    Number(), "device_speed", 1.0, "Speed of a device to plan for, relative to those that are there.",
+    Number(), "device_speed", 1.0, "Speed of the planned devices, relative to this machine's; by default 1.",
     flag_values=_VALUES,
 )  # fmt: skip
 _BANDWIDTH = flags.DEFINE(
-    Bandwidth(), "bandwidth", None, "Bandwidth of the links to plan for, such as 10GB/s or 25Gbit/s.",
+    Bandwidth(), "bandwidth", None, "Bandwidth of the planned links, such as 10GB/s or 25Gbit/s; by default measured.",
     flag_values=_VALUES,
 )  # fmt: skip
 _JSON = flags.DEFINE_bool("json", False, "Print the plan as JSON.", flag_values=_VALUES)
@@ -64,17 +66,17 @@ _LOGICAL_CPUS = flags.DEFINE(
 )  # fmt: skip
 _MEASURED = flags.DEFINE(
     Integer(), "measured_layouts", None, "Layouts to train for a moment, where predictions are too close to choose "
-    "from; 0 predicts alone; by default, up to 3 within a minute.",
+    "from; 0 predicts alone; by default up to 3 in the first 45 seconds.",
     flag_values=_VALUES,
 )  # fmt: skip
 MOST_LOGICAL_CPUS, USUAL_LOGICAL_CPUS = 64, 2
 NO_LAYOUT = 1
 COMMAND = command_line.Command(
     name="tfpar.plan",
-    usage=["[--config CONFIG] [--set KEY=VALUE ...] [FLAG ...]"],
+    usage=["[FLAG ...]"],
     flags={
         "config": "CONFIG",
-        "set": "SECTION.KEY=VALUE",
+        "set": "SECTION.SETTING=VALUE",
         "devices": "N",
         "hosts": "N",
         "memory": "SIZE",

@@ -24,14 +24,22 @@ from tfpar.messages.suggestions import closest
 from tfpar.runs import summary
 from tfpar.runs.directory import RunDirectory
 
-_CONFIG = flags.DEFINE_string("config", None, "Name below, or a TOML file of your own; by default, the default run.")
-_SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.")
-_DIRECTORY = flags.DEFINE_string("directory", None, "Folder of the run; by default runs/<name of the config>.")
-_PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print the resolved run and exit, without TensorFlow.")
-_AUDIT = flags.DEFINE(
-    Integer(), "audit", None, "Count what each of this number of workers would read in an epoch, and exit."
+_CONFIG = flags.DEFINE_string(
+    "config", None, "Name below, or a TOML file of your own; by default the settings of digits."
 )
-_TRACE = flags.DEFINE_bool("trace", False, "Pipelines: measure when each action runs, and draw it below the plan.")
+_SET = flags.DEFINE_multi_string("set", [], "Change one setting; may be repeated.")
+_DIRECTORY = flags.DEFINE_string(
+    "directory", None, "Folder of the run; by default runs/<name of the configuration>, or runs/default."
+)
+_PRINT_CONFIG = flags.DEFINE_bool(
+    "print_config", False, "Print the complete configuration and exit, without TensorFlow."
+)
+_AUDIT = flags.DEFINE(
+    Integer(), "audit", None, "Count the examples that each of so many workers would read in an epoch, and exit."
+)
+_TRACE = flags.DEFINE_bool(
+    "trace", False, "Pipelines: measure when each action runs, and draw it below the prediction."
+)
 
 MAX_AUDITED = 4096  # workers
 
@@ -57,10 +65,10 @@ def _way_out(flag: str) -> str:
 
 COMMAND = command_line.Command(
     name="tfpar.train",
-    usage=["[--config CONFIG] [--set KEY=VALUE ...] [FLAG ...]"],
+    usage=["[FLAG ...]"],
     flags={
         "config": "CONFIG",
-        "set": "SECTION.KEY=VALUE",
+        "set": "SECTION.SETTING=VALUE",
         "directory": "FOLDER",
         "print_config": "",
         "audit": "WORKERS",

@@ -11,6 +11,7 @@ writes into the folder, by default `samples`:
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 from collections.abc import Sequence
@@ -103,12 +104,14 @@ def main(arguments: Sequence[str]) -> int:
     """Write all samples.
 
     Args:
-        arguments: The folder to write into, or nothing.
+        arguments: The folder to write into, or nothing; or `--help`.
 
     Returns:
         The exit code, 0.
     """
-    directory = Path(arguments[0] if arguments else "samples")
+    parser = argparse.ArgumentParser("python -m tfpar.trainers.samples", description="Write small datasets.")
+    parser.add_argument("folder", nargs="?", default="samples", help="the folder to write into; by default samples")
+    directory = Path(parser.parse_args(arguments).folder)
     write_digits(directory / "digits")
     write_breast_cancer(directory / "breast_cancer")
     write_diabetes(directory / "diabetes")

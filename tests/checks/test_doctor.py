@@ -87,7 +87,7 @@ def test_the_function_returns_the_checks_and_prints_them(capsys: pytest.CaptureF
     ("arguments", "said"),
     [
         (["--config", "digits", "--model", "a.py:b"], "--model and --config each name a model."),
-        (["--data", "a.py:b"], "--data belongs to --model"),
+        (["--data", "a.py:b"], "--data needs --model"),
         (["--set", "strategy.kind=mirrored"], "--set changes a setting of --config or --model"),
         (["--config", "digits", "--set", "strategy.kind=no"], "strategy"),
         (["--config", "digts"], "digits"),

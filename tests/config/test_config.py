@@ -263,10 +263,11 @@ def test_a_number_or_text_out_of_range_is_refused_by_its_path(override: str) -> 
 def test_an_unknown_key_names_the_closest_one_and_those_that_are_allowed_as_far_as_they_fit() -> None:
     message = refusal("training.global_batch_sise=64")
     start = (
-        "training.global_batch_sise = 64 is not a known key: did you mean training.global_batch_size? Allowed here: "
+        "training.global_batch_sise = 64 is not a known setting: "
+        "did you mean training.global_batch_size? Allowed here: "
     )
     assert message.startswith(start)
-    *shown, end = message.removeprefix(start).removesuffix(".").split(", ")
+    *shown, end = message.removeprefix(start).split(", ")
     assert shown == list(Training.model_fields)[: len(shown)]
     assert len(shown) > 8
     assert end == "..."
@@ -298,8 +299,8 @@ def test_a_key_or_value_that_is_abbreviated_misplaced_or_mistyped_is_answered_wi
 @pytest.mark.parametrize(
     ("override", "start"),
     [
-        ("trainig.epochs=3", 'trainig = {"epochs": 3} is not a known key: did you mean training? Allowed here: '),
-        ("zzz=3", "zzz = 3 is not a known key: rename or remove it. Allowed here: "),
+        ("trainig.epochs=3", 'trainig = {"epochs": 3} is not a known setting: did you mean training? Allowed here: '),
+        ("zzz=3", "zzz = 3 is not a known setting: rename or remove it. Allowed here: "),
     ],
 )
 def test_an_unknown_section_is_refused_with_the_known_ones(override: str, start: str) -> None:
@@ -390,7 +391,7 @@ def test_several_problems_are_listed_one_on_each_line(tmp_path: Path) -> None:
         ([*PIPELINE, "strategy.sync=average"], 'strategy.sync = "average" is a setting of strategy.kind = "multi_w'),
         (
             [*PIPELINE, "strategy.num_stage=2"],
-            "strategy.num_stage = 2 is not a known key: did you mean strategy.num_stages? Allowed here: kind, num_st",
+            "strategy.num_stage = 2 is not a known setting: did you mean strategy.num_stages? Allowed here: kind, num",
         ),
         (
             ["strategy.kind=mirrored", "strategy.pack_bytes=0"],

@@ -175,7 +175,7 @@ GRACE_RULE = "--grace_seconds must be from 0 to 604800 (a week)"
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "--num_workers must say how many workers start, and it is not set. Try --num_workers 2."),
+        ([], "--num_workers is not set. Say how many workers to start, such as --num_workers 2."),
         (["--num_workers", "0"], "--num_workers must be at least 1, received 0."),
         (["--num_workers", "2", "--cores_per_worker", "0"], "--cores_per_worker must be at least 1, received 0."),
         (["--num_workers", "2", "--gpus_per_worker", "-1"], "--gpus_per_worker must be at least 0, received -1."),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,16 @@ def test_every_block_of_the_documents_is_of_a_language_that_is_tested() -> None:
         assert set(fences[::2]) <= LANGUAGES, document
 
 
+def test_the_page_of_settings_and_flags_is_that_of_the_code() -> None:
+    specification = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert specification is not None
+    assert specification.loader is not None
+    hooks = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(hooks)
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert hooks.with_tables(page) == page, "run python docs/hooks.py"
+
+
 def test_each_reason_not_to_run_a_command_is_needed() -> None:
     for word in NOT_RUN:
         assert any(word in command for command in commands(*DOCUMENTS)), word
@@ -70,6 +82,22 @@ def adapted(block: str) -> str:
     """Return an example for this process, whose CPU is split in four already, on the two devices that it speaks of."""
     block = block.replace("tfpar.use_logical_cpus(2)", "tfpar.use_logical_cpus(4)")
     return block.replace("tfpar.Mirrored()", 'tfpar.Mirrored(["CPU:0", "CPU:1"])')
+
+
+def written_as_records(folder: Path, images: Any, labels: Any) -> Callable[[Any], Any]:
+    """Write digits into two TFRecord files; return the function that reads a record."""
+    import tensorflow as tf
+
+    for number in range(2):
+        with tf.io.TFRecordWriter(str(folder / f"{number}.tfrecord")) as file:
+            for image, label in zip(images[:64], labels, strict=False):
+                file.write(np.append(image, label).astype("float32").tobytes())
+
+    def parse(record: Any) -> Any:
+        row = tf.io.decode_raw(record, tf.float32)
+        return tf.reshape(row[:64], [8, 8]), tf.cast(row[64], tf.int64)
+
+    return parse
 
 
 @pytest.mark.parametrize(
@@ -90,6 +118,7 @@ def test_the_examples_of_a_document_run(
     # The model and the data of the tutorial, as the guides say.
     exec(adapted(blocks(ROOT / "docs" / "tutorial.md", "python")[0]), names)
     names["dataset"] = tf.data.Dataset.from_tensor_slices((names["images"], names["labels"])).take(256).batch(30)
+    names |= {"tf": tf, "folder": tmp_path, "parse": written_as_records(tmp_path, names["images"], names["labels"])}
     monkeypatch.chdir(tmp_path)
     for block in blocks(document, "python"):
         if block not in files().values():  # a separate program, which a command starts

@@ -14,6 +14,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN = {
     INSTALL: "installs; CI begins with it",
     "srun": "needs an allocation of Slurm; tests/cluster/test_slurm_multi_process.py runs it where Slurm is installed",
+    "TF_CONFIG=": "needs two machines; tests/launcher/test_jobs_multi_process.py starts such processes on one",
     "--hosts": "needs two hosts; tests/cluster/test_several_hosts_multi_process.py runs it in network namespaces",
     "tfpar.report": "needs runs; tests/reports/test_report_of_training.py runs it",
     "-m pytest": "is what runs these tests",

@@ -200,20 +200,27 @@ def help_text(command: Command) -> str:
     Args:
         command: The command.
     """
-    shown = [("-h, --help", "Print this and exit."), ("--version", "Print the versions and exit.")]
-    for name, placeholder in command.flags.items():
-        # absl adds to a repeated flag's text, after a semicolon, that it may be repeated.
-        text = (command.values[name].help or "").partition(";\n")[0]
-        shown.append((f"--{name} {placeholder}".rstrip(), text))
+    of_all = [("-h, --help", "Print this and exit."), ("--version", "Print the versions and exit.")]
     calls = [f"python -m {command.name} {usage}" for usage in command.usage]
     parts = [
         textwrap.fill(COMMANDS[command.name], _columns()),
         "usage: " + "\n       ".join(calls),
-        two_columns(shown),
+        two_columns([*of_all, *meanings(command)]),
         "examples:\n" + "\n".join(f"  {example}" for example in command.examples),
         command.details(),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def meanings(command: Command) -> list[tuple[str, str]]:
+    """Return each flag of a command, with the placeholder of its value, and its meaning.
+
+    Args:
+        command: The command.
+    """
+    # absl adds to a repeated flag's text, after a semicolon, that it may be repeated.
+    texts = {name: (command.values[name].help or "").partition(";\n")[0] for name in command.flags}
+    return [(f"--{name} {placeholder}".rstrip(), texts[name]) for name, placeholder in command.flags.items()]
 
 
 def two_columns(rows: Sequence[tuple[str, str]]) -> str:

@@ -122,9 +122,10 @@ def _unknown_key(place: _Place, schema: Node) -> str:
     allowed = place.table.get("properties", {})
     near = _closest_key(place.path, allowed, schema)
     way_out = f"did you mean {near}?" if near else "rename or remove it."
-    sentence = f"{name} is not a known key: {way_out} Allowed here: "
+    sentence = f"{name} is not a known setting: {way_out} Allowed here: "
     # A section of many keys does not fit into a sentence; the nearest is there already.
-    return sentence + received.listed(allowed, received.MAX_SENTENCE - len(sentence) - 1) + "."
+    listed = received.listed(allowed, received.MAX_SENTENCE - len(sentence) - 1)
+    return sentence + listed + "." * (not listed.endswith("..."))
 
 
 def _closest_key(path: Sequence[str], allowed: Node, schema: Node) -> str | None:

@@ -158,15 +158,15 @@ def _require_run(folder: Path) -> None:
     shown = received.path(folder)
     try:
         if not folder.exists():
-            raise ValueError(f"A run must be the folder of one, and {shown} does not exist. Name a folder under runs/.")
+            raise ValueError(f"A run must be a folder, and {shown} does not exist. Name a folder under runs/.")
         if not folder.is_dir():
-            raise ValueError(f"A run must be the folder of one, and {shown} is a file. Name its folder.")
+            raise ValueError(f"A run must be a folder, and {shown} is a file. Name its folder.")
         names = os.listdir(folder)
     except OSError as error:
         raise ValueError(f"{shown} cannot be read: {error.strerror}. Correct the path, or its permissions.") from None
     if not any(name in names for name in _OF_RUN):
         raise ValueError(
-            f"A run must be the folder of one, with a config.toml, and {shown} holds none. Name a folder that "
+            f"A run must be a folder with a config.toml, and {shown} holds none. Name a folder that "
             "python -m tfpar.train has written."
         )
 
