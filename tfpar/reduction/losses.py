@@ -112,14 +112,14 @@ def reduce_loss(
     total, weight = loss_sums(values, sample_weight, mask, reduction, dtype)
     if weight is None:
         return global_sum(example_weight * total, counts.partial_values)
-    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+    if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         all_weight = None
     elif mask is None:
-        all_weight = _num_values(values, counts)
+        all_weight = _num_of_all(tf.cast(_num_weighted(values, sample_weight, None), values.dtype), counts)
     elif counts.sum_divisors is None:
         # The sum of the mask, and not of the number of values: it needs no result of the forward pass.
         entries = sum_without_gradient(example_weight * tf.reduce_sum(tf.cast(mask, values.dtype)))
-        all_weight = entries * _values_per_entry(values, mask)
+        all_weight = entries * _values_per_entry(values, sample_weight, mask)
     else:
         all_weight = None
     return _mean(example_weight * total, example_weight * weight, all_weight, counts)
@@ -168,7 +168,9 @@ def loss_sums(
         weights = keras_losses.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
         _, weights = keras_losses.squeeze_or_expand_to_same_rank(values, tf.cast(weights, values.dtype))
         return total, tf.reduce_sum(weights)
-    return total, _num_valid(values, mask)
+    if mask is None:
+        return total, tf.cast(_num_weighted(values, sample_weight, None), values.dtype)
+    return total, tf.reduce_sum(tf.cast(mask, values.dtype)) * _values_per_entry(values, sample_weight, mask)
 
 
 def _mean(total: tf.Tensor, weight: tf.Tensor, all_weight: tf.Tensor | None, counts: BatchWeights) -> tf.Tensor:
@@ -189,22 +191,34 @@ def mean_of_sums(total: tf.Tensor, weight: tf.Tensor, counts: BatchWeights = ALO
     return _mean(example_weight * total, example_weight * weight, None, counts)
 
 
-def _num_values(values: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:
-    """Return the number of loss values of the global batch, equal for each example; None where it is unknown."""
-    size = counts.size_of_all(values.dtype)
+def _num_of_all(num_local: tf.Tensor, counts: BatchWeights) -> tf.Tensor | None:
+    """Return the number of loss values of the global batch, equal for each example; None where it is unknown.
+
+    Args:
+        num_local: That of the per-replica batch, in the type of the loss.
+        counts: The sizes of both batches.
+    """
+    size = counts.size_of_all(num_local.dtype)
     if counts.local_size is None or size is None:
         return None
-    per_example = tf.cast(tf.size(values), values.dtype) / tf.cast(counts.local_size, values.dtype)
-    return per_example * size
+    return num_local / tf.cast(counts.local_size, num_local.dtype) * size
 
 
-def _num_valid(values: tf.Tensor, mask: Any) -> tf.Tensor:
-    """Return the number of unmasked loss values: mask entries times the values of one entry."""
-    if mask is None:
-        return tf.cast(tf.size(values), values.dtype)
-    return tf.reduce_sum(tf.cast(mask, values.dtype)) * _values_per_entry(values, mask)
+def _num_weighted(values: tf.Tensor, sample_weight: Any, mask: Any) -> tf.Tensor:
+    """Return the number of loss values after the multiplication by weights and mask, which may repeat values.
+
+    Keras multiplies values `[batch, 1]` by weights `[batch, steps]`, and divides by the number of products.
+    """
+    weights = keras_losses.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
+    if weights is None:
+        return tf.size(values)
+    values, weights = keras_losses.squeeze_or_expand_to_same_rank(values, tf.convert_to_tensor(weights))
+    if values.shape[1:].is_fully_defined() and values.shape[1:] == weights.shape[1:]:
+        return tf.size(values)
+    return tf.reduce_prod(tf.broadcast_dynamic_shape(tf.shape(values), tf.shape(weights)))
 
 
-def _values_per_entry(values: tf.Tensor, mask: Any) -> tf.Tensor:
-    """Return the number of loss values for each entry of a mask."""
-    return tf.math.divide_no_nan(tf.cast(tf.size(values), values.dtype), tf.cast(tf.size(mask), values.dtype))
+def _values_per_entry(values: tf.Tensor, sample_weight: Any, mask: Any) -> tf.Tensor:
+    """Return the number of weighted loss values for each entry of a mask."""
+    num_weighted = tf.cast(_num_weighted(values, sample_weight, mask), values.dtype)
+    return tf.math.divide_no_nan(num_weighted, tf.cast(tf.size(mask), values.dtype))
