@@ -28,7 +28,7 @@ def test_examples_differ_in_outputs_and_have_parts() -> None:
 
 def test_targets_end_at_different_positions_and_flags_change() -> None:
     batch = tf.zeros([8, 2]), {"tokens": tf.ones([8, 4], "int32"), "flags": tf.constant([True] * 8)}
-    same, _, ended, binary = made_up(batch, tf.zeros([8, 1]))
+    same, _, ended, binary, *_ = made_up(batch, tf.zeros([8, 1]))
     assert ended.targets["tokens"].numpy().sum(1).tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
     assert ended.targets["flags"].numpy().tolist() == [True, False] * 4
     assert same.targets["flags"].numpy().all()

@@ -14,6 +14,7 @@ from tfpar.data.batching.batches import (
     take_rows,
     to_numpy,
 )
+from tfpar.data.batching.varied_rows import varied_first
 from tfpar.data.errors import UserMessage, cause_of, user_message
 from tfpar.data.fit_arguments import Batches, as_dataset, global_batches, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
@@ -56,5 +57,6 @@ __all__ = [
     "take_rows",
     "to_numpy",
     "user_message",
+    "varied_first",
     "without_autotuning",
 ]

@@ -75,16 +75,16 @@ class Preparation:
         self._check_gradients(training)  # the batch may have created weights
         if training and self._strategy.is_chief:
             self._warn_of_nothing_trained()
-        self._once(f"{kind} state", lambda: self._check_state(batch, training))
+        varied = functools.cache(lambda: data.varied_first(batch) if self._in_parts else batch)
+        self._once(f"{kind} state", lambda: self._check_state(varied(), training))
         if source is not None and reused is None:
             source.start(self._strategy.broadcast)
         if not objective.objectives_of(self._model):
-            self._prepare_outputs(batch, training)
-        self._once("prepare", lambda: self._strategy.prepare(self._model, batch))
+            self._prepare_outputs(varied, training)
+        self._once("prepare", lambda: self._strategy.prepare(self._model, varied()))
         # Optional inputs may be None, and the rows of sparse ones are those of lookups.
         present = str(tf.nest.map_structure(lambda leaf: None if leaf is None else type(leaf).__name__, batch))
-        prepare_loss = functools.partial(self._strategy.prepare_loss, self._model, batch, training)
-        self._once(f"{kind} loss", prepare_loss, present)
+        self._once(f"{kind} loss", lambda: self._strategy.prepare_loss(self._model, varied(), training), present)
         return epoch_iterator, self._compiled.loop(kind, distributed)
 
     @property
@@ -121,7 +121,7 @@ class Preparation:
         self._check_gradients(training=False)
         batch = self._build(epoch_iterator, distributed, "predict")
         self._check_data(dataset, distributed, epoch_iterator)
-        self._prepare_outputs(batch, training=False)
+        self._prepare_outputs(lambda: data.varied_first(batch) if self._in_parts else batch, training=False)
         return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)
 
     def _check_data(self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator) -> None:
@@ -146,9 +146,9 @@ class Preparation:
             **settings,
         )
 
-    def _prepare_outputs(self, batch: Any, training: bool) -> None:
+    def _prepare_outputs(self, batch_of: Callable[[], Any], training: bool) -> None:
         prepare = self._strategy.prepare_outputs
-        self._once(f"outputs in training: {training}", lambda: prepare(self._model, batch, training))
+        self._once(f"outputs in training: {training}", lambda: prepare(self._model, batch_of(), training))
 
     def _once(self, kind: str, trial: Callable[[], Any], given: str = "") -> None:
         """Run a trial of the model unless it ran since the model was compiled."""

@@ -60,7 +60,7 @@ def _function_values(model: keras.Model, functions: Sequence[keras.Metric], exam
 
 
 def _count(model: keras.Model, examples: Examples) -> None:
-    inputs, targets, weights, outputs = examples
+    inputs, targets, weights, outputs, _ = examples
     with keras.StatelessScope():
         model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
 
@@ -114,8 +114,8 @@ def _states(model: keras.Model, own: Sequence[keras.Metric], updates: Sequence[E
     with contextlib.suppress(Exception), keras.StatelessScope():
         for metric in own:
             metric.reset_state()
-        for inputs, targets, weights, outputs in updates:
-            share = int(tf.nest.flatten(outputs)[0].shape[0]) / NUM_EXAMPLES
+        for inputs, targets, weights, outputs, times in updates:
+            share = int(tf.nest.flatten(outputs)[0].shape[0]) / (times * NUM_EXAMPLES)
             with keras_losses_in_call.scalars_weighted(functools.partial(_constant, share)):
                 model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
         return [np.asarray(one.value, np.float64) for metric in own for one in metric.variables]

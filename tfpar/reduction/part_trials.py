@@ -14,7 +14,7 @@ from tfpar._compat import keras_losses, keras_losses_in_call, keras_model
 from tfpar.reduction.losses import ONE_VALUE
 from tfpar.reduction.losses import WAY_OUT as OVER_LAST_AXIS
 from tfpar.reduction.sum_or_mean import RULE, WAY_OUT, Kind
-from tfpar.reduction.trial_examples import NUM_EXAMPLES, SIZES, Examples, made_up
+from tfpar.reduction.trial_examples import Examples, made_up
 from tfpar.reduction.trial_losses import losses_noted
 from tfpar.reduction.whole_batch import Trial
 
@@ -33,11 +33,13 @@ class Value(NamedTuple):
         name: What it is the value of.
         whole: The value of all examples.
         parts: The values of the parts.
+        sizes: The number of examples of each part.
     """
 
     name: str
     whole: tf.Tensor
     parts: Sequence[tf.Tensor]
+    sizes: Sequence[int]
 
     @property
     def kind(self) -> Kind | None:
@@ -46,7 +48,7 @@ class Value(NamedTuple):
         if not np.isfinite(whole) or not np.isfinite(parts).all() or not np.any([whole, *parts]):
             return None
         largest = np.max(np.abs(parts))
-        if self._is_close(np.dot(SIZES, parts) / NUM_EXAMPLES, whole, largest):
+        if self._is_close(np.average(parts, weights=self.sizes), whole, largest):
             return "mean"
         return "sum" if self._is_close(parts.sum(), whole, largest) else None
 
@@ -67,15 +69,15 @@ class Value(NamedTuple):
     @property
     def is_by_example(self) -> bool:
         """Whether each example has as many values, which do not depend on the others."""
-        sizes = [NUM_EXAMPLES * np.size(part) for part in self.parts]
-        return sizes == [size * np.size(self.whole) for size in SIZES] and self.is_joined
+        sizes = [sum(self.sizes) * np.size(part) for part in self.parts]
+        return sizes == [size * np.size(self.whole) for size in self.sizes] and self.is_joined
 
     @property
     def is_average(self) -> bool:
         """Whether each value is the mean of its values for the parts, as that of a mean over the batch."""
         if any(part.shape != self.whole.shape for part in self.parts):
             return False
-        average = np.average([_array(part) for part in self.parts], axis=0, weights=SIZES)
+        average = np.average([_array(part) for part in self.parts], axis=0, weights=self.sizes)
         return self._is_close(average, _array(self.whole))
 
     def _is_close(self, value: Any, expected: Any, largest_part: float = 0.0) -> bool:
@@ -141,7 +143,7 @@ def _own_loss(model: keras.Model, examples: Examples, training: bool) -> Named:
 
 
 def _compute_loss(model: keras.Model, examples: Examples, training: bool) -> Any:
-    inputs, targets, weights, outputs = examples
+    inputs, targets, weights, outputs, _ = examples
     return keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
 
 
@@ -187,7 +189,7 @@ def trial_of(examples: Examples, values_of: Callable[[Examples], Named], trial: 
         values_of: Returns the values of some examples.
         trial: Replays the rows that a value gathers; None where parts cannot gather.
     """
-    starts = np.cumsum((0, *SIZES))[:-1].tolist()
+    starts = np.cumsum((0, *examples.sizes))[:-1].tolist()
     with contextlib.suppress(Exception):
         again = values_of(examples)
         with trial.recording() if trial else contextlib.nullcontext():
@@ -198,7 +200,7 @@ def trial_of(examples: Examples, values_of: Callable[[Examples], Named], trial: 
                 parts.append([value for _, value in values_of(part)])
         if all(bool(tf.reduce_all(one == other)) for (_, one), (_, other) in zip(whole, again, strict=True)):
             return [
-                Value(name, value, of_parts)
+                Value(name, value, of_parts, examples.sizes)
                 for (name, value), of_parts in zip(whole, zip(*parts, strict=True), strict=True)
             ]
     return []

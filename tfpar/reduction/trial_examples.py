@@ -4,11 +4,13 @@
     made-up outputs                0.07 0.81 0.44 0.93   and here it is not
 
 A model with new weights returns almost the same for every example. On such outputs many losses are means over the batch
-that are none later. The targets change too: the first examples may have no padding, or no positive.
+that are none later. The targets change too: the batch may have no padding, no ignored label (-1, -100, 255), no
+missing number (NaN), or no positive.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -22,7 +24,8 @@ from tfpar import data
 NUM_EXAMPLES = 8
 SIZES = (1, 2, 5)  # of the parts
 
-_MOST_VALUES = 1 << 28  # of all outputs; larger ones take too much memory
+_MOST_VALUES = 1 << 31  # of all outputs; larger ones take too much memory
+_MOST_TIMES = 8
 _NUM_DRAWN = 1_048_573  # a prime, so that no two examples have the same of the numbers, which repeat
 _Change = Callable[[tf.Tensor, np.random.Generator], tf.Tensor]
 
@@ -35,20 +38,28 @@ class Examples(NamedTuple):
         targets: Its targets.
         weights: The sample weights.
         outputs: Its outputs.
+        times: How many times `NUM_EXAMPLES` there are.
     """
 
     inputs: Any
     targets: Any
     weights: Any
     outputs: Any
+    times: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of examples of each part."""
+        return tuple(size * self.times for size in SIZES)
 
     def parts(self) -> list[Examples]:
         """Return parts of different sizes, in order."""
-        ends = np.cumsum(SIZES)
-        return [
-            Examples(*data.take_rows(tuple(self), end - size, end))
-            for size, end in zip(SIZES, ends.tolist(), strict=True)
-        ]
+        ends = np.cumsum(self.sizes)
+        found = []
+        for size, end in zip(self.sizes, ends.tolist(), strict=True):
+            inputs, targets, weights, outputs = data.take_rows(tuple(self)[:4], end - size, end)
+            found.append(Examples(inputs, targets, weights, outputs, self.times))
+        return found
 
 
 def made_up(batch: Any, outputs: Any) -> Iterator[Examples]:
@@ -66,21 +77,33 @@ def made_up(batch: Any, outputs: Any) -> Iterator[Examples]:
     leaves = tf.nest.flatten(outputs)
     if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
         return
-    if sum(NUM_EXAMPLES * math.prod(leaf.shape[1:]) for leaf in leaves) > _MOST_VALUES:
+    if sum(_MOST_TIMES * NUM_EXAMPLES * math.prod(leaf.shape[1:]) for leaf in leaves) > _MOST_VALUES:
         return
-    inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(_first_rows(batch))
-    changes: list[tuple[_Change, _Change]] = [(_same, _shares), (_same, _signed), (_ended, _shares), (_binary, _shares)]
-    rows = _first_rows(outputs)
-    for seed, (of_targets, of_outputs) in enumerate(changes):
-        random = np.random.default_rng(seed)
-        yield Examples(inputs, _changed(of_targets, targets, random), weights, _changed(of_outputs, rows, random))
+    # As many as the batch has: a mean of the k largest losses is one over the batch where that has at most k.
+    times = min(_MOST_TIMES, int(data.num_rows(batch)) // NUM_EXAMPLES)
+    changes: list[tuple[_Change, _Change, int]] = [
+        (_same, _shares, 1),
+        (_same, _signed, 1),
+        (functools.partial(_ended, markers=(0, 0.0)), _shares, 1),
+        (_binary, _shares, 1),
+        (functools.partial(_ended, markers=(-1, -1.0)), _shares, 1),
+        (functools.partial(_ended, markers=(-100, math.nan)), _shares, 1),
+        (functools.partial(_ended, markers=(255, None)), _shares, 1),
+        *([(_same, _shares, times)] if times > 1 else []),
+    ]
+    for seed, (of_targets, of_outputs, times) in enumerate(changes):
+        random, rows = np.random.default_rng(seed), _first_rows(outputs, times)
+        inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(_first_rows(batch, times))
+        changed = _changed(of_targets, targets, random), weights, _changed(of_outputs, rows, random)
+        yield Examples(inputs, *changed, times)
 
 
-def _first_rows(batch: Any) -> Any:
+def _first_rows(batch: Any, times: int) -> Any:
     """Return the first examples of a batch, and these again if they are too few."""
-    num_rows = min(int(data.num_rows(batch)), NUM_EXAMPLES)
+    wanted = times * NUM_EXAMPLES
+    num_rows = min(int(data.num_rows(batch)), wanted)
     rows = data.take_rows(batch, 0, num_rows)
-    return data.take_rows(data.join_batches([rows] * -(-NUM_EXAMPLES // num_rows)), 0, NUM_EXAMPLES)
+    return data.take_rows(data.join_batches([rows] * -(-wanted // num_rows)), 0, wanted)
 
 
 def _changed(change: _Change, structure: Any, random: np.random.Generator) -> Any:
@@ -110,8 +133,17 @@ def _repeated(leaf: tf.Tensor, numbers: np.ndarray) -> tf.Tensor:
     return tf.constant(np.resize(numbers.astype(dtype.as_numpy_dtype), leaf.shape)) if dtype.is_floating else leaf
 
 
-def _ended(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
-    """Return targets of which each example ends, in zeros, at another position of the next axis, or is zero."""
+def _ended(leaf: tf.Tensor, random: np.random.Generator, markers: tuple[int, float | None]) -> tf.Tensor:
+    """Return targets of which each example ends, in markers, at another position of the next axis, or is a marker.
+
+    Args:
+        leaf: Targets of `NUM_EXAMPLES` examples.
+        random: Not used.
+        markers: The marker of integers and that of other numbers, such as -100 and NaN; None for none.
+    """
+    marker = markers[1] if leaf.dtype.is_floating else markers[0]
+    if marker is None or (marker and not leaf.dtype.is_floating and not _holds(leaf.dtype, int(marker))):
+        return leaf
     length = 1 if leaf.shape.rank == 1 else int(leaf.shape[1])
     ends = (
         np.where(np.arange(NUM_EXAMPLES) % 2, 0, length)
@@ -120,7 +152,11 @@ def _ended(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:
     )
     kept = np.arange(length) < ends[:, None]
     shape = [NUM_EXAMPLES, length][: leaf.shape.rank] + [1] * (leaf.shape.rank - 2)
-    return tf.where(kept.reshape(shape), leaf, tf.zeros_like(leaf))
+    return tf.where(kept.reshape(shape), leaf, tf.cast(marker, leaf.dtype))
+
+
+def _holds(dtype: tf.DType, marker: int) -> bool:
+    return bool(dtype.is_integer and dtype.min <= marker <= dtype.max)
 
 
 def _binary(leaf: tf.Tensor, random: np.random.Generator) -> tf.Tensor:

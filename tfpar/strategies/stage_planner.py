@@ -249,7 +249,7 @@ class StagePlanner:
         allowed = is_alone or self._allow_batch_dependence
         if allowed or checked.get(training, self) is compilation:
             return
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data.varied_first(batch))
         if training:
             check_synchronized(graph)
         with tf.device(self._devices[0]), full_precision():
