@@ -225,7 +225,11 @@ class RowsOfReplicas(Rows):
         self._num_examples = num_examples
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the sum of tensors of the size of the whole batch, in which a replica fills its own rows."""
+        """Return the sum of tensors of the size of the whole batch, in which a replica fills its own rows.
+
+        Where several replicas have the same examples, one fills the rows. Each receives its share of the gradient, as
+        of the loss: else the first would have the gradient of all through these rows, and its share through others.
+        """
         start, total = self._place()
         shape_here = tf.shape(tensor, tf.int64)
         summable = tf.cast(tensor, tf.int32) if tensor.dtype.is_bool else tensor
@@ -233,7 +237,15 @@ class RowsOfReplicas(Rows):
             count = tf.cast(self._num_counted[local_replica_id()], tf.int64)
             shape = tf.concat([total[None], shape_here[1:]], 0)
             places = (start + tf.range(count))[:, None]
-        whole = sum_over_replicas(tf.scatter_nd(places, summable[:count], shape))
+
+        @tf.custom_gradient
+        def filled(rows: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            def back(upstream: tf.Tensor) -> tf.Tensor:
+                return self.own(upstream, shape_here[0]) * tf.cast(self._example_weight, upstream.dtype)
+
+            return tf.scatter_nd(places, rows[:count], shape), back
+
+        whole = sum_over_replicas(filled(summable))
         return tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
 
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
