@@ -39,7 +39,9 @@ def replace_methods(trainer: _Trainer) -> None:
     | `test_on_batch`    | Keras' own            | `trainer.evaluate`: all workers call it |
     | `train_on_batch`   | Keras' own            | refused                                 |
 
-    A method that the user's class overrides stays, and so does one whose step the class overrides.
+    A method that the user's class overrides stays, and so does one whose step the class overrides. The methods of
+    models inside of the model, such as the encoder of an autoencoder, become `tfpar.fit`, `tfpar.evaluate` and
+    `tfpar.predict` in one process; those for one batch are refused.
 
     Args:
         trainer: A trainer. The model does not keep it alive.
@@ -47,6 +49,8 @@ def replace_methods(trainer: _Trainer) -> None:
     model, strategy = trainer.model, trainer.strategy
     for name in _METHODS:
         vars(model).pop(name, None)  # of an earlier trainer
+    for part in _models_inside(model):
+        _replace_of_part(part, replaces=keras_model.is_in_scope(model) and strategy.num_workers == 1)
     if not keras_model.is_in_scope(model):
         return
     functions = StepFunctions(model, strategy)
@@ -61,9 +65,44 @@ def replace_methods(trainer: _Trainer) -> None:
         replacements["test_on_batch"] = functools.partial(_test_on_batch, model)
         replacements["train_on_batch"] = _refuse_train_on_batch
     for name, replacement in replacements.items():
-        step = "predict_step" if "predict" in name else "train_step" if name == "fit" else "test_step"
-        if not keras_model.overridden(model, name) and not keras_model.overridden(model, step):
+        if not _is_own(model, name):
             setattr(model, name, replacement)
+
+
+def _is_own(model: keras.Model, name: str) -> bool:
+    """Return whether the class of a model overrides a method, or the step that it runs."""
+    step = "predict_step" if "predict" in name else "train_step" if name in ("fit", "train_on_batch") else "test_step"
+    return keras_model.overridden(model, name) or keras_model.overridden(model, step)
+
+
+def _models_inside(model: keras.Model) -> list[keras.Model]:
+    """Return the models among the layers at every depth that have no trainer of their own."""
+    inside = [one for one in keras_model.all_layers(model) if isinstance(one, keras.Model) and one is not model]
+    return [one for one in inside if trainer_of(one) is None]
+
+
+def _replace_of_part(part: keras.Model, replaces: bool) -> None:
+    for name in _METHODS:
+        if getattr(vars(part).get(name), "func", None) in (_through_drop_in, _refuse_of_part):
+            del vars(part)[name]  # of an earlier trainer
+        if replaces and not _is_own(part, name) and name != "predict_on_batch":
+            replacement = _refuse_of_part if name.endswith("_on_batch") else _through_drop_in
+            setattr(part, name, functools.partial(replacement, part, name))
+
+
+def _through_drop_in(part: keras.Model, name: str, *arguments: Any, **settings: Any) -> Any:
+    from tfpar import drop_in  # it needs the trainer, which imports this module
+
+    del vars(part)[name]  # the trainer that `drop_in` makes replaces it
+    return getattr(drop_in, name)(part, *arguments, **settings)
+
+
+def _refuse_of_part(part: keras.Model, name: str, *arguments: Any, **settings: Any) -> None:
+    method = "fit" if name == "train_on_batch" else "evaluate"
+    raise ValueError(
+        f"{name} of {part.name!r} is Keras' own, which does not run on the copies of weights that a trainer has on "
+        f"several devices. Use {method}(x, y, batch_size=len(x)) of {part.name!r}, or objectives of the whole model."
+    )
 
 
 @contextlib.contextmanager

@@ -107,8 +107,22 @@ def _note_losses(
 
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
     outputs = call(model, inputs, training=False)
-    with losses_noted(note_dense):
+    with losses_noted(note_dense), _failing_on(int(data.num_rows(part))):
         keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
+
+
+@contextlib.contextmanager
+def _failing_on(num_examples: int) -> Iterator[None]:
+    """Say of an error of TensorFlow in a loss on how many examples it fails, such as the mean of the k largest."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        reason = error.message.partition("} ")[2] or error.message
+        raise ValueError(
+            "With several replicas or micro-batches a loss must run on any number of examples, and this one fails on "
+            f"{num_examples} of the first batch: {reason.partition(' [Op:')[0]}. Mend the loss or the targets, or "
+            "train on SingleDevice()."
+        ) from None
 
 
 @contextlib.contextmanager

@@ -176,8 +176,13 @@ class Trial(Rows):
             yield
 
     def gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return the recorded rows."""
-        return self._value(lambda: tensor)
+        """Return the recorded rows; those of the part have a gradient, as on a replica."""
+        whole = self._value(lambda: tensor)
+        if self._replayed is None or not tensor.dtype.is_floating:
+            return whole
+        rows = tf.range(self._start, self._start + tf.shape(tensor)[0])[:, None]
+        own = tf.scatter_nd(rows, tensor, tf.shape(whole))
+        return tf.stop_gradient(whole - own) + own
 
     def own(self, tensor: tf.Tensor, num_rows: tf.Tensor) -> tf.Tensor:
         """Return the rows of the part."""
