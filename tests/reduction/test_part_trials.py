@@ -99,6 +99,28 @@ def masked(targets: Any, outputs: Any) -> Any:
     return ops.sum(losses * mask) / ops.sum(mask)
 
 
+def ignoring(targets: Any, outputs: Any) -> Any:
+    mask = ops.cast(ops.not_equal(targets, -100), outputs.dtype)
+    classes = ops.where(targets == -100, 0, targets)
+    losses = keras.losses.sparse_categorical_crossentropy(classes, outputs, from_logits=True)
+    return ops.sum(losses * mask) / ops.sum(mask)
+
+
+def without_missing(targets: Any, outputs: Any) -> Any:
+    is_there = ops.isfinite(targets)
+    squares = ops.square(ops.where(is_there, targets, 0.0) - outputs)
+    return ops.sum(ops.where(is_there, squares, 0.0)) / ops.sum(ops.cast(is_there, outputs.dtype))
+
+
+def hardest(targets: Any, outputs: Any) -> Any:
+    losses = ops.mean(ops.square(targets - outputs), -1)
+    return ops.mean(ops.top_k(losses, ops.minimum(8, ops.shape(losses)[0]))[0])
+
+
+def two_hardest(targets: Any, outputs: Any) -> Any:
+    return ops.mean(ops.top_k(ops.mean(ops.square(targets - outputs), -1), 2)[0])
+
+
 def root_mean_square(targets: Any, outputs: Any) -> Any:
     return ops.sqrt(ops.mean(ops.square(targets - outputs)))
 
@@ -130,6 +152,14 @@ REFUSED_LOSSES: dict[str, tuple[Callable[[], keras.Model], Callable[[], np.ndarr
     "statistics of the batch": (lambda: build(centred), values, "must not depend on the others of its batch"),
     "mask": (lambda: build(masked, shape=(LENGTH, TOKENS)), tokens_of_equal_lengths, "must be a sum or a mean"),
     "mask in compute_loss": (with_own_loss, tokens_of_equal_lengths, "'OwnLoss.compute_loss' returned"),
+    "ignored labels": (
+        lambda: build(ignoring, shape=(LENGTH, TOKENS)),
+        tokens_of_equal_lengths,
+        "'ignoring' returned",
+    ),
+    "missing numbers": (lambda: build(without_missing), values, "'without_missing' returned"),
+    "eight hardest examples": (lambda: build(hardest), values, "must be a sum or a mean"),
+    "two hardest examples": (lambda: build(two_hardest), values, "and this one fails on 1 of the first batch: input"),
     "root": (lambda: build(root_mean_square, "sigmoid"), bits, "must be a sum or a mean over the batch"),
     "ratio": (lambda: build(unexplained), values, "must be a sum or a mean over the batch"),
     "balanced": (lambda: build(balanced, "sigmoid"), bits, "must be a sum or a mean over the batch"),
@@ -160,7 +190,7 @@ def test_losses_that_parts_of_a_batch_cannot_compute_are_refused(name: str, stra
     make, targets, message = REFUSED_LOSSES[name]
     trainer = tfpar.Trainer(make, strategy(), seed=0)
     with pytest.raises(ValueError, match=message):
-        trainer.fit(INPUTS, targets(), batch_size=8, verbose=0)
+        trainer.fit(INPUTS, targets(), batch_size=16, shuffle=False, verbose=0)
     assert int(trainer.model.optimizer.iterations.numpy()) == 0
 
 

@@ -190,3 +190,37 @@ def test_a_method_of_the_users_class_stays() -> None:
     features = parity_cases.inputs(4)
     expected = trainer.predict(features, verbose=0)
     np.testing.assert_allclose(trainer.model.predict(features, verbose=0), 2.0 * expected, **EXACT)
+
+
+def distilled() -> keras.Model:
+    student = keras.Sequential(
+        [keras.Input((parity_cases.NUM_FEATURES,)), keras.layers.Dense(5, "relu")], name="student"
+    )
+    student.add(keras.layers.Dense(3))
+    outer = keras.Input((parity_cases.NUM_FEATURES,))
+    model = keras.Model(outer, student(outer) * 1.0)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def trained_inside(model: keras.Model) -> tuple[Any, ...]:
+    """Train the model inside of a model by itself, as scripts do after distillation; return what its methods return."""
+    student, features, labels = model.get_layer("student"), parity_cases.inputs(23), parity_cases.labels(23)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    student.compile(keras.optimizers.SGD(0.1, clipnorm=0.05), loss)
+    history = student.fit(features, labels, batch_size=8, epochs=2, shuffle=False, verbose=0).history["loss"]
+    evaluated = student.evaluate(features, labels, batch_size=8, verbose=0)
+    return history, evaluated, student.predict(features, batch_size=8, verbose=0), *model.get_weights()
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "optimizer sharded"])
+def test_a_model_inside_of_a_mirrored_one_trains_by_its_own_methods_as_on_one_device(strategy: str) -> None:
+    keras.utils.set_random_seed(0)
+    expected = trained_inside(distilled())
+    trainer = tfpar.Trainer(distilled, STRATEGIES[strategy](), seed=0)
+    with pytest.raises(
+        ValueError, match=r"^train_on_batch of 'student' is Keras' own, which does not run on the copies"
+    ):
+        trainer.model.get_layer("student").train_on_batch(parity_cases.inputs(8), parity_cases.labels(8))
+    for one, other in zip(trained_inside(trainer.model), expected, strict=True):
+        np.testing.assert_allclose(one, other, **EXACT)
