@@ -34,6 +34,7 @@ from tfpar.pipeline.graph.trial_batch import moving_statistics, trial_examples
 _BATCH_DEPENDENT = (layers.MixUp, layers.CutMix, layers.Equalization)
 # The advice for a model that needs its whole batch, under Pipeline and Hybrid.
 ON_WHOLE_BATCH = "use a Pipeline with num_microbatches=1"
+_OF_RAGGED = "Convert ragged inputs in the dataset, with to_tensor(), or train on SingleDevice()."
 # The advice in an error, from the comma or semicolon before it on, where it is of no use.
 ADVICE_OF_PIPELINES = re.compile(
     rf"([;,] )(?:or )?{ON_WHOLE_BATCH}(?:,? or (?:set )?allow_batch_dependent_layers=True(?: to [^.]*)?)?"
@@ -189,10 +190,10 @@ def find_batch_dependence(graph: Graph, inputs: Sequence[Any], training: bool = 
             try:
                 trial.test(call)
             except (tf.errors.InvalidArgumentError, ValueError) as error:
+                way_out = f"Declare the number of examples as None, or -1 in a reshape, or {ON_WHOLE_BATCH}."
                 raise ValueError(
                     f"Every layer must run on any number of examples, and {call.name!r} does not run on {size // 2} "
-                    f"and {size}: {str(error).splitlines()[0]} Declare the number of examples as None, or -1 in a "
-                    f"reshape, or {ON_WHOLE_BATCH}."
+                    f"and {size}: {str(error).splitlines()[0]} {_OF_RAGGED if is_ragged else way_out}"
                 ) from error
             drawn[num_draws:] = [call.name] if len(drawn) > num_draws else []
             trial.release(value for value in [*call.inputs, *call.outputs] if last_use.get(value, -1) <= index)
