@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tfpar
+from tests.support import parity_cases, small
 from tests.trainer.test_fine_tuning import (
     ALL_STRATEGIES,
     DIVIDED,
@@ -89,6 +90,17 @@ def test_weights_that_are_added_after_a_step_need_compile(strategy: str) -> None
     CALLS["fit"](trainer)
     trainer.model.layers[-1].enable_lora(2)
     with pytest.raises(ValueError, match=r"has other weights than in its last train step, as after enable_lora"):
+        CALLS["fit"](trainer)
+
+
+def test_a_layer_that_is_replaced_after_a_step_needs_compile() -> None:
+    trainer = tfpar.Trainer(small.build_model, small.STRATEGIES["mirrored"](), seed=0)
+    CALLS["fit"](trainer)
+    trainer.model.pop()
+    trainer.model.add(keras.layers.Dense(parity_cases.NUM_CLASSES))
+    with pytest.raises(
+        ValueError, match=r"other weights than in its last train step, as after .* or pop\(\)\. Call comp"
+    ):
         CALLS["fit"](trainer)
 
 

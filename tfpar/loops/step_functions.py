@@ -16,7 +16,7 @@ class _Trained(NamedTuple):
     """What a train step trains, as it was traced."""
 
     optimizer: Any
-    num_weights: int
+    paths: list[str]  # of the weights
     trainable: list[bool]
 
 
@@ -72,10 +72,10 @@ class StepFunctions:
                 f"An optimizer is set with compile(), and {self._model.name!r} was assigned another one: "
                 f"{getattr(optimizer, 'name', None)!r}. Call compile(optimizer=...)."
             )
-        if self._trained.num_weights != len(self._model.variables):
+        if self._trained.paths != _paths(self._model):
             raise ValueError(
-                f"{self._model.name!r} has other weights than in its last train step, as after enable_lora(). Call "
-                "compile() after such a change."
+                f"{self._model.name!r} has other weights than in its last train step, as after enable_lora(), "
+                "quantize() or pop(). Call compile() after such a change."
             )
         if self._trained.trainable != keras_model.trainable_settings(self._model):
             raise ValueError(
@@ -116,7 +116,7 @@ class StepFunctions:
         compiled: multi_step.CompiledLoop = self.once(f"{kind} {distributed[1:]} {elements}", compile_loop)
         if kind == "train" and self._trained is None:
             self._trained = _Trained(
-                keras_variables.optimizer_of(model), len(model.variables), keras_model.trainable_settings(model)
+                keras_variables.optimizer_of(model), _paths(model), keras_model.trainable_settings(model)
             )
         return compiled
 
@@ -159,3 +159,7 @@ class StepFunctions:
 
 def _without_sizes(spec: Any) -> str:
     return f"{type(spec).__name__} {getattr(spec, 'dtype', None)} {spec.shape.rank if hasattr(spec, 'shape') else None}"
+
+
+def _paths(model: keras.Model) -> list[str]:
+    return [variable.path for variable in model.variables]
