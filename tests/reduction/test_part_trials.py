@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 import tfpar
+from tests.properties.test_parity import computing_in
 from tests.support import small
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
@@ -438,3 +439,16 @@ def test_a_number_of_batches_beside_a_large_sum_is_refused(strategy: Any) -> Non
 def test_own_metrics_that_add_up_count_as_on_one_device(strategy: Any) -> None:
     data = tf.data.Dataset.from_tensor_slices((INPUTS, values())).batch(10)
     small.assert_trains_as_one_device(lambda: build("mse", metrics=[State(total)]), lambda: data, strategy)
+
+
+def alignment(targets: Any, outputs: Any) -> Any:
+    lengths = ops.full((ops.shape(outputs)[0],), LENGTH)
+    return ops.ctc_loss(ops.cast(targets, "int32"), outputs, ops.full_like(lengths, 2), lengths, mask_index=0)
+
+
+@BOTH
+def test_values_of_float64_that_a_kernel_computes_in_float32_depend_on_no_other_example(strategy: Any) -> None:
+    with computing_in("float64"):
+        trainer = tfpar.Trainer(lambda: build(alignment, shape=(LENGTH, TOKENS)), strategy(), seed=0)
+        history = trainer.fit(INPUTS, tokens_of_equal_lengths()[:, :2], batch_size=8, verbose=0).history
+    assert np.isfinite(history["loss"]).all()

@@ -18,7 +18,8 @@ from tfpar.reduction.trial_examples import Examples, made_up
 from tfpar.reduction.trial_losses import losses_noted
 from tfpar.reduction.whole_batch import Trial
 
-_TOLERANCES = {tf.float64: 1e-8, tf.float32: 1e-4}
+# Some kernels, such as that of CTC in TensorFlow 2.21, compute values of float64 in float32.
+_TOLERANCES = {tf.float64: 1e-5, tf.float32: 1e-4}
 _HALF_TOLERANCE = 2e-2
 _ROUNDING = 0.01  # of the tolerance, for the values of parts, which may cancel
 
