@@ -161,7 +161,7 @@ def assert_finite(checkpoints: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        (settings("training.epoch=2"), ["training.epoch = 2 is not a known key", "did you mean training.epochs"]),
+        (settings("training.epoch=2"), ["training.epoch = 2 is not a known setting", "did you mean training.epochs"]),
         (settings("traning.epochs=2"), ["did you mean training?"]),
         (settings("training.epochs=ten"), ['training.epochs = "ten" must be an integer']),
         (["--config", "nowhere.toml"], ["nowhere.toml", "must exist"]),

@@ -154,7 +154,7 @@ def test_bundled_trainers_refuse_keys_of_other_networks(call: command.InProcess)
         (
             "Checked",
             "options.unit=2",
-            "options.unit = 2 is not a known key: did you mean options.units? Allowed here: ",
+            "options.unit = 2 is not a known setting: did you mean options.units? Allowed here: ",
         ),
         ("Checked", "options.units=0", "options.units = 0 must be an integer of at least 1 (default 1)."),
         ("Checked", "options.units=4", "options.units = 4 is refused: 4 is not prime."),
@@ -185,7 +185,9 @@ def test_options_as_gives_the_model_with_its_defaults_and_unset_values() -> None
 
     options = config.load(None, ["options.rate=none", "options.inner.depth=3"]).options_as(Options)
     assert (options.units, options.rate, options.inner.depth) == (1, None, 3)
-    with pytest.raises(ValueError, match=r"options\.inner\.deep = 3 is not a known key: did you mean options\.inner\."):
+    with pytest.raises(
+        ValueError, match=r"options\.inner\.deep = 3 is not a known setting: did you mean options\.inner\."
+    ):
         config.load(None, ["options.inner.deep=3"]).options_as(Options)
 
     class Open(pydantic.BaseModel, extra="allow"):

@@ -17,7 +17,7 @@ import keras
 
 from tfpar._compat import keras_model
 from tfpar.loops.step_functions import StepFunctions
-from tfpar.strategies import Strategy
+from tfpar.strategies import Strategy, strategy_of
 
 _METHODS = ("fit", "evaluate", "predict", "predict_on_batch", "test_on_batch", "train_on_batch")
 
@@ -40,8 +40,8 @@ def replace_methods(trainer: _Trainer) -> None:
     | `train_on_batch`   | Keras' own            | refused                                 |
 
     A method that the user's class overrides stays, and so does one whose step the class overrides. The methods of
-    models inside of the model, such as the encoder of an autoencoder, become `tfpar.fit`, `tfpar.evaluate` and
-    `tfpar.predict` in one process; those for one batch are refused.
+    models inside of the model, such as the encoder of an autoencoder, become those of a trainer of their own in one
+    process; those for one batch are refused.
 
     Args:
         trainer: A trainer. The model does not keep it alive.
@@ -50,7 +50,7 @@ def replace_methods(trainer: _Trainer) -> None:
     for name in _METHODS:
         vars(model).pop(name, None)  # of an earlier trainer
     for part in _models_inside(model):
-        _replace_of_part(part, replaces=keras_model.is_in_scope(model) and strategy.num_workers == 1)
+        _replace_of_part(part, type(trainer), replaces=keras_model.is_in_scope(model) and strategy.num_workers == 1)
     if not keras_model.is_in_scope(model):
         return
     functions = StepFunctions(model, strategy)
@@ -81,20 +81,22 @@ def _models_inside(model: keras.Model) -> list[keras.Model]:
     return [one for one in inside if trainer_of(one) is None]
 
 
-def _replace_of_part(part: keras.Model, replaces: bool) -> None:
+def _replace_of_part(part: keras.Model, make_trainer: Callable[..., Any], *, replaces: bool) -> None:
     for name in _METHODS:
-        if getattr(vars(part).get(name), "func", None) in (_through_drop_in, _refuse_of_part):
+        if getattr(vars(part).get(name), "func", None) in (_through_own_trainer, _refuse_of_part):
             del vars(part)[name]  # of an earlier trainer
         if replaces and not _is_own(part, name) and name != "predict_on_batch":
-            replacement = _refuse_of_part if name.endswith("_on_batch") else _through_drop_in
-            setattr(part, name, functools.partial(replacement, part, name))
+            through_trainer = functools.partial(_through_own_trainer, part, name, make_trainer)
+            refuse = functools.partial(_refuse_of_part, part, name)
+            setattr(part, name, refuse if name.endswith("_on_batch") else through_trainer)
 
 
-def _through_drop_in(part: keras.Model, name: str, *arguments: Any, **settings: Any) -> Any:
-    from tfpar import drop_in  # it needs the trainer, which imports this module
-
-    del vars(part)[name]  # the trainer that `drop_in` makes replaces it
-    return getattr(drop_in, name)(part, *arguments, **settings)
+def _through_own_trainer(
+    part: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
+) -> Any:
+    trainer = trainer_of(part) or make_trainer(part, strategy_of(part), seed=None)  # which replaces the methods again
+    part._tfpar_trainer = trainer  # kept alive by the model
+    return getattr(trainer, name)(*arguments, **settings)
 
 
 def _refuse_of_part(part: keras.Model, name: str, *arguments: Any, **settings: Any) -> None:
