@@ -442,7 +442,7 @@ def test_own_metrics_that_add_up_count_as_on_one_device(strategy: Any) -> None:
 
 
 def alignment(targets: Any, outputs: Any) -> Any:
-    lengths = ops.full((ops.shape(outputs)[0],), LENGTH)
+    lengths = ops.full((ops.shape(outputs)[0],), LENGTH, dtype="int32")
     return ops.ctc_loss(ops.cast(targets, "int32"), outputs, ops.full_like(lengths, 2), lengths, mask_index=0)
 
 
@@ -452,3 +452,26 @@ def test_values_of_float64_that_a_kernel_computes_in_float32_depend_on_no_other_
         trainer = tfpar.Trainer(lambda: build(alignment, shape=(LENGTH, TOKENS)), strategy(), seed=0)
         history = trainer.fit(INPUTS, tokens_of_equal_lengths()[:, :2], batch_size=8, verbose=0).history
     assert np.isfinite(history["loss"]).all()
+
+
+class Confusion(keras.metrics.Metric):
+    """Counts pairs of classes; labels that are no class are an error."""
+
+    def __init__(self) -> None:
+        super().__init__(name="confusion")
+        self.counts = self.add_weight(shape=(4, 4), initializer="zeros", name="counts")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        labels, classes = ops.reshape(y_true, [-1]), ops.argmax(y_pred, -1)
+        self.counts.assign_add(tf.math.confusion_matrix(labels, classes, 4, dtype=self.counts.dtype))
+
+    def result(self) -> Any:
+        return tf.linalg.trace(tf.convert_to_tensor(self.counts))
+
+
+@BOTH
+def test_a_metric_that_fails_on_made_up_labels_trains_as_on_one_device(strategy: Any) -> None:
+    labels = np.random.default_rng(4).integers(0, 4, 24)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    data = tf.data.Dataset.from_tensor_slices((INPUTS, labels)).batch(10)
+    small.assert_trains_as_one_device(lambda: build(loss, metrics=[Confusion()]), lambda: data, strategy)

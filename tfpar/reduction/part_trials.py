@@ -144,7 +144,7 @@ def _own_loss(model: keras.Model, examples: Examples, training: bool) -> Named:
 
 
 def _compute_loss(model: keras.Model, examples: Examples, training: bool) -> Any:
-    inputs, targets, weights, outputs, _ = examples
+    inputs, targets, weights, outputs, *_ = examples
     return keras_model.compute_loss(model, inputs, targets, outputs, weights, training)
 
 

@@ -24,7 +24,8 @@ from tfpar import data
 NUM_EXAMPLES = 8
 SIZES = (1, 2, 5)  # of the parts
 
-_MOST_VALUES = 1 << 31  # of all outputs; larger ones take too much memory
+_MOST_VALUES = 1 << 28  # of all outputs; larger ones take too much memory
+_FEW_VALUES = 1 << 24  # of outputs that are tried in more ways, in a fraction of a second each
 _MOST_TIMES = 8
 _NUM_DRAWN = 1_048_573  # a prime, so that no two examples have the same of the numbers, which repeat
 _Change = Callable[[tf.Tensor, np.random.Generator], tf.Tensor]
@@ -39,6 +40,7 @@ class Examples(NamedTuple):
         weights: The sample weights.
         outputs: Its outputs.
         times: How many times `NUM_EXAMPLES` there are.
+        is_given: Whether the targets are those of the batch.
     """
 
     inputs: Any
@@ -46,6 +48,7 @@ class Examples(NamedTuple):
     weights: Any
     outputs: Any
     times: int = 1
+    is_given: bool = True
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -77,25 +80,27 @@ def made_up(batch: Any, outputs: Any) -> Iterator[Examples]:
     leaves = tf.nest.flatten(outputs)
     if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
         return
-    if sum(_MOST_TIMES * NUM_EXAMPLES * math.prod(leaf.shape[1:]) for leaf in leaves) > _MOST_VALUES:
+    num_values = sum(NUM_EXAMPLES * math.prod(leaf.shape[1:]) for leaf in leaves)
+    if num_values > _MOST_VALUES:
         return
     # As many as the batch has: a mean of the k largest losses is one over the batch where that has at most k.
-    times = min(_MOST_TIMES, int(data.num_rows(batch)) // NUM_EXAMPLES)
+    times = min(_MOST_TIMES, int(data.num_rows(batch)) // NUM_EXAMPLES, _FEW_VALUES // max(1, num_values))
     changes: list[tuple[_Change, _Change, int]] = [
         (_same, _shares, 1),
         (_same, _signed, 1),
         (functools.partial(_ended, markers=(0, 0.0)), _shares, 1),
         (_binary, _shares, 1),
-        (functools.partial(_ended, markers=(-1, -1.0)), _shares, 1),
         (functools.partial(_ended, markers=(-100, math.nan)), _shares, 1),
-        (functools.partial(_ended, markers=(255, None)), _shares, 1),
-        *([(_same, _shares, times)] if times > 1 else []),
     ]
+    if num_values <= _FEW_VALUES:
+        changes += [(functools.partial(_ended, markers=one), _shares, 1) for one in ((-1, -1.0), (255, None))]
+    if times > 1:
+        changes.append((_same, _shares, times))
     for seed, (of_targets, of_outputs, times) in enumerate(changes):
         random, rows = np.random.default_rng(seed), _first_rows(outputs, times)
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(_first_rows(batch, times))
         changed = _changed(of_targets, targets, random), weights, _changed(of_outputs, rows, random)
-        yield Examples(inputs, *changed, times)
+        yield Examples(inputs, *changed, times, is_given=of_targets is _same)
 
 
 def _first_rows(batch: Any, times: int) -> Any:
