@@ -101,9 +101,11 @@ def _note_losses(
     """Call a function with the values, weights and mask of each loss of `compile`."""
 
     def note_dense(values: Any, sample_weight: Any, mask: Any, reduction: str | None) -> tf.Tensor:
-        values = dense_losses(values, reduction)
-        note(values, sample_weight, mask)
-        return values
+        dense = dense_losses(values, reduction)
+        # Ragged values are summed, and the longest row of a part may be shorter than that of the batch.
+        is_ragged = isinstance(values, tf.RaggedTensor)
+        note(tf.reduce_sum(dense, list(range(1, dense.shape.rank))) if is_ragged else dense, sample_weight, mask)
+        return dense
 
     inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(part)
     outputs = call(model, inputs, training=False)
