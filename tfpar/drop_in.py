@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from tfpar import cluster, strategies
+from tfpar import cluster
 from tfpar.loops import model_methods
 from tfpar.messages import keyword_arguments
 from tfpar.strategies import SingleDevice
@@ -100,10 +100,7 @@ def _trainer_of(model: keras.Model, method: str, settings: Mapping[str, Any]) ->
             f"Use tfpar.Trainer(model, strategy).{method}(...)."
         )
     keyword_arguments.check(getattr(Trainer, method), f"tfpar.{method}", settings)
-    trainer: Trainer | None = model_methods.trainer_of(model)
-    if trainer is None:
-        trainer = Trainer(model, strategies.strategy_of(model), seed=None)
-        model._tfpar_trainer = trainer  # kept alive by the model
+    trainer: Trainer = model_methods.kept_trainer(model, Trainer)
     return trainer
 
 

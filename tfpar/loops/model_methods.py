@@ -94,9 +94,7 @@ def _replace_of_part(part: keras.Model, make_trainer: Callable[..., Any], *, rep
 def _through_own_trainer(
     part: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
 ) -> Any:
-    trainer = trainer_of(part) or make_trainer(part, strategy_of(part), seed=None)  # which replaces the methods again
-    part._tfpar_trainer = trainer  # kept alive by the model
-    return getattr(trainer, name)(*arguments, **settings)
+    return getattr(kept_trainer(part, make_trainer), name)(*arguments, **settings)
 
 
 def _refuse_of_part(part: keras.Model, name: str, *arguments: Any, **settings: Any) -> None:
@@ -131,6 +129,20 @@ def trainer_of(model: keras.Model) -> Any:
     """Return the newest trainer of a model, None if there is none any more."""
     found = getattr(model, "_tfpar_trainer", None)
     return found() if isinstance(found, weakref.ref) else found
+
+
+def kept_trainer(model: keras.Model, make_trainer: Callable[..., Any]) -> Any:
+    """Return the newest trainer of a model, or a new one, under the model's strategy, that the model keeps alive.
+
+    Args:
+        model: A model.
+        make_trainer: The class of trainers.
+    """
+    trainer = trainer_of(model)
+    if trainer is None:
+        trainer = make_trainer(model, strategy_of(model), seed=None)  # it replaces the model's methods
+        model._tfpar_trainer = trainer
+    return trainer
 
 
 def _through_trainer(model: keras.Model, name: str, *arguments: Any, **settings: Any) -> Any:
