@@ -75,7 +75,7 @@ class Preparation:
         self._check_gradients(training)  # the batch may have created weights
         if training and self._strategy.is_chief:
             self._warn_of_nothing_trained()
-        varied = functools.cache(lambda: data.varied_first(batch) if self._in_parts else batch)
+        varied = self._varied(batch)
         self._once(f"{kind} state", lambda: self._check_state(varied(), training))
         if source is not None and reused is None:
             source.start(self._strategy.broadcast)
@@ -90,6 +90,10 @@ class Preparation:
     @property
     def _in_parts(self) -> bool:
         return self._strategy.batch_parts[0] > 1 or self._strategy.cuts_model
+
+    def _varied(self, batch: Any) -> Callable[[], Any]:
+        """Return a function of the batch for trials; it orders the rows at its first call, if a trial runs at all."""
+        return functools.cache(lambda: data.varied_first(batch) if self._in_parts else batch)
 
     def _warn_of_nothing_trained(self) -> None:
         if not any(weights for _, weights in objective.updates_of(self._model)):
@@ -121,7 +125,7 @@ class Preparation:
         self._check_gradients(training=False)
         batch = self._build(epoch_iterator, distributed, "predict")
         self._check_data(dataset, distributed, epoch_iterator)
-        self._prepare_outputs(lambda: data.varied_first(batch) if self._in_parts else batch, training=False)
+        self._prepare_outputs(self._varied(batch), training=False)
         return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)
 
     def _check_data(self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator) -> None:

@@ -115,7 +115,7 @@ def reduce_loss(
     if reduction == "mean_with_sample_weight" and (sample_weight is not None or mask is not None):
         all_weight = None
     elif mask is None:
-        all_weight = _num_of_all(tf.cast(_num_weighted(values, sample_weight, None), values.dtype), counts)
+        all_weight = _num_of_all(weight, counts)
     elif counts.sum_divisors is None:
         # The sum of the mask, and not of the number of values: it needs no result of the forward pass.
         entries = sum_without_gradient(example_weight * tf.reduce_sum(tf.cast(mask, values.dtype)))

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfpar._compat import keras_losses_in_call, keras_metrics, keras_model
 from tfpar.reduction.metric_logs import all_metrics
 from tfpar.reduction.part_trials import Named, Value, trial_of
-from tfpar.reduction.trial_examples import NUM_EXAMPLES, Examples, made_up
+from tfpar.reduction.trial_examples import Examples, made_up
 from tfpar.reduction.whole_batch import ROUNDING
 
 _REFUSAL = (
@@ -116,10 +116,10 @@ def _states(model: keras.Model, own: Sequence[keras.Metric], updates: Sequence[E
     with contextlib.suppress(Exception), keras.StatelessScope():
         for metric in own:
             metric.reset_state()
-        for inputs, targets, weights, outputs, times, _ in updates:
-            share = int(tf.nest.flatten(outputs)[0].shape[0]) / (times * NUM_EXAMPLES)
+        for one in updates:
+            share = int(tf.nest.flatten(one.outputs)[0].shape[0]) / sum(one.sizes)
             with keras_losses_in_call.scalars_weighted(functools.partial(_constant, share)):
-                model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
+                model.compute_metrics(one.inputs, one.targets, one.outputs, sample_weight=one.weights)
         return [np.asarray(one.value, np.float64) for metric in own for one in metric.variables]
     return []
 

@@ -58,11 +58,11 @@ class Examples(NamedTuple):
     def parts(self) -> list[Examples]:
         """Return parts of different sizes, in order."""
         ends = np.cumsum(self.sizes)
-        found = []
-        for size, end in zip(self.sizes, ends.tolist(), strict=True):
-            inputs, targets, weights, outputs = data.take_rows(tuple(self)[:4], end - size, end)
-            found.append(Examples(inputs, targets, weights, outputs, self.times))
-        return found
+        rows = [
+            data.take_rows((self.inputs, self.targets, self.weights, self.outputs), end - size, end)
+            for size, end in zip(self.sizes, ends.tolist(), strict=True)
+        ]
+        return [Examples(*part, *self[len(part) :]) for part in rows]
 
 
 def made_up(batch: Any, outputs: Any) -> Iterator[Examples]:
