@@ -189,9 +189,15 @@ REFUSED_LOSSES: dict[str, tuple[Callable[[], keras.Model], Callable[[], np.ndarr
 @pytest.mark.parametrize("name", REFUSED_LOSSES)
 def test_losses_that_parts_of_a_batch_cannot_compute_are_refused(name: str, strategy: Any) -> None:
     make, targets, message = REFUSED_LOSSES[name]
+    assert_refused_before_the_first_step(make, (INPUTS, targets()), message, strategy)
+
+
+def assert_refused_before_the_first_step(
+    make: Callable[[], keras.Model], arrays: tuple[Any, ...], message: str, strategy: Callable[[], tfpar.Strategy]
+) -> None:
     trainer = tfpar.Trainer(make, strategy(), seed=0)
     with pytest.raises(ValueError, match=message):
-        trainer.fit(INPUTS, targets(), batch_size=16, shuffle=False, verbose=0)
+        trainer.fit(*arrays, batch_size=16, shuffle=False, verbose=0)
     assert int(trainer.model.optimizer.iterations.numpy()) == 0
 
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-import tfpar
-from tests.reduction.test_part_trials import BOTH
+from tests.reduction.test_part_trials import BOTH, assert_refused_before_the_first_step
 
 pytestmark = [pytest.mark.crossed, pytest.mark.usefixtures("logical_cpus")]
 
@@ -65,7 +64,4 @@ CASES: dict[str, tuple[Callable[[], keras.Model], tuple[Any, ...], str]] = {
 @BOTH
 @pytest.mark.parametrize("case", CASES)
 def test_what_padding_divides_is_refused_although_the_first_examples_have_none(case: str, strategy: Any) -> None:
-    build, arrays, message = CASES[case]
-    trainer = tfpar.Trainer(build, strategy(), seed=0)
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(*arrays, batch_size=16, shuffle=False, verbose=0)
+    assert_refused_before_the_first_step(*CASES[case], strategy)
