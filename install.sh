@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make .venv next to this file and install tfpar into it: `sh install.sh`, `sh install.sh test` with what tests need,
-# `sh install.sh docs` with what builds the documentation, or `sh install.sh cuda` with what NVIDIA GPUs need. Nothing outside .venv is changed, except that a Debian or Ubuntu
-# without its venv package gets it when root asks.
+# `sh install.sh docs` with what builds the documentation, or `sh install.sh cuda` with what NVIDIA GPUs need. Nothing
+# outside .venv is changed, except that a Debian or Ubuntu without its venv package gets it when root asks.
 set -eu
 extra=${1:-}
 case $extra in "" | docs | test | cuda | test,cuda | cuda,test) ;; *)
