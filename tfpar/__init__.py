@@ -115,6 +115,8 @@ if not TYPE_CHECKING:  # a type checker would take any misspelt name for one of 
             return importlib.import_module(f"tfpar.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module 'tfpar' has no attribute {name!r}. It has: {', '.join(__all__)}.")
+        if _HOMES[name] == "strategies":
+            importlib.import_module("tfpar.drop_in")  # gives models in a scope their methods
         return getattr(importlib.import_module(f"tfpar.{_HOMES[name]}"), name)
 
 

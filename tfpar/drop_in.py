@@ -12,14 +12,18 @@ import keras
 from tfpar import cluster
 from tfpar.loops import model_methods
 from tfpar.messages import keyword_arguments
-from tfpar.strategies import SingleDevice
+from tfpar.strategies import SingleDevice, model_scopes
 from tfpar.trainer import Trainer
+
+# A model in the scope of a strategy trains by its own `fit` too.
+model_scopes.give_methods = functools.partial(model_methods.give_methods, make_trainer=Trainer)
 
 
 def fit(model: keras.Model, *data: Any, **settings: Any) -> keras.callbacks.History:
     """Train a model under the strategy in whose scope it was built; replaces `model.fit(x, y, …)`.
 
-    A model of a `tfpar.Trainer` trains under the strategy of that trainer.
+    A model of a `tfpar.Trainer` trains under the strategy of that trainer. In the scope of a tfpar strategy, a model's
+    own `fit` does the same.
 
     Args:
         model: A compiled model, built in `tf.distribute.MirroredStrategy().scope()`, in the scope of a tfpar strategy,
@@ -41,7 +45,8 @@ def fit(model: keras.Model, *data: Any, **settings: Any) -> keras.callbacks.Hist
         >>> tfpar.fit(model, dataset, epochs=5)
     """
     trainer = _trainer_of(model, "fit", settings)
-    if model._tfpar_trainer is trainer and isinstance(trainer.strategy, SingleDevice):  # the default strategy
+    is_default = isinstance(trainer.strategy, SingleDevice) and model_scopes.noted_strategy(model) is None
+    if model._tfpar_trainer is trainer and is_default:
         _print_other_devices()
     history: keras.callbacks.History = trainer.fit(*data, **settings)
     return history

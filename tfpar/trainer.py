@@ -154,7 +154,7 @@ class Trainer:
             >>> trainer.compile(keras.optimizers.Adam(1e-5), "sparse_categorical_crossentropy")
             >>> trainer.fit(dataset)  # all layers
         """
-        with self.strategy.scope():
+        with self.strategy.creation_scope():
             self.model.compile(*arguments, **settings)
 
     @keyword_arguments.named

@@ -6,7 +6,7 @@ Written for Keras 3.15 and TensorFlow 2.21.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import backend
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.trainers.trainer import Trainer
 
 from tfpar._compat import keras_losses_in_call, versions
@@ -141,6 +142,23 @@ def is_in_scope(model: keras.Model) -> bool:
     """Return whether Keras runs the model's own methods under a `tf.distribute` strategy (Keras 3.15)."""
     strategy = versions.private(model, "_distribute_strategy")
     return isinstance(strategy, tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy)
+
+
+@contextlib.contextmanager
+def new_models(note: Callable[[keras.Model], None]) -> Iterator[None]:
+    """Call a function with each model that is created inside this context (Keras 3.15).
+
+    Args:
+        note: Takes a model that has no layers yet.
+    """
+    original = TensorFlowTrainer.__init__
+
+    def create(model: Any) -> None:
+        original(model)
+        note(model)
+
+    with mock.patch.object(TensorFlowTrainer, "__init__", create):
+        yield
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfpar._compat import keras_variables, keras_weight_keys, tf_variable_names, versions
 
+_deferring = False
+
 
 @contextlib.contextmanager
 def deferred_weights() -> Iterator[None]:
@@ -28,6 +30,10 @@ def deferred_weights() -> Iterator[None]:
     host, and so does one whose initializer gives other values each time. Keras' own training, as in a model function
     that trains a part of its model first, reads and updates memory: it gets the memory on the host before.
     """
+    global _deferring
+    if _deferring:  # inside of a scope of the user
+        yield
+        return
     making = trained = False
     keras_weight_keys.give_keys_without_memory()
     versions.require_mentioned(Variable._deferred_initialize, "_value")
@@ -100,7 +106,11 @@ def deferred_weights() -> Iterator[None]:
         mock.patch.object(keras.Model, "fit", training(keras.Model.fit)),
         mock.patch.object(keras.Model, "train_on_batch", training(keras.Model.train_on_batch)),
     ):
-        yield
+        _deferring = True
+        try:
+            yield
+        finally:
+            _deferring = False
 
 
 def _is_pure(initializer: Any) -> bool:

@@ -42,7 +42,7 @@ def step(device: str, source: dict[str, Any], dtype: str | None, folder: str, na
     start = Path(folder) / START
     weights, batch = pickle.loads(start.read_bytes()) if start.exists() else (None, first_batch(dataset))
     batch = tf.nest.map_structure(lambda value: _cast(value, dtype), batch)
-    with strategy.scope():
+    with strategy.creation_scope():
         model_checks.build(model, batch, "train")
         if weights is None:
             start.write_bytes(pickle.dumps((model.get_weights(), batch)))
@@ -69,7 +69,7 @@ def _step(model: keras.Model, batch: Any, strategy: tfpar.Strategy) -> tuple[Any
     def one_step() -> tuple[Any, list[Any]]:
         if objective.objectives_of(model):  # several losses, each with its optimizer
             return strategy.train_step(model, batch), []
-        with strategy.scope():
+        with strategy.creation_scope():
             loss, _, gradients = forward_backward(model, inputs, targets, weights)
             with keras_optimizer.one_device_optimizer():
                 model.optimizer.apply(gradients, model.trainable_variables)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_functions, keras_model
 from tfpar.loops import model_methods
-from tfpar.strategies import Strategy, model_checks
+from tfpar.strategies import Strategy, model_checks, model_scopes
 
 ModelOrFunction: TypeAlias = keras.Model | Callable[[], keras.Model]
 
@@ -34,6 +34,8 @@ def model_of(build_model: ModelOrFunction, strategy: Strategy, seed: int | None)
     with strategy.raising_on_all_workers("The model function" if not isinstance(build_model, keras.Model) else None):
         model = build_model if isinstance(build_model, keras.Model) else _called(build_model, strategy, seed)
         strategy.move_model(model)
+    if model_scopes.noted_strategy(model) is not None:
+        model_scopes.note_strategy(model, strategy)
     keras_model.keep_xla_on_request(model)
     return model
 
@@ -42,7 +44,7 @@ def _called(build_model: Callable[[], keras.Model], strategy: Strategy, seed: in
     if seed is not None:
         keras.utils.set_random_seed(seed)
     refused = model_methods.refused_in_model_function(strategy)
-    with strategy.scope(), keras_model.xla_only_on_request(), refused:
+    with strategy.creation_scope(), keras_model.xla_only_on_request(), refused:
         model = build_model()
     model_checks.check_model(model)
     model_checks.check_steps(model, "fit", "evaluate", "predict")

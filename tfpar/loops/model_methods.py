@@ -1,7 +1,8 @@
-"""The methods of a model in the scope of a `tf.distribute` strategy, with the results of one device.
+"""The methods of a model in the scope of a strategy, with the results of one device.
 
-Users call them in callbacks. For such a model Keras' own methods return the rows of every replica, fail for batches
-that replicas do not share evenly, or do not run at all in a job of several workers.
+Users call them in callbacks, or without a trainer. For a model in the scope of a `tf.distribute` strategy, Keras' own
+methods return the rows of every replica, fail for batches that replicas do not share evenly, or do not run at all in a
+job of several workers. In the scope of the other strategies the weights have no memory before a trainer places them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 from unittest import mock
 
@@ -17,7 +18,7 @@ import keras
 
 from tfpar._compat import keras_model
 from tfpar.loops.step_functions import StepFunctions
-from tfpar.strategies import Strategy, strategy_of
+from tfpar.strategies import Strategy, model_scopes, strategy_of
 
 _METHODS = ("fit", "evaluate", "predict", "predict_on_batch", "test_on_batch", "train_on_batch")
 
@@ -52,20 +53,46 @@ def replace_methods(trainer: _Trainer) -> None:
     for part in _models_inside(model):
         _replace_of_part(part, type(trainer), replaces=keras_model.is_in_scope(model) and strategy.num_workers == 1)
     if not keras_model.is_in_scope(model):
+        if model_scopes.noted_strategy(model) is not None:
+            _give_if_not_own(model, _of_trainer(model))
         return
     functions = StepFunctions(model, strategy)
-    replacements: dict[str, Callable[..., Any]] = {
-        "fit": functools.partial(_through_trainer, model, "fit"),
-        "evaluate": functools.partial(_through_trainer, model, "evaluate"),
-        "predict": functools.partial(_through_trainer, model, "predict"),
-        "predict_on_batch": functools.partial(_on_one_copy, model, functions, "predict_on_batch"),
-    }
+    replacements = _of_trainer(model)
+    replacements["predict_on_batch"] = functools.partial(_on_one_copy, model, functions, "predict_on_batch")
     if strategy.num_workers > 1:
         replacements["predict"] = functools.partial(_on_one_copy, model, functions, "predict")
         replacements["test_on_batch"] = functools.partial(_test_on_batch, model)
         replacements["train_on_batch"] = _refuse_train_on_batch
+    _give_if_not_own(model, replacements)
+
+
+def give_methods(model: keras.Model, make_trainer: Callable[..., Any]) -> None:
+    """Give a new model in the scope of a tfpar strategy methods that make its trainer, and run those it then has.
+
+    Args:
+        model: A model. Methods that its class overrides stay.
+        make_trainer: The class of trainers.
+    """
+    for name in _METHODS:
+        if not keras_model.overridden(model, name):
+            setattr(model, name, functools.partial(_with_new_trainer, model, name, make_trainer))
+
+
+def _with_new_trainer(
+    model: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
+) -> Any:
+    kept_trainer(model, make_trainer)
+    return getattr(model, name)(*arguments, **settings)
+
+
+def _of_trainer(model: keras.Model) -> dict[str, Callable[..., Any]]:
+    return {name: functools.partial(_through_trainer, model, name) for name in ("fit", "evaluate", "predict")}
+
+
+def _give_if_not_own(model: keras.Model, replacements: Mapping[str, Callable[..., Any]]) -> None:
+    in_tfpar_scope = model_scopes.noted_strategy(model) is not None  # where a trainer refuses a step of the user's
     for name, replacement in replacements.items():
-        if not _is_own(model, name):
+        if not (keras_model.overridden(model, name) if in_tfpar_scope else _is_own(model, name)):
             setattr(model, name, replacement)
 
 

@@ -192,13 +192,13 @@ class Preparation:
         # Workers with different shapes would create different variables, and wait for each other without end.
         self._strategy.require_equal({"the shapes of the data": _shapes(distributed.dataset.element_spec)})
         self._strategy.move_model(self._model)  # it may have been compiled again outside of the scope
-        with self._strategy.raising_on_all_workers(), self._strategy.scope():
+        with self._strategy.raising_on_all_workers(), self._strategy.creation_scope():
             self._strategy.place(self._model, batch, kind == "train")
             num_weights = len(self._model.variables)
             model_checks.build(self._model, batch, kind, self._strategy.creating_slots)
         self._strategy.move_model(self._model)  # a build may add metrics to the model
         if len(self._model.variables) != num_weights:  # or layers of compute_loss
-            with self._strategy.raising_on_all_workers(), self._strategy.scope():
+            with self._strategy.raising_on_all_workers(), self._strategy.creation_scope():
                 self._strategy.place(self._model, batch, kind == "train")
         return batch
 

@@ -1,6 +1,7 @@
 """One file a strategy; each supplies only how a step runs."""
 
-from tfpar.strategies.base import Distributed, Strategy
+from tfpar.strategies.base import Strategy
+from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.factory import from_settings
 from tfpar.strategies.lost_workers import WorkerLostError, lost_worker
 from tfpar.strategies.mirrored import Mirrored

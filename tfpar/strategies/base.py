@@ -6,7 +6,7 @@ import abc
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -17,24 +17,12 @@ from tfpar._compat import keras_variables, tf_distribute, tf_divided_memory
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.reduction import metric_logs
 from tfpar.reduction.weight_owners import num_bytes
+from tfpar.strategies import model_scopes
 from tfpar.strategies.batches_ahead import HOST, StepBatch
+from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.model_checks import check_variables
 from tfpar.strategies.multi_step import SECONDS_PER_CALL
 from tfpar.strategies.preview import Preview, ReplicaRow, replicas_table
-
-
-class Distributed(NamedTuple):
-    """A dataset of elements for the steps of a strategy.
-
-    Args:
-        dataset: The elements.
-        uneven_end: Whether workers may have different numbers of elements, and pad them with empty batches.
-        unknown_end: Whether workers must have as many, and none knows how many: they end with the first of them.
-    """
-
-    dataset: tf.data.Dataset
-    uneven_end: bool = False
-    unknown_end: bool = False
 
 
 class Strategy(abc.ABC):
@@ -71,8 +59,12 @@ class Strategy(abc.ABC):
         """Whether this process decides for all workers and writes files."""
         return self.rank == 0
 
-    @abc.abstractmethod
     def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which a user builds a model for this strategy; its `fit` is that of a trainer."""
+        return model_scopes.scope(self)
+
+    @abc.abstractmethod
+    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
 
     @abc.abstractmethod
@@ -196,7 +188,7 @@ class Strategy(abc.ABC):
     def _move(self, variable: keras.Variable) -> None:
         # Read before the scope begins: in a scope, TensorFlow refuses to read variables of another strategy.
         value = tf.convert_to_tensor(variable.value) if keras_variables.is_allocated(variable) else None
-        with self.scope():
+        with self.creation_scope():
             keras_variables.re_create(variable, value)
         if (
             tf_distribute.is_summed_on_read(variable) and value is not None

@@ -29,9 +29,9 @@ from tfpar.reduction.indexed_slices import LookupKinds
 from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.update_order import after_reads
 from tfpar.strategies import batch_dependence, objective_steps
-from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
+from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.gradient_sums import sum_gradients
 from tfpar.strategies.lookup_trials import find_lookup_kinds, may_look_up
 from tfpar.strategies.optimizer_shards import DividesState, only_owned
@@ -83,7 +83,7 @@ class DataParallel(DividesState):
         self.num_replicas = strategy.num_replicas_in_sync
         self._num_local_replicas = len(strategy.extended.worker_devices)
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
         scope = contextlib.ExitStack()
         scope.enter_context(self._strategy.scope())
@@ -323,7 +323,7 @@ class DataParallel(DividesState):
             if variables and self._shards is not None:
                 self._shards.finalize(model, optimizer, variables)
             elif variables:
-                with self.scope(), keras_optimizer.one_device_optimizer():
+                with self.creation_scope(), keras_optimizer.one_device_optimizer():
                     self._strategy.extended.update(
                         variables[0].value,
                         lambda _, by=optimizer, of=variables: by.finalize_variable_values(of),

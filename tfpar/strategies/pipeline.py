@@ -126,7 +126,7 @@ class Pipeline(Staged):
             found = [device for of_one in self.lent.of_workers for device in of_one][:number]
         return found
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created.
 
         Raises:
@@ -134,7 +134,7 @@ class Pipeline(Staged):
         """
         if self._misfit is not None:
             raise self._misfit
-        return super().scope()
+        return super().creation_scope()
 
     @property
     def device_names(self) -> list[str]:

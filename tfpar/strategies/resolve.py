@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_variables
 from tfpar.messages.suggestions import closest
+from tfpar.strategies import model_scopes
 from tfpar.strategies.base import Strategy
 from tfpar.strategies.mirrored import Mirrored
 from tfpar.strategies.multi_worker.strategy import MultiWorker
@@ -33,6 +34,9 @@ def strategy_of(model: keras.Model) -> Strategy:
     Raises:
         TypeError: If it was built in the scope of another `tf.distribute` strategy.
     """
+    noted: Strategy | None = model_scopes.noted_strategy(model)
+    if noted is not None:
+        return noted
     home = keras_variables.belongs_to(model)
     if home is None:
         return SingleDevice()

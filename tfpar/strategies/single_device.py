@@ -39,7 +39,7 @@ class SingleDevice(SingleReplica):
             raise TypeError(f'device must be one name such as "CPU:0" or "GPU:0", received {device!r}.')
         self.device = None if device is None else cluster.resolve_devices([device])[0]
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model and its optimizer are created."""
         return contextlib.nullcontext() if self.device is None else tf.device(self.device)
 
@@ -74,7 +74,7 @@ class SingleDevice(SingleReplica):
 
     def train_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Do one optimizer update on a batch, or one for each objective; return the loss, a scalar."""
-        with self.scope():
+        with self.creation_scope():
             if objective.objectives_of(model):
                 return _train_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -91,7 +91,7 @@ class SingleDevice(SingleReplica):
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
-        with self.scope():
+        with self.creation_scope():
             if objective.objectives_of(model):
                 return _evaluate_objectives(model, batch)
             inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
@@ -102,7 +102,7 @@ class SingleDevice(SingleReplica):
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with self.scope():
+        with self.creation_scope():
             return keras_model.call_model(model, inputs, training=False)
 
 

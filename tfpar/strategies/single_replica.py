@@ -10,7 +10,8 @@ import tensorflow as tf
 from tfpar import data
 from tfpar._compat import keras_optimizer
 from tfpar.reduction import objective
-from tfpar.strategies.base import Distributed, Strategy
+from tfpar.strategies.base import Strategy
+from tfpar.strategies.distributed import Distributed
 
 
 class SingleReplica(Strategy):

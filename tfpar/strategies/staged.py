@@ -98,7 +98,7 @@ class Staged(SingleReplica):
         self._steps: PerModel[PipelineSteps] = PerModel()
         self._present: PerModel[list[bool]] = PerModel()
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created; its weights are allocated with the stages."""
         return keras_weight_placement.deferred_weights()
 

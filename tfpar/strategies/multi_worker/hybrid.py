@@ -20,9 +20,9 @@ from tfpar.pipeline.execution.peers import LocalPart, Peers
 from tfpar.pipeline.execution.steps import Apply
 from tfpar.pipeline.schedule.simulator import Timeline
 from tfpar.strategies import grid_devices, remote_devices
-from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.batches_ahead import HOST, StepBatch
+from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight, timelines
 from tfpar.strategies.multi_worker.collectives import AllReduce
 from tfpar.strategies.multi_worker.stage_shards import StageShards

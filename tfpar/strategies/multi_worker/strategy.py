@@ -22,9 +22,9 @@ from tfpar.per_model import PerModel
 from tfpar.reduction import objective
 from tfpar.reduction.replicas import local_replica_id
 from tfpar.strategies import batch_dependence
-from tfpar.strategies.base import Distributed
 from tfpar.strategies.batch_parts import split_into_parts
 from tfpar.strategies.data_parallel import DataParallel
+from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.fully_sharded import check_without_effect, over_workers
 from tfpar.strategies.multi_worker import all_reduce_choice, preflight, sufficient_factors
 from tfpar.strategies.multi_worker.collectives import PACK_BYTES, AllReduce, Group, order_of_members

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfpar._compat import random_state
 from tfpar.cluster import tf_config
-from tfpar.strategies.base import Distributed, Strategy
+from tfpar.strategies.base import Strategy
+from tfpar.strategies.distributed import Distributed
 from tfpar.strategies.job_roles import refuse_evaluator
 from tfpar.strategies.multi_worker import preflight
 from tfpar.strategies.multi_worker.collectives import Group, order_of_members

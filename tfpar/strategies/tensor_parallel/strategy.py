@@ -125,7 +125,7 @@ class TensorParallel(SingleReplica):
         """The devices of the shards of each replica that owns weights: the first."""
         return self._replicas[:1]
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def creation_scope(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model is created; its large weights are allocated in pieces."""
         stack = contextlib.ExitStack()
         stack.enter_context(tf.device(self.devices[0]))

@@ -1,0 +1,128 @@
+"""A model that is built in the scope of a tfpar strategy trains under it, by its own methods or those of tfpar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfpar
+from tests.support import small
+
+pytestmark = pytest.mark.usefixtures("logical_cpus")
+
+TWO = ["CPU:0", "CPU:1"]
+
+STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
+    "one device": lambda: tfpar.SingleDevice("CPU:1"),
+    "mirrored": lambda: tfpar.Mirrored(TWO),
+    "sharded optimizer": lambda: tfpar.Mirrored(TWO, shard="optimizer"),
+    "sharded weights": lambda: tfpar.Mirrored(TWO, shard="weights"),
+    "pipeline": lambda: tfpar.Pipeline(2, 2, devices=TWO),
+    "pipelines": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2), 2),
+    "tensor parallel": lambda: tfpar.TensorParallel(2, devices=TWO),
+}
+
+Methods = Callable[[keras.Model, str], Callable[..., Any]]
+
+
+def of_the_model(model: keras.Model, name: str) -> Callable[..., Any]:
+    return getattr(model, name)  # type: ignore[no-any-return]
+
+
+def of_tfpar(model: keras.Model, name: str) -> Callable[..., Any]:
+    return lambda *data, **settings: getattr(tfpar, name)(model, *data, **settings)
+
+
+def built() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    return small.build_model()
+
+
+def run(model: keras.Model, method: Methods) -> list[Any]:
+    """Return what two calls of `fit` and one each of the others return."""
+    data = small.data()
+    histories = [method(model, "fit")(data, epochs=2, verbose=0, validation_data=data).history for _ in range(2)]
+    inputs = np.concatenate([batch[0] for batch in data.as_numpy_iterator()])
+    return [*histories, method(model, "evaluate")(data, verbose=0), method(model, "predict")(inputs, verbose=0)]
+
+
+def assert_equal_runs(found: list[Any], expected: list[Any]) -> None:
+    small.assert_same_history(found[0], expected[0])
+    small.assert_same_history(found[1], expected[1])
+    for one, other in zip(found[2:], expected[2:], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("inside", [False, True], ids=["after the scope", "inside"])
+@pytest.mark.parametrize("method", [of_the_model, of_tfpar], ids=["model.fit", "tfpar.fit"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_model_trains_under_the_strategy_of_its_scope(name: str, method: Methods, inside: bool) -> None:
+    strategy = STRATEGIES[name]()
+    with strategy.scope():
+        model = built()
+        found = run(model, method) if inside else []
+    found = found or run(model, method)
+    assert tfpar.Trainer(model).strategy is strategy
+    reference = built()
+    assert_equal_runs(found, run(reference, of_the_model))
+    small.assert_same_state(small.state(model), small.state(reference), 1e-5)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_file_that_is_loaded_in_a_scope_trains_on(name: str, tmp_path: Path) -> None:
+    reference = built()
+    reference.fit(small.data(), verbose=0)
+    reference.save(tmp_path / "model.keras")
+    with STRATEGIES[name]().scope():
+        model = keras.models.load_model(tmp_path / "model.keras")
+    found, expected = (one.evaluate(small.data(), verbose=0) for one in (model, reference))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert_equal_runs(run(model, of_the_model), run(reference, of_the_model))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_trainer_moves_a_model_to_another_strategy_for_good(name: str) -> None:
+    with STRATEGIES[name]().scope():
+        model = built()
+    reference = built()
+    other = tfpar.Mirrored(["CPU:2", "CPU:3"])
+    histories = [tfpar.Trainer(model, other).fit(small.data(), verbose=0).history]
+    histories.append(model.fit(small.data(), verbose=0).history)
+    for history in histories:
+        small.assert_same_history(history, reference.fit(small.data(), verbose=0).history)
+    assert tfpar.Trainer(model).strategy is other
+
+
+def test_a_model_is_no_model_of_the_scope_after_it() -> None:
+    with tfpar.Pipeline(2, 2, devices=TWO).scope():
+        built()
+    assert tfpar.Trainer(built()).strategy.describe() == "SingleDevice on CPU:0"
+
+
+def test_an_own_train_step_is_refused_as_by_a_trainer() -> None:
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data)
+
+    with tfpar.Pipeline(2, 2, devices=TWO).scope():
+        model = Own([keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(3)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="overrides train_step"):
+        model.fit(np.ones((4, 5)), np.ones((4, 3)), verbose=0)
+
+
+@pytest.mark.parametrize("name", ["train_on_batch", "test_on_batch", "predict_on_batch"])
+def test_methods_for_one_batch_find_the_weights_in_place(name: str) -> None:
+    (inputs, labels), *_ = small.data().as_numpy_iterator()
+    data = (inputs,) if name.startswith("predict") else (inputs, labels)
+    with tfpar.Pipeline(2, 2, devices=TWO).scope():
+        model = built()
+    np.testing.assert_allclose(getattr(model, name)(*data), getattr(built(), name)(*data), rtol=1e-5)
