@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -231,7 +232,10 @@ def _parse(arguments: Sequence[str]) -> list[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     _, *others = command_line.parse(COMMAND, arguments[:end])
     if others:
-        print(f"error: {quoted(others[0])} is no flag. {_AFTER_DASHES}", file=sys.stderr)
+        first = arguments.index(others[0])
+        written = shlex.join(["python", "-m", COMMAND.name, *arguments[1:first], "--", *arguments[first:end]])
+        message = f"{quoted(others[0])} is no flag. The command of the workers follows after --: {written}"
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(1)
     return [arguments[0], *arguments[end + 1 :]]
 
