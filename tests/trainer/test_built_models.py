@@ -382,3 +382,13 @@ def test_a_class_that_compiles_itself_is_a_model_function() -> None:
             self.compile("sgd", small.build_model().loss)
 
     assert np.isfinite(tfpar.Trainer(Compiled).fit(small.data(), verbose=0).history["loss"]).all()
+
+
+def test_keras_own_fit_of_a_new_model_of_mirrored_layers_names_that_of_tfpar() -> None:
+    trained = tfpar.Trainer(small.build_model, tfpar.Mirrored(TWO)).model
+    model = keras.Sequential([*trained.layers[:-1], keras.layers.Dense(3)], name="head")
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    for fit in (model.fit, model.train_on_batch):
+        with pytest.raises(ValueError, match=r"fit of 'head' is Keras' own.* Use tfpar\.fit\(head, \.\.\.\)\."):
+            fit(parity_cases.inputs(8), parity_cases.labels(8))
+    assert np.isfinite(tfpar.fit(model, small.data(), verbose=0).history["loss"]).all()

@@ -34,6 +34,12 @@ def trace_again_after_moves() -> None:
 def _following_moves(original: Any, name: str) -> Any:
     @functools.wraps(original)
     def make(model: Any, force: bool = False) -> Any:
+        out_of_scope = versions.private(model, "_distribute_strategy") is None
+        if name == "train_function" and out_of_scope and any(map(keras_variables.home_of, model.variables)):
+            raise ValueError(
+                f"fit of {model.name!r} is Keras' own, which does not train layers that a trainer has on several "
+                f"devices. Use tfpar.fit({model.name}, ...)."
+            )
         before = versions.private(model, name)
         num_moves = keras_variables.num_moves(model.variables)
         has_moved = before is not None and getattr(before, _MOVES, 0) != num_moves
