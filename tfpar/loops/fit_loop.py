@@ -17,6 +17,7 @@ import numpy as np
 from tfpar import data
 from tfpar._compat import keras_model
 from tfpar.checkpoint import Checkpoints, Position, callback_state
+from tfpar.loops import learning_rates
 from tfpar.loops.initial_state import broadcast_initial_state
 from tfpar.loops.resumed_data import check_position, with_data
 from tfpar.loops.step_calls import NonfiniteStep, StepCalls
@@ -26,6 +27,7 @@ from tfpar.messages.whole_numbers import check_whole_number
 
 NonfiniteLoss = Literal["stop", "continue"]
 _CHECKPOINT = "Writing a checkpoint"
+_EPOCH_BEGIN = "epoch_begin"  # in a checkpoint, beside the state of callbacks
 _CONTINUE = 'nonfinite_loss="continue" trains on, as Keras does.'
 
 
@@ -90,6 +92,8 @@ class FitLoop:
         self.was_interrupted = False
         self._position = Position()
         self._initial_callbacks: dict[str, Any] = {}
+        self._resumed_rates: dict[str, learning_rates.Rates] = {}
+        self._epoch_begin = learning_rates.EpochBegin(self._model, self._strategy)
 
     def run(self, initial_epoch: int, epochs: int) -> dict[str, float]:
         """Train until `epochs`, a callback's stop or an interruption.
@@ -124,6 +128,7 @@ class FitLoop:
         fresh = Position(epoch=keras_model.restored_epoch(self._model) or initial_epoch)
         self._position, callbacks = broadcast_initial_state(self._model, self._strategy, self._checkpoints, fresh)
         callback_state.restore(self._callbacks.callbacks, callbacks)
+        self._resumed_rates = callbacks.get(_EPOCH_BEGIN, {})
         check_position(self._position, self._epoch_iterator)
         self._epoch_iterator.seek(self._position.passes, self._position.batches)
 
@@ -142,7 +147,8 @@ class FitLoop:
         step = self._position.step
         if step == 0:
             self._model.reset_metrics()
-        self._callbacks.on_epoch_begin(epoch)
+        resumed, self._resumed_rates = self._resumed_rates, {}
+        self._epoch_begin.call(lambda: self._callbacks.on_epoch_begin(epoch), resumed if step else {})
         if step == 0:
             self._epoch_iterator.begin_epoch()
         logs: dict[str, float] = {}
@@ -169,6 +175,7 @@ class FitLoop:
 
     def _end_epoch(self, last: bool) -> None:
         decision = self._decide(may_save=True)
+        learning_rates.check_equal(self._model, self._strategy)
         self._model.stop_training, self.was_interrupted = decision.stop, decision.interrupted
         self._position = Position(self._position.epoch + 1, 0, *self._epoch_iterator.next_epoch(), decision.stop)
         if last or decision.stop or decision.interrupted or decision.save:
@@ -186,6 +193,7 @@ class FitLoop:
                 state = callback_state.changed(
                     callback_state.remembered(self._callbacks.callbacks), self._initial_callbacks
                 )
+                state[_EPOCH_BEGIN] = self._epoch_begin.rates
                 self._checkpoints.save(self._model, with_data(self._position, self._epoch_iterator), state, parts)
 
 

@@ -1,0 +1,96 @@
+"""The learning rates of a run: equal on all workers, and as in an uninterrupted run where an epoch begins twice.
+
+uninterrupted   rate 1.0 ─ on_epoch_begin ─ 0.7 ─ step ─ step ─ step
+interrupted     rate 1.0 ─ on_epoch_begin ─ 0.7 ─ step ─ checkpoint (0.7, and 1.0 before the hook)
+resumed         rate 1.0 ─ on_epoch_begin ─ 0.7 ──────────────── step ─ step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfpar.checkpoint import model_state
+from tfpar.strategies import Strategy
+
+_MOST_DIFFERENCE = 1e-5  # relative to the mean
+
+Rates = dict[str, float]
+
+
+class EpochBegin:
+    """The hooks at the begin of an epoch, which a resumed run calls a second time.
+
+    A hook that lowers the rate by a factor would lower it twice. Such a hook gives the same rate as in the interrupted
+    run, and the run trains on with the rate of its checkpoint. A hook that gives another rate has been changed, and its
+    rate holds.
+
+    Args:
+        model: A built and compiled model.
+        strategy: Its strategy.
+
+    Attributes:
+        rates: The rates before and after the hooks of the current epoch, by the names of their variables.
+    """
+
+    def __init__(self, model: keras.Model, strategy: Strategy) -> None:
+        self._model, self._strategy = model, strategy
+        self.rates: dict[str, Rates] = {}
+
+    def call(self, hooks: Callable[[], None], resumed: Mapping[str, Rates]) -> None:
+        """Call the hooks.
+
+        Args:
+            hooks: Calls them.
+            resumed: The `rates` of the interrupted run where the epoch is resumed; empty otherwise.
+        """
+        of_checkpoint = self._read()
+        self._assign(resumed.get("before", {}))
+        before = self._read()
+        hooks()
+        self.rates = {"before": before, "after": self._read()}
+        if resumed and self.rates["after"] == resumed["after"]:
+            self._assign(of_checkpoint)
+
+    def _read(self) -> Rates:
+        return {name: float(rate.numpy()) for name, rate in _variables(self._model).items()}
+
+    def _assign(self, rates: Rates) -> None:
+        variables = _variables(self._model)
+        for name in variables.keys() & rates.keys():
+            self._strategy.assign(variables[name], rates[name])
+
+
+def check_equal(model: keras.Model, strategy: Strategy) -> None:
+    """Refuse workers whose learning rates differ; all workers must call this.
+
+    With sharded optimizer state each worker updates its part by its own rate, and the weights stay equal.
+
+    Args:
+        model: A built and compiled model.
+        strategy: The strategy of the workers.
+
+    Raises:
+        RuntimeError: If they differ; on every worker.
+    """
+    if strategy.num_workers == 1:
+        return
+    own = np.array([float(rate.numpy()) for rate in _variables(model).values()])
+    sums, squares = np.split(strategy.all_reduce_sum([*own, *own**2]), 2)
+    means = sums / strategy.num_workers
+    variances = squares / strategy.num_workers - means**2  # the same on every worker
+    differing = np.flatnonzero(variances > (_MOST_DIFFERENCE * means) ** 2)
+    if len(differing):
+        raise RuntimeError(
+            f"All workers must train with one learning rate, and it is {own[differing[0]]:g} on worker "
+            f"{strategy.rank} and {means[differing[0]]:g} in the mean of all. Change it in a callback of every worker, "
+            "by a value that all of them have."
+        )
+
+
+def _variables(model: keras.Model) -> dict[str, Any]:
+    state = model_state.state_variables(model)
+    return {name: variable for name, variable in state.items() if name.split("#")[0].endswith("/learning_rate")}
