@@ -90,7 +90,7 @@ def find(model: keras.Model, batch: Any, training: bool = True) -> list[str]:
         ValueError: If the model fails on parts of a batch, or keeps a state for each example.
     """
     check_stateless(keras_model.all_layers(model))
-    inputs = _examples(batch)
+    inputs = few_examples(batch)
     graph = _graph(model, inputs)
     if graph is None:
         return [model.name] if mixes(model, inputs, training) else []
@@ -131,7 +131,7 @@ def resolve(model: keras.Model, batch: Any, names: Sequence[str], training: bool
     Raises:
         ValueError: If the outputs would still differ.
     """
-    inputs = _examples(batch)
+    inputs = few_examples(batch)
     graph = _graph(model, inputs)
     calls = [] if graph is None else [call for call in graph.calls if call.name in names]
     own = {id(operation) for operation in _operations(model)}
@@ -210,7 +210,7 @@ def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, tf.Tensor) and leaf.shape.rank != 0
 
 
-def _examples(batch: Any) -> Any:
+def few_examples(batch: Any) -> Any:
     """Return the inputs of four or two examples; a single example is repeated."""
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
     size = min(NUM_EXAMPLES, int(data.num_rows(inputs)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
@@ -16,11 +17,26 @@ from tfpar.reduction import indexed_slices
 from tfpar.reduction.loss_decomposition import LossDecomposition
 from tfpar.reduction.replicas import local_replica_id, replica_id, sum_over_replicas
 from tfpar.reduction.whole_batch import RowsOfReplicas, knowing
-from tfpar.strategies import batch_dependence
+from tfpar.strategies import batch_dependence, state_trials
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.compiled_calls import call_with_xla, suits
-from tfpar.strategies.replica_states import layer_metrics_counted_once, update_metrics_once
+from tfpar.strategies.replica_states import average_by_examples, layer_metrics_counted_once, update_metrics_once
 from tfpar.strategies.single_device import forward_backward
+
+_WAY_OUT = (
+    "Reduce the examples of all parts, which tfpar.gather returns, and leave out the weight's aggregation; or use "
+    "SingleDevice()."
+)
+
+
+class Workers(Protocol):
+    """What the search for states needs of a strategy."""
+
+    def raising_on_all_workers(self) -> contextlib.AbstractContextManager[None]:
+        """Raise an error of one worker on all."""
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        """Return the chief's message."""
 
 
 class ReplicaRuns:
@@ -35,6 +51,7 @@ class ReplicaRuns:
     Attributes:
         losses: The reduction of the model's losses over replicas; None for one replica and for objectives.
         gathered: The calls that take the whole batch, by whether the model trains.
+        averaged: The weights that layers update, to whose mean over the replicas each step sets them.
         lookup_kinds: The kinds of embedding lookups for each objective; None without lookups.
     """
 
@@ -43,6 +60,7 @@ class ReplicaRuns:
         self._generator = random_state.GeneratorOnReplicas(strategy)
         self.losses: LossDecomposition | None = None
         self.gathered: dict[bool, list[batch_dependence.Mixed]] = {}
+        self.averaged: list[keras.Variable] = []
         self.lookup_kinds: list[indexed_slices.LookupKinds] | None = None
 
     def renew_generator(self) -> None:
@@ -73,6 +91,28 @@ class ReplicaRuns:
         looks_up = any(one.failure or any(len(kinds) > 1 for kinds in one.kinds) for one in found)
         adds_losses = self.losses is not None and self.losses.adds_losses(training)
         return suits(model) and not looks_up and not adds_losses
+
+    def find_states(self, model: keras.Model, batch: Any, workers: Workers) -> None:
+        """Find the states to average, or refuse a model with states that are no mean over the replicas.
+
+        Args:
+            model: A built model.
+            batch: A batch.
+            workers: The strategy, whose workers take the chief's decision.
+
+        Raises:
+            ValueError: If there are any.
+        """
+        with workers.raising_on_all_workers(), self.gathering(True):
+            found = state_trials.find(model, batch)
+            kinds = [weight.aggregation for weight in model.weights]
+            # Keras reduces these by itself: without regard to the examples of each part, or n times a value.
+            reduced = [number for number in found.averaged if kinds[number] != "none"]
+            reduced += [number for number in found.equal if kinds[number] == "sum"]
+            if others := found.others + reduced:
+                raise state_trials.refusal(model, others, _WAY_OUT)
+        numbers = json.loads(workers.broadcast(json.dumps(found.averaged).encode()))
+        self.averaged = [model.weights[number] for number in numbers]
 
     @contextlib.contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -111,7 +151,10 @@ class ReplicaRuns:
                 sums[replica] = num_examples
                 with tf.device(HOST):
                     fractions[replica] = tf.cast(counted_here / num_examples, keras.config.floatx())
-            return on_replica(parts[replica], counted_here)
+            results = on_replica(parts[replica], counted_here)
+            if training and self.averaged:
+                average_by_examples(self.averaged, fractions[replica])
+            return results
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._drawing())

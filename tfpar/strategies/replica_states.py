@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model, tf_distribute
 from tfpar.reduction import metric_logs
+from tfpar.reduction.replicas import sum_without_gradient
 from tfpar.strategies.batches_ahead import HOST
 from tfpar.strategies.single_device import update_metrics
 
@@ -81,3 +82,15 @@ def average_statistics(strategy: tf.distribute.Strategy, statistics: Sequence[ke
 
     if statistics:
         strategy.run(average)
+
+
+def average_by_examples(states: Sequence[keras.Variable], fraction: tf.Tensor) -> None:
+    """Set states of layers to their mean over all replicas, as the whole batch would; called in replica context.
+
+    Args:
+        states: Variables with a separate value on each replica.
+        fraction: The share of this replica's examples in the global batch, a scalar.
+    """
+    for state in states:
+        value = tf.convert_to_tensor(state.value)
+        state.value.assign(sum_without_gradient(value * tf.cast(fraction, value.dtype)))

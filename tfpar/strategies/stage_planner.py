@@ -36,6 +36,7 @@ from tfpar.pipeline.partition.stages import bytes_per_example
 from tfpar.pipeline.partition.traffic import Grid, by_traffic
 from tfpar.pipeline.schedule.simulator import Durations
 from tfpar.pipeline.schedule.transfer_hiding import hiding_transfers
+from tfpar.strategies import state_trials
 from tfpar.strategies.free_memory import within_free_memory
 from tfpar.strategies.model_version import ModelVersion
 from tfpar.strategies.tensor_parallel.layout import Layout
@@ -84,12 +85,10 @@ class StagePlanner:
         rules: Rules | None = None,
     ) -> None:
         self._schedule, self._devices, self._shards_weights = schedule, devices, shards_weights
-        self._groups, self._rules = groups, rules
+        self._groups, self._rules, self._orders = groups, rules, [devices, *other_orders]
         self._divided: PerModel[dict[int, tuple[Layout, DividedStage]]] = PerModel()
-        self._orders = [devices, *other_orders]
         self._grids: PerModel[list[Grid]] = PerModel()
-        self._raising, self._agree = raising, agree
-        self._balance, self._recompute = balance, recompute
+        self._raising, self._agree, self._balance, self._recompute = raising, agree, balance, recompute
         self._memory_limit_bytes, self._allow_batch_dependence = memory_limit_bytes, allow_batch_dependence
         self._schedules: PerModel[schedules.Schedule] = PerModel()
         self._partitions: PerModel[Partition] = PerModel()
@@ -246,14 +245,16 @@ class StagePlanner:
         """Refuse batch-dependent layers in training or in inference; check once per compilation."""
         compilation, checked = keras_model.compilation(model), self._checked.setdefault(model, {})
         is_alone = self._schedule.num_microbatches == 1 and self._agree is None
-        allowed = is_alone or self._allow_batch_dependence
-        if allowed or checked.get(training, self) is compilation:
+        if is_alone or self._allow_batch_dependence or checked.get(training, self) is compilation:
             return
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data.varied_first(batch))
+        batch = data.varied_first(batch)
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         if training:
             check_synchronized(graph)
         with tf.device(self._devices[0]), full_precision():
             check_batch_independence(graph, model_graph.standardize(model, inputs), training)
+            if training:
+                state_trials.check_microbatches(model, batch)
         checked[training] = compilation
 
     def _measure(
