@@ -41,6 +41,8 @@ Numbers = list[list[Any]]  # the row numbers of each lookup, by gradient
 def may_look_up(model: keras.Model, batch: Any) -> bool:
     """Return whether the gradients of a model may be indexed slices, as those of custom layers may be.
 
+    A weight that multiplies a sparse output of a layer of Keras, such as `CategoryEncoding(sparse=True)`, is looked up.
+
     Args:
         model: A built and compiled model.
         batch: A batch.
@@ -52,7 +54,7 @@ def may_look_up(model: keras.Model, batch: Any) -> bool:
     penalties = [weight.regularizer for weight in model.weights if weight.regularizer is not None]
     users = [*layers, *losses, *penalties, *(loss.fn for loss in losses if hasattr(loss, "fn"))]
     return (
-        any(isinstance(layer, _LOOKING_UP) for layer in layers)
+        any(isinstance(layer, _LOOKING_UP) or getattr(layer, "sparse", False) for layer in layers)
         or any(isinstance(leaf, tf.SparseTensor) for leaf in tf.nest.flatten(batch))
         or not all(map(keras_model.is_of_keras, users))
     )
