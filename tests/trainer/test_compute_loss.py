@@ -241,3 +241,41 @@ def test_layers_of_the_loss_and_vectorized_maps_train_as_on_one_device(
         return two_targets(7, False).map(lambda inputs, targets: (inputs, targets[0]))
 
     small.assert_trains_as_one_device(build, data, small.SPLITTING_STRATEGIES[strategy])
+
+
+class Taught(keras.Model):
+    """A student whose loss alone calls, and so builds, its teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = keras.layers.Dense(3)
+        self.teacher = keras.Sequential([keras.layers.Dense(4, "relu"), keras.layers.Dense(3)])
+        self.teacher.trainable = False
+
+    def call(self, inputs: Any) -> Any:
+        return self.student(inputs)
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        taught = keras.losses.mean_squared_error(self.teacher(x), y_pred)
+        return super().compute_loss(x, y, y_pred, sample_weight) + keras.ops.mean(taught)
+
+
+@pytest.mark.filterwarnings("ignore:.build.. was called on layer")
+@pytest.mark.parametrize(
+    "strategy",
+    [lambda: tfpar.Mirrored(["CPU:0", "CPU:1"]), lambda: tfpar.Pipeline(1, 2, devices=["CPU:0"])],
+    ids=["mirrored", "micro-batches"],
+)
+def test_layers_that_the_loss_alone_builds_have_memory(strategy: Any) -> None:
+    def taught() -> keras.Model:
+        model = Taught()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    keras.utils.set_random_seed(0)
+    model = taught()
+    expected = model.fit(small.data(), verbose=0).history
+    trainer = tfpar.Trainer(taught, strategy(), seed=0)
+    small.assert_same_history(trainer.fit(small.data(), verbose=0).history, expected)

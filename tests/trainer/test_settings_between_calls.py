@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -183,3 +184,19 @@ def test_callbacks_change_settings_as_in_keras(strategy: str) -> None:
     expected = train(annealed())
     found = train(tfpar.Trainer(annealed, ALL_STRATEGIES[strategy](), seed=0))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("strategy", ALL_STRATEGIES)
+def test_a_quantized_model_predicts_without_compile_and_trains_after_it(strategy: str) -> None:
+    keras.utils.set_random_seed(0)
+    model, trainer = by_function(), trainer_of(strategy)
+    for verbs, quantized in ((model, model), (trainer, trainer.model)):
+        fit(verbs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the input layer has no quantization
+            quantized.quantize("int8")
+    np.testing.assert_allclose(CALLS["predict"](trainer), CALLS["predict"](model), rtol=1e-4, atol=1e-5)
+    if strategy in ("mirrored", "optimizer sharded"):
+        with pytest.raises(ValueError, match=r"as after enable_lora\(\), quantize\(\) or pop\(\)\. Call compile"):
+            fit(trainer)

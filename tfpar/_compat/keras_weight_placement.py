@@ -137,3 +137,15 @@ def place(variable: Any, device: str) -> bool:
     with tf.init_scope(), tf.device(device):
         keras_variables.re_create(variable, None if current is None else tf.identity(current))
     return True
+
+
+def place_rest(model: keras.Model) -> None:
+    """Place weights without memory beside the last weight that has some: those that `compute_loss` alone has built.
+
+    Args:
+        model: A model whose other weights are placed.
+    """
+    placed = [weight for weight in model.weights if keras_variables.is_allocated(weight)]
+    for weight in model.weights:
+        if not keras_variables.is_allocated(weight):
+            place(weight, str(placed[-1].value.device) if placed else "CPU:0")

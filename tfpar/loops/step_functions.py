@@ -18,6 +18,7 @@ class _Trained(NamedTuple):
     optimizer: Any
     paths: list[str]  # of the weights
     trainable: list[bool]
+    num_moves: int  # of the variables, at the last check
 
 
 class StepFunctions:
@@ -45,9 +46,6 @@ class StepFunctions:
             kind: The kind of function.
             compile_it: Compiles the function.
             given: A key of further inputs of the compilation; with another key than last time, it is repeated.
-
-        Raises:
-            ValueError: If a train step would be traced again with other weights to train, or another optimizer.
         """
         # The object, not its id: a later compilation could have the address of one that was freed.
         compilation = keras_model.compilation(self._model)
@@ -55,7 +53,6 @@ class StepFunctions:
         if compilation is not self._compilation:
             self._trained = None
         if compilation is not self._compilation or num_moves != self._num_moves:
-            self._check_trained()
             self._compilation, self._num_moves = compilation, num_moves
             self._compiled.clear()
         if kind not in self._compiled or self._given.get(kind, "") != given:
@@ -63,8 +60,16 @@ class StepFunctions:
             self._given[kind] = given
         return self._compiled[kind]
 
-    def _check_trained(self) -> None:
-        if self._trained is None:
+    def check_trained(self) -> None:
+        """Refuse what would trace a train step again after a change that takes effect with `compile` alone.
+
+        Raises:
+            ValueError: If the model has other weights than in its last train step, another optimizer, or another
+                `trainable` after a move.
+        """
+        num_moves = keras_variables.num_moves(keras_variables.state(self._model))
+        is_new = keras_model.compilation(self._model) is not self._compilation
+        if self._trained is None or is_new or num_moves == self._trained.num_moves:
             return
         optimizer = keras_variables.optimizer_of(self._model)
         if optimizer is not self._trained.optimizer:
@@ -83,6 +88,7 @@ class StepFunctions:
                 "`trainable` has changed since `compile`. Call compile() after such a change, or give both trainers "
                 "the same strategy object."
             )
+        self._trained = self._trained._replace(num_moves=num_moves)
 
     def loop(self, kind: str, distributed: Distributed) -> multi_step.CompiledLoop:
         """Return the inner loop over train steps, or over evaluate steps.
@@ -116,7 +122,10 @@ class StepFunctions:
         compiled: multi_step.CompiledLoop = self.once(f"{kind} {distributed[1:]} {elements}", compile_loop)
         if kind == "train" and self._trained is None:
             self._trained = _Trained(
-                keras_variables.optimizer_of(model), _paths(model), keras_model.trainable_settings(model)
+                keras_variables.optimizer_of(model),
+                _paths(model),
+                keras_model.trainable_settings(model),
+                self._num_moves,
             )
         return compiled
 

@@ -107,8 +107,9 @@ class ModelVersion:
         return num_moves, len(model.variables) if self._counts_variables else 0
 
 
-def _regularizers(model: keras.Model) -> list[bool]:
-    return [layer.activity_regularizer is not None for layer in keras_model.all_layers(model)]
+def _regularizers(model: keras.Model) -> set[int]:
+    """Return the layers with an activity regularizer: a first call may add layers without one."""
+    return {id(layer) for layer in keras_model.all_layers(model) if layer.activity_regularizer is not None}
 
 
 def _settings_in_steps(model: keras.Model, training: bool) -> dict[str, Hashable]:
