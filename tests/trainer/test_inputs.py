@@ -203,6 +203,13 @@ def test_a_dataset_that_is_not_batched_says_so(strategy: str, make: Callable[[],
             method(make(), verbose=0)
 
 
+def test_a_number_beside_a_batch_is_named() -> None:
+    trainer, _ = trainer_of(cases.dense_model, "mirrored")
+    dataset = cases.dataset(FEATURES, LABELS).map(lambda features, labels: ((features, 1.0), labels))
+    with pytest.raises(ValueError, match="Repeat a number that belongs to a whole batch for each of its examples"):
+        trainer.fit(dataset, verbose=0)
+
+
 @by_any_strategy
 @pytest.mark.parametrize("as_arrays", [False, True])
 def test_targets_of_strings_are_refused(strategy: str, as_arrays: bool) -> None:

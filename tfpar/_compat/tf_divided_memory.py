@@ -71,8 +71,9 @@ class DividedMemory:
     def handle(self) -> tf.Tensor:
         """Refuse what needs the memory of the whole variable: Keras' own training, and exports."""
         raise ValueError(
-            f"The memory of {self.name!r} is divided over devices, and Keras' own fit and export take it whole. "
-            "Train with tfpar.fit or tfpar.Trainer; to export, load the file that trainer.save writes."
+            f"The memory of {self.name!r} is divided over devices. Keras' own fit, export and a tf.GradientTape of "
+            "your own take it whole. Train with tfpar.fit or tfpar.Trainer; to export, or for gradients of your own, "
+            "load the file that trainer.save writes."
         )
 
     def _export_to_saved_model_graph(self, *_: Any, **__: Any) -> Any:

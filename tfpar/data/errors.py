@@ -16,6 +16,7 @@ SENTENCE = re.compile(r"assertion failed: \[(.*?)\](?:\s|$)", re.DOTALL)
 RAISED = re.compile(
     r"^(?:\{\{.*?\}\} ?)?((?:\w+\.)*\w+(?:Error|Exception)?: .*?)\nTraceback \(most recent", re.M | re.S
 )
+_CACHED_TWICE = re.compile(r"cache lockfile already exists \('(.*?)\.lockfile'\)")
 GONE = re.compile(r"(/\S+); No such file or directory")
 
 
@@ -56,6 +57,11 @@ def cause_of(error: tf.errors.OpError) -> str:
         >>> cause_of(tf.errors.NotFoundError(None, None, "Graph execution error:\n\nout of rows\n\t [[{{node x}}]]"))
         'out of rows'
     """
+    if found := _CACHED_TWICE.search(error.message):
+        return (
+            f"Another process writes the cache {found[1]!r}. Give each worker a file of its own, such as "
+            f"dataset.cache(f'cache-{{strategy.rank}}'); if no other process runs, delete {found[1] + '.lockfile'!r}."
+        )
     text, _, _ = error.message.partition("\n\t [[")
     if raised := _raised(error.message):
         return raised

@@ -213,10 +213,12 @@ def check_batched(model: keras.Model, spec: Any) -> None:
     # Declared inputs may have different numbers of rows, such as the edges and nodes of a graph.
     differ = not declared and len({shape[0] for shape in shapes if shape and shape[0] is not None}) > 1
     if () in shapes or differ or are_examples:
+        has_batch = any(shape[:1] == (None,) for shape in shapes)
+        of_scalar = " Repeat a number that belongs to a whole batch for each of its examples." if has_batch else ""
         raise ValueError(
             f"Every element of a dataset must be a batch, with a first axis over its examples, and the shapes of an "
             f"element are {_text(shapes)}. Batch it with dataset.batch(global batch), such as dataset.batch(32); "
-            "Python code yields whole batches."
+            f"Python code yields whole batches.{of_scalar}"
         )
 
 
