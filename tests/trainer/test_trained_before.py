@@ -58,3 +58,33 @@ def test_training_continues_as_in_keras(build: Callable[[], keras.Model], strate
     trainer.fit(small.data(), verbose=0)
     for one, other in zip(trainer.model.get_weights(), expected.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_replicas_train_a_model_in_its_function_with_tfpar_fit(shard: Any) -> None:
+    def with_tfpar() -> keras.Model:
+        model = small.build_model()
+        tfpar.fit(model, small.data(), verbose=0)
+        return model
+
+    keras.utils.set_random_seed(0)
+    expected = trained()
+    expected.fit(small.data(), verbose=0)
+    trainer = tfpar.Trainer(with_tfpar, tfpar.Mirrored(["CPU:0", "CPU:1"], shard=shard), seed=0)
+    trainer.fit(small.data(), verbose=0)
+    for one, other in zip(trainer.model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict", "train_on_batch"])
+def test_keras_own_methods_in_the_scope_of_replicas_are_refused(name: str) -> None:
+    """They give other weights, where the optimizer clips for one, and fail for odd batches."""
+
+    def build() -> keras.Model:
+        model = small.build_model()
+        data = (parity_cases.inputs(7), parity_cases.labels(7))
+        getattr(model, name)(*data[: 1 if name == "predict" else 2])
+        return model
+
+    with pytest.raises(ValueError, match=rf"A model function cannot call {name}: .* Call tfpar\.fit, tfpar\.evaluate"):
+        tfpar.Trainer(build, tfpar.Mirrored(["CPU:0", "CPU:1"]))
