@@ -293,7 +293,7 @@ class Trainer:
         """
         steps = limited_steps(steps)
         dataset = self._preparation.batches(x, y, sample_weight, batch_size=batch_size, steps=steps)
-        epoch_iterator, run_steps = self._preparation.prepare_loop(dataset, steps, "evaluate")
+        epoch_iterator, run_steps = self._preparation.evaluation(dataset, steps)
         callback_list = self._preparation.callback_list(callbacks, verbose, epoch_iterator)
         logs = evaluate(self._preparation.caller(run_steps, epoch_iterator, callback_list, testing=True))
         return logs if return_dict else keras_metrics.metrics_in_order(self.model, logs)

@@ -385,6 +385,43 @@ def test_the_chiefs_weights_count(job: workers.Workers) -> None:
         assert_same(result, plain_fit())
 
 
+def test_the_chiefs_weights_count_for_evaluate_and_predict_too(job: workers.Workers) -> None:
+    keras.utils.set_random_seed(0)
+    model = small.build_model()
+    expected = model.evaluate(small.data(), verbose=0), model.predict(parity_cases.inputs(7), verbose=0)
+    for result in results_of(job, "other_weights_to_evaluate"):
+        assert_same(result, expected)
+
+
+def test_other_learning_rates_and_statistics_are_an_error_on_all(job: workers.Workers) -> None:
+    for of_rates, of_statistics in results_of(job, "other_rates_and_statistics"):
+        assert of_rates.startswith("All workers must train with one learning rate, and it is 0."), of_rates
+        assert "0.075 in the mean of all" in of_rates
+        assert of_statistics.startswith("All workers must end with equal weights"), of_statistics
+
+
+def test_data_that_workers_divide_by_their_rank_are_refused(job: workers.Workers) -> None:
+    for messages in results_of(job, "data_divided_by_rank"):
+        for name, message in messages.items():
+            assert "the first batch of worker 1 has other targets than that of the chief" in message, name
+
+
+def test_an_evaluation_by_the_chief_alone_is_refused_on_all(job: workers.Workers) -> None:
+    for message in results_of(job, "evaluation_by_the_chief_alone"):
+        assert "worker 1 calls none where the chief calls evaluate. Call each on every worker" in message
+
+
+def test_results_of_metrics_in_callbacks_are_those_of_all_workers(job: workers.Workers) -> None:
+    for result in results_of(job, "results_in_callbacks"):
+        for logs, results in result:
+            assert_same(logs, results)
+
+
+def test_every_worker_may_save_the_same_files(job: workers.Workers) -> None:
+    for names in results_of(job, "files_of_every_worker"):
+        assert names == ["model.keras", "model.weights.h5"]
+
+
 def test_other_versions_are_an_error_on_all(job: workers.Workers) -> None:
     for result in results_of(job, "other_versions"):
         assert result is not None

@@ -360,3 +360,12 @@ def with_shards(kind: str, trainer: tfpar.Trainer) -> tuple[Trained, Any, Any]:
     trained = Trained(history, state(trainer.model))
     evaluated = trainer.evaluate(SHARDED[kind](), verbose=0)
     return trained, evaluated, trainer.predict(SHARDED[kind](), verbose=0)
+
+
+def normalized() -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Dense(5), keras.layers.BatchNormalization(synchronized=True)]
+    )
+    model.add(keras.layers.Dense(3))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model

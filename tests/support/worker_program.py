@@ -302,6 +302,86 @@ class Functions:
         trainer = tfpar.Trainer(small.build_model, self._plain, seed=RANK)
         return trained(trainer, small.data(), callbacks=[tfpar.ReplicaCheck(every_steps=3)])
 
+    def other_weights_to_evaluate(self) -> Any:
+        trainer = tfpar.Trainer(small.build_model, self._plain, seed=RANK)
+        return trainer.evaluate(small.data(), verbose=0), trainer.predict(parity_cases.inputs(7), verbose=0)
+
+    def other_rates_and_statistics(self) -> Any:
+        """Return the errors where worker 1 lowers its rate, with sharded state, and moves statistics after training."""
+
+        def lower_rate(epoch: int, logs: Any) -> None:
+            trainer.model.optimizer.learning_rate = 0.1 / (1 + RANK)
+
+        def move_statistics(logs: Any) -> None:
+            trainer.model.layers[1].moving_mean.assign(np.full(5, float(RANK)))
+
+        messages = []
+        strategy = tfpar.MultiWorker(ONE, shard="optimizer")
+        for on, build, hooks_ in (
+            (strategy, small.build_model, {"on_epoch_end": lower_rate}),
+            (self._plain, cases.normalized, {"on_train_end": move_statistics}),
+        ):
+            trainer = tfpar.Trainer(build, on, seed=0)
+            with pytest.raises(RuntimeError, match=r".") as raised:
+                trainer.fit(small.data(), verbose=0, callbacks=[keras.callbacks.LambdaCallback(**hooks_)])
+            messages.append(str(raised.value))
+        return messages
+
+    def data_divided_by_rank(self) -> Any:
+        inputs, labels = parity_cases.inputs(32), parity_cases.labels(32)
+
+        def generate() -> Any:
+            order = np.random.default_rng(RANK).permutation(32)
+            yield from zip(inputs[order], labels[order], strict=True)
+
+        slices = tf.data.Dataset.from_tensor_slices
+        signature = tf.nest.map_structure(lambda array: tf.TensorSpec(array.shape[1:], array.dtype), (inputs, labels))
+        datasets = {
+            "slices": slices((inputs[RANK::2], labels[RANK::2])),
+            "skip": slices((inputs, labels)).skip(RANK).take(16),
+            "generator": tf.data.Dataset.from_generator(generate, output_signature=signature),
+        }
+        return {name: self._error_of_fit(dataset.batch(8)) for name, dataset in datasets.items()}
+
+    def _error_of_fit(self, dataset: tf.data.Dataset, **settings: Any) -> str:
+        with pytest.raises(ValueError, match=r".") as raised:
+            self._small.initial().fit(dataset, verbose=0, **settings)
+        return str(raised.value)
+
+    def evaluation_by_the_chief_alone(self) -> Any:
+        callbacks = []
+        if RANK == 0:
+            evaluate = functools.partial(self._small.initial().evaluate, small.data(), verbose=0)
+            callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: evaluate()))
+        return self._error_of_fit(small.data(), callbacks=callbacks)
+
+    def results_in_callbacks(self) -> Any:
+        """Return logs and results of the metrics after each epoch and after an evaluation."""
+        trainer, found = self._small.initial(), []
+
+        def results() -> dict[str, float]:
+            return {name: float(value) for name, value in trainer.model.get_metrics_result().items()}
+
+        callback = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs: found.append((dict(logs), results()))
+        )
+        trainer.fit(small.data(), epochs=2, verbose=0, callbacks=[callback])
+        found.append((trainer.evaluate(small.data(), verbose=0, return_dict=True), results()))
+        return found
+
+    def files_of_every_worker(self) -> Any:
+        """Save the same files on both workers, several times, and read them each time."""
+        model = self._small.initial().model
+        (FOLDER / "same").mkdir(exist_ok=True)
+        for _ in range(5):
+            model.save(FOLDER / "same" / "model.keras")
+            model.save_weights(str(FOLDER / "same" / "model.weights.h5"))
+            loaded = keras.models.load_model(FOLDER / "same" / "model.keras")
+            loaded.load_weights(FOLDER / "same" / "model.weights.h5")
+            for one, other in zip(loaded.get_weights(), model.get_weights(), strict=True):
+                np.testing.assert_array_equal(one, other)
+        return sorted(path.name for path in (FOLDER / "same").iterdir() if "unfinished" not in path.name)
+
     def other_versions(self) -> Any:
         original = preflight.versions
         if RANK == 1:

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import keras
+import tensorflow as tf
 
 from tfpar._compat.keras_model import is_of_keras, overridden, reduces_last_axis
 
@@ -90,3 +91,24 @@ def add_metric(model: keras.Model, metric: keras.Metric) -> None:
     Keras 3.15 locks the attributes of a built layer (keras/src/layers/layer.py, `_lock_state`), not this list.
     """
     model._metrics.append(metric)
+
+
+def own_results(model: keras.Model) -> dict[str, Any]:
+    """Return the results of a model's metrics by its class's method, also where the model has one of its own."""
+    results: dict[str, Any] = type(model).get_metrics_result(model)
+    return results
+
+
+def note_results(model: keras.Model, logs: dict[str, Any]) -> None:
+    """Note the logs of a call of steps on a model, without tracking by Keras."""
+    object.__setattr__(model, "_tfpar_results", logs)
+
+
+def noted_results(model: keras.Model) -> dict[str, Any]:
+    """Return the logs that were noted last, or the results of the metrics where none were.
+
+    In a job of several workers the metrics hold the state of the examples of this worker alone.
+    """
+    logs = getattr(model, "_tfpar_results", None)
+    # `compute_metrics` calls it in the trace of a step.
+    return dict(logs) if tf.executing_eagerly() and logs is not None else own_results(model)

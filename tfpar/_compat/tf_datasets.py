@@ -32,5 +32,23 @@ def shards_and_seeds(dataset: tf.data.Dataset) -> Iterator[str]:
         yield from shards_and_seeds(one)
 
 
+def draws_random_numbers(dataset: tf.data.Dataset) -> bool:
+    """Return whether a function of a dataset, such as one that augments images, draws random numbers.
+
+    Args:
+        dataset: Any dataset.
+
+    Example:
+        >>> draws_random_numbers(tf.data.Dataset.range(9).map(lambda one: tf.random.uniform([])))
+        True
+    """
+    for one in versions.private(dataset, "_functions")():
+        graph = one.function.graph.as_graph_def()
+        functions = [node for function in graph.library.function for node in function.node_def]
+        if any("Random" in node.op for node in (*graph.node, *functions)):
+            return True
+    return any(map(draws_random_numbers, versions.private(dataset, "_inputs")()))
+
+
 def _number(dataset: tf.data.Dataset, name: str) -> tf.Tensor:
     return versions.private(dataset, name)

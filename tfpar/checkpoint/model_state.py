@@ -33,13 +33,13 @@ def state_variables(model: keras.Model) -> dict[str, Any]:
     process, so that the same model function gives the same names. Equal names are numbered in order.
 
     Args:
-        model: A built and compiled model.
+        model: A built model, compiled or not.
     """
+    optimizers = [model.optimizer, *(optimizer for optimizer, _ in objective.updates_of(model))]
     groups = {
         "weights": model.variables,
         "optimizer": [
-            *model.optimizer.variables,
-            *(variable for optimizer, _ in objective.updates_of(model) for variable in optimizer.variables),
+            variable for optimizer in optimizers if optimizer is not None for variable in optimizer.variables
         ],
         "metrics": [variable for metric in model.metrics for variable in metric.variables],
     }

@@ -16,6 +16,7 @@ from tfpar.data.batching.batches import (
 )
 from tfpar.data.batching.varied_rows import varied_first
 from tfpar.data.errors import UserMessage, cause_of, user_message
+from tfpar.data.first_targets import FirstTargets
 from tfpar.data.fit_arguments import Batches, as_dataset, global_batches, hold_out, is_dataset
 from tfpar.data.load import Loaded, describe, load
 from tfpar.data.position import seek
@@ -29,6 +30,7 @@ __all__ = [
     "RAN_OUT",
     "Audit",
     "Batches",
+    "FirstTargets",
     "Loaded",
     "PythonBatches",
     "Sharded",

@@ -34,28 +34,6 @@ _NUM_ROWS = 256
 _LARGEST_DIFFERENCE = 1e-5
 
 
-def check_call(strategy: Strategy, method: str) -> None:
-    """Refuse workers that call different methods of a trainer, each of which waits for the messages of its own.
-
-    Args:
-        strategy: The strategy of the workers.
-        method: The name of the method.
-
-    Raises:
-        ValueError: If the chief calls another one; on every worker.
-    """
-    if strategy.num_workers == 1:
-        return
-    of_chief = strategy.broadcast(method.encode()).decode()
-    with strategy.raising_on_all_workers():
-        if method != of_chief:
-            raise ValueError(
-                f"All workers must call the methods of a trainer in the same order, and worker {strategy.rank} calls "
-                f"{method} where the chief calls {of_chief}. Call each on every worker, also where the chief alone "
-                "uses the result."
-            )
-
-
 def check_fit(strategy: Strategy, examples: Any, **arguments: Any) -> None:
     """Refuse workers that call `fit` with other arguments.
 
@@ -122,6 +100,30 @@ def check_dataset(strategy: Strategy, dataset: data.Batches) -> None:
             )
 
 
+def check_first_targets(strategy: Strategy, dataset: tf.data.Dataset, first: data.FirstTargets) -> None:
+    """Refuse workers whose first batches have other targets, as where each reads its share of the files.
+
+    Targets that are drawn, as by mixup, may differ.
+
+    Args:
+        strategy: The strategy of the workers.
+        dataset: Global batches.
+        first: The targets of the first batch, which was read.
+
+    Raises:
+        ValueError: If they are not those of the chief; on every worker.
+    """
+    of_chief = np.frombuffer(strategy.broadcast(first.numbers().tobytes()))
+    with strategy.raising_on_all_workers():
+        if not first.equal(of_chief) and not tf_datasets.draws_random_numbers(dataset):
+            raise ValueError(
+                "All workers must read the same global batches, of which each trains on its part, and the first batch "
+                f"of worker {strategy.rank} has other targets than that of the chief. Give every worker all examples "
+                "in one order: without slices by rank, and shuffled or split with a seed. For data that workers read "
+                "in parts, see tfpar.data.by_file."
+            )
+
+
 def _parts(found: str) -> list[str]:
     return [*found.splitlines(), "no more shard() or shuffle()"]
 
@@ -157,8 +159,6 @@ def _lines(path: str, value: Any) -> list[str]:
 def check_weights(strategy: Strategy, model: keras.Model) -> None:
     """Refuse the result of a training after which the weights of the workers differ.
 
-    Sums are compared, with room for the rounding of different processors.
-
     Args:
         strategy: The strategy of the workers.
         model: The trained model.
@@ -166,18 +166,31 @@ def check_weights(strategy: Strategy, model: keras.Model) -> None:
     Raises:
         RuntimeError: If the weights of a worker are not those of the others; on every worker.
     """
-    if strategy.num_workers == 1:
-        return
-    own = np.array([float(tf.reduce_sum(tf.abs(tf.cast(one, tf.float64)))) for one in model.trainable_variables])
-    mean = np.asarray(strategy.all_reduce_sum(own.tolist())) / strategy.num_workers
-    differs = bool(np.any(np.abs(own - mean) > _LARGEST_DIFFERENCE * np.abs(mean)))
-    (num_differing,) = strategy.all_reduce_sum([float(differs)])
-    if num_differing:
+    if strategy.num_workers > 1 and weights_differ(strategy, model):
         raise RuntimeError(
             "All workers must end with equal weights, and they differ: a callback or a setting of one worker changes "
             "its learning rate, its weights or its optimizer. Do so on every worker, and find the step with "
             "tfpar.ReplicaCheck(every_steps=1)."
         )
+
+
+def weights_differ(strategy: Strategy, model: keras.Model) -> bool:
+    """Return whether the weights of any worker differ from those of the others; all workers must call this.
+
+    The sums of each weight and of its absolute values are compared, with room for the rounding of different processors.
+
+    Args:
+        strategy: The strategy of the workers.
+        model: A built model.
+    """
+    weights = [tf.cast(weight, tf.float64) for weight in model.weights if "float" in weight.dtype]
+    sums = [float(tf.reduce_sum(weight)) for weight in weights]
+    sizes = np.array([float(tf.reduce_sum(tf.abs(weight))) for weight in weights])
+    own = np.concatenate([sums, sizes])
+    means = np.asarray(strategy.all_reduce_sum(own.tolist())) / strategy.num_workers
+    differs = bool(np.any(np.abs(own - means) > _LARGEST_DIFFERENCE * np.concatenate([sizes, sizes])))
+    (num_differing,) = strategy.all_reduce_sum([float(differs)])
+    return bool(num_differing)
 
 
 def _plain(value: Any) -> Any:

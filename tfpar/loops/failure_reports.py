@@ -9,7 +9,8 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import tensorflow as tf
 
-from tfpar.loops import equal_workers, memory_errors
+from tfpar import data
+from tfpar.loops import meetings, memory_errors
 from tfpar.strategies import Strategy
 from tfpar.strategies.lost_workers import WorkerLostError
 
@@ -39,9 +40,11 @@ def reported(
     def call(self: Self, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
             with _explaining_ends(method.__name__), self.strategy.reported():
-                equal_workers.check_call(self.strategy, method.__name__)
+                _meet(self.strategy, method.__name__)
             with self.strategy.reported():
                 return method(self, *args, **kwargs)
+        except tf.errors.AlreadyExistsError as error:  # such as the file of a cache
+            raise type(error)(error.node_def, error.op, data.cause_of(error)) from error
         except tf.errors.ResourceExhaustedError as error:
             sentence = memory_errors.sentence_of(error)
             if sentence is None:
@@ -49,6 +52,11 @@ def reported(
             raise type(error)(error.node_def, error.op, sentence) from error
 
     return call
+
+
+def _meet(strategy: Strategy, method: str) -> None:
+    if strategy.num_workers > 1:
+        meetings.meet(strategy, method)
 
 
 @contextlib.contextmanager

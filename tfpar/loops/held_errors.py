@@ -10,18 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpar.loops.meetings import VOTE, Held, meet
 from tfpar.strategies import Strategy
-
-
-class _Held(NamedTuple):
-    what: str
-    error: Exception
+from tfpar.strategies.multi_worker.consensus import is_raised_on_all_workers
 
 
 class HeldErrors:
@@ -36,7 +33,7 @@ class HeldErrors:
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._held: _Held | None = None
+        self._held: Held | None = None
 
     @property
     def any(self) -> bool:
@@ -53,9 +50,9 @@ class HeldErrors:
         try:
             yield
         except Exception as error:
-            if self._strategy.num_workers == 1:
+            if self._strategy.num_workers == 1 or is_raised_on_all_workers(error):
                 raise
-            self._held = self._held or _Held(what, error)
+            self._held = self._held or Held(what, error)
 
     def vote(self, votes: Sequence[float] = ()) -> np.ndarray:
         """Return the sums of numbers over all workers, which must all call this.
@@ -68,17 +65,12 @@ class HeldErrors:
             ValueError: With the error of another worker, and its rank and address.
         """
         try:
-            *sums, num_held = self._strategy.all_reduce_sum([*votes, float(self.any)])
-        except tf.errors.OpError:
-            if self._held is not None:  # the others do not vote: it ended a hook in which they communicate
-                raise self._held.error from None
-            raise
-        if num_held > 0:
             own, self._held = self._held, None
-            with self._strategy.raising_on_all_workers(None if own is None else own.what):
-                if own is not None:
-                    raise own.error
-        return np.asarray(sums)
+            return meet(self._strategy, VOTE, votes, own)
+        except tf.errors.OpError:
+            if own is not None:  # the others do not vote: it ended a hook in which they communicate
+                raise own.error from None
+            raise
 
 
 class HeldCallbacks:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfpar.checkpoint import Checkpoints, Position, model_state
-from tfpar.loops.equal_workers import settings_of
+from tfpar.loops import equal_workers
 from tfpar.strategies import Strategy
 
 
@@ -35,7 +35,7 @@ def broadcast_initial_state(
     if strategy.num_workers == 1:
         restored = None if checkpoints is None else checkpoints.restore(model, strategy.assign, strategy.assign_parts)
         return restored or (position, {})
-    strategy.require_equal({"the model": model_state.describe(model), "its settings": settings_of(model)})
+    strategy.require_equal({"the model": model_state.describe(model), "its settings": equal_workers.settings_of(model)})
     with strategy.raising_on_all_workers("Reading a checkpoint"):
         checkpoint = checkpoints.read() if checkpoints is not None and strategy.is_chief else None
     resumes, epoch = strategy.all_reduce_sum([checkpoint is not None, position.epoch if strategy.is_chief else 0])
@@ -44,12 +44,27 @@ def broadcast_initial_state(
         blob = strategy.broadcast(checkpoint)
         position, callbacks = checkpoints.load(model, blob, strategy.assign, strategy.assign_parts)
     else:
-        for variables in model_state.packs(model):
-            chiefs = strategy.broadcast(model_state.to_bytes(variables) if strategy.is_chief else None)
-            model_state.assign_bytes(variables, chiefs, strategy.assign)
+        _broadcast(model, strategy)
         position = dataclasses.replace(position, epoch=int(epoch))
     _check_equal(model, strategy)
     return position, callbacks
+
+
+def share_weights(model: keras.Model, strategy: Strategy) -> None:
+    """Broadcast the chief's weights where those of another worker differ, as before the first `fit`.
+
+    Args:
+        model: A built model.
+        strategy: The strategy of the workers.
+    """
+    if strategy.num_workers > 1 and equal_workers.weights_differ(strategy, model):
+        _broadcast(model, strategy)
+
+
+def _broadcast(model: keras.Model, strategy: Strategy) -> None:
+    for variables in model_state.packs(model):
+        chiefs = strategy.broadcast(model_state.to_bytes(variables) if strategy.is_chief else None)
+        model_state.assign_bytes(variables, chiefs, strategy.assign)
 
 
 def _check_equal(model: keras.Model, strategy: Strategy) -> None:

@@ -11,16 +11,20 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 from unittest import mock
 
 import keras
 
-from tfpar._compat import keras_model
+from tfpar._compat import keras_metrics, keras_model
+from tfpar.files import atomic_file
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.strategies import Strategy, model_scopes, strategy_of
 
 _METHODS = ("fit", "evaluate", "predict", "predict_on_batch", "test_on_batch", "train_on_batch")
+
+_SAVING = ("save", "save_weights")
 
 
 class _Trainer(Protocol):
@@ -31,14 +35,17 @@ class _Trainer(Protocol):
 def replace_methods(trainer: _Trainer) -> None:
     """Replace the methods of a trainer's model that compute something else there than on one device.
 
-    | Method             | In one process        | In a job of several workers             |
-    |--------------------|-----------------------|-----------------------------------------|
-    | `fit`              | `trainer.fit`         | `trainer.fit`: all workers call it      |
-    | `evaluate`         | `trainer.evaluate`    | `trainer.evaluate`: all workers call it |
-    | `predict`          | `trainer.predict`     | Keras' own, by each worker for itself   |
-    | `predict_on_batch` | Keras' own, one copy  | Keras' own, by each worker for itself   |
-    | `test_on_batch`    | Keras' own            | `trainer.evaluate`: all workers call it |
-    | `train_on_batch`   | Keras' own            | refused                                 |
+    | Method               | In one process       | In a job of several workers             |
+    |----------------------|----------------------|-----------------------------------------|
+    | `fit`                | `trainer.fit`        | `trainer.fit`: all workers call it      |
+    | `evaluate`           | `trainer.evaluate`   | `trainer.evaluate`: all workers call it |
+    | `predict`            | `trainer.predict`    | Keras' own, by each worker for itself   |
+    | `predict_on_batch`   | Keras' own, one copy | Keras' own, by each worker for itself   |
+    | `test_on_batch`      | Keras' own           | `trainer.evaluate`: all workers call it |
+    | `train_on_batch`     | Keras' own           | refused                                 |
+    | `get_metrics_result` | Keras' own           | the last logs, over all workers         |
+    | `save`               | Keras' own           | Keras' own; a file gets its name        |
+    | `save_weights`       |                      | when it is whole                        |
 
     A method that the user's class overrides stays, and so does one whose step the class overrides. The methods of
     models inside of the model, such as the encoder of an autoencoder, become those of a trainer of their own in one
@@ -48,8 +55,10 @@ def replace_methods(trainer: _Trainer) -> None:
         trainer: A trainer. The model does not keep it alive.
     """
     model, strategy = trainer.model, trainer.strategy
-    for name in _METHODS:
+    for name in (*_METHODS, *_SAVING, "get_metrics_result"):
         vars(model).pop(name, None)  # of an earlier trainer
+    if strategy.num_workers > 1:
+        _give_if_not_own(model, {name: functools.partial(_save_whole, model, name) for name in _SAVING})
     for part in _models_inside(model):
         _replace_of_part(part, type(trainer), replaces=keras_model.is_in_scope(model) and strategy.num_workers == 1)
     if not keras_model.is_in_scope(model):
@@ -63,6 +72,7 @@ def replace_methods(trainer: _Trainer) -> None:
         replacements["predict"] = functools.partial(_on_one_copy, model, functions, "predict")
         replacements["test_on_batch"] = functools.partial(_test_on_batch, model)
         replacements["train_on_batch"] = _refuse_train_on_batch
+        replacements["get_metrics_result"] = functools.partial(keras_metrics.noted_results, model)
     _give_if_not_own(model, replacements)
 
 
@@ -134,22 +144,42 @@ def _refuse_of_part(part: keras.Model, name: str, *arguments: Any, **settings: A
 
 @contextlib.contextmanager
 def refused_in_model_function(strategy: Strategy) -> Iterator[None]:
-    """Refuse Keras' own methods in the scope of several workers, where those of no model run.
+    """Refuse Keras' own methods in a scope of `tf.distribute`.
+
+    In a job of several workers they do not run. In one process they fail for odd batches, and give other weights: each
+    replica clips its own gradient, for one.
 
     Args:
-        strategy: The strategy of the workers.
+        strategy: The strategy of the model function.
     """
 
     def refuse(name: str, *arguments: Any, **settings: Any) -> None:
+        if strategy.num_workers == 1:
+            raise ValueError(
+                f"A model function cannot call {name}: in the scope of replicas, Keras' own gives other results than "
+                "on one device. Call tfpar.fit, tfpar.evaluate or tfpar.predict with that model there."
+            )
         raise ValueError(
             f"A model function cannot call {name} in a job of several workers, where Keras' own does not run. Call "
             f"trainer.{name} with the model that it returns, or load weights that were trained before the job."
         )
 
+    names = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
     with contextlib.ExitStack() as stack:
-        for name in ("fit", "evaluate", "predict") if strategy.num_workers > 1 and strategy.home is not None else ():
+        for name in names if strategy.num_replicas > 1 and strategy.home is not None else ():
             stack.enter_context(mock.patch.object(keras.Model, name, functools.partial(refuse, name)))
         yield
+
+
+def _save_whole(model: keras.Model, name: str, filepath: str | Path, *arguments: Any, **settings: Any) -> None:
+    """Save a file under another name and rename it: the workers of a machine may all write the same one."""
+    method, path = getattr(type(model), name), Path(filepath)
+    is_one_file = path.suffix in (".keras", ".h5") and path.parent.is_dir() and not path.is_dir()
+    if not is_one_file or arguments or settings:  # such as overwrite=False, max_shard_size
+        method(model, filepath, *arguments, **settings)
+        return
+    with atomic_file.new_by_path(path) as unfinished:
+        method(model, unfinished, *arguments, **settings)
 
 
 def trainer_of(model: keras.Model) -> Any:

@@ -11,8 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar import data
+from tfpar._compat import keras_weight_placement
 from tfpar.full_precision import full_precision
-from tfpar.loops import equal_workers
+from tfpar.loops import equal_workers, initial_state
 from tfpar.loops.callback_list import callback_list, saves_models
 from tfpar.loops.epoch_iterator import EpochIterator
 from tfpar.loops.evaluate_loop import evaluate
@@ -36,6 +37,7 @@ class Preparation:
     def __init__(self, model: keras.Model, strategy: Strategy) -> None:
         self._model, self._strategy = model, strategy
         self._compiled = StepFunctions(model, strategy)
+        self._first_targets: data.FirstTargets | None = None
 
     def prepare_loop(
         self,
@@ -76,6 +78,7 @@ class Preparation:
         if training and self._strategy.is_chief:
             self._warn_of_nothing_trained()
         varied = self._varied(batch)
+        self._compiled.check_trained()
         self._once(f"{kind} state", lambda: self._check_state(varied(), training))
         if source is not None and reused is None:
             source.start(self._strategy.broadcast)
@@ -115,6 +118,12 @@ class Preparation:
             with self._strategy.raising_on_all_workers():
                 model_checks.check_gradients(self._model, self._strategy.describe())
 
+    def evaluation(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Any]:
+        """Return what `prepare_loop` does for a call of `evaluate`, with the chief's weights on all workers."""
+        epoch_iterator, run_steps = self.prepare_loop(dataset, steps, "evaluate")
+        initial_state.share_weights(self._model, self._strategy)
+        return epoch_iterator, run_steps
+
     def predictions(self, dataset: data.Batches, steps: int | None) -> tuple[EpochIterator, Callable[[Any], Any]]:
         """Return an iterator over a distributed dataset and the compiled prediction of one batch; build the model."""
         with self._strategy.raising_on_all_workers():
@@ -126,12 +135,15 @@ class Preparation:
         batch = self._build(epoch_iterator, distributed, "predict")
         self._check_data(dataset, distributed, epoch_iterator)
         self._prepare_outputs(self._varied(batch), training=False)
+        initial_state.share_weights(self._model, self._strategy)
         return epoch_iterator, self._compiled.predict(distributed.dataset.element_spec)
 
     def _check_data(self, dataset: data.Batches, distributed: Distributed, epoch_iterator: EpochIterator) -> None:
         """Count the examples of the first batch, and refuse workers whose data differ."""
         epoch_iterator.batch_size = int(self._strategy.num_examples(epoch_iterator.peek(), distributed))
         equal_workers.check_dataset(self._strategy, dataset)
+        if self._first_targets is not None and isinstance(dataset, tf.data.Dataset):
+            equal_workers.check_first_targets(self._strategy, dataset, self._first_targets)
         equal_workers.check_data(self._strategy, dataset, epoch_iterator)
 
     def _epoch_iterator(self, distributed: Distributed, steps: int | None, **settings: Any) -> EpochIterator:
@@ -165,6 +177,10 @@ class Preparation:
         """Return the distributed dataset, its Python source, and a dataset with the first element of that source."""
         if not isinstance(dataset, data.Sharded):
             model_checks.check_batched(self._model, dataset.element_spec)
+        self._first_targets = None
+        if isinstance(dataset, tf.data.Dataset) and self._strategy.num_workers > 1:
+            self._first_targets = data.FirstTargets(dataset)
+            return self._strategy.distribute(self._first_targets.dataset), None, None
         if not isinstance(dataset, data.PythonBatches):
             return self._strategy.distribute(dataset), None, None
         distribute = self._strategy.distribute
@@ -200,6 +216,7 @@ class Preparation:
         if len(self._model.variables) != num_weights:  # or layers of compute_loss
             with self._strategy.raising_on_all_workers(), self._strategy.creation_scope():
                 self._strategy.place(self._model, batch, kind == "train")
+        keras_weight_placement.place_rest(self._model)
         return batch
 
     def caller(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from tfpar._compat import keras_optimizer
+from tfpar._compat import keras_metrics, keras_optimizer
 from tfpar.callbacks import Throughput
 from tfpar.loops.callback_list import decides_at_nonfinite, wants_single_batches
 from tfpar.loops.epoch_iterator import EpochIterator
@@ -129,6 +129,7 @@ class StepCalls:
             if isinstance(callback, Throughput):
                 callback.measure_call(done, int(result.num_examples), float(result.data_wait_seconds))
         logs = keras.tree.map_structure(np.asarray, result.logs)
+        keras_metrics.note_results(self.model, logs)
         # Keras counts whole executions, also if the data end inside of one.
         last = first + (num_steps if self._per_execution > 1 else done) - 1
         nonfinite = None

@@ -50,7 +50,7 @@ def update_metrics(model: keras.Model, inputs: Any, targets: Any, outputs: Any, 
     returned = model.compute_metrics(inputs, targets, outputs, sample_weight=weights)
     if not keras_model.overridden(model, "compute_metrics") or not isinstance(returned, dict):
         return
-    if returned.keys() == model.get_metrics_result().keys():
+    if returned.keys() == keras_metrics.own_results(model).keys():
         _entries.pop(model, None)
         return
     if whole:
@@ -70,7 +70,7 @@ def results(model: keras.Model) -> dict[str, Any]:
     entries = _entries.get(model)
     logs: dict[str, Any]
     if entries is None:
-        logs = model.get_metrics_result()
+        logs = keras_metrics.own_results(model)
         return logs
     if entries.values is not None:
         logs = keras.tree.map_structure(lambda variable: variable.read_value(), entries.values)

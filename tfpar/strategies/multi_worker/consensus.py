@@ -99,15 +99,23 @@ class Consensus:
             return
         sent = None if own is None else json.dumps([_may_pass(own), self._message(own, what)]).encode()
         may_pass, sentence = json.loads(self.broadcast_from(rank, sent))
-        raised = own or (OtherWorkerError if may_pass else ValueError)(sentence)
-        setattr(raised, _ON_ALL_WORKERS, True)
-        raise raised
+        raise raised_on_all_workers(own or (OtherWorkerError if may_pass else ValueError)(sentence))
 
     def _message(self, error: Exception, what: str | None) -> str:
         if what is None:
             return self._sentence(error)
         worker = f"worker {self._rank} ({self._addresses[self._rank]})"
         return f"{what} failed on {worker} with {type(error).__name__}: {error}"
+
+
+def raised_on_all_workers(error: Exception) -> Exception:
+    """Mark an error that every worker raises at the same place, and return it.
+
+    Args:
+        error: The error.
+    """
+    setattr(error, _ON_ALL_WORKERS, True)
+    return error
 
 
 def is_raised_on_all_workers(error: BaseException) -> bool:

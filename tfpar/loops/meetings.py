@@ -1,0 +1,70 @@
+"""Messages in which all workers take part at known places, so that workers at different places notice it.
+
+    worker 0   callback of the chief alone: evaluate ─┐
+                                                      ├─ one message of one size: both raise a sentence
+    worker 1   the vote after the step ───────────────┘
+
+Each kind of call had a message of its own size, TensorFlow would raise about shapes, or sum what does not belong
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tfpar.strategies import Strategy
+from tfpar.strategies.multi_worker.consensus import raised_on_all_workers
+
+VOTE = "none"
+_PLACES = (VOTE, "fit", "evaluate", "predict", "build", "preview")
+_MAX_VALUES = 6  # of a vote
+
+
+class Held(NamedTuple):
+    """An error of this worker that it has not raised yet.
+
+    Args:
+        what: What has raised it, for the message on the other workers.
+        error: The error.
+    """
+
+    what: str
+    error: Exception
+
+
+def meet(strategy: Strategy, place: str, values: Sequence[float] = (), held: Held | None = None) -> np.ndarray:
+    """Return the sums of numbers over all workers, all of which must be at the same place.
+
+    Args:
+        strategy: The strategy of the workers.
+        place: The method of a trainer that this worker begins, or `VOTE` inside of one.
+        values: The numbers of this worker.
+        held: An error of this worker, which ends the job.
+
+    Raises:
+        ValueError: If workers are at different places, or another worker has an error; on every worker.
+        Exception: The held error.
+    """
+    frame = np.zeros(1 + _MAX_VALUES + strategy.num_workers)
+    frame[0] = held is not None
+    frame[1 : 1 + len(values)] = values
+    frame[1 + _MAX_VALUES + strategy.rank] = _PLACES.index(place)
+    sums = strategy.all_reduce_sum(frame.tolist())
+    if sums[0] > 0:
+        with strategy.raising_on_all_workers(None if held is None else held.what):
+            if held is not None:
+                raise held.error
+    places = [_PLACES[int(number)] for number in sums[1 + _MAX_VALUES :]]
+    for rank, other in enumerate(places):
+        if other != places[0]:
+            raise raised_on_all_workers(
+                ValueError(
+                    "All workers must call the methods of a trainer in the same order, and "
+                    f"worker {rank} calls {other} where the chief calls {places[0]}. Call each on every worker, also "
+                    "where the chief alone uses the result."
+                )
+            )
+    return sums[1 : 1 + len(values)]
