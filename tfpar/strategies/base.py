@@ -60,7 +60,13 @@ class Strategy(abc.ABC):
         return self.rank == 0
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which a user builds a model for this strategy; its `fit` is that of a trainer."""
+        """Return the context in which a user builds a model for this strategy; its `fit` is that of a trainer.
+
+        Example:
+            >>> with tfpar.Mirrored().scope():
+            ...     model = build_model()
+            >>> history = model.fit(dataset, epochs=2)
+        """
         return model_scopes.scope(self)
 
     @abc.abstractmethod
