@@ -9,6 +9,7 @@ epoch ─┬─ call of the inner loop ─ callbacks ─ checkpoint if due ─�
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -147,8 +148,11 @@ class FitLoop:
         step = self._position.step
         if step == 0:
             self._model.reset_metrics()
-        resumed, self._resumed_rates = self._resumed_rates, {}
-        self._epoch_begin.call(lambda: self._callbacks.on_epoch_begin(epoch), resumed if step else {})
+        hooks = functools.partial(self._callbacks.on_epoch_begin, epoch)
+        if step == 0:
+            self._epoch_begin.call(hooks)
+        else:
+            self._epoch_begin.call_again(hooks, self._resumed_rates)
         if step == 0:
             self._epoch_iterator.begin_epoch()
         logs: dict[str, float] = {}

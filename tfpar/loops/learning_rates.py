@@ -1,5 +1,7 @@
 """The learning rates of a run: equal on all workers, and as in an uninterrupted run where an epoch begins twice.
 
+An epoch that is resumed begins a second time, with all hooks of callbacks:
+
 uninterrupted   rate 1.0 ─ on_epoch_begin ─ 0.7 ─ step ─ step ─ step
 interrupted     rate 1.0 ─ on_epoch_begin ─ 0.7 ─ step ─ checkpoint (0.7, and 1.0 before the hook)
 resumed         rate 1.0 ─ on_epoch_begin ─ 0.7 ──────────────── step ─ step
@@ -26,7 +28,7 @@ class EpochBegin:
 
     A hook that lowers the rate by a factor would lower it twice. Such a hook gives the same rate as in the interrupted
     run, and the run trains on with the rate of its checkpoint. A hook that gives another rate has been changed, and its
-    rate holds.
+    rate holds. Weights that a hook changes, as one that starts a layer anew, are those of the checkpoint afterwards.
 
     Args:
         model: A built and compiled model.
@@ -40,20 +42,33 @@ class EpochBegin:
         self._model, self._strategy = model, strategy
         self.rates: dict[str, Rates] = {}
 
-    def call(self, hooks: Callable[[], None], resumed: Mapping[str, Rates]) -> None:
-        """Call the hooks.
+    def call(self, hooks: Callable[[], None]) -> None:
+        """Call the hooks of an epoch that begins.
 
         Args:
             hooks: Calls them.
-            resumed: The `rates` of the interrupted run where the epoch is resumed; empty otherwise.
         """
-        of_checkpoint = self._read()
-        self._assign(resumed.get("before", {}))
         before = self._read()
         hooks()
         self.rates = {"before": before, "after": self._read()}
-        if resumed and self.rates["after"] == resumed["after"]:
+
+    def call_again(self, hooks: Callable[[], None], rates: Mapping[str, Rates]) -> None:
+        """Call the hooks of an epoch that is resumed.
+
+        Args:
+            hooks: Calls them.
+            rates: Those of the interrupted run; empty in checkpoints of older versions.
+        """
+        of_checkpoint = self._read()
+        weights = {name: array for name, array in model_state.read_arrays(self._model) if name.startswith("weights/")}
+        self._assign(rates.get("before", {}))
+        self.call(hooks)
+        if rates and self.rates["after"] == rates["after"]:
             self._assign(of_checkpoint)
+        variables = model_state.state_variables(self._model)
+        for name, array in model_state.read_arrays(self._model):
+            if name in weights and not np.array_equal(array, weights[name]):
+                self._strategy.assign(variables[name], weights[name])
 
     def _read(self) -> Rates:
         return {name: float(rate.numpy()) for name, rate in _variables(self._model).items()}

@@ -1,4 +1,4 @@
-"""A run that resumes within an epoch begins it again: hooks change the learning rate as in an uninterrupted run."""
+"""A run that resumes within an epoch begins it again: hooks change rates and weights as in an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -65,3 +65,21 @@ def test_a_changed_hook_takes_effect_in_the_resumed_epoch(tmp_path: Path) -> Non
     assert fit("single_device", lambda epoch, rate: 0.05, tmp_path, 15).interrupted
     resumed = fit("single_device", lambda epoch, rate: 0.02 if epoch == 1 else rate, tmp_path)
     assert float(resumed.model.optimizer.learning_rate) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("strategy", small.STRATEGIES)
+def test_weights_that_a_hook_starts_anew_keep_the_steps_since(strategy: str, tmp_path: Path) -> None:
+    class StartAnew(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            layer = self.model.layers[-1]
+            layer.kernel.assign(0.5 * layer.kernel)
+
+    states = []
+    for folder, interrupt_at in ((None, None), (tmp_path, 15), (tmp_path, None)):
+        trainer = tfpar.Trainer(small.build_model, small.STRATEGIES[strategy](), seed=0)
+        trainer.fit(
+            small.data(), epochs=2, verbose=0, checkpoints=None if folder is None else tfpar.Checkpoints(folder),
+            callbacks=[StartAnew(), InterruptAt(trainer, interrupt_at)],
+        )  # fmt: skip
+        states.append(small.state(trainer.model))
+    small.assert_same_state(states[2], states[0])
