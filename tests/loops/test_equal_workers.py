@@ -11,7 +11,7 @@ import pytest
 
 import tfpar
 from tests.support import small
-from tfpar.loops import equal_workers
+from tfpar.loops import equal_workers, learning_rates
 
 pytestmark = pytest.mark.usefixtures("logical_cpus")
 
@@ -122,3 +122,11 @@ def test_other_weights_after_training_are_refused() -> None:
     equal_workers.check_weights(TwoWorkers(sums=[own, [0.0]]), model)
     with pytest.raises(RuntimeError, match="All workers must end with equal weights"):
         equal_workers.check_weights(TwoWorkers(sums=[[1.1 * one for one in own], [1.0]]), model)
+
+
+def test_rates_of_a_schedule_and_models_without_weights_need_no_message() -> None:
+    """TensorFlow cannot reduce nothing."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Flatten()])
+    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)), "mse")
+    learning_rates.check_equal(model, TwoWorkers())
+    assert not equal_workers.weights_differ(TwoWorkers(), model)

@@ -184,6 +184,8 @@ def weights_differ(strategy: Strategy, model: keras.Model) -> bool:
         model: A built model.
     """
     weights = [tf.cast(weight, tf.float64) for weight in model.weights if "float" in weight.dtype]
+    if not weights:
+        return False
     sums = [float(tf.reduce_sum(weight)) for weight in weights]
     sizes = np.array([float(tf.reduce_sum(tf.abs(weight))) for weight in weights])
     own = np.concatenate([sums, sizes])
