@@ -23,7 +23,7 @@ from tfpar.commands.number_flags import Integer, Number, check_within
 from tfpar.config.sections import A_WEEK_SECONDS
 from tfpar.launcher import Job, gpu_division, hosts, launch, manifests, network_namespace
 from tfpar.messages import received
-from tfpar.messages.received import quoted
+from tfpar.messages.received import MAX_SENTENCE, excerpt, quoted
 from tfpar.messages.suggestions import closest
 
 _NUM_WORKERS = flags.DEFINE(
@@ -234,8 +234,8 @@ def _parse(arguments: Sequence[str]) -> list[str]:
     if others:
         first = arguments.index(others[0])
         written = shlex.join(["python", "-m", COMMAND.name, *arguments[1:first], "--", *arguments[first:end]])
-        message = f"{quoted(others[0])} is no flag. The command of the workers follows after --: {written}"
-        print(f"error: {message}", file=sys.stderr)
+        rule = f"{quoted(others[0])} is no flag, and the command of the workers follows after --. Write "
+        print(f"error: {rule}{excerpt(written, MAX_SENTENCE - len(rule) - 1)}.", file=sys.stderr)
         sys.exit(1)
     return [arguments[0], *arguments[end + 1 :]]
 

@@ -91,8 +91,8 @@ def test_python_dash_m_tfpar_lists_the_commands(capsys: pytest.CaptureFixture[st
         (
             "tfpar.launch",
             ["--num_workers", "2", "script.py"],
-            "'script.py' is no flag. The command of the workers follows after --: "
-            "python -m tfpar.launch --num_workers 2 -- script.py\n",
+            "'script.py' is no flag, and the command of the workers follows after --. "
+            "Write python -m tfpar.launch --num_workers 2 -- script.py.\n",
         ),
         ("tfpar.launch", ["--num_workers", "two"], "--num_workers must be an integer, received 'two'."),
     ],

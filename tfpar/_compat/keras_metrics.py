@@ -100,15 +100,24 @@ def own_results(model: keras.Model) -> dict[str, Any]:
 
 
 def note_results(model: keras.Model, logs: dict[str, Any]) -> None:
-    """Note the logs of a call of steps on a model, without tracking by Keras."""
-    object.__setattr__(model, "_tfpar_results", logs)
+    """Note the logs of a call of steps on a model, with the state of its metrics.
+
+    Keras would track a dict that is set as an attribute.
+    """
+    object.__setattr__(model, "_tfpar_results", (logs, _state(model)))
 
 
 def noted_results(model: keras.Model) -> dict[str, Any]:
-    """Return the logs that were noted last, or the results of the metrics where none were.
+    """Return the logs that were noted last, or the results of the metrics where these have another state since.
 
     In a job of several workers the metrics hold the state of the examples of this worker alone.
     """
-    logs = getattr(model, "_tfpar_results", None)
-    # `compute_metrics` calls it in the trace of a step.
-    return dict(logs) if tf.executing_eagerly() and logs is not None else own_results(model)
+    if not tf.executing_eagerly():  # `compute_metrics` calls it in the trace of a step
+        return own_results(model)
+    logs, state = getattr(model, "_tfpar_results", ({}, None))
+    return dict(logs) if state == _state(model) else own_results(model)
+
+
+def _state(model: keras.Model) -> list[Any]:
+    """Return the state of the first metric, that of the loss."""
+    return [variable.numpy().tolist() for metric in model.metrics[:1] for variable in metric.variables]

@@ -35,6 +35,8 @@ def shards_and_seeds(dataset: tf.data.Dataset) -> Iterator[str]:
 def draws_random_numbers(dataset: tf.data.Dataset) -> bool:
     """Return whether a function of a dataset, such as one that augments images, draws random numbers.
 
+    Python code in a `map` may draw; a generator of Python is one source of examples.
+
     Args:
         dataset: Any dataset.
 
@@ -45,7 +47,11 @@ def draws_random_numbers(dataset: tf.data.Dataset) -> bool:
     for one in versions.private(dataset, "_functions")():
         graph = one.function.graph.as_graph_def()
         functions = [node for function in graph.library.function for node in function.node_def]
-        if any("Random" in node.op for node in (*graph.node, *functions)):
+        operations = {node.op for node in (*graph.node, *functions)}
+        is_python = bool(operations & {"PyFunc", "EagerPyFunc", "PyFuncStateless"}) and not any(
+            "Generator" in operation for operation in operations
+        )
+        if is_python or any("Random" in operation or operation == "Multinomial" for operation in operations):
             return True
     return any(map(draws_random_numbers, versions.private(dataset, "_inputs")()))
 

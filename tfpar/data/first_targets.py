@@ -25,7 +25,7 @@ class FirstTargets:
     """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
-        in_tuples = isinstance(dataset.element_spec, tuple)
+        in_tuples = type(dataset.element_spec) is tuple  # `map` unpacks no named ones
         with tf.device("CPU:0"):
             self._noted = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 

@@ -201,6 +201,6 @@ def _without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     @tf.autograph.experimental.do_not_convert
     def change(*batch: Any) -> Any:
-        return tf.nest.map_structure(none, batch if isinstance(dataset.element_spec, tuple) else batch[0])
+        return tf.nest.map_structure(none, batch if type(dataset.element_spec) is tuple else batch[0])
 
     return dataset.map(change)

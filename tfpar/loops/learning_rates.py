@@ -108,4 +108,5 @@ def check_equal(model: keras.Model, strategy: Strategy) -> None:
 
 def _variables(model: keras.Model) -> dict[str, Any]:
     state = model_state.state_variables(model)
-    return {name: variable for name, variable in state.items() if name.split("#")[0].endswith("/learning_rate")}
+    of_optimizers = {name: one for name, one in state.items() if name.startswith("optimizer/") and one.shape == ()}
+    return {name: one for name, one in of_optimizers.items() if name.split("#")[0].endswith("/learning_rate")}

@@ -18,8 +18,8 @@ import numpy as np
 from tfpar.strategies import Strategy
 from tfpar.strategies.multi_worker.consensus import raised_on_all_workers
 
-VOTE = "none"
-_PLACES = (VOTE, "fit", "evaluate", "predict", "build", "preview")
+VOTE = "none"  # no method, but the vote inside of one
+_PLACES = (VOTE, "fit", "evaluate", "predict", "build")
 _MAX_VALUES = 6  # of a vote
 
 
@@ -48,6 +48,7 @@ def meet(strategy: Strategy, place: str, values: Sequence[float] = (), held: Hel
         ValueError: If workers are at different places, or another worker has an error; on every worker.
         Exception: The held error.
     """
+    assert len(values) <= _MAX_VALUES
     frame = np.zeros(1 + _MAX_VALUES + strategy.num_workers)
     frame[0] = held is not None
     frame[1 : 1 + len(values)] = values

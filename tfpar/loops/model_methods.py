@@ -7,6 +7,7 @@ job of several workers. In the scope of the other strategies the weights have no
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import weakref
@@ -16,9 +17,11 @@ from typing import Any, Protocol
 from unittest import mock
 
 import keras
+import tensorflow as tf
 
 from tfpar._compat import keras_metrics, keras_model
 from tfpar.files import atomic_file
+from tfpar.loops import meetings
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.strategies import Strategy, model_scopes, strategy_of
 
@@ -63,14 +66,14 @@ def replace_methods(trainer: _Trainer) -> None:
         _replace_of_part(part, type(trainer), replaces=keras_model.is_in_scope(model) and strategy.num_workers == 1)
     if not keras_model.is_in_scope(model):
         if model_scopes.noted_strategy(model) is not None:
-            _give_if_not_own(model, _of_trainer(model))
+            _give_if_not_own(model, _of_trainer(model, type(trainer)))
         return
-    functions = StepFunctions(model, strategy)
-    replacements = _of_trainer(model)
-    replacements["predict_on_batch"] = functools.partial(_on_one_copy, model, functions, "predict_on_batch")
+    replacements = _of_trainer(model, type(trainer))
+    of_one_copy = _of_one_copy(model, strategy)
+    replacements["predict_on_batch"] = of_one_copy["predict_on_batch"]
     if strategy.num_workers > 1:
-        replacements["predict"] = functools.partial(_on_one_copy, model, functions, "predict")
-        replacements["test_on_batch"] = functools.partial(_test_on_batch, model)
+        replacements["predict"] = of_one_copy["predict"]
+        replacements["test_on_batch"] = functools.partial(_test_on_batch, model, type(trainer))
         replacements["train_on_batch"] = _refuse_train_on_batch
         replacements["get_metrics_result"] = functools.partial(keras_metrics.noted_results, model)
     _give_if_not_own(model, replacements)
@@ -83,20 +86,34 @@ def give_methods(model: keras.Model, make_trainer: Callable[..., Any]) -> None:
         model: A model. Methods that its class overrides stay.
         make_trainer: The class of trainers.
     """
-    for name in _METHODS:
+    strategy: Strategy = model_scopes.noted_strategy(model)
+    given: dict[str, Callable[..., Any]] = {
+        name: functools.partial(_with_new_trainer, model, name, make_trainer) for name in _METHODS
+    }
+    if strategy.num_workers > 1 and strategy.home is not None:  # without the other workers
+        given |= _of_one_copy(model, strategy)
+    for name, method in given.items():
         if not keras_model.overridden(model, name):
-            setattr(model, name, functools.partial(_with_new_trainer, model, name, make_trainer))
+            setattr(model, name, method)
 
 
 def _with_new_trainer(
     model: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
 ) -> Any:
+    strategy: Strategy = model_scopes.noted_strategy(model)
+    if strategy.num_workers > 1:
+        meetings.meet(strategy, "fit" if name == "train_on_batch" else "evaluate" if name == "test_on_batch" else name)
     kept_trainer(model, make_trainer)
     return getattr(model, name)(*arguments, **settings)
 
 
-def _of_trainer(model: keras.Model) -> dict[str, Callable[..., Any]]:
-    return {name: functools.partial(_through_trainer, model, name) for name in ("fit", "evaluate", "predict")}
+def _of_one_copy(model: keras.Model, strategy: Strategy) -> dict[str, Callable[..., Any]]:
+    functions = StepFunctions(model, strategy)
+    return {name: functools.partial(_on_one_copy, model, functions, name) for name in ("predict", "predict_on_batch")}
+
+
+def _of_trainer(model: keras.Model, make_trainer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {name: functools.partial(_through_trainer, model, name, make_trainer) for name in _METHODS[:3]}
 
 
 def _give_if_not_own(model: keras.Model, replacements: Mapping[str, Callable[..., Any]]) -> None:
@@ -120,18 +137,18 @@ def _models_inside(model: keras.Model) -> list[keras.Model]:
 
 def _replace_of_part(part: keras.Model, make_trainer: Callable[..., Any], *, replaces: bool) -> None:
     for name in _METHODS:
-        if getattr(vars(part).get(name), "func", None) in (_through_own_trainer, _refuse_of_part):
+        if getattr(vars(part).get(name), "func", None) in (_through_trainer, _refuse_of_part):
             del vars(part)[name]  # of an earlier trainer
         if replaces and not _is_own(part, name) and name != "predict_on_batch":
-            through_trainer = functools.partial(_through_own_trainer, part, name, make_trainer)
+            through_trainer = functools.partial(_through_trainer, part, name, make_trainer)
             refuse = functools.partial(_refuse_of_part, part, name)
             setattr(part, name, refuse if name.endswith("_on_batch") else through_trainer)
 
 
-def _through_own_trainer(
-    part: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
+def _through_trainer(
+    model: keras.Model, name: str, make_trainer: Callable[..., Any], *arguments: Any, **settings: Any
 ) -> Any:
-    return getattr(kept_trainer(part, make_trainer), name)(*arguments, **settings)
+    return getattr(kept_trainer(model, make_trainer), name)(*arguments, **settings)
 
 
 def _refuse_of_part(part: keras.Model, name: str, *arguments: Any, **settings: Any) -> None:
@@ -175,7 +192,7 @@ def _save_whole(model: keras.Model, name: str, filepath: str | Path, *arguments:
     """Save a file under another name and rename it: the workers of a machine may all write the same one."""
     method, path = getattr(type(model), name), Path(filepath)
     is_one_file = path.suffix in (".keras", ".h5") and path.parent.is_dir() and not path.is_dir()
-    if not is_one_file or arguments or settings:  # such as overwrite=False, max_shard_size
+    if not is_one_file or arguments or settings not in ({}, {"overwrite": True}):  # such as max_shard_size
         method(model, filepath, *arguments, **settings)
         return
     with atomic_file.new_by_path(path) as unfinished:
@@ -202,25 +219,30 @@ def kept_trainer(model: keras.Model, make_trainer: Callable[..., Any]) -> Any:
     return trainer
 
 
-def _through_trainer(model: keras.Model, name: str, *arguments: Any, **settings: Any) -> Any:
-    trainer = trainer_of(model)
-    if trainer is None:
-        return getattr(type(model), name)(model, *arguments, **settings)
-    return getattr(trainer, name)(*arguments, **settings)
-
-
 def _on_one_copy(model: keras.Model, functions: StepFunctions, name: str, *arguments: Any, **settings: Any) -> Any:
     """Call Keras' own method for the copy of the weights on this worker's first device."""
-    compiled = functions.once("Keras' own predict", lambda: keras_model.predict_function(model))
-    with keras_model.out_of_scope(model, compiled):
-        return getattr(type(model), name)(model, *arguments, **settings)
+
+    def call() -> Any:
+        compiled = functions.once("Keras' own predict", lambda: keras_model.predict_function(model))
+        with keras_model.out_of_scope(model, compiled):
+            return getattr(type(model), name)(model, *arguments, **settings)
+
+    if not tf.distribute.has_strategy():
+        return call()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which is in no scope
+        return thread.submit(call).result()
 
 
 def _test_on_batch(
-    model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
+    model: keras.Model,
+    make_trainer: Callable[..., Any],
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    return_dict: bool = False,
 ) -> Any:
     return _through_trainer(
-        model, "evaluate", x, y, batch_size=_num_examples(x), verbose=0, sample_weight=sample_weight,
+        model, "evaluate", make_trainer, x, y, batch_size=_num_examples(x), verbose=0, sample_weight=sample_weight,
         return_dict=return_dict,
     )  # fmt: skip
 

@@ -129,7 +129,8 @@ class StepCalls:
             if isinstance(callback, Throughput):
                 callback.measure_call(done, int(result.num_examples), float(result.data_wait_seconds))
         logs = keras.tree.map_structure(np.asarray, result.logs)
-        keras_metrics.note_results(self.model, logs)
+        if self.strategy.num_workers > 1:
+            keras_metrics.note_results(self.model, logs)
         # Keras counts whole executions, also if the data end inside of one.
         last = first + (num_steps if self._per_execution > 1 else done) - 1
         nonfinite = None

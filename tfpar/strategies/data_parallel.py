@@ -106,7 +106,7 @@ class DataParallel(DividesState):
         """
         if isinstance(dataset, Sharded):
             return self._distribute_shards(dataset)
-        in_tuples = isinstance(dataset.element_spec, tuple)
+        in_tuples = type(dataset.element_spec) is tuple  # `map` unpacks no named ones
 
         @tf.autograph.experimental.do_not_convert  # takes half a second in every process
         def split(*elements: Any) -> Any:

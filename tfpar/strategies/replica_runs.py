@@ -101,7 +101,7 @@ class ReplicaRuns:
             workers: The strategy, whose workers take the chief's decision.
 
         Raises:
-            ValueError: If there are any.
+            ValueError: If a state after a batch is not its mean over the replicas.
         """
         with workers.raising_on_all_workers(), self.gathering(True):
             found = state_trials.find(model, batch)

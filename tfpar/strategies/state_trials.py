@@ -1,18 +1,17 @@
 """Trials before the first step of the state that layers of the user's update in training, such as moving means.
 
-whole batch   a b c d ─► 0.9 s + 0.1 mean(a b c d)
-parts         a b ─► 0.9 s + 0.1 mean(a b) ─┐
-c d ─► 0.9 s + 0.1 mean(c d) ─┴─ their mean is that of the whole batch; that of a maximum is not
+whole    a b c d ─► 0.9 s + 0.1 mean(a b c d)
+part 0   a b     ─► 0.9 s + 0.1 mean(a b) ─┐
+part 1       c d ─► 0.9 s + 0.1 mean(c d) ─┴─ their mean is the state of the whole; that of a maximum is not
 """
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfpar import data
@@ -22,6 +21,8 @@ from tfpar.pipeline.graph.trial_batch import moving_statistics
 from tfpar.reduction import whole_batch
 from tfpar.strategies.batch_dependence import few_examples
 
+_NUM_STEPS = 3
+_States = dict[int, tf.Tensor]  # by the number of the weight
 _RULE = "A layer must update its state as on one device, and"
 
 
@@ -29,7 +30,7 @@ class Found(NamedTuple):
     """The states that layers of the user's update.
 
     Args:
-        equal: The numbers, among the weights of the model, of those with one value for the batch and for its parts.
+        equal: The numbers, among the weights of the model, of those with one value in the trial, however it is split.
         averaged: The numbers of others whose mean over the parts is the value for the batch.
         others: The numbers of the rest.
     """
@@ -39,75 +40,108 @@ class Found(NamedTuple):
     others: list[int]
 
 
+_NONE = Found([], [], [])
+
+
 @random_state.preserved_random_state()
 def find(model: keras.Model, batch: Any) -> Found:
     """Find the weights that layers of the user's update otherwise for parts of a batch than for all of it.
+
+    The trial has several steps: a layer may update a state in some of them only.
 
     Args:
         model: A built model.
         batch: A batch, `(inputs, targets, sample_weight)` as far as given; its first four examples are used.
     """
-    numbers = _own_states(model)
-    if numbers:
-        with contextlib.suppress(Exception):  # the step itself raises too, or the model needs more examples
-            return _find(model, few_examples(batch), numbers)
-    return Found([], [], [])
-
-
-def _find(model: keras.Model, inputs: Any, numbers: list[int]) -> Found:
+    owners = _owners(model)
+    if not owners:
+        return _NONE
+    inputs = few_examples(batch)
     size = int(data.num_rows(inputs)) // 2
+    halves = [data.take_rows(inputs, start, start + size) for start in (0, size)]
     trial = whole_batch.Trial()
+    original = tf.distribute.ReplicaContext.all_reduce
     reduces: list[Any] = []
-    kind = type(tf.distribute.get_replica_context())
-    original = kind.all_reduce
 
     def all_reduce(*arguments: Any, **settings: Any) -> Any:
         reduces.append(arguments)
         return original(*arguments, **settings)
 
-    with typical_draws.typical_draws(), mock.patch.object(kind, "all_reduce", all_reduce):
-        with trial.recording():
-            whole = _new_states(model, inputs, numbers)
-        parts = []
-        for start in (0, size):
-            with trial.replaying(start):
-                parts.append(_new_states(model, data.take_rows(inputs, start, start + size), numbers))
-    if reduces:  # over the replicas, by the layer itself
-        return Found([], [], [])
-    differing = [number for number, value in whole.items() if not all(close(value, part[number]) for part in parts)]
-    averaged = [number for number in differing if _is_mean(whole[number], [part[number] for part in parts])]
+    whole: _States = {}
+    parts: list[_States] = [{}, {}]
+    with typical_draws.typical_draws(), mock.patch.object(tf.distribute.ReplicaContext, "all_reduce", all_reduce):
+        for step in range(_NUM_STEPS):
+            with trial.recording():
+                after = _after_step(model, inputs, whole, owners, step)
+            if after is None:
+                return _NONE
+            for number, half in enumerate(halves):
+                with trial.replaying(number * size):
+                    of_part = _after_step(model, half, parts[number], owners, step)
+                if of_part is None:
+                    return _NONE
+                parts[number] = of_part
+            whole = after
+    kinds = {number: _rounding(model.weights[number], owner) for number, owner in owners.items()}
+    differing = [
+        number
+        for number, value in whole.items()
+        if not all(_close(value, part.get(number, value), kinds[number]) for part in parts)
+    ]
+    averaged = [
+        number
+        for number in differing
+        if kinds[number].is_floating
+        and _close(whole[number], tf.reduce_mean([part.get(number, whole[number]) for part in parts], 0), kinds[number])
+    ]
     equal = [number for number in whole if number not in differing]
-    return Found(equal, averaged, [number for number in differing if number not in averaged])
+    # A layer that reduces its state by itself does so over the replicas, of which a trial has none.
+    others = [] if reduces else [number for number in differing if number not in averaged]
+    return Found(equal, averaged, others)
 
 
-def _is_mean(whole: np.ndarray, parts: list[np.ndarray]) -> bool:
-    return whole.dtype.kind == "f" and close(whole, np.mean(parts, axis=0, dtype=whole.dtype))
-
-
-def _own_states(model: keras.Model) -> list[int]:
-    """Return the numbers of untrained weights of layers that are not of Keras: those of Keras are handled."""
+def _owners(model: keras.Model) -> dict[int, keras.Layer]:
+    """Return the layers of the untrained weights, by number, that are not of Keras: those of Keras are handled."""
     owners: dict[int, keras.Layer] = {}
     for layer in keras_model.all_layers(model):  # from the outermost to the innermost
         owners.update({id(weight): layer for weight in layer.weights})
-    return [
-        number
-        for number, weight in enumerate(model.weights)
-        if not weight.trainable and not keras_model.is_of_keras(type(owners.get(id(weight), model)))
-    ]
+    found = {number: owners.get(id(weight), model) for number, weight in enumerate(model.weights)}
+    return {
+        number: owner
+        for number, owner in found.items()
+        if not model.weights[number].trainable and not keras_model.is_of_keras(type(owner))
+    }
 
 
-def _new_states(model: keras.Model, inputs: Any, numbers: list[int]) -> dict[int, np.ndarray]:
+def _rounding(weight: keras.Variable, owner: keras.Layer) -> tf.DType:
+    """Return the type of the least precision in which a layer computes a state."""
+    kinds = [tf.as_dtype(weight.dtype), tf.as_dtype(owner.compute_dtype)]
+    return min(kinds, key=lambda kind: kind.size) if all(kind.is_floating for kind in kinds) else kinds[0]
+
+
+def _close(one: tf.Tensor, other: tf.Tensor, kind: tf.DType) -> bool:
+    return close(tf.cast(one, kind), tf.cast(other, kind))
+
+
+def _after_step(
+    model: keras.Model, inputs: Any, before: _States, owners: Mapping[int, keras.Layer], step: int
+) -> _States | None:
+    """Return the states after a step that begins with others; None if the model fails on a few examples."""
     weights = model.weights
     drawing = [random_state.state_of_no_layer(), *typical_draws.seed_states(keras_model.all_layers(model))]
+    begin = [(weights[number], value) for number, value in before.items()]
     with (
-        keras.StatelessScope(random_state.seeded(drawing, 0)) as scope,
+        keras.StatelessScope([*random_state.seeded(drawing, step), *begin]) as scope,
         keras_losses.collect_added_losses(list),
         tf_function.own_traces(),
         moving_statistics(of_synchronized=False),
     ):
-        keras_model.call_model(model, inputs, training=True)
-    found = {number: scope.get_current_value(weights[number]) for number in numbers}
-    return {number: np.asarray(value) for number, value in found.items() if value is not None}
+        try:
+            keras_model.call_model(model, inputs, training=True)
+        except Exception:  # the step itself raises too, or the model needs more examples
+            return None
+    found = {number: scope.get_current_value(weights[number]) for number in owners}
+    return {number: tf.convert_to_tensor(value) for number, value in found.items() if value is not None}
 
 
 def check_microbatches(model: keras.Model, batch: Any) -> None:

@@ -260,7 +260,7 @@ class Hybrid(Worker, Staged):
 
             local = dataset.local_batches(self.rank, self.num_workers)
             return Distributed(local.map(counted, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
-        in_tuples = isinstance(dataset.element_spec, tuple)
+        in_tuples = type(dataset.element_spec) is tuple  # `map` unpacks no named ones
 
         @tf.autograph.experimental.do_not_convert
         def split(*elements: Any) -> Any:
