@@ -411,6 +411,15 @@ def test_an_evaluation_by_the_chief_alone_is_refused_on_all(job: workers.Workers
         assert "worker 1 calls none where the chief calls evaluate. Call each on every worker" in message
 
 
+def test_a_model_in_the_scope_trains_and_predicts_by_its_own_methods(job: workers.Workers) -> None:
+    model = small.initial_model()
+    before = model.predict(parity_cases.inputs(7), verbose=0)
+    history = model.fit(small.data(), verbose=0).history
+    after = model.predict(parity_cases.inputs(7), verbose=0)
+    for rank, result in enumerate(results_of(job, "methods_in_a_scope")):
+        assert_same(result, (history, None if rank else before, after))
+
+
 def test_results_of_metrics_in_callbacks_are_those_of_all_workers(job: workers.Workers) -> None:
     for result in results_of(job, "results_in_callbacks"):
         for logs, results in result:

@@ -25,10 +25,19 @@ STRATEGIES: dict[str, Callable[[], tfpar.Strategy]] = {
     "pipelines": lambda: tfpar.Hybrid(tfpar.Pipeline(2, 2), 2),
 }
 
+
+def every_second(state: Any, x: Any) -> Any:
+    """Update all but the first number, which counts steps, in every second step."""
+    count = state[:1] + 1.0
+    updated = ops.where(count % 2.0 == 0.0, 0.9 * state + 0.1 * ops.mean(x, 0), state)
+    return ops.concatenate([count, updated[1:]], 0)
+
+
 UPDATES: dict[str, Callable[[Any, Any], Any]] = {
     "moving mean": lambda state, x: 0.9 * state + 0.1 * ops.mean(x, 0),
     "mean of gathered": lambda state, x: 0.9 * state + 0.1 * ops.mean(tfpar.gather(x), 0),
     "sum of gathered": lambda state, x: state + ops.sum(tfpar.gather(x), 0),
+    "every second step": every_second,
     "steps": lambda state, x: state + 1.0,
     "sum": lambda state, x: state + ops.sum(x, 0),
     "maximum": lambda state, x: ops.maximum(state, ops.max(x, 0)),
@@ -74,7 +83,7 @@ def fit(fit_: Callable[..., Any]) -> list[float]:
     ("name", "update"),
     [
         *((name, update) for name in STRATEGIES for update in ("moving mean", "steps")),
-        *(("mirrored", update) for update in ("mean of gathered", "sum of gathered")),
+        *(("mirrored", update) for update in ("every second step", "mean of gathered", "sum of gathered")),
     ],
 )
 def test_state_that_parts_of_a_batch_give_too_is_exact(name: str, update: str) -> None:
@@ -102,3 +111,22 @@ def test_state_that_keras_reduces_over_replicas_otherwise_is_refused(update: str
     trainer = tfpar.Trainer(built(update, aggregation), tfpar.Mirrored(TWO), seed=0)
     with pytest.raises(ValueError, match="leave out the weight's aggregation"):
         fit(trainer.fit)
+
+
+def test_state_is_exact_where_fit_is_called_inside_of_the_scope() -> None:
+    keras.utils.set_random_seed(0)
+    model = built("moving mean")()
+    expected = fit(model.fit)
+    with tfpar.Mirrored(TWO).scope():
+        keras.utils.set_random_seed(0)
+        mirrored = built("moving mean")()
+        found = fit(mirrored.fit)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_state_in_low_precision_trains(policy: str) -> None:
+    with computing_in("float32"):
+        keras.config.set_dtype_policy(policy)
+        trainer = tfpar.Trainer(built("moving mean"), tfpar.Mirrored(TWO), seed=0)
+        assert np.isfinite(fit(trainer.fit)).all()

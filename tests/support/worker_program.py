@@ -355,6 +355,15 @@ class Functions:
             callbacks.append(keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: evaluate()))
         return self._error_of_fit(small.data(), callbacks=callbacks)
 
+    def methods_in_a_scope(self) -> Any:
+        """Build a model in the scope; the chief alone predicts before the first `fit`, and in it."""
+        with self._plain.scope():
+            model = small.initial_model()
+            outputs = [model.predict(parity_cases.inputs(7), verbose=0)] if RANK == 0 else []
+            history = model.fit(small.data(), verbose=0).history
+            outputs.append(model.predict(parity_cases.inputs(7), verbose=0))
+        return history, outputs[0] if RANK == 0 else None, outputs[-1]
+
     def results_in_callbacks(self) -> Any:
         """Return logs and results of the metrics after each epoch and after an evaluation."""
         trainer, found = self._small.initial(), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,3 +127,23 @@ def test_methods_for_one_batch_find_the_weights_in_place(name: str) -> None:
     with tfpar.Pipeline(2, 2, devices=TWO).scope():
         model = built()
     np.testing.assert_allclose(getattr(model, name)(*data), getattr(built(), name)(*data), rtol=1e-5)
+
+
+def test_a_model_trains_as_one_device_after_its_trainer_is_gone() -> None:
+    """Keras' own fit would clip the gradient of each replica."""
+
+    def clipped() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        model = small.build_model()
+        model.compile(keras.optimizers.SGD(0.5, clipnorm=0.05), model.loss)
+        return model
+
+    with tfpar.Mirrored(TWO).scope():
+        model = clipped()
+    tfpar.Trainer(model).fit(small.data(), verbose=0)
+    gc.collect()
+    model.fit(small.data(), verbose=0)
+    reference = clipped()
+    for _ in range(2):
+        reference.fit(small.data(), verbose=0)
+    small.assert_same_state(model.get_weights(), reference.get_weights(), 1e-5)
