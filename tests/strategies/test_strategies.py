@@ -221,14 +221,24 @@ def test_every_weight_is_read_before_it_is_updated(strategy: str) -> None:
 
 
 class Remembers(keras.layers.Layer):
-    """Stores the last masks of a Dropout before it, for each replica."""
+    """Stores the last masks of a Dropout before it, those of all replicas.
+
+    Args:
+        num_examples: The examples of a global batch.
+    """
+
+    def __init__(self, num_examples: int) -> None:
+        super().__init__()
+        self.num_examples = num_examples
 
     def build(self, shape: Any) -> None:
-        self.seen = self.add_weight(shape=(4, shape[-1]), initializer="zeros", trainable=False, name="seen")
+        shape = (self.num_examples, shape[-1])
+        self.seen = self.add_weight(shape=shape, initializer="zeros", trainable=False, name="seen")
 
     def call(self, features: Any, training: bool = False) -> Any:
         if training:  # a strategy may try the model on fewer examples
-            self.seen.assign(tf.concat([features, tf.zeros_like(self.seen)], 0)[:4])
+            rows = tfpar.gather(features)
+            self.seen.assign(tf.concat([rows, tf.zeros_like(self.seen)], 0)[: self.num_examples])
         return features
 
 
@@ -236,16 +246,16 @@ def masks(strategy: tfpar.Strategy, num_steps: int) -> np.ndarray:
     """Masks `[replicas, examples of a replica, units]` of the last of `num_steps` steps."""
 
     def build() -> keras.Model:
-        layers = [keras.Input((32,)), keras.layers.Dropout(0.5, seed=3), Remembers(), keras.layers.Dense(1)]
-        model = keras.Sequential(layers)
+        model = keras.Sequential([keras.Input((32,)), keras.layers.Dropout(0.5, seed=3)])
+        model.add(Remembers(4 * strategy.num_replicas))
+        model.add(keras.layers.Dense(1))
         model.compile(keras.optimizers.SGD(0.0), "mse")
         return model
 
     trainer = tfpar.Trainer(build, strategy, seed=0)
     ones = np.ones((4 * strategy.num_replicas * num_steps, 32), "float32")
     trainer.fit(ones, ones[:, :1], batch_size=4 * strategy.num_replicas, verbose=0)
-    copies = trainer.model.distribute_strategy.experimental_local_results(trainer.model.layers[1].seen.value)
-    return np.array([copy.numpy() for copy in copies])
+    return trainer.model.layers[1].seen.numpy().reshape(strategy.num_replicas, 4, 32)  # type: ignore[no-any-return]
 
 
 def test_every_replica_drops_other_units() -> None:

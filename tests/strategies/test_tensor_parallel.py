@@ -255,7 +255,9 @@ def test_a_step_transfers_the_input_and_the_output_of_a_pair_and_their_gradients
 
 def test_what_needs_whole_memory_is_refused(tmp_path: Path) -> None:
     trainer = tfpar.Trainer(perceptron, tfpar.TensorParallel(2), seed=0)
-    with pytest.raises(ValueError, match=r"export and a tf\.GradientTape of your own take it whole\. Train with tfpar\.fit"):
+    with pytest.raises(
+        ValueError, match=r"export and a tf\.GradientTape of your own take it whole\. Train with tfpar\.fit"
+    ):
         trainer.model.fit(*of_features(8), verbose=0)
     with pytest.raises(ValueError, match=r"load the file that trainer\.save writes"):
         trainer.model.export(tmp_path / "exported", verbose=False)

@@ -362,7 +362,7 @@ class Functions:
             outputs = [model.predict(parity_cases.inputs(7), verbose=0)] if RANK == 0 else []
             history = model.fit(small.data(), verbose=0).history
             outputs.append(model.predict(parity_cases.inputs(7), verbose=0))
-        return history, outputs[0] if RANK == 0 else None, outputs[-1]
+        return history, outputs
 
     def results_in_callbacks(self) -> Any:
         """Return logs and results of the metrics after each epoch and after an evaluation."""
