@@ -177,7 +177,7 @@ def _explained() -> Iterator[None]:
     except ValueError as error:
         text = ADVICE_OF_PIPELINES.sub(lambda found: _WAYS_OUT_OF_REPLICAS[found[1]], str(error))
         if 'shard="weights"' not in text and any(word in text for word in ("pipeline", "micro-batch", "stages")):
-            text = _EXPLANATION.format(error=text) + ("" if "shard=" in text or "SingleDevice()" in text else _WAY_OUT)
+            text = _EXPLANATION.format(error=text) + ("" if "shard=" in text or "stateful" in text else _WAY_OUT)
         if text == str(error):
             raise
         raise ValueError(text) from error
