@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfpar.data.batching.batches import map_batches
+
 _NUM_NUMBERS = 3  # for each tensor
 _HASH_BUCKETS = 1 << 20
 
@@ -25,14 +27,10 @@ class FirstTargets:
     """
 
     def __init__(self, dataset: tf.data.Dataset) -> None:
-        in_tuples = type(dataset.element_spec) is tuple  # `map` unpacks no named ones
         with tf.device("CPU:0"):
             self._noted = tf.Variable(tf.zeros([0], tf.float64), shape=[None], trainable=False)
 
-        @tf.autograph.experimental.do_not_convert
-        def note(*elements: Any) -> Any:
-            batch = elements if in_tuples else elements[0]
-
+        def note(batch: Any) -> Any:
             def first() -> tf.Tensor:
                 with tf.control_dependencies([self._noted.assign(_fingerprint(batch))]):
                     return tf.constant(True)
@@ -41,7 +39,7 @@ class FirstTargets:
             with tf.control_dependencies([tf.cond(is_first, first, lambda: tf.constant(False))]):
                 return tf.nest.map_structure(_copy, batch, expand_composites=True)
 
-        self.dataset = dataset.map(note, num_parallel_calls=1)
+        self.dataset = map_batches(dataset, note)
 
     def equal(self, of_chief: np.ndarray) -> bool:
         """Return whether the fingerprint is that of the chief, but for the rounding of other processors.

@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfpar._compat import keras_data_adapters
+from tfpar.data.batching.batches import map_batches
 from tfpar.messages import user_warnings
 
 EMPTY = "A dataset must yield at least one batch, and this one is empty. Look at its source, filters and splits."
@@ -196,11 +197,7 @@ def _without_optionals(dataset: tf.data.Dataset) -> tf.data.Dataset:
     if not any(isinstance(spec, tf.OptionalSpec) for spec in specs):
         return dataset
 
-    def none(leaf: Any) -> Any:
-        return None if isinstance(leaf, tf.experimental.Optional) else leaf
+    def change(batch: Any) -> Any:
+        return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, batch)
 
-    @tf.autograph.experimental.do_not_convert
-    def change(*batch: Any) -> Any:
-        return tf.nest.map_structure(none, batch if type(dataset.element_spec) is tuple else batch[0])
-
-    return dataset.map(change)
+    return map_batches(dataset, change, num_parallel_calls=None)

@@ -106,16 +106,13 @@ class DataParallel(DividesState):
         """
         if isinstance(dataset, Sharded):
             return self._distribute_shards(dataset)
-        in_tuples = type(dataset.element_spec) is tuple  # `map` unpacks no named ones
 
-        @tf.autograph.experimental.do_not_convert  # takes half a second in every process
-        def split(*elements: Any) -> Any:
-            batch = elements if in_tuples else elements[0]
+        def split(batch: Any) -> Any:
             first = self.rank * self._num_local_replicas
             own = slice(first, first + self._num_local_replicas)
             return split_into_parts(batch, data.num_rows(batch), self.num_replicas, own)
 
-        elements = dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
+        elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
         return Distributed(elements, unknown_end=self.num_workers > 1 and data.has_unknown_size(dataset))
 
     def _distribute_shards(self, sharded: Sharded) -> Distributed:

@@ -260,16 +260,13 @@ class Hybrid(Worker, Staged):
 
             local = dataset.local_batches(self.rank, self.num_workers)
             return Distributed(local.map(counted, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
-        in_tuples = type(dataset.element_spec) is tuple  # `map` unpacks no named ones
 
-        @tf.autograph.experimental.do_not_convert
-        def split(*elements: Any) -> Any:
-            batch = elements if in_tuples else elements[0]
+        def split(batch: Any) -> Any:
             own = slice(self.rank, self.rank + 1)
             (part,), num_counted, _, num_examples = split_into_parts(batch, data.num_rows(batch), self.num_workers, own)
             return part, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64)
 
-        elements = dataset.map(split, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE)
+        elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
         return Distributed(elements, unknown_end=data.has_unknown_size(dataset))
 
     def local_batch(self, element: Any) -> Any:
