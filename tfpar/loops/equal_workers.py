@@ -184,15 +184,29 @@ def weights_differ(strategy: Strategy, model: keras.Model) -> bool:
         model: A built model.
     """
     weights = [tf.cast(weight, tf.float64) for weight in model.weights if "float" in weight.dtype]
-    if not weights:
-        return False
     sums = [float(tf.reduce_sum(weight)) for weight in weights]
     sizes = np.array([float(tf.reduce_sum(tf.abs(weight))) for weight in weights])
-    own = np.concatenate([sums, sizes])
+    _, differ = compare_numbers(strategy, np.concatenate([sums, sizes]), np.concatenate([sizes, sizes]))
+    return differ
+
+
+def compare_numbers(strategy: Strategy, own: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Compare numbers of the workers, which must all call this with as many.
+
+    Args:
+        strategy: The strategy of the workers.
+        own: The numbers of this worker, `[numbers]`.
+        scale: The sizes relative to which they may differ by rounding, `[numbers]`.
+
+    Returns:
+        The means over the workers, and whether a number of any worker differs from its mean.
+    """
+    if not len(own):  # TensorFlow cannot reduce nothing
+        return own, False
     means = np.asarray(strategy.all_reduce_sum(own.tolist())) / strategy.num_workers
-    differs = bool(np.any(np.abs(own - means) > _LARGEST_DIFFERENCE * np.concatenate([sizes, sizes])))
+    differs = bool(np.any(np.abs(own - means) > _LARGEST_DIFFERENCE * scale))
     (num_differing,) = strategy.all_reduce_sum([float(differs)])
-    return bool(num_differing)
+    return means, bool(num_differing)
 
 
 def _plain(value: Any) -> Any:

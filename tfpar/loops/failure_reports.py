@@ -40,7 +40,7 @@ def reported(
     def call(self: Self, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
             with _explaining_ends(method.__name__), self.strategy.reported():
-                _meet(self.strategy, method.__name__)
+                meetings.meet(self.strategy, method.__name__)
             with self.strategy.reported():
                 return method(self, *args, **kwargs)
         except tf.errors.AlreadyExistsError as error:  # such as the file of a cache
@@ -52,11 +52,6 @@ def reported(
             raise type(error)(error.node_def, error.op, sentence) from error
 
     return call
-
-
-def _meet(strategy: Strategy, method: str) -> None:
-    if strategy.num_workers > 1:
-        meetings.meet(strategy, method)
 
 
 @contextlib.contextmanager

@@ -16,9 +16,8 @@ import keras
 import numpy as np
 
 from tfpar.checkpoint import model_state
+from tfpar.loops import equal_workers
 from tfpar.strategies import Strategy
-
-_MOST_DIFFERENCE = 1e-5  # relative to the mean
 
 Rates = dict[str, float]
 
@@ -28,7 +27,7 @@ class EpochBegin:
 
     A hook that lowers the rate by a factor would lower it twice. Such a hook gives the same rate as in the interrupted
     run, and the run trains on with the rate of its checkpoint. A hook that gives another rate has been changed, and its
-    rate holds. Weights that a hook changes, as one that starts a layer anew, are those of the checkpoint afterwards.
+    rate holds. Weights that a hook changes, such as by reinitializing a layer, are restored from the checkpoint.
 
     Args:
         model: A built and compiled model.
@@ -91,18 +90,16 @@ def check_equal(model: keras.Model, strategy: Strategy) -> None:
     Raises:
         RuntimeError: If they differ; on every worker.
     """
-    own = np.array([float(rate.numpy()) for rate in _variables(model).values()])
-    if strategy.num_workers == 1 or not len(own):  # a schedule is a setting, which is compared before
+    if strategy.num_workers == 1:
         return
-    sums, squares = np.split(strategy.all_reduce_sum([*own, *own**2]), 2)
-    means = sums / strategy.num_workers
-    variances = squares / strategy.num_workers - means**2  # the same on every worker
-    differing = np.flatnonzero(variances > (_MOST_DIFFERENCE * means) ** 2)
-    if len(differing):
+    own = np.array([float(rate.numpy()) for rate in _variables(model).values()])
+    means, differ = equal_workers.compare_numbers(strategy, own, own)
+    if differ:
+        number = np.argmax(np.abs(own - means))
         raise RuntimeError(
-            f"All workers must train with one learning rate, and it is {own[differing[0]]:g} on worker "
-            f"{strategy.rank} and {means[differing[0]]:g} in the mean of all. Change it in a callback of every worker, "
-            "by a value that all of them have."
+            f"All workers must train with one learning rate, and it is {own[number]:g} on worker {strategy.rank} and "
+            f"{means[number]:g} in the mean of all. Change it in a callback of every worker, by a value that all of "
+            "them have."
         )
 
 
