@@ -140,7 +140,9 @@ def place(variable: Any, device: str) -> bool:
 
 
 def place_rest(model: keras.Model) -> None:
-    """Place weights without memory beside the last weight that has some: those that `compute_loss` alone has built.
+    """Place weights that have no memory yet, such as those of layers that only `compute_loss` calls.
+
+    They are placed on the device of the model's last placed weight.
 
     Args:
         model: A model whose other weights are placed.

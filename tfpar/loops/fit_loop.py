@@ -28,7 +28,7 @@ from tfpar.messages.whole_numbers import check_whole_number
 
 NonfiniteLoss = Literal["stop", "continue"]
 _CHECKPOINT = "Writing a checkpoint"
-_EPOCH_BEGIN = "epoch_begin"  # in a checkpoint, beside the state of callbacks
+_EPOCH_BEGIN = "epoch_begin"  # in a checkpoint, next to the state of callbacks
 _CONTINUE = 'nonfinite_loss="continue" trains on, as Keras does.'
 
 
@@ -151,10 +151,9 @@ class FitLoop:
         hooks = functools.partial(self._callbacks.on_epoch_begin, epoch)
         if step == 0:
             self._epoch_begin.call(hooks)
+            self._epoch_iterator.begin_epoch()
         else:
             self._epoch_begin.call_again(hooks, self._resumed_rates)
-        if step == 0:
-            self._epoch_iterator.begin_epoch()
         logs: dict[str, float] = {}
         num_steps = self._caller.num_steps
         decision = self._decide(may_save=False)

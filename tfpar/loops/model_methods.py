@@ -25,8 +25,10 @@ from tfpar.loops import meetings
 from tfpar.loops.step_functions import StepFunctions
 from tfpar.strategies import Strategy, model_scopes, strategy_of
 
-_METHODS = ("fit", "evaluate", "predict", "predict_on_batch", "test_on_batch", "train_on_batch")
-
+_OF_TRAINER = ("fit", "evaluate", "predict")
+# The methods for one batch, each with that of a trainer which does the same.
+_ON_BATCH = {"predict_on_batch": "predict", "test_on_batch": "evaluate", "train_on_batch": "fit"}
+_METHODS = (*_OF_TRAINER, *_ON_BATCH)
 _SAVING = ("save", "save_weights")
 
 
@@ -102,7 +104,7 @@ def _with_new_trainer(
 ) -> Any:
     strategy: Strategy = model_scopes.noted_strategy(model)
     if strategy.num_workers > 1:
-        meetings.meet(strategy, "fit" if name == "train_on_batch" else "evaluate" if name == "test_on_batch" else name)
+        meetings.meet(strategy, _ON_BATCH.get(name, name))
     kept_trainer(model, make_trainer)
     return getattr(model, name)(*arguments, **settings)
 
@@ -113,7 +115,7 @@ def _of_one_copy(model: keras.Model, strategy: Strategy) -> dict[str, Callable[.
 
 
 def _of_trainer(model: keras.Model, make_trainer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    return {name: functools.partial(_through_trainer, model, name, make_trainer) for name in _METHODS[:3]}
+    return {name: functools.partial(_through_trainer, model, name, make_trainer) for name in _OF_TRAINER}
 
 
 def _give_if_not_own(model: keras.Model, replacements: Mapping[str, Callable[..., Any]]) -> None:
@@ -152,10 +154,10 @@ def _through_trainer(
 
 
 def _refuse_of_part(part: keras.Model, name: str, *arguments: Any, **settings: Any) -> None:
-    method = "fit" if name == "train_on_batch" else "evaluate"
     raise ValueError(
         f"{name} of {part.name!r} is Keras' own, which does not run on the copies of weights that a trainer has on "
-        f"several devices. Use {method}(x, y, batch_size=len(x)) of {part.name!r}, or objectives of the whole model."
+        f"several devices. Use {_ON_BATCH[name]}(x, y, batch_size=len(x)) of {part.name!r}, or objectives of the whole "
+        "model."
     )
 
 
