@@ -70,10 +70,14 @@ def describe(model: keras.Model) -> str:
     return "".join(f"{name} {tuple(variable.shape)} {variable.dtype}\n" for name, variable in variables.items())
 
 
-def read_arrays(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a copy of every variable with its name, one after another, in the same order on every worker."""
+def read_weights(model: keras.Model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a copy of every weight and random state with its name, one after another.
+
+    Optimizer state is left out: with `shard="optimizer"` another worker may hold it.
+    """
     for name, variable in state_variables(model).items():
-        yield name, _array(variable)
+        if name.startswith("weights/"):
+            yield name, _array(variable)
 
 
 def read_at_once(model: keras.Model, without: Collection[str] = ()) -> tuple[dict[str, np.ndarray], bool]:

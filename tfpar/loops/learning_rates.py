@@ -59,14 +59,14 @@ class EpochBegin:
             rates: Those of the interrupted run; empty in checkpoints of older versions.
         """
         of_checkpoint = self._read()
-        weights = {name: array for name, array in model_state.read_arrays(self._model) if name.startswith("weights/")}
+        weights = dict(model_state.read_weights(self._model))
         self._assign(rates.get("before", {}))
         self.call(hooks)
         if rates and self.rates["after"] == rates["after"]:
             self._assign(of_checkpoint)
         variables = model_state.state_variables(self._model)
-        for name, array in model_state.read_arrays(self._model):
-            if name in weights and not np.array_equal(array, weights[name]):
+        for name, array in model_state.read_weights(self._model):
+            if not np.array_equal(array, weights[name]):
                 self._strategy.assign(variables[name], weights[name])
 
     def _read(self) -> Rates:
