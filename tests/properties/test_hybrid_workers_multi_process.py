@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import keras
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ import tfpar
 from tests.properties.test_parity import computing_in, differences
 from tests.strategies.test_hybrid import wide
 from tests.support import multi_worker_cases as cases
-from tests.support import pipeline_cases, small, workers
+from tests.support import parity_cases, pipeline_cases, small, workers
 from tests.support.extent import sampled
 from tests.support.pipeline_cases import Row
 
@@ -107,6 +108,16 @@ def test_every_worker_has_all_predictions_and_the_logs_of_all_examples(job: work
     for predicted, evaluated in job.results("predict"):
         np.testing.assert_allclose(predicted, expected[0], rtol=1e-5, atol=1e-6)
         cases.assert_same(evaluated, expected[1], 1e-5)
+
+
+def test_a_model_of_the_scope_begins_with_a_prediction(job: workers.Workers) -> None:
+    keras.utils.set_random_seed(0)
+    reference = wide()
+    expected = reference.predict_on_batch(parity_cases.inputs(7)), reference.fit(small.data(), verbose=0).history
+    for result in job.results("methods in a scope"):
+        assert not isinstance(result, workers.Raised), result.trace
+        np.testing.assert_allclose(result[0], expected[0], rtol=1e-5, atol=1e-6)
+        small.assert_same_history(result[1], expected[1])
 
 
 def test_a_trace_has_the_actions_of_all_workers(job: workers.Workers) -> None:

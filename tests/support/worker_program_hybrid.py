@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 
 import tfpar
 from tests.properties.test_parity import Result, computing_in, train
 from tests.strategies.test_hybrid import wide
 from tests.support import multi_worker_cases as cases
-from tests.support import pipeline_cases, small, workers
+from tests.support import parity_cases, pipeline_cases, small, workers
 from tests.support.parity_cases import CASES
 
 
@@ -66,6 +67,15 @@ def predict() -> Any:
     return trainer.predict(small.data(), verbose=0), trainer.evaluate(small.data(), verbose=0, return_dict=True)
 
 
+def methods_in_a_scope() -> Any:
+    """Predict a batch before the first `fit` of a model that is built in the scope."""
+    with hybrid().scope():
+        keras.utils.set_random_seed(0)
+        model = wide()
+    predicted = model.predict_on_batch(parity_cases.inputs(7))
+    return predicted, model.fit(small.data(), verbose=0).history
+
+
 def trace() -> Any:
     """Return the actions of each device of all workers in the order in which they ran, and the title of the preview."""
     strategy = hybrid(num_microbatches=1)
@@ -99,6 +109,7 @@ def main() -> None:
             "measured": train_measured,
             "lookups": preview_of_lookups,
             "predict": predict,
+            "methods in a scope": methods_in_a_scope,
             "trace": trace,
             "differing grids": differing_grids,
         }
