@@ -15,6 +15,7 @@ from tfpar.data.batching.batches import (
     take_rows,
     to_numpy,
 )
+from tfpar.data.batching.equal_rows import differing_rows, with_equal_rows
 from tfpar.data.batching.varied_rows import varied_first
 from tfpar.data.errors import UserMessage, cause_of, user_message
 from tfpar.data.first_targets import FirstTargets
@@ -44,6 +45,7 @@ __all__ = [
     "check_same_inputs",
     "class_weights",
     "describe",
+    "differing_rows",
     "first_batches",
     "from_arrays",
     "global_batches",
@@ -62,5 +64,6 @@ __all__ = [
     "to_numpy",
     "user_message",
     "varied_first",
+    "with_equal_rows",
     "without_autotuning",
 ]

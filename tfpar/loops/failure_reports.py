@@ -45,6 +45,10 @@ def reported(
                 return method(self, *args, **kwargs)
         except tf.errors.AlreadyExistsError as error:  # such as the file of a cache
             raise type(error)(error.node_def, error.op, data.cause_of(error)) from error
+        except tf.errors.InvalidArgumentError as error:
+            if sentence := data.differing_rows(error.message):
+                raise ValueError(sentence) from error
+            raise
         except tf.errors.ResourceExhaustedError as error:
             sentence = memory_errors.sentence_of(error)
             if sentence is None:

@@ -110,7 +110,7 @@ class DataParallel(DividesState):
         def split(batch: Any) -> Any:
             first = self.rank * self._num_local_replicas
             own = slice(first, first + self._num_local_replicas)
-            return split_into_parts(batch, data.num_rows(batch), self.num_replicas, own)
+            return split_into_parts(data.with_equal_rows(batch), data.num_rows(batch), self.num_replicas, own)
 
         elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
         return Distributed(elements, unknown_end=self.num_workers > 1 and data.has_unknown_size(dataset))
@@ -289,7 +289,7 @@ class DataParallel(DividesState):
             with keras_optimizer.one_device_optimizer():
                 self._strategy.extended.update(
                     variables[0].value,
-                    lambda _, sums: optimizer.apply(sums, variables),
+                    lambda _, sums: keras_optimizer.apply(optimizer, sums, variables),
                     args=(gradients,),
                     group=False,
                 )

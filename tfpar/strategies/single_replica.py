@@ -21,7 +21,10 @@ class SingleReplica(Strategy):
 
     def distribute(self, dataset: tf.data.Dataset | data.Sharded) -> Distributed:
         """Return the dataset of whole global batches."""
-        return Distributed(dataset.global_batches() if isinstance(dataset, data.Sharded) else dataset)
+        if isinstance(dataset, data.Sharded):
+            return Distributed(dataset.global_batches())
+        cuts_batch = self.cuts_model or self.batch_parts[0] > 1
+        return Distributed(data.map_batches(dataset, data.with_equal_rows) if cuts_batch else dataset)
 
     def local_batch(self, element: Any) -> Any:
         """Return the element, which is the global batch."""

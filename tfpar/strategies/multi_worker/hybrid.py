@@ -262,8 +262,9 @@ class Hybrid(Worker, Staged):
             return Distributed(local.map(counted, num_parallel_calls=1).prefetch(tf.data.AUTOTUNE), uneven_end=True)
 
         def split(batch: Any) -> Any:
-            own = slice(self.rank, self.rank + 1)
-            (part,), num_counted, _, num_examples = split_into_parts(batch, data.num_rows(batch), self.num_workers, own)
+            own, num_rows = slice(self.rank, self.rank + 1), data.num_rows(batch)
+            parts = split_into_parts(data.with_equal_rows(batch), num_rows, self.num_workers, own)
+            (part,), num_counted, _, num_examples = parts
             return part, tf.cast(num_counted[0], tf.int64), tf.cast(num_examples, tf.int64)
 
         elements = data.map_batches(dataset, split).prefetch(tf.data.AUTOTUNE)
