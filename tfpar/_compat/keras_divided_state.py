@@ -189,7 +189,7 @@ def check(optimizer: Any) -> None:
     """
     inner, name = keras_variables.innermost(optimizer), type(optimizer).__name__
     own = list(itertools.takewhile(lambda one: not one.__module__.startswith("keras."), type(inner).__mro__))
-    of_all = ("apply", "_backend_apply_gradients", "_backend_update_step", "_clip_gradients")
+    of_all = ("apply_gradients", "apply", "_backend_apply_gradients", "_backend_update_step", "_clip_gradients")
     method = next((method for method in of_all for one in own if method in vars(one)), None)
     if type(inner).apply is not BaseOptimizer.apply and not isinstance(inner, LossScaleOptimizer):
         method = "apply"

@@ -67,6 +67,22 @@ def one_device_optimizer() -> Iterator[None]:
         yield
 
 
+def apply(optimizer: Any, gradients: Sequence[Any], weights: Sequence[Any]) -> None:
+    """Update weights as the training step of Keras 3.15 does, which calls `apply_gradients`.
+
+    A class may override that method, such as to centralize gradients.
+
+    Args:
+        optimizer: An optimizer.
+        gradients: The gradient of each weight, None for none.
+        weights: The weights, at least one.
+    """
+    if type(optimizer).apply_gradients is BaseOptimizer.apply_gradients:
+        optimizer.apply(list(gradients), list(weights))
+    else:
+        optimizer.apply_gradients(list(zip(gradients, weights, strict=True)))
+
+
 def _memory(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 

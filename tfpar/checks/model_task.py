@@ -72,7 +72,7 @@ def _step(model: keras.Model, batch: Any, strategy: tfpar.Strategy) -> tuple[Any
         with strategy.creation_scope():
             loss, _, gradients = forward_backward(model, inputs, targets, weights)
             with keras_optimizer.one_device_optimizer():
-                model.optimizer.apply(gradients, model.trainable_variables)
+                keras_optimizer.apply(model.optimizer, gradients, model.trainable_variables)
         return loss, gradients
 
     with full_precision():

@@ -61,7 +61,7 @@ def _apart_seconds(model: keras.Model, device: str) -> float:
     def update(num_steps: tf.Tensor, gradients: list[tf.Tensor]) -> tf.Tensor:
         def one(done: tf.Tensor) -> tuple[tf.Tensor]:
             with tf.device(device), keras_optimizer.one_device_optimizer():
-                model.optimizer.apply(gradients, weights)
+                keras_optimizer.apply(model.optimizer, gradients, weights)
             return (done + 1,)
 
         (done,) = tf.while_loop(lambda done: done < num_steps, one, (tf.constant(0),))

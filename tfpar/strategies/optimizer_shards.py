@@ -114,7 +114,7 @@ class OptimizerShards:
         ]
         sums = [None if part is None else part[owners[id(weight)]] for part, weight in zip(parts, weights, strict=True)]
         with keras_optimizer.one_device_optimizer(), tf_replica_memory.of_owners(owners, weights), follow_data():
-            optimizer.apply(sums, weights)
+            keras_optimizer.apply(optimizer, sums, weights)
         _copy(weights, owners, parts)
 
     def finalize(self, model: keras.Model, optimizer: Any, weights: Sequence[keras.Variable]) -> None:

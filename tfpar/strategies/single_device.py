@@ -87,7 +87,7 @@ class SingleDevice(SingleReplica):
     def _apply(self, model: keras.Model, gradients: list[Any]) -> None:
         """Run the optimizer."""
         with keras_optimizer.one_device_optimizer():
-            model.optimizer.apply(gradients, model.trainable_variables)
+            keras_optimizer.apply(model.optimizer, gradients, model.trainable_variables)
 
     def evaluate_step(self, model: keras.Model, batch: Any) -> tf.Tensor:
         """Update the model's metrics from a batch; return the loss, a scalar."""
@@ -116,7 +116,7 @@ def _train_objectives(model: keras.Model, batch: Any) -> tf.Tensor:
     for one in objective.objectives_of(model):
         loss, gradients = objective.forward_backward(model, one, batch, _ALL)
         with keras_optimizer.one_device_optimizer():
-            objective.optimizer_of(model, one).apply(gradients, objective.trained_by(model, one))
+            keras_optimizer.apply(objective.optimizer_of(model, one), gradients, objective.trained_by(model, one))
         losses.append(loss)
     if objective.counts_steps(model):
         keras_optimizer.count_application(model.optimizer)

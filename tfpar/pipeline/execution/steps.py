@@ -133,7 +133,7 @@ class PipelineSteps:
 
     def _apply_all(self, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> None:
         with keras_optimizer.one_device_optimizer():
-            self._model.optimizer.apply(gradients, weights)
+            keras_optimizer.apply(self._model.optimizer, gradients, weights)
 
     def evaluate_step(self, batch: Any, part: LocalPart | None = None) -> tf.Tensor:
         """Add the loss and metrics of a batch to the graph; return the loss, a scalar.

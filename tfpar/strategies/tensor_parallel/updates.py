@@ -120,7 +120,7 @@ def apply(model: keras.Model, found: Sequence[Any]) -> None:
         keras_divided_optimizer.of_pieces(model.optimizer, owners),
         follow_data(),
     ):
-        model.optimizer.apply(found, [piece for piece, _ in pieces])
+        keras_optimizer.apply(model.optimizer, found, [piece for piece, _ in pieces])
 
 
 def finalize(model: keras.Model) -> None:
