@@ -75,6 +75,9 @@ class Preparation:
         batch = self._build(epoch_iterator, distributed, kind)
         self._check_data(dataset, distributed, epoch_iterator)
         self._check_gradients(training)  # the batch may have created weights
+        if training:
+            with self._strategy.raising_on_all_workers():
+                model_checks.check_trained(self._model)
         if training and self._strategy.is_chief:
             self._warn_of_nothing_trained()
         varied = self._varied(batch)

@@ -121,6 +121,30 @@ def check_gradients(model: keras.Model, strategy: str) -> None:
         )
 
 
+def check_trained(model: keras.Model) -> None:
+    """Refuse a model that chooses the weights of its training step by a property.
+
+    A strategy, and the stages of a pipeline, know trained weights by their own `trainable`.
+
+    Args:
+        model: A built model.
+
+    Raises:
+        ValueError: If its class overrides `trainable_weights` or `trainable_variables` to name other weights.
+    """
+    if objective.objectives_of(model):
+        return
+    own = {id(weight): weight for weight in model.variables if weight.trainable} if model.trainable else {}
+    for name in ("trainable_weights", "trainable_variables"):
+        named = {id(weight): weight for weight in getattr(model, name)}
+        for key in named.keys() ^ own.keys():
+            raise ValueError(
+                f"A strategy trains the weights that are trainable, and {name} of {type(model).__name__} "
+                f"{'adds' if key in named else 'leaves out'} {(own | named)[key].path!r}. Set `trainable` of layers or "
+                "weights in place of the property."
+            )
+
+
 def check_variables(model: keras.Model, home: tf.distribute.Strategy | None) -> None:
     """Refuse to move a model with plain `tf.Variable` objects into a strategy.
 
