@@ -483,6 +483,12 @@ ROWS = [
     ),
     _tensorflow(
         "tensorflow.python.pywrap_tfe",
+        "TFE_Py_TapeSetIsStopped TFE_Py_TapeSetRestartOnThread TFE_Py_TapeSetStopOnThread",
+        "eager/record",
+        "tapes of users record where a stage or a loss is traced",
+    ),
+    _tensorflow(
+        "tensorflow.python.pywrap_tfe",
         "TFE_EnableCollectiveOps",
         "eager/context",
         "the server starts without Python's lock",

@@ -14,6 +14,7 @@ from unittest import mock
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import attributes
 from tensorflow.python.eager.polymorphic_function.atomic_function import InterpolateRuntimeError
@@ -23,6 +24,23 @@ from tfpar._compat import versions
 
 _attribute = attr_value_pb2.AttrValue
 _traced: list[dict[int, tuple[Function, Function]]] = []
+
+
+@contextlib.contextmanager
+def outside_of_functions() -> Iterator[None]:
+    """Leave all functions that are being traced, as `tf.init_scope`, in which no `tf.GradientTape` records (2.21).
+
+    Code of users that is traced here may have tapes: a loss with a gradient penalty, a layer that returns forces.
+    """
+    with tf.init_scope():
+        is_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+        if is_stopped:
+            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+        try:
+            yield
+        finally:
+            if is_stopped:
+                pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
 
 @contextlib.contextmanager

@@ -247,7 +247,7 @@ class StageFunctions:
 
 
 def _compiled(body: Callable[..., Any], *specs: Any) -> Any:
-    with tf.init_scope():  # not inside of the loop that calls it first
+    with tf_function.outside_of_functions():  # not inside of the loop that calls it first
         return tf_function.noinline_function(body, *specs)
 
 

@@ -102,7 +102,7 @@ class StateChanges:
         pairs = zip(self._owned_specs, self._counts, strict=True)
         self._replaced = [not (spec.dtype.is_floating or counts) for spec, counts in pairs]
         self._before = bundled(before, device)
-        with tf.init_scope():
+        with tf_function.outside_of_functions():
             self._adder = self._compile()
 
     def add(self, live: LiveTensors, new: Bundle, microbatch: Microbatch) -> None:

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfpar import data
-from tfpar._compat import keras_optimizer
+from tfpar._compat import keras_optimizer, tf_function
 from tfpar._compat.tf_divided_memory import lasting_pieces
 from tfpar.pipeline.execution.executor import Execution
 from tfpar.pipeline.execution.microbatches import HOST, Microbatch, Microbatches, Share, StagedBatch, host_of
@@ -154,7 +154,7 @@ class PipelineSteps:
             inputs: The inputs of the model, for a global batch or for the local batch of this worker.
             part: As for `train_step`.
         """
-        with tf.init_scope():
+        with tf_function.outside_of_functions():
             programs = self.compiler.stages_of_replicas(inputs, training=False)
         microbatches, one = self._cut((inputs,), part, training=False), tf.ones((), keras.config.floatx())
         executions = [
@@ -224,7 +224,7 @@ class PipelineSteps:
         of_replicas, peers = self._cut(batch, part, training=training), None if timed else self._peers
         microbatches = of_replicas[0]
         batch = _plain(batch)
-        with tf.init_scope():
+        with tf_function.outside_of_functions():
             compiled, *others = self.compiler.compile_replicas(batch, training=training)
         divisors = tf.zeros([0], tf.float64)
         if compiled.loss.num_divisors:
