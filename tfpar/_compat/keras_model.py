@@ -55,6 +55,18 @@ def training_argument(model: keras.Model, training: bool) -> dict[str, bool]:
     return {"training": training} if versions.private(model, "_call_has_training_arg") else {}
 
 
+def has_own_output_shapes(layer: keras.Layer) -> bool:
+    """Return whether a user's layer says the shapes of its outputs, so that a symbolic run does not call it."""
+    methods = ("compute_output_shape", "compute_output_spec")
+    is_called = all(getattr(type(layer), name) is getattr(keras.Layer, name) for name in methods)
+    return not is_called and not is_of_keras(type(layer))
+
+
+def may_add_loss(layer: keras.Layer) -> bool:
+    """Return whether a layer adds a penalty on its outputs, or may add a loss that a symbolic run does not show."""
+    return layer.activity_regularizer is not None or has_own_output_shapes(layer)
+
+
 def leave_training_of(layer: keras.Layer, args: Any, kwargs: Any) -> None:
     """Leave the `training` for the next layer that the call of a layer leaves, where symbolic outputs need no call.
 
@@ -62,9 +74,7 @@ def leave_training_of(layer: keras.Layer, args: Any, kwargs: Any) -> None:
     called without one (`_resolve_and_populate_arg` in keras/src/layers/layer.py). A layer with its own
     `compute_output_shape` makes its symbolic outputs without a call.
     """
-    methods = ("compute_output_shape", "compute_output_spec")
-    was_called = all(getattr(type(layer), name) is getattr(keras.Layer, name) for name in methods)
-    if was_called or is_of_keras(type(layer)) or len(all_layers(layer)) < 2:
+    if not has_own_output_shapes(layer) or len(all_layers(layer)) < 2:
         return
     with contextlib.suppress(Exception):  # a call that needs real tensors
         backend.compute_output_spec(layer.call, *args, **kwargs)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -70,6 +71,19 @@ def record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Record
     with recorder.listening():
         outputs = model(inputs, **keras_model.training_argument(model, training))
     return recorder.calls, outputs
+
+
+def recorded_call(operation: keras.Operation) -> Callable[..., Any]:
+    """Return the call of an operation as `record` listened to it: that of Keras, without the `__call__` of a user.
+
+    What a user's `__call__` does before and after is among the recorded operations.
+
+    Args:
+        operation: A layer, or an operation of `keras.ops`.
+    """
+    methods = (vars(base)["__call__"] for base in type(operation).__mro__ if "__call__" in vars(base))
+    method = next(one for one in methods if keras_model.is_of_keras(one))
+    return functools.partial(method, operation)
 
 
 @dataclasses.dataclass

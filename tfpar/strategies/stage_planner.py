@@ -118,9 +118,10 @@ class StagePlanner:
         """Refuse the trace of a step if settings of layers have changed since the traces of the stages.
 
         Raises:
-            ValueError: If a layer has changed.
+            ValueError: If a layer, or the model's own call, has changed.
         """
         self._versions[model].check_settings(model, training)
+        model_graph.check_unchanged(model, self._partitions[model].graph)
 
     def _balance_of(self, model: keras.Model, graph: model_graph.Graph) -> Balance | Sequence[int] | Sequence[str]:
         """Return the balance of a model: that of earlier stages of as many calls."""
@@ -130,9 +131,8 @@ class StagePlanner:
     def place_early(self, model: keras.Model) -> None:
         """Place the weights of a functional model before its first batch, without measured times."""
         if model not in self._partitions and model.built and getattr(model, "inputs", None):
-            with self._raising():
-                with random_state.stand_in_generator():
-                    graph = model_graph.trace(model)
+            with self._raising(), random_state.stand_in_generator():
+                graph = model_graph.trace(model)
                 balance = self._balance_of(model, graph)
                 balance = "parameters" if balance in ("time", "flops") else balance
                 costs = self._measure(graph, balance, (), 1)
@@ -239,7 +239,7 @@ class StagePlanner:
         self._hide_transfers(model, size)
         # A layer adds its loss in the symbolic run; the trace of a subclassed model contains the call of add_loss.
         adds = added or any(isinstance(call.operation, keras_loss_operations.AddedLoss) for call in graph.calls)
-        return bool(adds) or any(layer.activity_regularizer for layer in keras_model.all_layers(model))
+        return bool(adds) or any(map(keras_model.may_add_loss, keras_model.all_layers(model)))
 
     def _check_batch_dependence(self, model: keras.Model, graph: model_graph.Graph, batch: Any, training: bool) -> None:
         """Refuse batch-dependent layers in training or in inference; check once per compilation."""

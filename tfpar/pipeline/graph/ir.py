@@ -89,6 +89,8 @@ class Graph:
         inputs: The flat inputs of the model.
         calls: The layer calls in order.
         outputs: The outputs of the model, in its structure.
+        reading: The symbolic inputs that were traced and a description of their operations, for a model whose `call`
+            may trace otherwise later; None for another.
 
     Example:
         >>> image = Value("image", (None, 4), "float32")
@@ -99,6 +101,7 @@ class Graph:
     inputs: tuple[Value, ...]
     calls: tuple[Call, ...]
     outputs: Any
+    reading: tuple[Any, list[Any]] | None = None
 
 
 # What a layer call may return besides tensors: no values of the graph, but constants in the arguments of later calls.
@@ -151,4 +154,4 @@ def run_call(call: Call, tensors: Mapping[Value, Any], training: bool) -> Any:
     if keras_tracing.takes_training(call.operation):
         kwargs["training"] = call.training_in(training)  # also None: the layer before it would leave its own
     with keras_tracing.autocast(call.autocast_dtype):
-        return call.operation(*args, **kwargs)
+        return keras_tracing.recorded_call(call.operation)(*args, **kwargs)

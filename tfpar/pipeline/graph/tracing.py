@@ -11,20 +11,23 @@ recorded too.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfpar._compat import keras_model, keras_tracing
+from tfpar._compat import keras_losses, keras_model, keras_tracing, random_state, tf_function
 from tfpar._compat.keras_tracing import Recorded
 from tfpar.pipeline.graph.ir import Call, Graph, Value, run
 from tfpar.pipeline.graph.topological_order import build_graph
 
-__all__ = ["Call", "Graph", "Value", "build", "run", "standardize", "trace"]
+__all__ = ["Call", "Graph", "Value", "build", "check_unchanged", "run", "standardize", "trace"]
 
 
 def trace(model: keras.Model, input_specs: Any = None) -> Graph:
@@ -55,15 +58,49 @@ def trace(model: keras.Model, input_specs: Any = None) -> Graph:
     build(model, input_specs)
     inputs = _symbolic_inputs(model, input_specs)
     recorded, outputs = _record(model, inputs, training=True)
-    training_arguments: list[tuple[bool | None, bool | None]] = [(True, False)] * len(recorded)
-    if any(
+    if not any(
         isinstance(layer, keras.Model) and keras_tracing.has_own_call(layer) for layer in keras_model.all_layers(model)
     ):
-        inference = _record(model, inputs, training=False)
-        _check_same_calls(model, inputs, (recorded, outputs), inference)
-        both = zip(recorded, inference[0], strict=True)
-        training_arguments = [(one.training, other.training) for one, other in both]
-    return build_graph(inputs, recorded, training_arguments, outputs)
+        return build_graph(inputs, recorded, [(True, False)] * len(recorded), outputs)
+    inference = _record(model, inputs, training=False)
+    _check_same_calls(model, inputs, (recorded, outputs), inference)
+    training_arguments = [(one.training, other.training) for one, other in zip(recorded, inference[0], strict=True)]
+    graph = build_graph(inputs, recorded, training_arguments, outputs)
+    return dataclasses.replace(graph, reading=(inputs, _descriptions(inputs, recorded, outputs)))
+
+
+def check_unchanged(model: keras.Model, graph: Graph) -> None:
+    """Refuse a model whose `call` has other operations than when it was traced.
+
+    Keras traces a model in its first step, after the first hooks of callbacks. A hook may have changed a number that
+    `call` reads, such as the weight of a loss.
+
+    Args:
+        model: The model.
+        graph: The result of `trace`.
+
+    Raises:
+        ValueError: If an operation, or a constant among its arguments, is another one.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
+        >>> check_unchanged(model, trace(model))
+    """
+    if graph.reading is None:
+        return
+    inputs, before = graph.reading
+    with tf_function.outside_of_functions(), random_state.stand_in_generator(), keras_losses.collect_added_losses(list):
+        recorded, outputs = _record(model, inputs, training=True)
+    now = _descriptions(inputs, recorded, outputs)
+    if now == before:
+        return
+    place = _first_difference(now, before, recorded)
+    raise ValueError(
+        f"A model that is cut into stages or shards must keep the operations of its call, and those of "
+        f"{type(model).__name__} differ {place} since they were read. A number that a callback changes, such as the "
+        "weight of a loss, must be a variable: create it with self.add_weight(shape=(), trainable=False), and assign "
+        "its values."
+    )
 
 
 def build(model: keras.Model, input_specs: Any = None) -> None:
@@ -83,7 +120,9 @@ def build(model: keras.Model, input_specs: Any = None) -> None:
         40
     """
     if not keras_tracing.is_built(model):
-        model(_symbolic_inputs(model, input_specs))
+        inputs = _symbolic_inputs(model, input_specs)
+        with _explained(model):
+            model(inputs)
 
 
 def standardize(model: keras.Model, inputs: Any) -> list[Any]:
@@ -154,14 +193,21 @@ def _symbolic(spec: Any, passed: Any = ...) -> Any:
 
 
 def _record(model: keras.Model, inputs: Any, training: bool) -> tuple[list[Recorded], Any]:
-    try:
+    with _explained(model):
         return keras_tracing.record(model, inputs, training)
+
+
+@contextlib.contextmanager
+def _explained(model: keras.Model) -> Iterator[None]:
+    """Say what the call of a model must be able to, if it fails on symbolic tensors."""
+    try:
+        yield
     except Exception as error:
         if not keras_tracing.has_own_call(model):
             raise
         reason = textwrap.shorten(str(error).rstrip(".;"), width=400, placeholder=" ...")
         raise ValueError(
-            f"The call of a model that is cut into stages must run on symbolic tensors, received "
+            f"The call of a model that is cut into stages must run on symbolic tensors of any batch size, received "
             f"{type(model).__name__}, where: {reason}; use keras.ops in place of tf, move code that needs real "
             "tensors into a keras.Layer, or build the model with keras.Model(inputs, outputs)."
         ) from error
@@ -177,15 +223,19 @@ def _check_same_calls(
     one, other = _descriptions(inputs, *training), _descriptions(inputs, *inference)
     if one == other:
         return
-    common = range(min(len(one), len(other)) - 1)
-    first = next((index for index in common if one[index] != other[index]), len(common))
-    calls = max(training[0], inference[0], key=len)
-    place = f"at {'/'.join(calls[first].path)!r}" if first < len(calls) else "in their outputs"
+    place = _first_difference(one, other, max(training[0], inference[0], key=len))
     raise ValueError(
         f"A model that is cut into stages must apply the same operations in training and in inference, received "
         f"{type(model).__name__}, where they differ {place}; move code that depends on training into a keras.Layer "
         "with the argument training."
     )
+
+
+def _first_difference(one: Sequence[Any], other: Sequence[Any], calls: Sequence[Recorded]) -> str:
+    """Return the place of the first difference between two descriptions, of which one is that of the calls."""
+    common = range(min(len(one), len(other)) - 1)
+    first = next((index for index in common if one[index] != other[index]), len(common))
+    return f"at {'/'.join(calls[first].path)!r}" if first < len(calls) else "in their outputs"
 
 
 def _descriptions(inputs: Any, recorded: Sequence[Recorded], outputs: Any) -> list[Any]:
@@ -213,4 +263,4 @@ def _identity(operation: keras.Operation) -> Any:
 def _constant(leaf: Any) -> Any:
     if isinstance(leaf, keras.Variable) or not hasattr(leaf, "shape"):
         return id(leaf) if isinstance(leaf, keras.Variable) else repr(leaf)
-    return np.asarray(leaf).tobytes()
+    return hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()

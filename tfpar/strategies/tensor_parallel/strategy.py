@@ -261,9 +261,13 @@ class TensorParallel(SingleReplica):
     def predict_step(self, model: keras.Model, batch: Any) -> Any:
         """Return the model's outputs, `[batch, ...]` each."""
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        self._known[model].version.check_regularizers(model)
+        self._check_unchanged(model)
         cut = self._cut(model, inputs)
         return self._divided[model].call(inputs if cut is None else sent_inputs(*cut), training=False)
+
+    def _check_unchanged(self, model: keras.Model) -> None:
+        self._known[model].version.check_regularizers(model)
+        model_graph.check_unchanged(model, self._divided[model].graph)
 
     def _copies(self, model: keras.Model, tape: tf.GradientTape) -> TableCopies | None:
         """Return what copies the tables in a step; None without replicas."""
@@ -274,7 +278,7 @@ class TensorParallel(SingleReplica):
     ) -> tuple[tf.Tensor, Any]:
         """Return the loss, a scalar, and the outputs, `[batch, ...]` each."""
         inputs, targets, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        self._known[model].version.check_regularizers(model)
+        self._check_unchanged(model)
         outputs = self._divided[model].call(inputs, training, copies)
         with tf.device(self.devices[0]), keras_divided_penalties.of_pieces():
             return keras_model.compute_loss(model, inputs, targets, outputs, weights, training), outputs
