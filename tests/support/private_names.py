@@ -482,6 +482,12 @@ ROWS = [
         "memory growth where the user has chosen nothing",
     ),
     _tensorflow(
+        "tensorflow.GradientTape",
+        "_push_tape _watch_accessed_variables",
+        "eager/backprop",
+        "tapes of users watch the tensors that stand for weights in stages",
+    ),
+    _tensorflow(
         "tensorflow.python.pywrap_tfe",
         "TFE_Py_TapeSetIsStopped TFE_Py_TapeSetRestartOnThread TFE_Py_TapeSetStopOnThread",
         "eager/record",

@@ -121,6 +121,13 @@ class Forces(keras.layers.Layer):
         return tape.gradient(energy, inputs)
 
 
+class GradientByWeights(GradientPenalty):
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, training: bool = True) -> Any:
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True))
+        return loss + 0.1 * keras.ops.sum(tape.gradient(loss, self.head.bias) * [1.0, 2.0, 3.0])
+
+
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     "build",
@@ -128,8 +135,9 @@ class Forces(keras.layers.Layer):
         lambda: with_loss(classifier(keras.layers.Dense(4, "tanh")), loss=penalized),
         lambda: with_loss(GradientPenalty(), loss=None),
         lambda: with_loss(classifier(keras.layers.Dense(4, "tanh"), Forces())),
+        lambda: with_loss(GradientByWeights(), loss=None),
     ],
-    ids=["loss", "compute_loss", "layer"],
+    ids=["loss", "compute_loss", "layer", "compute_loss by weights"],
 )
 @pytest.mark.parametrize("name", CUTTING)
 def test_tapes_of_users_record_in_stages(name: str, build: Callable[[], keras.Model]) -> None:

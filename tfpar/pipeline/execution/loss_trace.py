@@ -15,6 +15,7 @@ from tfpar._compat import (
     keras_metrics,
     random_state,
     tf_function,
+    tf_tapes,
 )
 from tfpar.pipeline.execution.model_loss import ModelLoss
 from tfpar.pipeline.execution.row_gradients import by_lookup
@@ -176,6 +177,7 @@ def _body(
     with (
         tf.device(loss.device),
         keras.StatelessScope(mapping) as scope,
+        tf_tapes.watching(mapping),
         random_state.replica_seeds(lambda: given.number),
         keras_losses_in_call.scalars_weighted(lambda _: given.num_counted / given.num_examples),
         tf_function.own_traces(),

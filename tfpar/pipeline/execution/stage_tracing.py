@@ -16,7 +16,14 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfpar._compat import keras_losses_in_call, keras_model, keras_probabilities, random_state, tf_divided_memory
+from tfpar._compat import (
+    keras_losses_in_call,
+    keras_model,
+    keras_probabilities,
+    random_state,
+    tf_divided_memory,
+    tf_tapes,
+)
 from tfpar.pipeline.execution.divided_calls import DividedCalls, on_shards
 from tfpar.pipeline.execution.graph_key import depends_on_arguments_alone, graph_key, tensor_keys
 from tfpar.pipeline.execution.hidden_reads import hidden_reads
@@ -203,6 +210,7 @@ def _forward_pass(
         tf_divided_memory.with_values([pair for pair in pairs if tf_divided_memory.piece_of(pair[0]) is not None]),
         tf.device(device),
         keras.StatelessScope(mapping, collect_losses=True) as scope,
+        tf_tapes.watching(mapping),
         random_state.replica_seeds(lambda: place.number),
         # A scalar that a layer gives to a metric is weighted by the micro-batch's part of the batch.
         keras_losses_in_call.scalars_weighted(lambda _: place.part),

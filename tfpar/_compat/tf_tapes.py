@@ -1,0 +1,46 @@
+"""Tapes of users where tensors stand for weights: in the traces of stages and of losses.
+
+Written for TensorFlow 2.21. A tape watches a `tf.Variable` when it is read, and takes the gradient by its handle
+(`GradientTape.gradient` in tensorflow/python/eager/backprop.py). A tensor in its place is neither watched nor has a
+handle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import tensorflow as tf
+
+
+@contextlib.contextmanager
+def watching(pairs: Sequence[tuple[Any, tf.Tensor]]) -> Iterator[None]:
+    """Let tapes that begin inside this context watch tensors, and take gradients by the variables of these.
+
+    Args:
+        pairs: Keras variables, each with the tensor that code reads in its place.
+    """
+    tensors = {id(variable): tensor for variable, tensor in pairs}
+    watched = [tensor for tensor in tensors.values() if tensor.dtype.is_floating]
+    push = tf.GradientTape._push_tape
+
+    def push_and_watch(tape: tf.GradientTape) -> None:
+        push(tape)
+        for tensor in watched if tape._watch_accessed_variables else ():
+            tape.watch(tensor)
+
+    def by_tensors(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tape: tf.GradientTape, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+            found = tf.nest.map_structure(lambda one: tensors.get(id(one), one), sources)
+            return method(tape, target, found, *args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(tf.GradientTape, "_push_tape", push_and_watch),
+        mock.patch.object(tf.GradientTape, "gradient", by_tensors(tf.GradientTape.gradient)),
+        mock.patch.object(tf.GradientTape, "jacobian", by_tensors(tf.GradientTape.jacobian)),
+    ):
+        yield
