@@ -14,7 +14,7 @@ from keras import layers, ops
 
 import tfpar
 from tests.properties.test_parity import computing_in
-from tests.support.parity_cases import inputs, labels
+from tests.support.parity_cases import NUM_FEATURES, inputs, labels
 from tests.support.pipeline_models import NUM_EXAMPLES, TOLERANCE, crossentropy, deep, labelled
 from tests.support.small import assert_same_history, assert_same_state, state
 
@@ -145,3 +145,25 @@ def test_elements_may_be_the_inputs_alone(strategy: str, structure: str) -> None
     assert_same_state(state(trainer.model), state(model), 1e-5)
     assert trainer.evaluate(data, verbose=0) == pytest.approx(model.evaluate(data, verbose=0), rel=1e-5)
     np.testing.assert_allclose(trainer.predict(data, verbose=0), model.predict(data, verbose=0), rtol=1e-4, atol=1e-6)
+
+
+class Limited(layers.Layer):
+    """Fails on a large input."""
+
+    def call(self, features: Any) -> Any:
+        with tf.control_dependencies([tf.debugging.assert_less(tf.reduce_max(features), 1e3)]):
+            return tf.identity(features)
+
+
+def test_the_failure_of_a_stage_says_where_its_cause_is_found() -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((NUM_FEATURES,)), layers.Dense(3), Limited()])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    features = inputs(16)
+    features[-1] = 1e6
+    trainer = tfpar.Trainer(build, tfpar.Pipeline(2, 2, balance=[1, 1]), seed=0)
+    # One device alone may report, and may have failed or only waited.
+    with pytest.raises(tf.errors.OpError, match=r"did not hold|in its log, in a line 'Local rendezvous is aborting"):
+        trainer.fit(features, labels(16), batch_size=4, verbose=0)

@@ -18,6 +18,14 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
+# The first of several devices to report may be one that only waited for the result that failed.
+_OTHERS_CANCELLED = (
+    "An operation of one stage failed, and TensorFlow reports that it cancelled the others. The cause is in its log, "
+    "in a line 'Local rendezvous is aborting with status'; set TF_CPP_MIN_LOG_LEVEL=0 to see it, or train on "
+    "SingleDevice()."
+)
+
+
 class _Trainer(Protocol):
     strategy: Strategy
 
@@ -49,6 +57,10 @@ def reported(
             if sentence := data.differing_rows(error.message):
                 raise ValueError(sentence) from error
             raise
+        except tf.errors.CancelledError as error:
+            if not self.strategy.cuts_model:
+                raise
+            raise type(error)(error.node_def, error.op, _OTHERS_CANCELLED) from error
         except tf.errors.ResourceExhaustedError as error:
             sentence = memory_errors.sentence_of(error)
             if sentence is None:
