@@ -4,7 +4,8 @@ Start it from the folder above with
 `python -m tfpar.train --set trainer=examples.own_trainer.Perceptron --directory runs/perceptron`.
 `--set options.hidden=1024` and `--set training.epochs=20` make it larger, `--set strategy.kind=pipeline` trains it in a
 pipeline, and the same command again resumes. Put the settings into a TOML file and name it with `--config`.
-It prints what the run will do, a line an epoch, and at the end the digit that is recognized worst.
+It prints what the run will do, a line an epoch, and at the end the digit that is recognized worst: with several workers
+each predicts its part for `report`, and the chief prints the result.
 """
 
 import numpy as np
@@ -56,7 +57,7 @@ class Perceptron(tfpar.Trainer):
         super().__init__(build_model, strategy, run.seed)
 
     def report(self, results: dict[str, float]) -> str:
-        """Say which digit is recognized worst; the command prints it at the end."""
+        """Say which digit is recognized worst; every worker calls it, and the chief prints the text at the end."""
         images, labels = self._held_out
         recognized = self.predict(images, verbose=0).argmax(axis=1) == labels
         shares = [recognized[labels == digit].mean() for digit in range(10)]

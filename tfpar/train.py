@@ -229,7 +229,7 @@ def _sentence(error: Exception, directory: str | None) -> str | None:
         way_out = "Choose a --directory that can be written." if is_of_run else "Correct the path, or its permissions."
         return f"{received.path(name)}: {os.strerror(error.errno)}. {way_out}"
     if isinstance(error, ValueError | TypeError | OSError | FloatingPointError | ImportError | MemoryError):
-        return str(error) or None
+        return "\n".join([str(error), *getattr(error, "__notes__", ())]) or None
     return None
 
 

@@ -67,6 +67,11 @@ def test_every_line_names_its_worker_and_the_chief_alone_reports(job: Job) -> No
     assert job.outcome.err == ""
 
 
+def test_the_report_of_a_trainer_predicts_on_all_workers_and_is_printed_once(job: Job) -> None:
+    reports = [line for line in job.outcome.out.splitlines() if re.search(r"mean -?\d+\.\d+ after 192 steps", line)]
+    assert len(reports) == 1, job.outcome
+
+
 def test_the_folder_has_the_files_of_one_process_and_no_others(job: Job, alone: Path) -> None:
     written = {path.name for path in (job.folder / "run").rglob("*")}
     assert written == {path.name for path in alone.rglob("*")}

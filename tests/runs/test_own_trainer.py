@@ -60,6 +60,14 @@ class OneName(Free):
 
 class NoModel(Free):
     Options = dict
+
+class Speechless(Free):
+    def report(self, results):
+        return None
+
+class BadReport(Free):
+    def report(self, results):
+        raise ValueError("no such digit")
 """
 
 
@@ -97,6 +105,21 @@ def test_the_header_describes_the_built_objects_and_the_record_leaves_out_unread
     again = call(*flags("Free", "optimizer.warmup_steps=2"))
     assert again.code == 0, "the directory holds the same run"
     assert "trained to its end already" in again.out
+
+
+def test_a_report_may_be_none_and_its_error_says_that_the_run_is_saved(
+    call: command.InProcess, tmp_path: Path
+) -> None:
+    outcome = call(*flags("Speechless"))
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "None" not in outcome.out
+    outcome = call(*flags("BadReport")[2:], "--directory", "bad")
+    assert outcome.code == 1
+    assert outcome.err.splitlines() == [
+        "error: no such digit",
+        "error: The run is trained and saved in bad; its trainer's method `report` failed.",
+    ]
+    assert (tmp_path / "bad" / "results.json").exists()
 
 
 def test_the_header_names_the_optimizer_of_a_bundled_trainer(call: command.InProcess) -> None:

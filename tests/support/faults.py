@@ -102,6 +102,10 @@ class Striking(Regression):
         strike("save")
         super().save(path)
 
+    def report(self, results):
+        mean = self.predict(keras.ops.ones((8, 10)), verbose=0).mean()
+        return f"mean {mean:.3f} after {results['steps']} steps"
+
 strike("import")
 """
 

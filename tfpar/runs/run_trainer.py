@@ -24,7 +24,8 @@ class RunTrainer(Protocol):
 
         sharding       how the workers share the training examples, a sentence for the printed plan
         class_names    the names of the classes, for the printed plan
-        report         a method: takes the results and returns a text, which is printed at the end
+        report         a method: takes the results and returns a text, which the chief prints at the end, or None; every
+                       worker calls it, so it may predict
 
     Attributes:
         train_data: Training batches `(inputs, targets)` or `(inputs, targets, sample_weights)`, `[global batch, ...]`
@@ -96,11 +97,12 @@ def class_names_of(trainer: RunTrainer) -> tuple[str, ...]:
 
 
 def report_of(trainer: RunTrainer, results: dict[str, float]) -> str | None:
-    """Return a trainer's report on its results; None for a trainer without a method `report`.
+    """Return a trainer's report on its results; None for a trainer without one.
 
     Args:
         trainer: The trainer of a run.
         results: The figures of `results.json`.
     """
     report = getattr(trainer, "report", None)
-    return None if report is None else str(report(results))
+    text = None if report is None else report(results)
+    return None if text is None else str(text)

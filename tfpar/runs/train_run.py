@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from tfpar.checkpoint import Checkpoints, Position
 from tfpar.commands import standard_streams
 from tfpar.config import settings_read
 from tfpar.interruption import interruptible
+from tfpar.loops.held_errors import HeldErrors
 from tfpar.messages.number_format import line
 from tfpar.reports import events
 from tfpar.reports.timelines import PipelineRecord
@@ -201,6 +203,7 @@ def _fit_and_save(
         if trainer.strategy.is_chief:
             _save(directory, trainer, results, reporter, prediction)
     trainer.strategy.barrier()  # a worker that leaves before the chief has written its files counts as lost
+    _print_report(run, directory, trainer, results)
     return True
 
 
@@ -243,7 +246,21 @@ def _save(
     directory.finish(results)
     reporter.end(events.TRAINED)
     print(f"\n{summary.summary(directory, results)}")
-    if (report := report_of(trainer, results)) is not None:
+
+
+def _print_report(run: config.Run, directory: RunDirectory, trainer: RunTrainer, results: dict[str, float]) -> None:
+    """Call the trainer's own report on all workers, as it may predict, and print the chief's."""
+    strategy = trainer.strategy
+    shared = json.loads(strategy.broadcast(json.dumps(results).encode() if strategy.is_chief else None))
+    errors, report = HeldErrors(strategy), None
+    try:
+        with errors.held(f"The method report of {run.trainer}"):
+            report = report_of(trainer, shared)
+        errors.vote()
+    except Exception as error:
+        error.add_note(f"The run is trained and saved in {directory.path}; its trainer's method `report` failed.")
+        raise
+    if report is not None and strategy.is_chief:
         print(f"\n{report}")
 
 
