@@ -2,8 +2,12 @@
 
 Start it from the folder above with
 `python -m tfpar.train --set trainer=examples.own_trainer.Perceptron --directory runs/perceptron`.
-`--set options.hidden=1024` and `--set training.epochs=20` make it larger, `--set strategy.kind=pipeline` trains it in a
-pipeline, and the same command again resumes. Put the settings into a TOML file and name it with `--config`.
+`--set options.hidden=1024` and `--set training.epochs=20` make it larger, and the same command again resumes.
+On the CPU
+`python -m tfpar.train --set trainer=examples.own_trainer.Perceptron --directory runs/perceptron_in_stages
+--set strategy.kind=pipeline --set strategy.num_stages=2 --set strategy.num_microbatches=4
+--set strategy.num_logical_cpus=2` trains it in a pipeline; on two GPUs leave out the last setting.
+Put the settings into a TOML file and name it with `--config`.
 It prints what the run will do, a line an epoch, and at the end the digit that is recognized worst: with several workers
 each predicts its part for `report`, and the chief prints the result.
 """

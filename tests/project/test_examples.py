@@ -107,19 +107,26 @@ def test_workers_print_the_loss_of_one_device(tmp_path: Path) -> None:
     assert difference <= ROUNDING
 
 
+@pytest.mark.parametrize(("part", "folder"), [("", "perceptron"), ("pipeline", "perceptron_in_stages")])
 def test_the_trainer_of_ones_own_reports_the_worst_digit(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     logical_cpus: list[str],
+    part: str,
+    folder: str,
 ) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    settings = ["trainer=examples.own_trainer.Perceptron", "training.epochs=1", "options.hidden=16"]
-    words = [word for setting in settings for word in ("--set", setting)]
-    outcome = InProcess(capfd, monkeypatch, tmp_path)(*words, "--directory", "runs/perceptron")
+    documented = re.findall(r"`python -m tfpar.train ([^`]*)`", (EXAMPLES / "own_trainer.py").read_text())
+    words = next(command for command in documented if part in command).split()
+    asked_for = "strategy.num_logical_cpus=2"  # the tests share four
+    words = [word if word != asked_for else f"strategy.num_logical_cpus={len(logical_cpus)}" for word in words]
+    outcome = InProcess(capfd, monkeypatch, tmp_path)(
+        *words, "--set", "training.epochs=1", "--set", "options.hidden=16"
+    )
     assert outcome.code == 0, outcome.err
     assert re.search(r"recognized worst: \d, in \d+% of \d+ images", outcome.out), outcome.out
-    assert (tmp_path / "runs/perceptron/model.keras").exists()
+    assert (tmp_path / "runs" / folder / "model.keras").exists()
 
 
 @pytest.mark.extended
