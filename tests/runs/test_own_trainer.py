@@ -61,6 +61,41 @@ class OneName(Free):
 class NoModel(Free):
     Options = dict
 
+def deviation(targets, outputs):
+    return keras.ops.mean(keras.ops.abs(targets - outputs), axis=-1)
+
+class Activity(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.metrics.Mean(name="activity")
+
+    def call(self, inputs):
+        self.mean.update_state(inputs)
+        return inputs
+
+class Measured(Free):
+    def build(self):
+        inputs = keras.Input((3,))
+        model = keras.Model(inputs, keras.layers.Dense(1)(Activity()(inputs)))
+        metrics = [deviation] + [lambda targets, outputs: targets - outputs] * self.asked.get("odd", 0)
+        model.compile("sgd", "mse", metrics=metrics, weighted_metrics=["mae"])
+        return model
+
+class Autoencoder(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.divergence = keras.layers.Dense(1), keras.metrics.Mean(name="divergence")
+
+    def call(self, inputs):
+        self.divergence.update_state(inputs)
+        return self.dense(inputs)
+
+class Unbuilt(Free):
+    def build(self):
+        model = Autoencoder()
+        model.compile("sgd", "mse")
+        return model
+
 class Speechless(Free):
     def report(self, results):
         return None
@@ -107,9 +142,47 @@ def test_the_header_describes_the_built_objects_and_the_record_leaves_out_unread
     assert "trained to its end already" in again.out
 
 
-def test_a_report_may_be_none_and_its_error_says_that_the_run_is_saved(
-    call: command.InProcess, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "options", "monitor"),
+    [
+        ("Measured", [], "deviation"),
+        ("Measured", [], "mae"),
+        ("Measured", [], "activity"),
+        ("Measured", ["options.odd=1"], "lambda"),
+        ("Unbuilt", [], "divergence"),
+    ],
+)
+def test_every_metric_that_keras_logs_can_be_watched(
+    call: command.InProcess, tmp_path: Path, name: str, options: list[str], monitor: str
 ) -> None:
+    watched = ["callbacks.early_stopping_patience=0", f"callbacks.monitor={monitor}", "callbacks.monitor_mode=min"]
+    outcome = call(*flags(name, *watched, *options))
+    assert (outcome.code, outcome.err) == (0, "")
+    assert monitor in command.metrics(tmp_path / "run")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "monitor", "message"),
+    [
+        (
+            "Measured",
+            "devation",
+            'monitor = "devation" is no metric of this model. There are: loss, val_loss, deviation',
+        ),
+        ("Measured", "deviation", 'a lower or a higher value is better: set callbacks.monitor_mode = "min" or "max".'),
+        ("Unbuilt", "divergence", 'a lower or a higher value is better: set callbacks.monitor_mode = "min" or "max".'),
+    ],
+)
+def test_what_can_certainly_not_be_watched_is_refused_before_the_first_step(
+    call: command.InProcess, name: str, monitor: str, message: str
+) -> None:
+    outcome = call(*flags(name, "callbacks.early_stopping_patience=0", f"callbacks.monitor={monitor}"))
+    assert outcome.code == 1
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_report_may_be_none_and_its_error_says_that_the_run_is_saved(call: command.InProcess, tmp_path: Path) -> None:
     outcome = call(*flags("Speechless"))
     assert (outcome.code, outcome.err) == (0, "")
     assert "None" not in outcome.out

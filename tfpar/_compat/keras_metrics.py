@@ -34,6 +34,20 @@ def counts_metrics(model: keras.Model) -> bool:
     return model._compile_metrics is not None or overridden(model, "compute_metrics")
 
 
+def given_metrics(model: keras.Model) -> Any:
+    """Return `metrics` and `weighted_metrics` as `compile` received them.
+
+    `get_compile_config` of Keras 3.15 raises for classes and callable objects.
+    """
+    compiled = model._compile_metrics
+    return [] if compiled is None else [compiled._user_metrics or [], compiled._user_weighted_metrics or []]
+
+
+def tracked_metrics(model: keras.Model) -> list[keras.Metric]:
+    """Return the metrics of a model's logs, without those given to `compile` (Keras 3.15 holds them in one metric)."""
+    return [metric for metric in model.metrics if metric is not model._compile_metrics]
+
+
 def loss_tracker(model: keras.Model) -> keras.metrics.Mean:
     """Return the metric of the log entry `loss`; `model.metrics` holds it only at no fixed place (Keras 3.15)."""
     return model._loss_tracker

@@ -123,6 +123,10 @@ class Callbacks(Section):
         None, description="Reduce the learning rate after this many epochs without improvement."
     )
     monitor: Text = Field("val_loss", description="The log that decides about improvement.")
+    monitor_mode: Literal["auto", "min", "max"] = Field(
+        "auto",
+        description='Whether a lower or a higher value of it is better; "auto" suits the loss and metrics of Keras.',
+    )
     tensorboard: bool = Field(
         True, description="Write TensorBoard logs into the run directory.", json_schema_extra=CHANGES_NO_WEIGHT
     )

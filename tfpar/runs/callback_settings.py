@@ -6,6 +6,7 @@ import keras
 
 from tfpar import callbacks, config
 from tfpar.runs.directory import RunDirectory
+from tfpar.runs.log_names import log_names, may_have_direction
 from tfpar.runs.run_trainer import RunTrainer
 from tfpar.runs.tensorboard_steps import StepSummaries
 
@@ -47,10 +48,11 @@ def _warmup(run: config.Run) -> list[keras.callbacks.Callback]:
 def _on_plateaus(settings: config.Callbacks) -> list[keras.callbacks.Callback]:
     found: list[keras.callbacks.Callback] = []
     stop, reduce = settings.early_stopping_patience, settings.reduce_learning_rate_patience
+    monitor, mode = settings.monitor, settings.monitor_mode
     if stop is not None:
-        found.append(keras.callbacks.EarlyStopping(settings.monitor, patience=stop, restore_best_weights=True))
+        found.append(keras.callbacks.EarlyStopping(monitor, patience=stop, mode=mode, restore_best_weights=True))
     if reduce is not None:
-        found.append(keras.callbacks.ReduceLROnPlateau(settings.monitor, patience=reduce))
+        found.append(keras.callbacks.ReduceLROnPlateau(monitor, patience=reduce, mode=mode))
     return found
 
 
@@ -60,27 +62,36 @@ def _replica_checks(settings: config.Callbacks) -> list[keras.callbacks.Callback
 
 
 def check_monitor(settings: config.Callbacks, trainer: RunTrainer) -> None:
-    """Refuse to monitor a metric that the model does not have; Keras would warn after the first epoch.
+    """Refuse to monitor what Keras would certainly not find, or not compare, after the first epoch.
 
     Args:
         settings: The section of the run.
         trainer: The trainer of the run.
 
     Raises:
-        ValueError: If the metric is not measured.
+        ValueError: If the metric is not measured, or "auto" does not know whether a lower or a higher value is better.
     """
-    metrics = trainer.model.get_compile_config().get("metrics") or []
-    watches = settings.early_stopping_patience is not None or settings.reduce_learning_rate_patience is not None
-    if not watches or not all(isinstance(metric, str | dict) for metric in metrics) or isinstance(metrics, dict):
-        return  # the metrics of several outputs have other names
-    names = ["loss", *(metric if isinstance(metric, str) else metric["config"]["name"] for metric in metrics)]
-    if settings.monitor.startswith("val_") and trainer.validation_data is None:
+    if settings.early_stopping_patience is None and settings.reduce_learning_rate_patience is None:
+        return
+    names = log_names(trainer.model)
+    if settings.monitor not in (names or ()):
+        _check_name(settings.monitor, names, trainer.validation_data is not None)
+    if settings.monitor_mode == "auto" and not may_have_direction(trainer.model, settings.monitor):
         raise ValueError(
-            f'callbacks.monitor = "{settings.monitor}" is not measured without validation data: monitor '
-            f'"{settings.monitor.removeprefix("val_")}", or set a validation split.'
+            f'callbacks.monitor = "{settings.monitor}" is no metric of which Keras knows whether a lower or a higher '
+            'value is better: set callbacks.monitor_mode = "min" or "max".'
         )
-    if settings.monitor.removeprefix("val_") not in names:
+
+
+def _check_name(monitor: str, names: list[str] | None, is_validated: bool) -> None:
+    name = monitor.removeprefix("val_")
+    if name != monitor and not is_validated:
         raise ValueError(
-            f'callbacks.monitor = "{settings.monitor}" is no metric of this model. There are: '
+            f'callbacks.monitor = "{monitor}" is not measured without validation data: monitor "{name}", or set a '
+            "validation split."
+        )
+    if names is not None and name not in names:
+        raise ValueError(
+            f'callbacks.monitor = "{monitor}" is no metric of this model. There are: '
             f"{', '.join(f'{name}, val_{name}' for name in names)}."
         )
