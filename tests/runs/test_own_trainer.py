@@ -1,5 +1,6 @@
 """A user's trainer class under the train command: its options and settings, the printed plan and the record."""
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -96,6 +97,25 @@ class Unbuilt(Free):
         model.compile("sgd", "mse")
         return model
 
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return tf.ones([4, 3]), tf.ones([4, 1])
+
+class Given(Free):
+    reads = ("options", "training.global_batch_size")
+
+    def __init__(self, run, strategy):
+        super().__init__(run, strategy)
+        dataset, arrays = self.train_data, (tf.ones([8, 3]), tf.ones([8, 1]))
+        batches = (batch for batch in dataset)
+        kinds = {"PyDataset": Batches(), "generator": batches, "arrays": arrays, "list": [1, 2], "None": None}
+        kinds["repeated"] = dataset.repeat()
+        for name, kind in run.options.items():
+            setattr(self, name, kinds.get(kind, kind))
+
 class Speechless(Free):
     def report(self, results):
         return None
@@ -177,6 +197,48 @@ def test_what_can_certainly_not_be_watched_is_refused_before_the_first_step(
     call: command.InProcess, name: str, monitor: str, message: str
 ) -> None:
     outcome = call(*flags(name, "callbacks.early_stopping_patience=0", f"callbacks.monitor={monitor}"))
+    assert outcome.code == 1
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("PyDataset", "2"), ("generator", "a number not yet"), ("arrays", "2")])
+def test_a_trainer_may_have_all_data_that_fit_takes(
+    call: command.InProcess, tmp_path: Path, kind: str, steps: str
+) -> None:
+    validation = "PyDataset" if kind == "generator" else kind
+    data = [f"options.train_data={kind}", f"options.validation_data={validation}", "training.global_batch_size=4"]
+    outcome = call(*flags("Given", *data))
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"epochs     1, of {steps}" in outcome.out
+    (of_epoch,) = command.metrics(tmp_path / "run")
+    assert of_epoch["step"] == 2
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["val_loss"] == of_epoch["val_loss"]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("train_data=None", "train_data of own.Given must be a tf.data.Dataset or keras.utils.PyDataset of global"),
+        ("train_data=list", "or arrays (inputs, targets), received [1, 2]: "),
+        (
+            "train_data=repeated",
+            "train_data of own.Given must end, as an epoch is one pass over it, and it is repeated",
+        ),
+        ("validation_data=repeated", "leave out repeat(), or add take(steps) for epochs of so many steps."),
+        ("validation_data=generator", "received a generator, which is read once: use tf.data.Dataset.from_generator"),
+        (
+            "num_train_examples=many",
+            "num_train_examples of own.Given must be a whole number of at least 0, received 'm",
+        ),
+        ("num_train_examples=-1", "received -1: set None where it is not known."),
+        ("num_train_examples=1.5", "received 1.5: set None where it is not known."),
+    ],
+)
+def test_data_of_a_trainer_with_which_no_run_can_end_are_refused_in_one_sentence(
+    call: command.InProcess, attribute: str, message: str
+) -> None:
+    outcome = call(*flags("Given", f"options.{attribute}"))
     assert outcome.code == 1
     assert message in outcome.err
     assert outcome.err.count("\n") == 1

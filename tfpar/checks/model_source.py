@@ -100,7 +100,7 @@ def make_trainer(source: ModelSource, strategy: Any, dtype: str | None) -> tuple
 
     import tfpar
     from tfpar.config import settings_read
-    from tfpar.runs import user_trainer
+    from tfpar.runs import run_data, user_trainer
 
     if dtype is not None:
         keras.config.set_floatx(dtype)
@@ -113,7 +113,7 @@ def make_trainer(source: ModelSource, strategy: Any, dtype: str | None) -> tuple
     if dtype is not None and reads_precision:
         run = run.model_copy(update={"training": run.training.model_copy(update={"precision": dtype})})
     trainer = user_trainer.make_trainer(run, strategy)
-    return trainer, trainer.train_data
+    return trainer, run_data.training_batches(run, trainer)
 
 
 def first_batch(dataset: Any) -> Any:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfpar import config, strategies
 from tfpar.checkpoint import Checkpoints, Position
 from tfpar.files import json_lines
+from tfpar.runs import run_data
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.run_trainer import RunTrainer
 from tfpar.runs.user_trainer import make_trainer
@@ -38,7 +39,8 @@ def evaluate_checkpoints(run: config.Run, directory: RunDirectory) -> bool:
         raise ValueError(
             "An evaluator needs validation data, and data.validation_split is none. Set it, or start no evaluator."
         )
-    trainer.evaluate(trainer.validation_data, steps=1, verbose=0)  # builds the model at its first batch
+    # Builds the model at its first batch.
+    trainer.evaluate(run_data.validation_batches(run, trainer), steps=1, verbose=0)
     print(f"Evaluating each new checkpoint in {directory.checkpoints}.", flush=True)
     stopped = threading.Event()
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -54,20 +56,22 @@ def _follow(run: config.Run, directory: RunDirectory, trainer: RunTrainer, stopp
     while not stopped.is_set():
         position = checkpoints.position() if directory.checkpoints.is_dir() else None
         if position is not None and position != seen:
-            seen = _evaluate(checkpoints, directory, trainer)
+            seen = _evaluate(run, checkpoints, directory, trainer)
         if seen is not None and (seen.stopped or seen.epoch >= run.training.epochs):
             return True
         stopped.wait(POLL_SECONDS)
     return False
 
 
-def _evaluate(checkpoints: Checkpoints, directory: RunDirectory, trainer: RunTrainer) -> Position | None:
+def _evaluate(
+    run: config.Run, checkpoints: Checkpoints, directory: RunDirectory, trainer: RunTrainer
+) -> Position | None:
     blob = checkpoints.read()
     if blob is None:
         return None
     position, _ = checkpoints.load(trainer.model, blob)
     step = int(trainer.model.optimizer.iterations.numpy())
-    logs = trainer.evaluate(trainer.validation_data, verbose=0, return_dict=True)
+    logs = trainer.evaluate(run_data.validation_batches(run, trainer), verbose=0, return_dict=True)
     figures = {f"val_{name}": float(value) for name, value in logs.items()}
     print(f"step {step}: {', '.join(f'{name} {value:.4f}' for name, value in figures.items())}", flush=True)
     path = directory.path / "evaluations.jsonl"

@@ -10,7 +10,7 @@ from tfpar import config, data, strategies
 from tfpar.cluster import cores
 from tfpar.config import settings_read, toml
 from tfpar.messages.number_format import line
-from tfpar.runs import built_objects
+from tfpar.runs import built_objects, run_data
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.run_trainer import RunTrainer, class_names_of, sharding_of
 from tfpar.runs.user_trainer import trainer_options, trainer_reads
@@ -45,7 +45,8 @@ def lines(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> dict
     here = [spec for spec in specs if spec.task in (None, trainer.strategy.rank)]
     devices = ", ".join(f"{spec.device_type}:{spec.device_index}" for spec in here)
     read = settings_read.read_keys(trainer_reads(run))
-    steps = int(trainer.train_data.cardinality())
+    known = run_data.num_steps(run, trainer.train_data)
+    steps = "a number not yet known of" if known is None else f"{known:,}"
     return {
         "run": f"{directory.path} (tfpar {tfpar.__version__}, TensorFlow {tf.__version__}, Keras {keras.__version__})",
         "devices": f"{devices} ({_cores()})",
@@ -58,8 +59,8 @@ def lines(run: config.Run, directory: RunDirectory, trainer: RunTrainer) -> dict
         "options": _options_line(run),
         "data": _data_line(run, trainer, "data.source" in read),
         "sharding": sharding_of(trainer) if trainer.strategy.num_workers > 1 else "",
-        "batch": _batch_line(run, trainer.strategy, settings_read.BATCH in read),
-        "epochs": f"{run.training.epochs}, of {f'{steps:,}' if steps >= 0 else 'a number not yet known of'} steps each",
+        "batch": _batch_line(run, trainer),
+        "epochs": f"{run.training.epochs}, of {steps} steps each",
     }
 
 
@@ -77,10 +78,11 @@ def _note(strategy: strategies.Strategy) -> str:
     )
 
 
-def _batch_line(run: config.Run, strategy: strategies.Strategy, is_read: bool) -> str:
-    number, part = strategy.batch_parts
+def _batch_line(run: config.Run, trainer: RunTrainer) -> str:
+    number, part = trainer.strategy.batch_parts
     parts = f"{number} {part}{'' if number == 1 else 'es' if part.endswith('h') else 's'}"
-    if not is_read:
+    is_read = settings_read.BATCH in settings_read.read_keys(trainer_reads(run))
+    if not is_read and data.is_dataset(trainer.train_data):
         return f"as {run.trainer} makes it, over {parts}"
     batch = run.training.global_batch_size
     share = f"{batch // number}" + (f" to {-(-batch // number)}" if batch % number else "")

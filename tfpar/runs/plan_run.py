@@ -12,7 +12,7 @@ from tfpar.cluster import cores
 from tfpar.planning.plan import Plan
 from tfpar.planning.planner import planned
 from tfpar.planning.stated import Stated
-from tfpar.runs import stored_plans
+from tfpar.runs import run_data, stored_plans
 from tfpar.runs.plan_files import with_strategy
 from tfpar.runs.user_trainer import check_trainer, make_trainer
 from tfpar.strategies import Strategy
@@ -44,7 +44,7 @@ def plan_of(run: config.Run, stated: Stated, num_logical_cpus: int, measured_lay
 
     def make(strategy: Strategy) -> tuple[Any, Any]:
         trainer = make_trainer(plain, strategy)
-        return trainer, trainer.train_data
+        return trainer, run_data.training_batches(plain, trainer)
 
     plan = planned(make, names, stated, measured_layouts, lambda error: data.user_message(error, run.data))
     if stated == Stated() and measured_layouts is None:

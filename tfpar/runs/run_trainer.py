@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import keras
-import tensorflow as tf
 
 from tfpar.checkpoint import Checkpoints
-from tfpar.data import Sharded
 from tfpar.data.sharding_policy import ALL_READ
 from tfpar.strategies import Strategy
 
@@ -29,8 +27,8 @@ class RunTrainer(Protocol):
 
     Attributes:
         train_data: Training batches `(inputs, targets)` or `(inputs, targets, sample_weights)`, `[global batch, ...]`
-            each.
-        validation_data: The same for validation; None to train without.
+            each, in any form that `fit` takes; or a tuple of such arrays `[examples, ...]`.
+        validation_data: The same for validation, but no generator; None to train without.
         num_train_examples: The number of training examples; None if it is unknown before the first epoch ends.
 
     Example:
@@ -43,8 +41,8 @@ class RunTrainer(Protocol):
         64
     """
 
-    train_data: tf.data.Dataset | Sharded
-    validation_data: tf.data.Dataset | None
+    train_data: Any
+    validation_data: Any
     num_train_examples: int | None
     model: keras.Model
     strategy: Strategy

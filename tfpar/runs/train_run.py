@@ -23,7 +23,7 @@ from tfpar.loops.held_errors import HeldErrors
 from tfpar.messages.number_format import line
 from tfpar.reports import events
 from tfpar.reports.timelines import PipelineRecord
-from tfpar.runs import chosen_layout, header, pipeline_report, resume, summary
+from tfpar.runs import chosen_layout, header, pipeline_report, resume, run_data, summary
 from tfpar.runs.callback_settings import callbacks_from_settings, check_monitor
 from tfpar.runs.directory import RunDirectory
 from tfpar.runs.epoch_table import EpochTable
@@ -152,7 +152,7 @@ def _show_schedule(
     run: config.Run, directory: RunDirectory, trainer: RunTrainer, trace: bool
 ) -> dict[str, str | PipelineRecord]:
     """Print the stages, draw the trace, and return both for the report."""
-    batch = trainer.build(trainer.train_data)
+    batch = trainer.build(run_data.training_batches(run, trainer))
     preview = pipeline_report.measured_stages(trainer, batch)
     record = pipeline_report.predicted(preview)
     if trace:
@@ -198,7 +198,7 @@ def _fit_and_save(
         _print_interruption(directory, trainer, watch.kept_in)
         reporter.end(events.INTERRUPTED)
         return False
-    results = _results(trainer, throughput, metrics_file)
+    results = _results(run, trainer, throughput, metrics_file)
     with trainer.strategy.whole_state(trainer.model):
         if trainer.strategy.is_chief:
             _save(directory, trainer, results, reporter, prediction)
@@ -213,11 +213,11 @@ def _fit(
     settings = run.training
     with interruptible(trainer):
         trainer.fit(
-            trainer.train_data,
+            run_data.training_batches(run, trainer),
             epochs=settings.epochs,
             verbose=0,
             callbacks=listed,
-            validation_data=trainer.validation_data,
+            validation_data=run_data.validation_batches(run, trainer),
             validation_freq=settings.validation_freq,
             steps_per_call=None if settings.steps_per_call == "auto" else settings.steps_per_call,
             checkpoints=checkpoints,
@@ -294,7 +294,8 @@ def audit(run: config.Run, num_workers: int) -> bool:
         Whether all workers together read the examples of one worker alone.
     """
     trainer = make_trainer(run, strategies.SingleDevice())
-    found = data.audit(trainer.train_data, num_workers)
+    batches = data.as_dataset(run_data.training_batches(run, trainer))
+    found = data.audit(batches if isinstance(batches, data.Sharded) else data.global_batches(batches), num_workers)
     print(f"sharding  {sharding_of(trainer)}\n\n{found}")
     return found.ok
 
@@ -304,12 +305,12 @@ def _num_updates(trainer: RunTrainer) -> int:
 
 
 def _results(
-    trainer: RunTrainer, throughput: callbacks.Throughput, metrics_file: callbacks.MetricsFile
+    run: config.Run, trainer: RunTrainer, throughput: callbacks.Throughput, metrics_file: callbacks.MetricsFile
 ) -> dict[str, float]:
     """Return the metrics of the model as it is saved: the last epoch's are of other weights after an early stop."""
     logs = {}
     if trainer.validation_data is not None:  # on all workers
-        logs = trainer.evaluate(trainer.validation_data, verbose=0, return_dict=True)
+        logs = trainer.evaluate(run_data.validation_batches(run, trainer), verbose=0, return_dict=True)
     if not trainer.strategy.is_chief:
         return {}
     last = dict(metrics_file.entries[-1])

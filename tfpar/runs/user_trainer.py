@@ -32,6 +32,7 @@ from tfpar import config
 from tfpar.config import settings_read
 from tfpar.messages.received import excerpt, quoted
 from tfpar.messages.suggestions import did_you_mean
+from tfpar.runs import run_data
 from tfpar.runs.run_trainer import RunTrainer
 from tfpar.strategies import Strategy, model_checks
 from tfpar.trainer import Trainer
@@ -50,8 +51,8 @@ def make_trainer(run: config.Run, strategy: Strategy) -> RunTrainer:
         An object of the run's trainer class.
 
     Raises:
-        ValueError: As `check_trainer`, as the class itself, where the trainer lacks one of these, or where its model is
-            not compiled.
+        ValueError: As `check_trainer`, as the class itself, where the trainer lacks one of these or has data that
+            cannot be trained on, or where its model is not compiled.
     """
     trainer: RunTrainer = check_trainer(run)(run, strategy)
     for name in ("train_data", "validation_data", "num_train_examples"):
@@ -60,6 +61,7 @@ def make_trainer(run: config.Run, strategy: Strategy) -> RunTrainer:
                 f"trainer must have train_data, validation_data and num_train_examples, and {quoted(run.trainer)} "
                 f"lacks {name}: set it in __init__, None where there is none."
             )
+    run_data.check(run, trainer)
     model_checks.check_compiled(trainer.model, "fit")
     return trainer
 
