@@ -135,6 +135,19 @@ def test_random_layers_and_normalization_differ_by_design() -> None:
     assert strategy_task.by_design(model) == ["drops", "normalizes"]
 
 
+def test_a_strategy_is_compared_on_one_batch_of_a_shuffled_dataset(logical_cpus: list[str]) -> None:
+    import keras
+
+    overrides = [f"trainer={doctor_models.__name__}.Shuffled", "strategy.kind=mirrored"]
+    try:
+        result = strategy_task.compare({"overrides": overrides}, logical_cpus[1:3])
+    finally:
+        keras.config.set_floatx("float32")
+        keras.config.set_dtype_policy("float32")
+    check = models.judged_strategy(result)
+    assert check.status == "ok", check.figure
+
+
 RESULT = {"strategy": "Mirrored", "loss": 0.0, "weights": {"a": 1e-12, "b": 0.1}, "finite": True, "by_design": []}
 
 

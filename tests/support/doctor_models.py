@@ -7,6 +7,9 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
+import tfpar
+from tfpar import config
+
 
 def classifier() -> keras.Model:
     model = keras.Sequential([keras.Input((6,), dtype="int32"), layers.Embedding(11, 4), layers.Flatten()])
@@ -27,6 +30,23 @@ def on_the_host() -> keras.Model:
     model = keras.Sequential([keras.Input((6,)), layers.Dense(3), Unique(name="users"), layers.Dense(2)])
     model.compile("sgd", "mse")
     return model
+
+
+class Shuffled(tfpar.Trainer):
+    """Trains on a dataset that is shuffled with a seed, with weights of no seed."""
+
+    reads = ("seed",)
+
+    def __init__(self, run: config.Run, strategy: tfpar.Strategy) -> None:
+        rows = tf.data.Dataset.from_tensor_slices((np.eye(40, 6, dtype="float32"), np.arange(40.0)[:, None]))
+        self.train_data, self.validation_data = rows.shuffle(40, seed=run.seed).batch(8), None
+        self.num_train_examples = 40
+        super().__init__(self.build_model, strategy)
+
+    def build_model(self) -> keras.Model:
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        model.compile("adam", "mse")
+        return model
 
 
 def raising() -> keras.Model:

@@ -105,6 +105,7 @@ def make_trainer(source: ModelSource, strategy: Any, dtype: str | None) -> tuple
     if dtype is not None:
         keras.config.set_floatx(dtype)
         keras.config.set_dtype_policy(dtype)
+    keras.utils.set_random_seed(0)  # a trainer without a seed has the same weights under each strategy
     if source.function:
         trainer: Any = tfpar.Trainer(function_of(source.function), strategy, seed=0)
         return trainer, _data_of_function(source, trainer.model)

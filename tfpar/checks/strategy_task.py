@@ -14,7 +14,7 @@ import tfpar
 from tfpar import config, strategies
 from tfpar._compat import keras_model
 from tfpar.checks.child_program import at_stage
-from tfpar.checks.model_source import ModelSource, first_batch, make_trainer, source_of
+from tfpar.checks.model_source import first_batch, make_trainer, source_of
 from tfpar.full_precision import full_precision
 from tfpar.parity import relative_difference, weight_differences
 
@@ -33,9 +33,14 @@ def compare(source: dict[str, Any], devices: Sequence[str]) -> dict[str, Any]:
     with default_device(devices), full_precision():
         strategy = strategies.from_settings(settings)
         at_stage("three steps on one device")
-        logs, weights, _ = _trained(found, tfpar.SingleDevice(devices[0]))
+        trainer, dataset = make_trainer(found, tfpar.SingleDevice(devices[0]), "float64")
+        # One batch for both: a shuffled dataset that is made again may have another order.
+        batch = tf.nest.map_structure(_in_float64, first_batch(dataset))
+        logs, weights = _trained(trainer, batch)
         at_stage(f"three steps of {settings.kind}")
-        own_logs, own_weights, model = _trained(found, strategy)
+        own_trainer, _ = make_trainer(found, strategy, "float64")
+        own_logs, own_weights = _trained(own_trainer, batch)
+    model = own_trainer.model
     by_weight = weight_differences(own_weights, weights)
     differences = {variable.path: value for variable, value in zip(model.weights, by_weight, strict=True)}
     return {
@@ -65,12 +70,10 @@ def settings_on(settings: config.Strategy, devices: Sequence[str]) -> config.Str
     return settings.model_copy(update={"devices": tuple(devices), "num_logical_cpus": 1, **across})
 
 
-def _trained(source: ModelSource, strategy: tfpar.Strategy) -> tuple[dict[str, Any], list[np.ndarray], keras.Model]:
-    trainer, dataset = make_trainer(source, strategy, "float64")
-    batch = tf.nest.map_structure(_in_float64, first_batch(dataset))
+def _trained(trainer: tfpar.Trainer, batch: Any) -> tuple[dict[str, Any], list[np.ndarray]]:
     repeated = tf.data.Dataset.from_tensors(batch).repeat(NUM_STEPS)
     logs = trainer.fit(repeated, epochs=1, verbose=0).history
-    return logs, trainer.model.get_weights(), trainer.model
+    return logs, trainer.model.get_weights()
 
 
 def _in_float64(value: Any) -> Any:
