@@ -59,6 +59,16 @@ def test_help_lists_the_configurations_and_points_to_all_settings() -> None:
     assert "--config digits --print_config" in shown
 
 
+@pytest.mark.parametrize(
+    ("value", "code", "said"), [("", 0, ""), ("3", 3, ""), ("'Download the data.'", 1, "Download the data.\n")]
+)
+def test_a_command_that_calls_sys_exit_ends_as_a_script_does(value: str, code: int, said: str, tmp_path: Path) -> None:
+    text = f"import sys; from tfpar.commands import command_line; command_line.run_plain(lambda: sys.exit({value}))"
+    (tmp_path / "script.py").write_text(text)
+    ended = run("script", folder=tmp_path)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", said)
+
+
 @pytest.mark.parametrize("command", ["tfpar", *COMMANDS])
 def test_version_lists_tfpar_tensorflow_keras_and_python(command: str, tmp_path: Path) -> None:
     asked = run(command, "--version", folder=tmp_path)

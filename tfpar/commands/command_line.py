@@ -177,7 +177,10 @@ def _exit_code(main: Callable[[], int]) -> int:
         start_up.imported()
         return main()
     except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)  # of sys.exit("..."), as Python itself prints it
+        return FAILED
 
 
 def _sentence(command: Command, error: flags.Error) -> str:
