@@ -13,8 +13,12 @@ from tfpar.data.sources import csv_files, image_folder, tfds, tfrecord
 UserMessage: TypeAlias = Callable[[BaseException], str | None]
 
 SENTENCE = re.compile(r"assertion failed: \[(.*?)\](?:\s|$)", re.DOTALL)
+# What TensorFlow writes before an error of Python code: the function of the graph, then the transformations around it.
+_AROUND = (
+    r"Error in user-defined function passed to \S+ transformation with iterator: \S+|Function invocation produced \w+"
+)
 RAISED = re.compile(
-    r"^(?:\{\{.*?\}\} ?)?((?:\w+\.)*\w+(?:Error|Exception)?: .*?)\nTraceback \(most recent", re.M | re.S
+    rf"^(?:\{{\{{.*?\}}\}} ?)?(?:(?:{_AROUND}): )*((?:\w+\.)*\w+: .*?)\nTraceback \(most recent", re.M | re.S
 )
 _CACHED_TWICE = re.compile(r"cache lockfile already exists \('(.*?)\.lockfile'\)")
 GONE = re.compile(r"(/\S+); No such file or directory")
@@ -89,7 +93,7 @@ def _refused(message: str, settings: config.Data) -> str | None:
 def _raised(message: str) -> str | None:
     """Return the error that Python code within a pipeline raised, without its traceback."""
     found = RAISED.search(message)
-    return found.group(1).removeprefix("ValueError: ") if found else None
+    return found.group(1).removeprefix("ValueError: ").removesuffix(": ") if found else None
 
 
 def _corrupt(settings: config.Data) -> str:
