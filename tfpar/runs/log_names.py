@@ -64,7 +64,7 @@ def _may_compare(metric: Any, name: str) -> bool:
 
 
 def _has_one_output(model: keras.Model) -> bool:
-    return model.built and isinstance(getattr(model, "output", None), keras.KerasTensor)
+    return model.built and len(getattr(model, "outputs", None) or ()) == 1
 
 
 def _name(metric: Any) -> str | None:
