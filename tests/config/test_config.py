@@ -549,6 +549,8 @@ def test_values_at_the_edge_of_a_rule_between_fields_are_allowed(overrides: list
         ("training.epochs", 'An override must read section.key=value, received "training.epochs": write training.ep'),
         ("=3", 'An override must read section.key=value, received "=3": write training.epochs=3.'),
         ("training.=3", 'An override must read section.key=value, received "training.=3": write training.epochs=3.'),
+        ('training."epochs=3', "An override must read section.key=value"),
+        (r'training."\q"=3', "An override must read section.key=value"),
         ("training.epochs=", 'The override "training.epochs=" has no value: write training.epochs=value'),
         ("training=3", 'The override "training=3" names the whole section training: set its keys'),
         ("model.name='a", "The override \"model.name='a\" opens a TOML value that is not valid: check 'a."),
@@ -556,6 +558,26 @@ def test_values_at_the_edge_of_a_rule_between_fields_are_allowed(overrides: list
 )
 def test_an_override_that_cannot_be_read_is_refused(override: str, message: str) -> None:
     assert refusal(override).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "options"),
+    [
+        ('options."a.b"=3', {"a.b": 3}),
+        ("options.'a=b'.c = 'x=y'", {"a=b": {"c": "x=y"}}),
+        (r'options . "tab\t\"".c=[1]', {'tab\t"': {"c": [1]}}),
+        ("options.a-b=c=d", {"a-b": "c=d"}),
+    ],
+)
+def test_a_key_of_an_override_is_read_as_in_toml(override: str, options: dict[str, object]) -> None:
+    assert config.load(None, [override]).options == options
+
+
+def test_the_regular_expression_of_a_layout_is_a_key_in_quotes() -> None:
+    sharded = ["strategy.kind=tensor_parallel", "strategy.num_shards=2"]
+    strategy = config.load(None, [*sharded, 'strategy.layout."dense.*(?=kernel)"=["none", "model"]']).strategy
+    assert isinstance(strategy, config.TensorParallel)
+    assert strategy.layout == {"dense.*(?=kernel)": (None, "model")}
 
 
 def test_an_override_of_a_whole_section_replaces_its_table(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """TOML to plain tables and back, with overrides; independent of the content of a run."""
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from tfpar.messages.received import excerpt
 from tfpar.messages.suggestions import closest
 
 Tables = dict[str, Any]
+# A part of a dotted key, in quotes or without, and the dot or equals sign after it.
+_PART = re.compile(r"""\s*+("(?:[^"\\]|\\.)*+"|'[^']*+'|[^\s."'=][^.=]*+)\s*+([.=])""")
 show = received.toml
 
 
@@ -59,7 +62,8 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
 
     Args:
         tables: The tables to change.
-        text: The assignment. Its value is read as TOML, or else as a string, so that names and paths need no quotes.
+        text: The assignment. A key with dots or equals signs has quotes, as in TOML. The value is read as TOML, or else
+            as a string, so that names and paths need no quotes.
         sections: The names that contain keys and are not keys themselves.
 
     Raises:
@@ -72,11 +76,14 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
     >>> override(tables, "model={width = 64}", sections=["model"])
     >>> tables
     {'model': {'width': 64}}
+    >>> override(tables, 'model."a.b"=1', sections=["model"])
+    >>> tables
+    {'model': {'width': 64, 'a.b': 1}}
     """
-    key, equals, value = (part.strip() for part in text.partition("="))
-    *parents, last = key.split(".")
+    parts, key, value = _divided(text)
+    *parents, last = parts or [""]
     shown, name = excerpt(text), excerpt(key, received.COLUMNS // 2)
-    if not equals or not all([*parents, last]):
+    if not all([*parents, last]):
         raise ValueError(f'An override must read section.key=value, received "{shown}": write training.epochs=3.')
     if len(parents) >= MAX_LEVELS:
         raise ValueError(f'An override must name a key at most {MAX_LEVELS} levels deep, received "{shown}".')
@@ -88,7 +95,7 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
             f'The override "{shown}" has no value: write {name}=value, or {name}=none to unset what can be.'
         )
     parsed = _value(shown, value)
-    if key in sections and not isinstance(parsed, dict):
+    if not parents and last in sections and not isinstance(parsed, dict):
         raise ValueError(f'The override "{shown}" names the whole section {name}: set its keys, {name}.key=value.')
     table = tables
     for part in parents:
@@ -97,6 +104,25 @@ def override(tables: Tables, text: str, sections: Sequence[str]) -> None:
             below = excerpt(part, received.COLUMNS // 2)
             raise ValueError(f'The override "{shown}" goes below {below}, which is a value: set {below} itself.')
     table[last] = parsed
+
+
+def _divided(text: str) -> tuple[list[str], str, str]:
+    """Return the parts of the key of an assignment, the key as it is written, and the value; no parts without a key."""
+    parts, end = list[str](), 0
+    while found := _PART.match(text, end):
+        part, end = found[1], found.end()
+        parts.append(_unquoted(part) if part[0] in "\"'" else part.strip())
+        if found[2] == "=":
+            return parts, text[: end - 1].strip(), text[end:].strip()
+    return [], text, ""
+
+
+def _unquoted(part: str) -> str:
+    """Return a key without its quotes; empty if it is not valid TOML."""
+    try:
+        return str(tomllib.loads(f"key = {part}")["key"])
+    except tomllib.TOMLDecodeError:
+        return ""
 
 
 def _value(shown: str, value: str) -> Any:
