@@ -72,6 +72,10 @@ class NoData(tfpar.Trainer):
     def __init__(self, run, strategy):
         super().__init__(lambda: Good.build(Good), strategy, run.seed)
 
+class NoConstructor(Good):
+    def __init__(self, run, strategy):
+        self.train_data = self.validation_data = self.num_train_examples = None
+
 class Empty(Good):
     def __init__(self, run, strategy):
         super().__init__(run, strategy)
@@ -387,11 +391,15 @@ def test_the_classification_refuses_data_without_classes_or_without_images(
         ("own.Mismatch", ["(None, 4)", "(None, 3)"]),
         ("own.Empty", ["empty"]),
         ("own.NoData", ["train_data"]),
+        ("own.NoConstructor", ["own.NoConstructor", "super().__init__(build_model, strategy, run.seed)."]),
+        ("nowhere.Good", ["No module named 'nowhere'", "in the current folder", "on PYTHONPATH, not beside"]),
+        ("importing.Good", ["No module named 'absent'", "'importing' imports it"]),
     ],
 )
 def test_a_trainer_of_the_users_own_is_checked(
     call: command.InProcess, tmp_path: Path, name: str, parts: list[str]
 ) -> None:
+    (tmp_path / "importing.py").write_text("import absent")
     assert_one_sentence(call("--directory", "run", *settings(f"trainer={name}", "training.epochs=2")), *parts)
     assert not (tmp_path / "run").exists()
 

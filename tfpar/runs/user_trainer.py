@@ -30,7 +30,8 @@ import pydantic
 
 from tfpar import config
 from tfpar.config import settings_read
-from tfpar.messages.received import excerpt, quoted
+from tfpar.messages import received
+from tfpar.messages.received import COLUMNS, excerpt, quoted
 from tfpar.messages.suggestions import did_you_mean
 from tfpar.runs import run_data
 from tfpar.runs.run_trainer import RunTrainer
@@ -55,6 +56,11 @@ def make_trainer(run: config.Run, strategy: Strategy) -> RunTrainer:
             cannot be trained on, or where its model is not compiled.
     """
     trainer: RunTrainer = check_trainer(run)(run, strategy)
+    if not hasattr(trainer, "model"):
+        raise ValueError(
+            f"The constructor of {run.trainer} must call that of tfpar.Trainer, and does not: end it with "
+            "super().__init__(build_model, strategy, run.seed)."
+        )
     for name in ("train_data", "validation_data", "num_train_examples"):
         if not hasattr(trainer, name):
             raise ValueError(
@@ -145,7 +151,7 @@ def trainer_class(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise ValueError(_no_class(path, str(error), _EXAMPLE)) from error
+        raise ValueError(_no_class(path, str(error), _way_to_module(module_name, error.name or ""))) from error
     found = getattr(module, name, None)
     if found is None:
         classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Trainer)]
@@ -154,6 +160,16 @@ def trainer_class(path: str) -> Any:
     if not (isinstance(found, type) and issubclass(found, Trainer) and found is not Trainer):
         raise ValueError(f"trainer must name a subclass of tfpar.Trainer, and {quoted(path)} is not. {_EXAMPLE}")
     return found
+
+
+def _way_to_module(module: str, missing: str) -> str:
+    """Return the way out where a module, or one that it imports, is missing."""
+    if f"{module}.".startswith(f"{missing}."):
+        return (
+            f"Modules are sought in the current folder, {received.path(os.getcwd(), COLUMNS)}, and on PYTHONPATH, not "
+            f"beside the configuration. {_EXAMPLE}"
+        )
+    return f"{quoted(module)} imports it, or a module that it imports does: install it, or correct the import."
 
 
 def _no_class(path: str, reason: str, way_out: str) -> str:
