@@ -163,6 +163,12 @@ def test_schema_describes_every_key_and_knows_none_as_a_word() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "trainer=a.py:B",
+            'trainer = "a.py:B" must be the path of a module and a name in it, with dots between them, such as '
+            '"tfpar.trainers.regression.Regression" (default "tfpar.trainers.image_classification.ImageClassification'
+            '").',
+        ),
         ("training.epochs=ten", 'training.epochs = "ten" must be an integer of at least 1 (default 10).'),
         ("training.epochs=2.5", "training.epochs = 2.5 must be an integer of at least 1 (default 10)."),
         ("training.epochs=true", "training.epochs = true must be an integer of at least 1 (default 10)."),

@@ -8,7 +8,13 @@ Value = TypeVar("Value")
 OrNone = Annotated[Value | None, BeforeValidator(lambda value: None if value == "none" else value)]
 Text = Annotated[str, Field(min_length=1)]
 ImportPath = Annotated[
-    str, Field(pattern=r"^\w+(\.\w+)+$", max_length=1000, examples=["tfpar.trainers.regression.Regression"])
+    str,
+    Field(
+        pattern=r"^\w+(\.\w+)+$",
+        max_length=1000,
+        examples=["tfpar.trainers.regression.Regression"],
+        json_schema_extra={"format": "import-path"},
+    ),
 ]
 Count = Annotated[int, Field(ge=1)]
 Patience = Annotated[int, Field(ge=0)]

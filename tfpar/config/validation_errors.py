@@ -26,6 +26,7 @@ _TYPE_WORDS = {
     "array": "a list",
     "object": "a table",
 }
+_FORMAT_WORDS = {"import-path": "the path of a module and a name in it, with dots between them,"}
 _LIMIT_WORDS = {
     "minimum": "of at least",
     "exclusiveMinimum": "above",
@@ -204,4 +205,5 @@ def _allowed(node: Node, schema: Node) -> str:
     if "examples" in node:
         limits = f"such as {show(node['examples'][0])}"
     items = f", each {_allowed(node['items'], schema)}" if "items" in node else ""
-    return f"{_TYPE_WORDS.get(node.get('type', ''), 'a valid value')} {limits}".rstrip() + items
+    words = _FORMAT_WORDS.get(node.get("format", "")) or _TYPE_WORDS.get(node.get("type", ""), "a valid value")
+    return f"{words} {limits}".rstrip() + items
