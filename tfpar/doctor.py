@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
         found = examination.examine(_LOGICAL_CPUS.value, source, _NUM_WORKERS.value)
         return exit_code(reported(found, _output()))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join(command_line.error_lines(str(error))), file=sys.stderr)
         return 2
 
 

@@ -127,7 +127,7 @@ def main(argv: list[str]) -> int:
             _write(run, found, _WRITE.value)
         return NO_LAYOUT if found.take is None else 0
     except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        print("\n".join(command_line.error_lines(str(error))), file=sys.stderr)
         return 2
 
 

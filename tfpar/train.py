@@ -130,8 +130,7 @@ def main(argv: list[str]) -> int:
         if sentence is None:
             _report(directory)
             raise
-        for line in sentence.splitlines():
-            print(f"error: {line}", file=sys.stderr, flush=True)
+        print("\n".join(command_line.error_lines(sentence)), file=sys.stderr, flush=True)
         _report(directory)
         if isinstance(error, OtherWorkerError):
             return command_line.OTHER_FAILED

@@ -116,6 +116,10 @@ class Given(Free):
         for name, kind in run.options.items():
             setattr(self, name, kinds.get(kind, kind))
 
+class Coloured(Free):
+    def build(self):
+        raise ValueError("\\x1b[1mIncompatible shapes.\\x1b[0m\\n\\nArguments received:\\n  \\n  x=1")
+
 class Speechless(Free):
     def report(self, results):
         return None
@@ -242,6 +246,11 @@ def test_data_of_a_trainer_with_which_no_run_can_end_are_refused_in_one_sentence
     assert outcome.code == 1
     assert message in outcome.err
     assert outcome.err.count("\n") == 1
+
+
+def test_an_error_of_several_lines_has_no_colours_and_no_empty_lines(call: command.InProcess) -> None:
+    lines = ["Incompatible shapes.", "Arguments received:", "  x=1"]
+    assert call(*flags("Coloured")).err.splitlines() == [f"error: {line}" for line in lines]
 
 
 def test_a_report_may_be_none_and_its_error_says_that_the_run_is_saved(call: command.InProcess, tmp_path: Path) -> None:

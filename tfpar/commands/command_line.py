@@ -33,6 +33,7 @@ FAILED = 1
 REPEATABLE = 2  # of a worker whose next start would fail in the same way; argparse, too, ends with it
 OTHER_FAILED = 3  # of a worker that ends because another one failed
 _LONGEST_NAME = 60  # of a flag
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # and other control sequences of terminals
 
 
 def _no_way_out(flag: str) -> str:
@@ -104,6 +105,19 @@ def _refuse(command: Command, sentence: str) -> NoReturn:
     print(f"error: {sentence} See python -m {command.name} --help.", file=sys.stderr)
     code = command.error_code
     raise SystemExit(code_of_repeatable_error(os.environ) if code is None else code) from None
+
+
+def error_lines(text: str) -> list[str]:
+    r"""Return the lines in which a command prints an error, without empty lines and the colours of Keras' messages.
+
+    Args:
+        text: The message.
+
+    Example:
+        >>> error_lines("\x1b[1mBad input.\x1b[0m\n\nArguments received:\n")
+        ['error: Bad input.', 'error: Arguments received:']
+    """
+    return [f"error: {line}" for line in _COLOURS.sub("", text).splitlines() if line.strip()]
 
 
 def code_of_repeatable_error(environment: Mapping[str, str]) -> int:
