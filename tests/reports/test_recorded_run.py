@@ -48,6 +48,24 @@ def test_damaged_files_are_notes_and_the_rest_is_read(tmp_path: Path) -> None:
         assert any(words in note for note in run.notes), run.notes
 
 
+@pytest.mark.parametrize(
+    ("number", "of_events", "of_metrics"),
+    [
+        (1, "1 line of events.jsonl is", ("Line 1 of", "lacks it.")),
+        (2, "2 lines of events.jsonl are", ("Lines 1, 2", "them.")),
+    ],
+)
+def test_notes_about_damaged_lines_are_in_singular_or_plural(
+    number: int, of_events: str, of_metrics: tuple[str, str], tmp_path: Path
+) -> None:
+    folder = recorded.write(tmp_path / "run")
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (folder / name).write_text("{\n" * number)
+    notes = recorded_run.read(folder).notes
+    assert f"{of_events} damaged and left out." in notes
+    assert any(note.startswith(of_metrics[0]) and note.endswith(of_metrics[1]) for note in notes), notes
+
+
 def test_settings_of_another_version_are_read_as_they_are(tmp_path: Path) -> None:
     run = recorded_run.read(recorded.write(tmp_path / "run", "[training]\nepochs = 3\nfrom_the_future = 1"))
     assert run.settings == {"training.epochs": 3, "training.from_the_future": 1}

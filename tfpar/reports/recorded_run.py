@@ -133,7 +133,9 @@ def read(folder: str | Path, *, status: str | None = None) -> RecordedRun:
     _require_run(folder)
     notes: list[str] = []
     found, num_damaged = events.read(folder)
-    notes += [f"{num_damaged} lines of {events.NAME} are damaged and left out."] if num_damaged else []
+    if num_damaged:
+        lines = "1 line" if num_damaged == 1 else f"{num_damaged} lines"
+        notes.append(f"{lines} of {events.NAME} {'is' if num_damaged == 1 else 'are'} damaged and left out.")
     record = _table(folder / RECORD, notes)
     pipeline = record.get("pipeline")
     settings = _settings(folder / "config.toml", notes)
@@ -206,9 +208,9 @@ def _epochs(path: Path, notes: list[str]) -> Sequence[Mapping[str, Any]]:
         return ()
     entries, damaged = json_lines.read(path)
     if damaged:
-        lines = "Line" if len(damaged) == 1 else "Lines"
+        lines, lacking = ("Line", "it") if len(damaged) == 1 else ("Lines", "them")
         numbers = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
-        notes.append(f"{lines} {numbers} of metrics.jsonl cannot be read, and the report lacks them.")
+        notes.append(f"{lines} {numbers} of metrics.jsonl cannot be read, and the report lacks {lacking}.")
     return tuple(entries)
 
 
