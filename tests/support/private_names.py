@@ -115,6 +115,12 @@ ROWS = [
         "trainers/compile_utils",
         "metrics that are not built yet have variables too",
     ),
+    _keras(
+        "keras.src.trainers.compile_utils",
+        "CompileLoss",
+        "trainers/compile_utils",
+        "the losses of compile, apart from loss objects that these or metrics call",
+    ),
     _keras("a compiled loss", "_user_loss metrics", "trainers/compile_utils", "the loss objects of a compiled model"),
     _keras("a metric", "_metrics", "metrics/metric", "metrics inside of metrics"),
     _keras(

@@ -6,6 +6,7 @@ All of it is private. Written for Keras 3.15 and TensorFlow 2.21.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as loss_module
+from keras.src.trainers.compile_utils import CompileLoss
 
 from tfpar._compat import keras_model
 
@@ -28,15 +30,70 @@ squeeze_or_expand_to_same_rank = loss_module.squeeze_or_expand_to_same_rank
 aggregate_added_loss = TensorFlowTrainer.__mro__[1]._aggregate_additional_loss
 
 
+# Keras as it is, before any patch. The replicas of MirroredStrategy are threads, which take turns where they
+# communicate.
+_call_loss, _call_compiled = keras.losses.Loss.__call__, CompileLoss.__call__
+_thread = threading.local()
+
+
+def _depth() -> int | None:
+    return getattr(_thread, "depth", None)
+
+
+@contextlib.contextmanager
+def _at_depth(depth: int | None) -> Iterator[None]:
+    before, _thread.depth = _depth(), depth
+    try:
+        yield
+    finally:
+        _thread.depth = before
+
+
+@contextlib.contextmanager
+def _depth_counted() -> Iterator[None]:
+    """Count inside this context how deep loss objects call one another: 1 in one of `compile`, None outside of these.
+
+    Keras 3.15 calls those of `compile` in `CompileLoss`.
+    """
+
+    def call_compiled(losses: CompileLoss, *args: Any, **kwargs: Any) -> Any:
+        with _at_depth(0):
+            return _call_compiled(losses, *args, **kwargs)
+
+    def call_loss(loss: keras.losses.Loss, *args: Any, **kwargs: Any) -> Any:
+        before = _depth()
+        with _at_depth(None if before is None else before + 1):
+            return _call_loss(loss, *args, **kwargs)
+
+    with (
+        mock.patch.object(CompileLoss, "__call__", call_compiled),
+        mock.patch.object(keras.losses.Loss, "__call__", call_loss),
+    ):
+        yield
+
+
 @contextlib.contextmanager
 def loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduction) -> Iterator[None]:
-    """Reduce every loss inside this context with `reduce_loss` and `reduce_added_loss`.
+    """Reduce every loss of `compile` inside this context with `reduce_loss`, added losses with `reduce_added_loss`.
 
     Keras 3.15 divides a loss in one function, `reduce_weighted_values`, by the count of the replica that calls it, and
     then by the number of replicas: wrong for uneven batches and masks (keras-team/keras#19246 and the facts in the
     README). Tracing is single-threaded (the threads of MirroredStrategy take turns), so a patch of the module's
     attributes reaches every loss of the traced step and nothing else.
+
+    A loss object that a loss of `compile` or a metric calls is reduced as in Keras, over the examples at hand.
     """
+
+    def reduce(*loss: Any) -> tf.Tensor:
+        return reduce_loss(*loss) if _depth() == 1 else reduce_weighted_values(*loss)
+
+    with _depth_counted(), every_loss_reduction(reduce, reduce_added_loss):
+        yield
+
+
+@contextlib.contextmanager
+def every_loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduction) -> Iterator[None]:
+    """Do what `loss_reduction` does for every loss object, whatever calls it."""
 
     def reduce(values: Any, sample_weight: Any = None, mask: Any = None,
                reduction: str | None = "sum_over_batch_size", dtype: Any = None) -> tf.Tensor:  # fmt: skip
@@ -44,6 +101,7 @@ def loss_reduction(reduce_loss: LossReduction, reduce_added_loss: AddedLossReduc
 
     with (
         mock.patch.object(loss_module, "reduce_weighted_values", reduce),
+        mock.patch.object(loss_module, "scale_loss_for_distribution", lambda value: value),
         mock.patch.object(loss_module, "unscale_loss_for_distribution", lambda value: value),
         mock.patch.object(TensorFlowTrainer, "_aggregate_additional_loss", reduce_added_loss),
     ):

@@ -281,7 +281,7 @@ def check_own_weights(model: keras.Model, batch: Any, call: Callable[..., Any], 
             )
         return keras_losses.reduce_weighted_values(values, sample_weight, mask, reduction, dtype)
 
-    with keras_losses.loss_reduction(reduce, keras_losses.aggregate_added_loss):
+    with keras_losses.every_loss_reduction(reduce, keras_losses.aggregate_added_loss):
         own_loss(model, batch, call, training)
 
 

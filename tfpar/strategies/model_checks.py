@@ -302,7 +302,8 @@ def build(
     if objective.objectives_of(model):
         objective.build(model, batch, creating_slots)
         return
-    with keras_losses.loss_reduction(_reduce_dense, keras_losses.aggregate_added_loss), _naming_targets(model, targets):
+    reducing = keras_losses.every_loss_reduction(_reduce_dense, keras_losses.aggregate_added_loss)
+    with reducing, _naming_targets(model, targets):
         keras_build.symbolic_build(model, batch, training=kind == "train")
     if kind == "train" and not model.optimizer.built:
         with creating_slots(model):
