@@ -175,6 +175,22 @@ def test_a_loss_in_a_layer_equals_one_device_where_replicas_have_the_same_exampl
     )
 
 
+def rows_alone() -> keras.Model:
+    """The loss of a layer is the only one that trains the rows of a table."""
+    words, targets = keras.Input((), dtype="int64"), keras.Input((1,))
+    predictions = layers.Dense(1)(layers.Embedding(9, 4)(words))
+    model = keras.Model([words, targets], Endpoint(ENDPOINTS["mean"])(targets, predictions))
+    model.compile(keras.optimizers.SGD(0.05))
+    return model
+
+
+def test_a_loss_in_a_layer_trains_rows_as_one_device() -> None:
+    words, targets = np.arange(37) % 9, np.sin(np.arange(37.0, dtype="float32"))[:, None]
+    small.assert_trains_as_one_device(
+        rows_alone, lambda: tf.data.Dataset.from_tensor_slices(((words, targets),)).batch(8)
+    )
+
+
 # --- micro-batches, which run one after the other ---------------------------------------------------------------------
 
 

@@ -200,13 +200,20 @@ class Trial(Rows):
             self._sums.append(SumsOfParts(loss[3] == "sum", sums))
         else:
             next(self._summed).add(sums)
-        return self._value(lambda: keras_losses_in_call.reduce_of_these(*loss))
+        own = keras_losses_in_call.reduce_of_these(*loss)
+        return _with_value(own, self._value(lambda: own))
 
     def _value(self, compute: Callable[[], Any]) -> Any:
         if self._replayed is not None:
             return next(self._replayed)
         self._values.append(compute())
         return self._values[-1]
+
+
+@tf.custom_gradient
+def _with_value(own: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tuple[tf.Tensor, None]]]:
+    """Return a value with the gradient of another: that of a part, as on a replica."""
+    return tf.identity(value), lambda upstream: (upstream, None)
 
 
 class RowsOfReplicas(Rows):
